@@ -1,1 +1,1 @@
-"""Splits models over processes: the only room that knows DTensor and FSDP."""
+"""Splitting of models over processes; the only package that uses DTensor and FSDP."""

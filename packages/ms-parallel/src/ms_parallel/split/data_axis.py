@@ -1,22 +1,22 @@
-"""What processes that hold different tokens share out beside their tokens, by name."""
+"""Names of the sharding and offloading modes."""
 
 from typing import Literal, get_args
 
 Sharding = Literal["auto", "replicate", "zero1", "zero2", "zero3"]
-"""What processes that hold different tokens share out, beside their tokens:
+"""State that data-parallel processes shard:
 
-- `replicate`: nothing; gradients are summed once an update (DDP).
-- `zero1`: moments, and the weights between updates. Weights are gathered once an update, and
-  gradients stay whole until its last microbatch (ZeRO, arXiv:1910.02054).
-- `zero2`: gradients too, which are summed and scattered after each microbatch.
-- `zero3`: weights too, which are gathered a block at a time, and freed behind it.
-- `auto`: as `zero1` under a pipeline; else as `zero3`, but gradients as in `zero1`.
+- `replicate`: nothing; gradients are all-reduced once per update (DDP).
+- `zero1`: moments, and weights between updates. Weights are gathered once per update, and gradients
+  are reduced after the last microbatch (ZeRO, arXiv:1910.02054).
+- `zero2`: also gradients, reduce-scattered after each microbatch.
+- `zero3`: also weights, gathered block by block and freed after use.
+- `auto`: `zero1` with pipeline parallelism; otherwise `zero3` with the gradients of `zero1`.
 """
 SHARDINGS = get_args(Sharding)
 Offload = Literal["none", "moments", "activations", "all"]
-"""What lies in the machine's memory, and not in that of its device."""
+"""State offloaded from device memory to host memory."""
 OFFLOADS = get_args(Offload)
 MOMENTS, ACTIVATIONS = ("moments", "all"), ("activations", "all")
-"""Modes that offload each."""
+"""Modes that offload moments, and modes that offload activations."""
 EACH = ("zero2", "zero3")
-"""Modes that sum gradients after each microbatch."""
+"""Modes that reduce gradients after each microbatch."""

@@ -1,9 +1,8 @@
-"""Shares out the experts of a layer over processes, and brings tokens to them and back.
+"""Expert parallelism: experts split over processes, with all-to-all dispatch of tokens.
 
-Each process permutes its tokens by expert as if it had all of them, so that what goes to a process
-lies together. What comes is put in the order of experts, and of senders for each; what experts make
-of it goes the way back, and the process that sent a token weighs and adds up its rows in the order
-of its choices. So a token's sum is the one that a process alone computes.
+Each process sorts its tokens by expert, so rows for one receiver are contiguous. Received rows are
+sorted by expert, then by sender. Expert outputs return by the same route, and the sender combines
+the rows of a token in the order of its choices, so the result equals that of a single process.
 """
 
 from typing import Any
@@ -23,14 +22,13 @@ from ms_parallel.torch_private import unsafe_view
 
 
 def split_experts(model: nn.Module, groups: Groups) -> None:
-    """Leave each process its share of every layer's experts, in place.
+    """Split the experts of every layer over processes, in place.
 
-    Parameters become DTensors on the expert axis, and on the tensor axis where they were split over
-    it before.
+    Parameters become DTensors on the expert axis, and also on the tensor axis if already split.
 
     Args:
-        model: split over the tensor axis, and not sharded yet.
-        groups: the layout's processes.
+        model: after the tensor-parallel split, before sharding.
+        groups: process groups of the layout.
     """
     mesh = groups.experts
     if mesh is None:
@@ -45,19 +43,20 @@ def split_experts(model: nn.Module, groups: Groups) -> None:
 
 
 def _no_view(_: nn.Module, inputs: object, out: Tensor) -> Tensor:
-    """Return the same values, not as a view: FSDP warns that it could lose its hook at one."""
+    """Return the output as a non-view tensor: FSDP warns that hooks on views may be lost."""
     same: Tensor = unsafe_view(out, out.shape)
     return same
 
 
 def shard_dim(parameter: Tensor, parts: int) -> int:
-    """Choose the dim along which an expert parameter is sharded over the processes that have it.
+    """Choose the dim along which FSDP shards an expert parameter.
 
-    Whole experts where they divide; else a dim that does, as shards of other dims cannot be uneven.
+    The expert dim if `parts` divides it; otherwise a dim that divides evenly, since FSDP allows
+    uneven shards only along dim 0.
 
     Args:
-        parameter: as `split_experts` leaves it.
-        parts: how many processes shard it.
+        parameter: expert parameter after `split_experts`.
+        parts: number of shards.
     """
     split = set()
     local = parameter
@@ -90,23 +89,23 @@ def _own_share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 @frozen(kw_only=True, eq=False)
 class _Route:
-    """How rows of tokens travel in one layer of one forward."""
+    """All-to-all route of token rows in one layer of one forward pass."""
 
     group: dist.ProcessGroup
     sent: list[int]
-    """Rows that go to each process."""
+    """Number of rows for each receiver."""
     got: list[int]
-    """Rows that come from each."""
+    """Number of rows from each sender."""
     order: Tensor
-    """For each row that came, in the order of experts: which it is in the order of senders."""
+    """Permutation of received rows from sender order to expert order."""
     inverse: Tensor
 
     def there(self, rows: Tensor) -> Tensor:
-        """Send rows, which lie by receiver, and return what came here by expert."""
+        """Send rows sorted by receiver; return the received rows sorted by expert."""
         return self._exchange(rows, self.sent, self.got).index_select(0, self.order)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Send the rows back to the processes and places that they came from."""
+        """Return rows to their senders, in the original order."""
         return self._exchange(rows.index_select(0, self.inverse), self.got, self.sent)
 
     def _exchange(self, rows: Tensor, sent: list[int], got: list[int]) -> Tensor:
@@ -116,17 +115,17 @@ class _Route:
 
 
 class _Travel(torch.autograd.Function):
-    """Rows that travel a route; their gradients travel it the other way, without sums."""
+    """Differentiable transfer along a route; gradients take the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: _Route, home: bool) -> Tensor:
-        """Turn rows (T, H) into as many as come."""
+        """Send rows (T, H) and return the received rows."""
         ctx.route, ctx.home = route, home
         return route.back(rows) if home else route.there(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Give the gradient of the rows alone."""
+        """Return the gradient of the rows."""
         route: _Route = ctx.route
         return route.there(gradient) if ctx.home else route.back(gradient), None, None
 

@@ -1,8 +1,8 @@
-"""Runs a module of the user's own in an engine, split and cut into stages as its plan allows.
+"""User-defined modules in an engine, split and cut into stages according to their plan.
 
-It is called as `module(tokens, positions=..., documents=..., cache=...)`, of which it names what it
-uses, and returns logits. Unlike our own models it is whole before it is split, so it has to fit one
-process.
+A module is called as `module(tokens, positions=..., documents=..., cache=...)`, with the keyword
+arguments that its forward accepts, and returns logits. Unlike native models it is built in full
+before it is split, so it must fit on one process.
 """
 
 import hashlib
@@ -33,14 +33,14 @@ from ms_parallel.split.tensor_parallel import split_model
 logger = logging.getLogger(__name__)
 
 TRIAL_TOLERANCE = 1e-5
-"""Relative; the same operations on the same weights differ by a few roundings at most."""
+"""Relative tolerance; the same operations on the same weights differ by rounding only."""
 
 WHOLE = ModelPlan()
 """The plan of a module that nothing is known of: one unit of sharding."""
 
 
 class LanguageModel(Protocol):
-    """What a module of one's own has to be."""
+    """Interface of a user-defined module."""
 
     def forward(
         self,

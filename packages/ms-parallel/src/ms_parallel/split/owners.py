@@ -1,4 +1,4 @@
-"""Brings whole matrices to processes that own them, and what is made of them back to all parts."""
+"""Gathers full matrices on owner processes, and scatters the results back to all parts."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -13,18 +13,18 @@ from ms_parallel.models.weight_names import Box
 from ms_parallel.split.part import part_of
 
 Key = tuple[str, int]
-"""A parameter, and the number of one of its matrices."""
+"""Parameter name and index of one of its matrices."""
 Ends = tuple[tuple[int, int], ...]
-"""A box, as what can be sent and looked up."""
+"""A box as hashable (start, stop) pairs."""
 
 
 @frozen(kw_only=True)
 class MatrixPart:
-    """A part of a matrix that travels, or stays."""
+    """A part of a matrix to send, receive or copy locally."""
 
     key: Key
     peer: int
-    """Where it goes, or comes from."""
+    """Rank to send it to or receive it from."""
     of_matrix: Box
     of_part: Box
     """The same numbers in the matrix, and in this process's part of the parameter: of the two, only
@@ -78,15 +78,16 @@ class Trip:
 
 
 class OwnerExchange:
-    """Each matrix has one owner among the processes that hold its stage; all of them call it.
+    """Exchange of matrices with their owners, one process of the stage per matrix; collective.
 
-    Owners are assigned by cost, the dearest first, each to the process with the least so far.
+    Owners are assigned greedily by cost, from the most expensive matrix to the cheapest, to the
+    process with the lowest load.
 
     Args:
-        parameters: whose parts this process holds.
-        boxes: each matrix, as a box of its parameter.
-        costs: of the work on each matrix.
-        groups: the layout's processes.
+        parameters: parameters with parts on this process.
+        boxes: box of each matrix in its parameter.
+        costs: cost of the work on each matrix.
+        groups: process groups of the layout.
     """
 
     def __init__(
@@ -182,17 +183,17 @@ class OwnerExchange:
 
 
 def owners(costs: Mapping[Key, float], count: int) -> dict[Key, int]:
-    """Choose who owns each matrix, so that the work of all is near to even."""
+    """Assign each matrix to a rank so that loads are nearly even."""
     load = [0.0] * count
-    found = {}
+    assignment = {}
     for key in sorted(costs, key=lambda key: (-costs[key], key)):
-        found[key] = min(range(count), key=lambda rank: load[rank])
-        load[found[key]] += costs[key]
-    return found
+        assignment[key] = min(range(count), key=lambda rank: load[rank])
+        load[assignment[key]] += costs[key]
+    return assignment
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return what two boxes have in common; None for nothing."""
+    """Return the intersection of two boxes; None if empty."""
     starts = [max(a.start, b.start) for a, b in zip(one, other, strict=True)]
     stops = [min(a.stop, b.stop) for a, b in zip(one, other, strict=True)]
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -201,7 +202,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """Return a box as an index into a greater one."""
+    """Return a box as an index relative to an enclosing box."""
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Finds this process's part of a tensor, and lays out other tensors alike."""
+"""Local parts of distributed tensors."""
 
 import torch
 from attrs import frozen
@@ -11,25 +11,25 @@ from ms_parallel.torch_private import box_offsets, spec_of, with_spec
 
 @frozen(kw_only=True, eq=False)
 class Part:
-    """A box of a whole tensor."""
+    """A box of a full tensor."""
 
     local: Tensor
     """The values, writable in place under `torch.no_grad`."""
     offsets: tuple[int, ...]
-    """Where the box begins in the whole tensor, one number a dim."""
+    """Start of the box in the full tensor, one index per dim."""
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """The box as an index into the whole tensor."""
+        """The box as an index into the full tensor."""
         ends = zip(self.offsets, self.local.shape, strict=True)
         return tuple(slice(start, start + size) for start, size in ends)
 
 
 def part_of(tensor: Tensor) -> Part:
-    """Return this process's part of a tensor; of a plain one, all of it.
+    """Return this process's part of a tensor; all of it for a plain tensor.
 
-    Holds for any placement that keeps a process's values in one box: replicas, even and uneven
-    shards, and FSDP shards of a tensor-parallel shard. Call it under `torch.no_grad`.
+    Supports placements whose local values form one box: replicas, even and uneven shards, and FSDP
+    shards of a tensor-parallel shard. Call it under `torch.no_grad`.
     """
     if not isinstance(tensor, DTensor):
         return Part(local=tensor, offsets=(0,) * tensor.ndim)
@@ -42,17 +42,17 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def is_whole_here(tensor: Tensor) -> bool:
-    """Return whether a tensor is a plain one, of which this process holds all."""
+    """Whether a tensor is a plain tensor, entirely on this process."""
     return not isinstance(tensor, DTensor)
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Gather all of a tensor from every process that holds a part; all of them call it."""
+    """Gather the full tensor; a collective call for all processes that have a part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return `local` as this process's part of a tensor that is laid out like `tensor`."""
+    """Wrap `local` as this process's part of a tensor with the placement of `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
     if local.device != tensor.to_local().device:  # which `from_local` would copy
@@ -68,7 +68,7 @@ def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this process's part of a parameter's gradient; zeros where nothing flowed."""
+    """Return this process's part of a parameter's gradient; zeros if there is none."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(local_part(parameter))
@@ -78,9 +78,9 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def drop_gathered(model: nn.Module) -> None:
-    """Drop copies of weights that forward passes left in the compute dtype.
+    """Drop gathered and cast copies of weights from earlier forward passes.
 
-    With FSDP `model.parameters()` are its own shards again; what is written to a copy is lost.
+    With FSDP, `model.parameters()` are the shards again; writes to a copy are lost.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -16,11 +16,11 @@ from ms_parallel.split.precision_choice import MixedPrecision, precision_name
 
 logger = logging.getLogger(__name__)
 WORTH_TELLING = 1.5
-"""Times as long as in float32; a processor with bfloat16 products takes half as long."""
+"""Ratio of bfloat16 to float32 time to warn at; about 0.5 on CPUs with bfloat16 matmul."""
 
 
 def precision_policy(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """Make FSDP2's policy: cast weights when they are gathered, sum gradients in float32."""
+    """Return FSDP2's policy: cast weights when gathering, reduce gradients in float32."""
     if not mixed_precision:
         return MixedPrecisionPolicy()
     dtype = getattr(torch, precision_name(mixed_precision))
@@ -98,9 +98,9 @@ class _Held(nn.Module):
 
 
 def warn_of_slow_bfloat16(device: torch.device) -> None:
-    """Say so where bfloat16, which is there to be faster, is slower: on most laptops' processors.
+    """Warn if bfloat16 is slower than float32, as on most laptop CPUs.
 
-    Measured, as no list of processors stays complete; takes some milliseconds.
+    Measures the speed, which takes a few milliseconds, since no list of CPUs stays complete.
     """
     if device.type != "cpu":
         return
@@ -113,16 +113,16 @@ def warn_of_slow_bfloat16(device: torch.device) -> None:
 
 
 def bfloat16_slowdown() -> float:
-    """Measure a matrix product's time in bfloat16 over that in float32, on this processor."""
+    """Measure the ratio of bfloat16 to float32 matmul time on this CPU."""
     return _seconds(torch.bfloat16) / _seconds(torch.float32)
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Time a matrix product: the best of a few, as other processes only ever make it longer."""
+    """Time a matrix product; the minimum of several runs, since other processes only add time."""
     x, weight = torch.ones(256, 256, dtype=dtype), torch.ones(256, 256, dtype=dtype)
-    taken = []
+    times = []
     for _ in range(5):
-        began = perf_counter()
+        start = perf_counter()
         torch.mm(x, weight)
-        taken.append(perf_counter() - began)
-    return min(taken)
+        times.append(perf_counter() - start)
+    return min(times)

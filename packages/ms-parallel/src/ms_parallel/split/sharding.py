@@ -1,4 +1,4 @@
-"""Shards weights, gradients and moments with FSDP2 over processes that hold different tokens."""
+"""Sharding of weights, gradients and moments over data-parallel processes with FSDP2."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,10 +30,10 @@ def shard_model(
     mixed_precision: MixedPrecision,
     sharding: Sharding = "auto",
 ) -> None:
-    """Wrap each block, then the rest, in place. Gradients are summed over ranks, not averaged.
+    """Wrap each block, then the root, in place. Gradients are summed over ranks, not averaged.
 
-    With one such process in float32 nothing is wrapped, and nothing is paid. Experts that are
-    shared out are wrapped before their block, over the processes that have the same ones.
+    With one data-parallel process in float32 nothing is wrapped. Under expert parallelism, experts
+    are wrapped before their block, over the processes with the same experts.
     """
     if groups.layout.shards == 1 and not mixed_precision:
         return
@@ -45,8 +45,8 @@ def shard_model(
         "mp_policy": policy,
         "reshard_after_forward": freed and sharded,  # one process would only cast weights again
     }
-    # Blocks are given hidden states and what must not be rounded: tables of positions, masks,
-    # weights of routed tokens. The root is given tokens or pixels, which are cast.
+    # Block inputs include tensors that must not be rounded: rotary tables, masks, router weights.
+    # The inputs of the root are tokens or pixels, which may be cast.
     inner = {**settings, "mp_policy": replace(policy, cast_forward_inputs=False)}
     own = {
         **inner,
@@ -79,7 +79,7 @@ def _wrap(module: nn.Module, settings: dict[str, Any]) -> None:
 
 
 def gather_weights(model: nn.Module) -> None:
-    """Begin to gather sharded weights; the next forward or backward waits for them."""
+    """Start all-gathering sharded weights; the next forward or backward pass waits for them."""
     if isinstance(model, FSDPModule):
         start_fsdp_streams(model)  # before the first forward there are no streams yet
     for module in model.modules():
@@ -95,14 +95,14 @@ def set_last_backward(
     whole: bool = True,
     summed: bool = True,
 ) -> None:
-    """Say whether the next backward is the step's last, the one that sums over the data axis.
+    """Set whether the next backward pass is the last of the step, which reduces gradients.
 
     Args:
         model: a stage.
-        last: whether it is.
-        sharding: which may sum after each.
-        whole: whether it gives the gradients of all weights, and none are put off.
-        summed: whether gradients are summed over the data axis at all.
+        last: whether the backward pass is the last.
+        sharding: sharding mode; some modes reduce after every backward pass.
+        whole: whether the backward pass computes all weight gradients, with none delayed.
+        summed: whether gradients are reduced over the data axis at all.
     """
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)

@@ -26,18 +26,18 @@ from ms_parallel.split.tensor_parallel import split_model
 def cut_layers(
     layers: int, stages: int, cuts: Sequence[int], split: Sequence[int] | None = None
 ) -> list[range]:
-    """Cut layers into stages: as chosen, or as even as the cuts allow, spare layers early.
+    """Cut layers into stages by `split`, or as evenly as `cuts` allow with extra layers first.
 
-    The last stage also has the head, so it is never the one with more layers.
+    The last stage also has the head, so it does not get the extra layers.
 
     Args:
-        layers: of the model.
-        stages: to share them out over.
-        cuts: layer numbers at which a stage may begin.
-        split: how many each stage gets; None for as even as can be.
+        layers: number of layers of the model.
+        stages: number of stages.
+        cuts: layer indices at which a stage may start.
+        split: number of layers per stage; None for an even split.
 
     Raises:
-        LayoutError: there are fewer places to cut than stages, or the split does not fit.
+        LayoutError: there are fewer cuts than stages, or the split does not match.
     """
     if split is not None:
         return _as_chosen(layers, stages, cuts, split)

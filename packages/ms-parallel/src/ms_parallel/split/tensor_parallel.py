@@ -1,4 +1,4 @@
-"""Splits a model over the tensor axis as its plan says, with the sequence split in between."""
+"""Tensor and sequence parallelism according to a model's plan."""
 
 from typing import Any, get_args
 
@@ -77,12 +77,12 @@ def split_model(
                 pass
             case style:
                 raise _misfit(name, style, plan)
-    # None: every rank takes its own slice; weights are filled later, so nothing is sent.
+    # None: every rank slices locally without communication, since weights are filled later.
     parallelize_module(model, groups.mesh["tensor"], styles, src_data_rank=None)
 
 
 def _of_whole_sequence(plan: ModelPlan, name: str) -> dict[str, ParallelStyle]:
-    """Choose a module's style where each rank holds all of the sequence between blocks."""
+    """Choose a module's style without sequence parallelism."""
     match plan.style(f"{name}.weight"):
         case "column":
             return {name: ColwiseParallel()}
@@ -105,9 +105,9 @@ SEQUENCE_STYLES = tuple(
     for style in get_args(Style)
     if style not in ("column_to_whole", "replicated", "row_of_whole", "summed")
 )
-"""Styles where each rank holds its part of the sequence between blocks."""
+"""Styles with sequence parallelism: each rank has its part of the sequence between blocks."""
 WHOLE_STYLES = ("column", "column_to_whole", "heads", "replicated", "row", "row_of_whole", "summed")
-"""Styles where each rank holds all of the sequence between blocks."""
+"""Styles without sequence parallelism: each rank has the full sequence between blocks."""
 
 
 def _misfit(name: str, style: str, plan: ModelPlan) -> ModelError:
@@ -120,7 +120,7 @@ def _misfit(name: str, style: str, plan: ModelPlan) -> ModelError:
 
 
 def is_whole(name: str, plan: ModelPlan) -> bool:
-    """Return whether each tensor rank holds a whole parameter, but a share of its gradient."""
+    """Whether tensor ranks have the full parameter but only a partial sum of its gradient."""
     style = plan.style(name)
     return style in ("sequence", "heads", "router") or (
         style == "expert_row" and name.endswith(".bias")
@@ -128,18 +128,18 @@ def is_whole(name: str, plan: ModelPlan) -> bool:
 
 
 def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
-    """Gather the whole sequence on every tensor rank, and sum the vocabulary parts' gradients."""
+    """All-gather the sequence on every tensor rank; the backward pass sums the gradients."""
     return _gathered(hidden, groups.mesh["tensor"])
 
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
-    """Gather logits (B, S, V) of the whole vocabulary on every tensor rank from each one's part."""
+    """All-gather logits (B, S, V) of the full vocabulary on every tensor rank."""
     spread = DTensor.from_local(logits, groups.mesh["tensor"], [Shard(2)], run_check=False)
     return spread.redistribute(placements=[Replicate()]).to_local()
 
 
 def local_view(weight: Tensor) -> Tensor:
-    """Return this process's rows of a weight, differentiable."""
+    """Return this process's rows of a weight, differentiably."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -195,7 +195,7 @@ class SumOfParts(ParallelStyle):
 
 
 class ShowWhole(ParallelStyle):
-    """Shows a module that works on its part of the sequence all of what it asks for."""
+    """Gives a module on a part of the sequence a function that gathers the full sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shown: Any = module
@@ -205,7 +205,7 @@ class ShowWhole(ParallelStyle):
 
 
 class SplitHeads(SplitRows):
-    """Splits a parameter of one row a head, which is added to tensors (B, S, local heads, D)."""
+    """Splits a parameter with one row per head, added to tensors (B, S, local heads, D)."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
@@ -219,7 +219,7 @@ class SplitHeads(SplitRows):
 
 
 class SplitWidth(SplitRows):
-    """Splits a norm's weight with its width, whose mean square is then summed over processes."""
+    """Splits a norm's weight along with its width; the mean square is summed over processes."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, WholeWidthNorm)
@@ -228,7 +228,7 @@ class SplitWidth(SplitRows):
 
 
 class _Mesh:
-    """Sums over a mesh's processes, for a norm that knows of none."""
+    """Sum over the processes of a mesh, for norms over a split width."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -242,7 +242,7 @@ class _Mesh:
 
 
 class SpreadChoices(ParallelStyle):
-    """Shows a router, which chooses for its part of the sequence, what was chosen for all of it."""
+    """Gives a router on a part of the sequence the choices of the full sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Router)
@@ -252,7 +252,7 @@ class SpreadChoices(ParallelStyle):
 
 
 class SplitExperts(ParallelStyle):
-    """Splits the width of every expert; each rank computes a share of the sum that follows."""
+    """Splits the width of every expert; each rank computes a partial sum of the output."""
 
     def __init__(self, *, rows: bool) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class SplitExperts(ParallelStyle):
 
 
 class GatherTokens(ParallelStyle):
-    """Gathers the sequence with its choices before the experts, and sums and scatters behind."""
+    """Gathers sequence and routing before the experts, and reduce-scatters their output."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

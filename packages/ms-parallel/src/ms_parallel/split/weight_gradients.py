@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Later:
-    """The products that one backward has put off; empty until then."""
+    """Weight-gradient products delayed by one backward pass."""
 
     def __init__(self) -> None:
         self.factors: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -29,7 +29,7 @@ class Later:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Add each product to its weight's gradient, and let its factors go."""
+        """Accumulate all delayed weight gradients and free their factors."""
         while self.factors:
             weight, gradient, x = self.factors.pop()
             left, right = gradient.flatten(0, -2).t(), x.flatten(0, -2)
@@ -38,7 +38,7 @@ class Later:
             elif isinstance(weight.grad, DTensor):
                 weight.grad.add_(left @ right)
             else:
-                weight.grad.addmm_(left, right)  # without a product of the weight's size beside it
+                weight.grad.addmm_(left, right)  # no temporary of the weight's size
 
 
 class putting_off(TorchFunctionMode):  # noqa: N801 - a context manager, read as a verb
@@ -58,7 +58,7 @@ class putting_off(TorchFunctionMode):  # noqa: N801 - a context manager, read as
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace linear maps that have a gradient to put off; do the rest as it is."""
+        """Replace linear maps with a trainable weight; run other functions unchanged."""
         if func is F.linear and not kwargs and torch.is_grad_enabled() and args[1].is_leaf:
             x, weight, bias = (*args, None)[:3]
             if weight.requires_grad:
@@ -67,19 +67,19 @@ class putting_off(TorchFunctionMode):  # noqa: N801 - a context manager, read as
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` whose backward forms the gradients of input and bias alone."""
+    """`F.linear` whose backward computes only the gradients of input and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
         """Map x (..., in) and weight (out, in) to (..., out)."""
         ctx.save_for_backward(x)
-        # Not saved as a tensor: its gradient must reach this very object.
+        # Not saved as a tensor: the gradient must go to this object itself.
         ctx.weight, ctx.later = weight, later
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        """Return the gradients of x and bias; the factors of the weight's go to `later`."""
+        """Return the gradients of x and bias; store the weight-gradient factors in `later`."""
         (x,) = ctx.saved_tensors
         of_x = gradient @ ctx.weight.detach() if ctx.needs_input_grad[0] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None

@@ -1,4 +1,4 @@
-"""Takes the gradients of one backward from a stage, whole, before any process adds to them."""
+"""Full local gradients of one backward pass, before any reduction over processes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def take_gradients(stage: nn.Module, names: Mapping[int, str]) -> dict[str, Tens
 
 
 def _sharded(stage: nn.Module) -> Iterator[Any]:
-    """Yield what FSDP holds of each parameter that it shards."""
+    """Yield FSDP's state of each sharded parameter."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             yield from fsdp_parameters(module)

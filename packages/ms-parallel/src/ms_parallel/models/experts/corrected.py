@@ -1,7 +1,7 @@
-"""Mixtures of DeepSeek-V3's kind (arXiv:2412.19437), which GLM-4.5 has too.
+"""DeepSeek-V3 mixtures of experts (arXiv:2412.19437), also used by GLM-4.5.
 
-Scores are sigmoids, groups of experts are chosen before experts, a bias that no gradient trains
-corrects the choice, every token passes shared experts besides, and the first layers have none.
+Sigmoid scores, group-limited routing, a selection bias without gradient, shared experts for every
+token, and dense first layers.
 """
 
 from math import gcd
@@ -26,7 +26,7 @@ ALSO_CALLED = {
     "num_local_experts": "n_routed_experts",
     "num_mtp_layers": "num_nextn_predict_layers",
 }
-"""Other keys of config.json for settings below."""
+"""Alternative config.json keys for the settings below."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "moe_layer_freq": (1,),
     "ep_size": (1,),
@@ -34,49 +34,48 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "topk_method": ("noaux_tc",),
     "output_router_logits": (True, False),  # what is returned beside the logits
 }
-"""Keys of config.json that are not read, with the values that mean what is built here."""
+"""Unused keys of config.json, with the values that match this implementation."""
 MODULES: dict[str, Style | None] = {
     **STYLES,
     "mlp.shared_experts.gate_proj": "column",
     "mlp.shared_experts.up_proj": "column",
     "mlp.shared_experts.down_proj": "row",
 }
-"""How the tensor axis splits a layer's mixture, by the names of modules in it, and what a layer
-that predicts further has besides."""
+"""Tensor-parallel styles of a layer with experts, by module name in the layer."""
 
 
 @frozen(kw_only=True)
 class CorrectedConfig(DecoderConfig):
-    """A decoder with such mixtures; `intermediate_size` is that of the first layers.
+    """Decoder with these mixtures; `intermediate_size` is that of the dense first layers.
 
     Raises:
         ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
     """
 
     n_routed_experts: int = field(default=256, validator=size)
-    """Experts of a layer that tokens choose from."""
+    """Number of routed experts per layer."""
     num_experts_per_tok: int = field(default=8, validator=size)
-    """How many each token chooses."""
+    """Number of routed experts per token."""
     n_shared_experts: int = field(default=1, validator=size)
-    """Experts of a layer that all tokens pass, as one feed-forward as wide as all."""
+    """Number of shared experts per layer, computed as one wide feed-forward."""
     moe_intermediate_size: int = field(default=2048, validator=size)
     """Width of one expert."""
     n_group: int = field(default=1, validator=size)
-    """Equal groups of experts."""
+    """Number of equal expert groups."""
     topk_group: int = field(default=1, validator=size)
-    """How many groups are left to choose from."""
+    """Number of groups that a token may use."""
     norm_topk_prob: bool = field(default=True, validator=flag)
-    """The weights of the chosen are divided by their sum."""
+    """Normalize the weights of the selected experts to sum to 1."""
     routed_scaling_factor: float = field(default=1.0, validator=above_zero)
-    """What the weights are multiplied by in the end."""
+    """Scale of the final weights."""
     first_k_dense_replace: int = field(default=1, validator=whole(least=0))
-    """So many first layers have no experts."""
+    """Number of dense first layers."""
     num_nextn_predict_layers: int = field(default=0, validator=whole(least=0, most=16))
-    """Layers behind the last one, each of which predicts one token further."""
+    """Number of multi-token prediction layers."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        _ = self.mixture  # which refuses what does not fit
+        _ = self.mixture  # validates the router settings
         if self.num_nextn_predict_layers and self.tie_word_embeddings:
             raise ConfigError(
                 f"num_nextn_predict_layers={self.num_nextn_predict_layers} needs a head of its own;"
@@ -84,12 +83,12 @@ class CorrectedConfig(DecoderConfig):
             )
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
+        """Whether a layer has experts."""
         return layer >= self.first_k_dense_replace
 
     @property
     def mixture(self) -> Mixture:
-        """Experts in the layers that have them."""
+        """Mixture-of-experts settings of the model."""
         choice = Choice(
             num_experts=self.n_routed_experts,
             num_experts_per_tok=self.num_experts_per_tok,
@@ -105,27 +104,27 @@ class CorrectedConfig(DecoderConfig):
 
     @property
     def mtp_layers(self) -> int:
-        """Layers behind the last one, each of which predicts one token further."""
+        """Number of multi-token prediction layers."""
         return self.num_nextn_predict_layers
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes that a layout has to divide, those of experts among them."""
-        own = super().shape
-        widths = {self.moe_intermediate_size, own.intermediate_size}
-        return evolve(own, intermediate_size=gcd(*widths))
+        """Sizes that a parallel layout must divide, expert widths included."""
+        dense = super().shape
+        widths = {self.moe_intermediate_size, dense.intermediate_size}
+        return evolve(dense, intermediate_size=gcd(*widths))
 
 
 def block(
     config: CorrectedConfig, layer: int, ops: Ops, *, attention: nn.Module | None = None
 ) -> nn.Module:
-    """Build a layer: with a mixture, or with a plain feed-forward in the first ones.
+    """Build a layer with experts, or with a dense feed-forward for the first layers.
 
     Args:
-        config: The model.
-        layer: Its number; from the number of the model's layers on it predicts further.
+        config: Model configuration.
+        layer: Layer index; MTP layers count on from the model's layers.
         ops: Operators.
-        attention: As `Block` takes it.
+        attention: Attention module for `Block`.
     """
     kind = Block if layer < config.num_hidden_layers else mtp.MTPLayer
     mlp: nn.Module = FeedForward(config, ops)

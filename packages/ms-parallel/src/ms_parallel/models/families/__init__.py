@@ -1,1 +1,1 @@
-"""The families of models, a file each; `ms_parallel.models.family` finds them."""
+"""Model families, one module per family; `ms_parallel.models.family` discovers them."""

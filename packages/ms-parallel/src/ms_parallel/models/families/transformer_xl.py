@@ -1,15 +1,15 @@
 """Transformer-XL (Dai et al., 2019, arXiv:1901.02860): relative positions, segment recurrence.
 
-A sequence is read in segments. Inside layer n, segment t attends to itself and to the last
-`memory_length` inputs of layer n from before it, through which no gradient flows. A layer's memory
-is therefore known as soon as its input is, so all segments pass a layer together: the same numbers
-as segment after segment, and a stage or a block can run alone.
+A sequence is processed in segments. In layer n, segment t attends to itself and to the preceding
+`memory_length` inputs of layer n, without gradient through the latter. A layer's memory depends
+only on its input, so all segments of a layer are computed together. The result equals that of
+segment after segment, and a stage or a block can run separately.
 
 Differences from the paper:
-1. Plain softmax head, not an adaptive one.
-2. Memory that `cache` carries between forwards is kept as keys and values, not as hidden states:
-   equal values, but the key and value projections get no gradient from it.
-3. Attention, and so memory, never crosses a document.
+1. Plain softmax head instead of adaptive softmax.
+2. Across forward passes, `cache` stores memory as keys and values instead of hidden states: the
+   same values, but the key and value projections get no gradient from it.
+3. Attention, and so memory, never crosses documents.
 
 Shapes: B rows, S positions, H hidden.
 """
@@ -44,9 +44,9 @@ class TransformerXLConfig(ModelConfig):
 
     model_type: str = "transformer-xl"
     segment_length: int = field(validator=size)
-    """Positions that gradients cross."""
+    """Segment length in positions; gradients do not flow between segments of a layer."""
     memory_length: int = field(validator=size)
-    """Positions before a segment that it sees besides its own."""
+    """Number of visible positions before a segment."""
     layer_norm_eps: float = field(default=1e-5, validator=above_zero)
 
     def __attrs_post_init__(self) -> None:
@@ -58,7 +58,7 @@ class TransformerXLConfig(ModelConfig):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with ReLU between."""
+    """Feed-forward with ReLU."""
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One post-norm layer; the unit of recomputation and sharding."""
+    """Post-norm layer; the unit of activation checkpointing and sharding."""
 
     def __init__(self, config: TransformerXLConfig, layer: int) -> None:
         super().__init__()
@@ -88,14 +88,14 @@ class Block(nn.Module):
 
 
 class TransformerXL(StagedModel):
-    """A whole Transformer-XL, or one pipeline stage of it.
+    """A Transformer-XL or one pipeline stage of it.
 
     Args:
-        config: The model.
-        ops: Not used: its scores are of their own kind.
-        layers: Global numbers of the blocks to build; all by default.
+        config: Model configuration.
+        ops: Unused: relative attention has its own implementation.
+        layers: Global indices of the blocks to build; all by default.
         first: Build the embedding.
-        last: Build the head; there is no final norm, since each block ends with one.
+        last: Build the head; no final norm, since each block ends with one.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TransformerXL(StagedModel):
         self.config: TransformerXLConfig = config
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed (B, S) int64 as (B, S, H), scaled by √H to stand beside the norms' outputs."""
+        """Embed (B, S) int64 to (B, S, H), scaled by √H to match the scale of norm outputs."""
         return super().embed(tokens) * math.sqrt(self.config.hidden_size)
 
     def context(
@@ -128,11 +128,11 @@ class TransformerXL(StagedModel):
         cache: KeyValueCache | None,
         row_split: RowSplit | None = None,
     ) -> SegmentContext:
-        """Make the blocks' context: segments of new positions, distances, documents and cache."""
-        held = cache.length if cache is not None else 0
+        """Build the context of the blocks: segments, distances, documents and cache."""
+        cached = cache.length if cache is not None else 0
         segments = segments_of(
-            held,
-            held + positions.shape[1],
+            cached,
+            cached + positions.shape[1],
             self.config.segment_length,
             self.config.memory_length,
             documents,
@@ -146,7 +146,7 @@ class TransformerXL(StagedModel):
 
 
 def _plan(config: TransformerXLConfig) -> ModelPlan:
-    """Plan how a Transformer-XL may be split."""
+    """Return the parallel plan of a Transformer-XL."""
     layer = "model.layers.*"
     tensor: dict[str, Style] = {
         "model.embed_tokens": "vocabulary",
@@ -174,7 +174,7 @@ FAMILY = Family(
     config=TransformerXLConfig,
     model=TransformerXL,
     plan=_plan,
-    packs=False,  # segments begin where the row's do, not the document's
+    packs=False,  # segments are aligned to the row, not to the document
     needs_whole_rows="a segment attends to the states of the one before it",
     small={
         "vocab_size": 8192,

@@ -1,4 +1,4 @@
-"""The family of all models that transformers builds and we have no family for."""
+"""Family of models built by transformers, for architectures without a native family."""
 
 import json
 from collections.abc import Mapping
@@ -45,22 +45,22 @@ def _build(
 
 
 class _Foreign(Family):
-    """Reads and writes a config.json as it is."""
+    """Family that reads and writes config.json unchanged."""
 
     def build(self, config: Any, *, ops: Ops | None, **part: Any) -> TransformersStage:
-        """Build the model or one stage of it, with unset weights."""
+        """Build the model or one stage of it, with uninitialized weights."""
         return _build(config, ops=ops, **part)
 
     def shapes(self, config: Any, named: Named) -> Shapes:
-        """Map the names of what is `named` in the whole model to its shapes."""
+        """Return the shapes of all tensors that `named` yields for the full model."""
         return shapes_of(config, named)
 
     def read(self, document: Mapping[str, Any]) -> Any:
-        """Understand a config.json, decoded."""
+        """Build the configuration from a decoded config.json."""
         return TransformersModel(document)
 
     def write(self, config: TransformersModel, dtype: torch.dtype) -> dict[str, object]:
-        """Return the content of a configuration's config.json, with weights of `dtype`."""
+        """Return the content of config.json for weights of `dtype`."""
         document = {key: value for key, value in config.document.items() if key != "torch_dtype"}
         if config.is_text_part:
             kind = type(described(config)).__name__
@@ -71,7 +71,7 @@ class _Foreign(Family):
         return {**document, **named, "dtype": str(dtype).removeprefix("torch.")}
 
     def check_layout(self, config: TransformersModel, layout: Layout) -> None:
-        """Check that a layout asks for nothing that the published plans do not say."""
+        """Check that the published plans support a layout."""
         _check_layout(config, layout)
         self.check_context(layout)
         if layout.expert > 1:
