@@ -183,7 +183,7 @@ def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
         Options(model_arch="llama", optimizer="adammw")
     with pytest.raises(ConfigError, match="max_grad_norm is 0"):
         AdamWConfig(max_grad_norm=0)
-    with pytest.raises(ScheduleError, match="no schedule 'zb-w'; did you mean 'zb-v'"):
+    with pytest.raises(ScheduleError, match="unknown schedule 'zb-w'; did you mean 'zb-v'"):
         build({}, groups, schedule="zb-w")
     with pytest.raises(ConfigError, match="recompute is 'some'"):
         build({}, groups, recompute="some")

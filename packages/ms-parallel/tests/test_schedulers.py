@@ -39,6 +39,7 @@ def test_two_tasks_of_srun_train_one_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_a_launcher_that_names_no_meeting_place_is_refused(name: str, tmp_path: Path) -> None:
     """Each process would train alone; the line says how to start them together."""
+    (tmp_path / "corpus").mkdir()
     run = write_run(tmp_path / "run.toml", tmp_path / "corpus", steps=2)
     task = start(run, **{name: "2", "SLURM_PROCID": "0"})
     _, said = task.communicate(timeout=200)
