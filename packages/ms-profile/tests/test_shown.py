@@ -319,7 +319,7 @@ def test_every_span_of_two_pixels_is_drawn_at_every_zoom(
 
 @needs_browser
 def test_asking_for_a_stretch_marks_it_or_picks_its_span(tmp_path: Path) -> None:
-    """A gap is drawn as a marked stretch with its length; a span's own stretch picks the span."""
+    """A gap is drawn as a marked interval with its length; a span's own interval picks the span."""
     run = analyse_traces(simulate_run(ranks=2, steps=3).traces)
     page = tmp_path / "page.html"
     write_report(run, page)
@@ -334,7 +334,7 @@ def test_asking_for_a_stretch_marks_it_or_picks_its_span(tmp_path: Path) -> None
       line.goTo({idle[0]}, "{idle[1]}", {idle[2]});
       const marked = document.getElementById("picked").textContent;
       line.goTo(0, "{int(trace.start_ns[longest])}", {int(trace.duration_ns[longest])});
-      document.title = (marked.includes("marked stretch") && line.marked ? "marked" : marked) +
+      document.title = (marked.includes("marked interval") && line.marked ? "marked" : marked) +
         " " + (line.picked >= 0 ? line.describe(line.picked).split(" ")[0] : "nothing");
     }};
     wait();
