@@ -184,7 +184,7 @@ def parser_of(program: str, words: tuple[str, ...]) -> argparse.ArgumentParser:
     """The parser that the program itself makes for these words."""
     cli = importlib.import_module(f"{module_of(program)}.cli")
     takes = {"ms-parallel": (words,), "ms-profile": (words,)}
-    options = {"explains": "--help" in words} if program == "ms-align" else {}
+    options = {"with_epilog": "--help" in words} if program == "ms-align" else {}
     parser: argparse.ArgumentParser = cli._parser(*takes.get(program, ()), **options)
     return parser
 
