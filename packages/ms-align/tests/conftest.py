@@ -7,7 +7,7 @@ from hypothesis import settings
 
 from .instruction_sets import write_sets
 
-# A draw that waits for a busy processor is no failure.
+# A test case may take longer than hypothesis allows when the machine is busy.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 

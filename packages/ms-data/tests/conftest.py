@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from .truth import random_documents, write_dataset
 
-# A draw that waits for a busy processor is no failure.
+# A test case may take longer than hypothesis allows when the machine is busy.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 

@@ -12,7 +12,7 @@ from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.records import Arguments, Record
 
-# A draw that waits for a busy processor is no failure.
+# A test case may take longer than hypothesis allows when the machine is busy.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
