@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,3 +224,23 @@ if __name__ == "__main__":
     wait.close()
     other.join()
 """
+
+
+def test_a_trace_that_is_cut_off_anywhere_is_not_complete(tmp_path: Path) -> None:
+    """Also behind the closing brace of an event, of its arguments, or of a nested list."""
+    from torch.profiler import profile, record_function
+
+    from ms_profile.recording.tracer import _is_complete
+
+    path = tmp_path / "trace.json"
+    with profile(record_shapes=True) as traced, record_function("closes ] } here"):
+        torch.ones(3).reshape(3, 1) + 1
+    traced.add_metadata_json("groups", '{"a": {"b": [1]}}')
+    traced.export_chrome_trace(str(path))
+    content = path.read_bytes()
+    assert _is_complete(path)
+    cuts = [at for at, byte in enumerate(content[:-1], 1) if byte in b'}]"']
+    assert len(cuts) > 200
+    for at in cuts:
+        path.write_bytes(content[:at])
+        assert not _is_complete(path), content[at - 80 : at]

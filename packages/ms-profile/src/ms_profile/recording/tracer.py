@@ -6,6 +6,7 @@ Needs torch; imported once the script has imported it.
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,11 @@ from ms_profile.recording.trace_schedule import StepAction, action_at
 
 logger = logging.getLogger(__name__)
 RESERVE_BYTES = 1 << 17
+END = re.compile(rb'\n\s*\]\s*(,\s*"\w+"\s*:\s*("([^"\\]|\\.)*"|[\w.+-]+)\s*)*\}\s*$')
+"""End of a trace: the list of events closes on its own line, which lists and texts of events never
+do; members such as `traceName` follow, then a brace."""
+END_BYTES = 1 << 15
+"""Bytes at the end of a trace that hold `END`: the name is a path of at most 4 KiB."""
 
 
 class Tracer:
@@ -185,10 +191,13 @@ def _free_reserve(path: Path) -> None:
 
 
 def _is_complete(path: Path) -> bool:
-    """Return whether the file ends with the closing brace of its JSON object."""
+    """Return whether the file ends with the end of its list of events and of the whole object.
+
+    A closing brace alone says nothing: a file that is cut off may end with that of an event.
+    """
     with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - 16, 0))
-        return file.read().rstrip().endswith(b"}")
+        file.seek(max(path.stat().st_size - END_BYTES, 0))
+        return END.search(file.read()) is not None
 
 
 def accelerator() -> str:
