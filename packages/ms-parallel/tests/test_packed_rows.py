@@ -147,15 +147,21 @@ def test_torch_takes_the_call_of_its_kernel() -> None:
 
 
 def test_boundaries_are_remembered_until_documents_change() -> None:
-    """All layers of a batch use one copy; a change in place or another tensor makes a new one."""
-    documents = torch.tensor([[0, 0, 1, 1]])
-    first = packed_rows.recent_rows.of(documents)
-    assert first is not None
-    assert packed_rows.recent_rows.of(documents) is first
-    documents[0, 1] = 1
-    changed = packed_rows.recent_rows.of(documents)
+    """Several batches at once; a change in place is noticed, and a freed tensor is forgotten."""
+    first, second = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 1]])
+    for documents in (first, second):
+        packed_rows.remember_boundaries(documents, documents.clone())
+    rows = packed_rows.boundaries_of(first)
+    assert rows is not None
+    assert rows.lengths == (2, 2)
+    assert packed_rows.boundaries_of(first) is rows
+    assert packed_rows.boundaries_of(second) is packed_rows.boundaries_of(second)
+    first[0, 1] = 1
+    changed = packed_rows.boundaries_of(first)
     assert changed is not None
-    assert (first.lengths, changed.lengths) == ((2, 2), (1, 3))
+    assert changed.lengths == (1, 3)
+    del first, documents
+    assert len(packed_rows._boundaries) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,6 +25,7 @@ from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import RowSplit, StagedModel
 from ms_parallel.operators import Ops
+from ms_parallel.operators.packed_rows import move_documents
 from ms_parallel.pipeline.choice import ScheduleTables
 from ms_parallel.pipeline.runtime import Runtime
 from ms_parallel.split.context.splitter import Splitter
@@ -193,7 +194,12 @@ class StageRunner:
         device = self.groups.device
         if device.type == "cpu":
             return batch
-        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        return {
+            name: move_documents(value, device)
+            if name == "documents"
+            else value.to(device, non_blocking=True)
+            for name, value in batch.items()
+        }
 
     def output(
         self,

@@ -1,16 +1,16 @@
 """Attention over packed documents on a GPU without a dense attention mask.
 
-Document boundaries are computed on the host before a batch reaches the device, so nothing here
-synchronizes with the device. Shapes: B rows, S positions, Hq and Hk heads, D head width.
+The engine computes document boundaries on the host, before a batch reaches the device, so that its
+attention does not wait for the device. Shapes: B rows, S positions, Hq and Hk heads, D head width.
 """
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ms_parallel.torch_private import varlen_attention
 
@@ -115,41 +115,38 @@ def fits_varlen(q: Tensor, v: Tensor) -> bool:
     )
 
 
-class _RecentRows:
-    """Cached boundaries of the latest `documents`, shared by all layers of a forward pass.
+_boundaries: MutableMapping[Tensor, tuple[int, PackedRows | None]] = WeakTensorKeyDictionary()
+"""Version and boundaries of each `documents` tensor in use; an entry is dropped with its tensor."""
 
-    Keyed by the tensor object and its version; dropped when the tensor is freed.
+
+def move_documents(documents: Tensor, device: torch.device) -> Tensor:
+    """Copy `documents` to a device, and remember their boundaries for the attention of a GPU."""
+    moved = documents.to(device, non_blocking=True)
+    if device.type == "cuda" and documents.device.type == "cpu":
+        remember_boundaries(moved, documents)
+    return moved
+
+
+def remember_boundaries(documents: Tensor, on_host: Tensor) -> None:
+    """Store the boundaries of `documents` on a device, computed from its copy on the host."""
+    lengths = packed_lengths(on_host)
+    rows = None if lengths is None else PackedRows(lengths, documents.device)
+    _boundaries[documents] = (_version(documents), rows)
+
+
+def boundaries_of(documents: Tensor) -> PackedRows | None:
+    """Return the boundaries of `documents`, None if a document is not contiguous.
+
+    Documents whose host copy was not seen by `remember_boundaries`, or that changed since, are read
+    from the device once, which waits for it.
     """
-
-    def __init__(self) -> None:
-        self._documents: weakref.ref[Tensor] | None = None
-        self._version = 0
-        self._rows: PackedRows | None = None
-
-    def of(self, documents: Tensor) -> PackedRows | None:
-        """Return the boundaries of `documents`; a cache miss copies it from the device."""
-        cached = self._documents is not None and self._documents() is documents
-        if not cached or self._version != _version(documents):
-            self.remember(documents, documents.cpu())
-        return self._rows
-
-    def remember(self, documents: Tensor, on_host: Tensor) -> None:
-        """Cache the boundaries of `documents`, computed from its host copy."""
-        lengths = packed_lengths(on_host)
-        self._rows = None if lengths is None else PackedRows(lengths, documents.device)
-        self._version = _version(documents)
-        self._documents = weakref.ref(documents, self._forget)
-
-    def _forget(self, dropped: "weakref.ref[Tensor]") -> None:
-        if self._documents is dropped:
-            self._documents = self._rows = None
+    if documents not in _boundaries or _boundaries[documents][0] != _version(documents):
+        remember_boundaries(documents, documents.cpu())
+    return _boundaries[documents][1]
 
 
 def _version(documents: Tensor) -> int:
     return 0 if documents.is_inference() else documents._version
-
-
-recent_rows = _RecentRows()
 
 
 def block_mask(documents: Tensor, window: int | None = None) -> "BlockMask":

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ms_parallel.operators import cpu
-from ms_parallel.operators.packed_rows import attend_in_spans, fits_varlen, recent_rows
+from ms_parallel.operators.packed_rows import attend_in_spans, boundaries_of, fits_varlen
 from ms_parallel.torch_private import unset_fake_temporarily
 
 
@@ -112,7 +112,7 @@ def attention(
     window = None if window is None or window >= keys else window
     rows = None
     if documents is not None and queries == keys and _avoids_masks(documents):
-        rows = recent_rows.of(documents)
+        rows = boundaries_of(documents)
     if rows is not None and sinks is None and fits_varlen(q, v):
         return rows.attend(q, k, v, causal=causal, window=window, scale=scale)
     if rows is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.staged import RowSplit
+from ms_parallel.operators.packed_rows import move_documents
 from ms_parallel.split.context.assignment import (
     assign,
     document_starts,
@@ -65,7 +66,7 @@ class Splitter:
         nodes = self.count // traders(kind, self.count, self.sizes)
         order, self.load = share_out(starts, self.windows, nodes, kind, self.balance)
         if documents is not None:
-            documents = documents.to(self.groups.device)
+            documents = move_documents(documents, self.groups.device)
         return SharedRows(order, starts, documents, exchange)
 
     def _exchange(self, kind: ContextKind) -> RowExchange:
