@@ -10,10 +10,8 @@ import json
 import re
 import sys
 import tomllib
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import ROOT, module_of, project_of
 
 FILE = ROOT / "tests" / "seams.toml"

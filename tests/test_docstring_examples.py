@@ -2,12 +2,9 @@
 
 import doctest
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import PACKAGES, ROOT, module_of
 
 MODULES = [

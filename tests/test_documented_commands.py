@@ -4,12 +4,8 @@ What a page shows is also run, by `nox -s readme`; here it is only parsed, which
 commands that need a GPU, several machines or another program.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from documented_commands import (
     NOT_RUN,
     Line,

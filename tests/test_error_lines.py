@@ -1,13 +1,10 @@
 """An error says itself that it is reported in a line, so that no package names another's errors."""
 
-import sys
 from importlib import import_module
 from inspect import getmembers, isclass
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import PACKAGES, module_of
 
 BASES = {

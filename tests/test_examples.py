@@ -15,7 +15,6 @@ from types import ModuleType
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import PACKAGES, ROOT, module_of
 from test_public_names import FROZEN
 

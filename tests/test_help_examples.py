@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from documented_commands import help_of, subcommands
 from packages import PACKAGES, module_of
 

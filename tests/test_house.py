@@ -4,12 +4,10 @@ import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import grimp
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import PACKAGES, ROOT, module_of, project_of
 
 PARTS = [

@@ -4,11 +4,9 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import PACKAGES, module_of
 
 RUNS = 3

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import PACKAGES, ROOT, project_of
 
 PAGES = [

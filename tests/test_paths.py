@@ -6,7 +6,6 @@ Three doors take paths: settings (attrs classes), arguments of commands, and pub
 import ast
 import importlib
 import inspect
-import sys
 from argparse import Action, ArgumentParser, _SubParsersAction
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, cast
 import attrs
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import PACKAGES, ROOT, module_of, sources_of
 
 BAD = {

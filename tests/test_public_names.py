@@ -1,13 +1,10 @@
 """The names that users type are frozen: a change to them shows in review, in one file."""
 
 import importlib
-import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import PACKAGES, ROOT, module_of
 
 FROZEN: dict[str, list[str]] = tomllib.loads((ROOT / "tests" / "public_names.toml").read_text())

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "extensions"))
-sys.path.insert(0, str(Path(__file__).parent))
 from error_messages import messages_of, remedies
 from run_keys import commands
 

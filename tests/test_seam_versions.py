@@ -1,11 +1,7 @@
 """A seam between packages changes with its owner's version, and never in silence."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import ROOT
 from seam_signatures import SEAMS, complaint, frozen, is_released, members_of, version_of
 

@@ -2,13 +2,10 @@
 
 import importlib
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-sys.path.insert(0, str(Path(__file__).parent))
 from packages import PACKAGES, ROOT, module_of, project_of
 
 

@@ -1,10 +1,12 @@
 """Fixtures of several test modules."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+sys.path.insert(0, str(Path(__file__).parent))
 from .instruction_sets import write_sets
 
 # A test case may take longer than hypothesis allows when the machine is busy.

@@ -1,13 +1,10 @@
 """Runs of all trainers, engines and generators on this process's device; see `test_device.py`."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from layout_run import engine_of
 from layout_run import run as run_offline
 from small_models import biased, decoder, gpt2, llama

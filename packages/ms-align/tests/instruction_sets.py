@@ -1,13 +1,10 @@
 """Small instruction and preference datasets over bytes, as shards, and a model folder."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder
 
 from ms_data import build

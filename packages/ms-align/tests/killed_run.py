@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder, vowels
 
 import ms_align

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_models import vowels
 
 from ms_align import GRPOTrainer, LoraOptions, PPOTrainer, RLOOTrainer, Sample

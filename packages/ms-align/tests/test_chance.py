@@ -1,12 +1,9 @@
 """Seeds: every seed is accepted, and components of a run get independent random numbers."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder, vowels
 
 from ms_align import ConfigError, PPOTrainer

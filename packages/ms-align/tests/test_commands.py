@@ -13,8 +13,6 @@ from typing import Any
 
 import attrs
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import Command as Process
 
 from ms_align.cli import main

@@ -2,15 +2,12 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder, gpt2, llama
 
 from ms_align import ConfigError, DPOTrainer, GRPOTrainer, LoraOptions, RewardTrainer, SFTTrainer

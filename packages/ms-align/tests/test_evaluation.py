@@ -1,16 +1,11 @@
 """Scores of continuations against plain torch, for any order, length and batch of rows."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder
+from torch import Tensor, nn
 
 from ms_align import ConfigError, DataError, LocalEngine, Sampling
 from ms_align.evaluation.engine_scorer import EngineScorer

@@ -1,7 +1,6 @@
 """Files with NaN or infinite weights are rejected when they are read."""
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder, llama
 
 from ms_align import LoraOptions, RewardModel, SFTTrainer, add_lora, load_lora

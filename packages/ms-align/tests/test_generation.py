@@ -1,16 +1,13 @@
 """Generation: sampled tokens, their log-probabilities, and independence from the batch."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_models import biased, decoder, gpt2, llama
+from torch import nn
 
 from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
 from ms_align.engines.assembly import start_engine

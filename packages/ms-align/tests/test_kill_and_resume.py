@@ -1,13 +1,10 @@
 """kill -9 at any moment, then the same command: the weights of an undisturbed run, bit for bit."""
 
 import signal
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_command
 
 from ms_align.run.checkpoint import complete_steps

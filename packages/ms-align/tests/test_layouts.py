@@ -3,12 +3,9 @@
 import json
 import os
 import socket
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import Command
 
 from ms_align import ConfigError, SFTTrainer

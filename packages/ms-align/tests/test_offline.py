@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import Command
+from safetensors.torch import load_file
 
 from ms_align import Sample
 from ms_align.cli import main

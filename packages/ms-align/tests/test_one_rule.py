@@ -1,15 +1,12 @@
 """One process and a layout for one process give the same run."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder
+from torch import nn
 
 from ms_align import GRPOTrainer, LoraOptions, PPOTrainer, RLOOTrainer, Sample
 from ms_align.seeds import position_seed

@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from small_models import decoder, vowels
+from torch import nn
 
 import ms_align
 from ms_align import (

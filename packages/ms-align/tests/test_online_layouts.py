@@ -1,19 +1,15 @@
 """PPO and GRPO give the same results under ms-parallel's layouts as in one process."""
 
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-
-from ms_parallel import load_model, save_model
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_command
 from small_models import decoder
 
 from ms_align import load_lora
+from ms_parallel import load_model, save_model
 
 SCRIPT = Path(__file__).with_name("online_layout_run.py")
 

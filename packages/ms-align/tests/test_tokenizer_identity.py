@@ -2,15 +2,12 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from small_models import decoder
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_models import decoder
 
 from ms_align import GRPOTrainer, RewardModel
 from ms_align.cli import main

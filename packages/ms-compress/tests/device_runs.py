@@ -1,15 +1,12 @@
 """What every method and command does, on this process's device; see `test_device.py`."""
 
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
+from torch import nn
 
 from ms_compress import (
     Tuning,

@@ -1,16 +1,12 @@
 """Calibration: each layer's inputs are those of a plain forward, and what cannot be is refused."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from models import FULL, SLIDING, decoder, gemma3, llama, qwen2_windowed, tokens
+from torch import Tensor, nn
 
 from ms_compress import (
     CalibrationError,

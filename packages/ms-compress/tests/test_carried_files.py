@@ -1,16 +1,13 @@
 """What a base folder holds besides weights is in each folder that is made from it."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from chats import write_tokenizer
 from folders import model, write_run
+from safetensors.torch import load_file, save_file
 
 from ms_compress.cli import main
 from ms_parallel.weights import save_model

@@ -2,17 +2,14 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-sys.path.insert(0, str(Path(__file__).parent))
 from folders import write_run, write_shards
 from models import tokens
+from safetensors.torch import load_file, save_file
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ms_compress import ConfigError, DataError
 from ms_compress.cli import main

@@ -10,8 +10,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from chats import write_conversations, write_taught
 from folders import write_run
 from processes import Command as Process

@@ -1,22 +1,17 @@
 """Under torch.compile a prepared model is one graph, and rounds as its target does."""
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from models import decoder, tokens
+from test_rounding import weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ms_compress import prune, qat
 from ms_compress.quantisation.rounding import round_activations, round_weight
 from ms_compress.targets.rules import NAMES, scheme
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from models import decoder, tokens
-from test_rounding import weights
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,10 @@ import os
 import random
 import resource
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from chats import write_tokenizer
 from folders import model, write_model, write_run, write_shards
 

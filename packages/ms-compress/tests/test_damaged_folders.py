@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import attrs
 import onnx
 import pytest
 import torch
+from folders import VOCABULARY, model, write_model, write_shards
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-from folders import VOCABULARY, model, write_model, write_shards
 
 from ms_compress import ExportError, export, qat
 from ms_compress.cli import main

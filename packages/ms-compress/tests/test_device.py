@@ -4,14 +4,11 @@ The device computes as the CPU does; a tensor on the wrong one, or a collective 
 raises (see `tests/rig/` at the repository's top).
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-from ms_rig import run_on_rig
-
-sys.path.insert(0, str(Path(__file__).parent))
 from folders import write_run
+from ms_rig import run_on_rig
 from processes import run_processes
 
 HERE = Path(__file__).parent

@@ -1,18 +1,12 @@
 """Divergences from a teacher, and students that are cut from one."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
 import transformers
-from torch import nn
-from torch.distributions import Categorical, kl_divergence
-
-sys.path.insert(0, str(Path(__file__).parent))
 from models import (
     FULL,
     SLIDING,
@@ -24,6 +18,8 @@ from models import (
     qwen2_windowed,
     tokens,
 )
+from torch import nn
+from torch.distributions import Categorical, kl_divergence
 
 from ms_compress import ConfigError, LayerError, qat
 from ms_compress.methods.student import cut_student, kept_layers

@@ -3,15 +3,12 @@
 import fcntl
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from forks import die, die_at_change, ended, started
 from models import decoder
 

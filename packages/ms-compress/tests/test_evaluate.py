@@ -3,18 +3,15 @@
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 import torch
+from folders import VOCABULARY, model, write_model, write_shards
 from torch import Tensor
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parent))
-from folders import VOCABULARY, model, write_model, write_shards
 
 from ms_compress import ConfigError, DataError, ExportError, export, qat
 from ms_compress.cli import main

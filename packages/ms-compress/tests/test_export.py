@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import peft
 import pytest
 import torch
 from attrs import evolve
-
-sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, deepseek, llama, qwen2, qwen3, tokens
 from safetensors.torch import load_file
 from torch import nn

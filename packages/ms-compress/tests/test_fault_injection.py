@@ -6,7 +6,6 @@ weights of the model that was exported.
 
 import random
 import shutil
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -17,11 +16,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from models import decoder
 from safetensors.torch import load_file
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from models import decoder
 
 from ms_compress import CompressError, export, qat, verify
 from ms_compress.deployment.verification import check_weights

@@ -12,8 +12,6 @@ import pytest
 import tokenizers
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parent))
 from folders import write_run
 from forks import die, ended, started
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 pytest.importorskip("llama_cpp", reason="run `nox -s deploy`, which builds llama.cpp")
-sys.path.insert(0, str(Path(__file__).parent))
 import llama_cpp
 from chats import ANSWER, END, QUESTION, write_conversations, write_taught, write_tokenizer
 from folders import model as small_model

@@ -2,7 +2,6 @@
 
 import os
 import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from folders import write_run
 from models import decoder, qwen2, qwen3, tokens
+from torch import Tensor, nn
 
 from ms_compress import ExportError, export, qat
 from ms_compress.cli import main

@@ -6,13 +6,10 @@ does depends on the processor. Losses are gathered in float32, 5e-7 apart at 5.
 """
 
 import re
-import sys
 from math import prod
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from runs import export_same_weights, fitted, train
 

@@ -1,14 +1,11 @@
 """Rounding and pruning after training: what calibration buys, and what it refuses."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
+from torch import Tensor, nn
 
 from ms_compress import CalibrationError, ConfigError, LayerError, export, fit_scales, qat
 from ms_compress.methods.gptq import gptq, gptq_weight

@@ -1,16 +1,12 @@
 """Gradients of the fake quantiser, its schedule, and layers that it refuses."""
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
+from torch import nn
 
 from ms_compress import FloatThenQuantised, LayerError, Tuning, prune, qat, tune
 from ms_compress.quantisation.layers import FACTOR, PreparedLinear

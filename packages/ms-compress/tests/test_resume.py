@@ -1,16 +1,13 @@
 """A training that was stopped goes on to the weights of one that never was, bit for bit."""
 
 import resource
-import sys
 from pathlib import Path
 
 import attrs
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from models import decoder, llama, tokens
+from torch import nn
 
 from ms_compress import ConfigError, ExportError, GradualPruning, Tuning, qat, tune
 from ms_compress.methods.pruning import keep_zeros, sparsity

@@ -10,11 +10,9 @@ from pkgutil import iter_modules
 from types import ModuleType
 
 import pytest
+from folders import write_run
 
 import ms_compress
-
-sys.path.insert(0, str(Path(__file__).parent))
-from folders import write_run
 
 SOURCE = Path(ms_compress.__file__).parent
 MODULES = [each.name for each in iter_modules(ms_compress.__path__) if each.name != "__main__"]

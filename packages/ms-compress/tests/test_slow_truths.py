@@ -1,15 +1,12 @@
 """Calibrated rounding and pruning, divergences and masks, each against the slow truth."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from folders import model, write_model
+from torch import Tensor, nn
 
 from ms_compress import export, qat
 from ms_compress.methods.gptq import gptq_weight

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 import tokenizers
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parent))
 from chats import (
     ANSWER,
     END,

@@ -2,12 +2,9 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from folders import write_model, write_shards
 
 from ms_compress.cli import main

@@ -1,7 +1,6 @@
 """`verify` refuses files that a faulty writer would leave, and says why."""
 
 import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from models import VOCABULARY, decoder, deepseek, llama, qwen3
 from mutants import GGUF, mutate_gguf, mutate_onnx, mutate_safetensors
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from ms_compress import ExportError, LayerError, VerifyError, export, qat, verify
 from ms_compress.deployment.export import check_export

@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from ms_kernels import ArgumentError
 from ms_kernels.checking import compare
 from ms_kernels.contracts.contract import Contract

@@ -4,12 +4,9 @@ python packages/ms-parallel/tests/combinations_table.py      # writes both
 """
 
 import re
-import sys
 from pathlib import Path
 
 import msgspec
-
-sys.path.insert(0, str(Path(__file__).parent))
 from runs import tiny
 from test_oracle import PARTS, drawn_jobs
 

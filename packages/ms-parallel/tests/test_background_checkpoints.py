@@ -4,14 +4,11 @@ import os
 import random
 import resource
 import signal
-import sys
 from pathlib import Path
 from time import monotonic
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from background_runs import KEPT, STEPS, saves, state_of
 from processes import run_processes
 

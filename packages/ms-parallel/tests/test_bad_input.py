@@ -3,13 +3,10 @@
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import IMPORTS, environment, train, words, write_run
 from processes import Command, run_command
 

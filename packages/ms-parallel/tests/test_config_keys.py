@@ -23,8 +23,6 @@ from ms_parallel.models.registry import from_document, read_config
 from ms_parallel.models.tokenizer_files import read_tokenizer
 from ms_parallel.weights import initialise, load_model, save_model
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 

@@ -1,7 +1,6 @@
 """Rows shared out over the context axis train as whole rows do."""
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from oracle import RUNS, check, job
 from processes import run_processes
 from runs import FAMILIES
+from torch import nn
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine

@@ -2,15 +2,12 @@
 
 import json
 import re
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import write_run
 
 from ms_parallel.checkpoint import read_manifest

@@ -1,14 +1,11 @@
 """However a model is shared out over the data axis, it trains as in one process."""
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ms_rig import run_on_rig
-
-sys.path.insert(0, str(Path(__file__).parent))
 from oracle import check, job
 from processes import run_processes
 from runs import FAMILIES, VARIANTS

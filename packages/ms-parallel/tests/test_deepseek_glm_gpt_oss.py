@@ -5,7 +5,6 @@ papers, in float64, from the tensors of a folder by their names there.
 """
 
 import json
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,12 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from runs import FAMILIES
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ms_parallel.errors import ParallelError
 from ms_parallel.models.cache import KeyValueCache

@@ -4,17 +4,14 @@ The device computes as the CPU does; a tensor on the wrong one, or a collective 
 raises (see `tests/rig/` at the repository's top).
 """
 
-import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ms_rig import run_command_on_rig, run_on_rig
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import IMPORTS, environment, words, write_run
+from ms_rig import run_command_on_rig, run_on_rig
 from processes import run_processes
 from runs import FAMILIES, VARIANTS
 

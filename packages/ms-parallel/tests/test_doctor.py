@@ -3,14 +3,11 @@
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import doctor_recordings as recorded
+import pytest
 from doctor_recordings import (
     CLUSTERS,
     added,

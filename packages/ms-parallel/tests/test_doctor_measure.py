@@ -2,14 +2,11 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import TORCHRUN, environment, write_run
 from processes import run_command
 

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import (
     IMPORTS,
     TRAIN,
@@ -32,6 +28,7 @@ from launching import (
     write_run,
 )
 from processes import Command, run_processes
+from safetensors.torch import load_file
 
 from ms_parallel.cluster.agreement import StopRequest
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_command, run_processes
 from runs import OPTIMIZER, VARIANTS, VOCABULARY, build, global_batch, tiny, train
+from torch import Tensor
+from torch.nn import functional as F
 
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups

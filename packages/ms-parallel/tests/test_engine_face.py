@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from runs import build, global_batch, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-sys.path.insert(0, str(Path(__file__).parent))
-from runs import build, global_batch, tiny
 
 from ms_parallel import AdamWConfig, DistributedTrainer, Engine, NextTokenLoss
 from ms_parallel.cluster.connection import connect

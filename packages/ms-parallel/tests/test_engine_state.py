@@ -1,13 +1,10 @@
 """What an engine answers and saves does not depend on its layout."""
 
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from runs import VARIANTS
 

@@ -1,19 +1,16 @@
 """The load of experts: counted and balanced alike under every layout."""
 
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import expert_runs
 import pytest
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-import expert_runs
 from foreign_models import theirs
 from processes import run_processes
 from runs import tiny
+from safetensors.torch import load_file
 
 from ms_parallel import Engine
 from ms_parallel.cluster.layout import Layout

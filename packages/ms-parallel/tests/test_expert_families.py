@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from ms_parallel import Engine
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models import architecture
 from ms_parallel.weights import load_model, save_model
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 transformers.utils.logging.disable_progress_bar()
 

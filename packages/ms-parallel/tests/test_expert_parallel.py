@@ -1,18 +1,15 @@
 """Experts shared out over processes train, are saved and are loaded as in one process."""
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from oracle import check, job
 from processes import run_processes
 from runs import FAMILIES
+from torch import nn
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine

@@ -1,13 +1,10 @@
 """`ms-parallel explain` says what the oracle has held, and why a layout is refused."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
 from combinations_table import FILE, PAGE, counted, encoded, page_table, table
 from processes import run_command
 

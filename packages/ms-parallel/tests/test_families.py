@@ -3,7 +3,6 @@
 import importlib
 import json
 import pkgutil
-import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hf_models import InFloat64, drawn_model, expected_gradient, folder_gradients
+from processes import run_processes
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,10 +22,6 @@ from ms_parallel.errors import ParallelError
 from ms_parallel.models import KeyValueCache, families
 from ms_parallel.models.registry import architectures, from_document
 from ms_parallel.weights import load_model, save_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hf_models import InFloat64, drawn_model, expected_gradient, folder_gradients
-from processes import run_processes
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from foreign_models import FAMILIES, MORE, SIZES, alone, by_hand, theirs
 from processes import run_processes
 from runs import VOCABULARY, global_batch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

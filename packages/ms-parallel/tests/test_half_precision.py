@@ -1,15 +1,12 @@
 """float16 with a scale of the loss, and the audit of what a low precision computes."""
 
 import math
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from half_precision_runs import PLANTED, overflowing, plant
 from processes import run_processes
 from runs import FAMILIES, VARIANTS, build, global_batch, train

@@ -15,6 +15,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run_processes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,9 +24,6 @@ from ms_parallel.errors import ModelError, ParallelError
 from ms_parallel.models import architecture
 from ms_parallel.models.registry import build_model, from_document
 from ms_parallel.weights import initialise, load_model, load_weights, save_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-from processes import run_processes
 
 transformers.utils.logging.disable_progress_bar()
 

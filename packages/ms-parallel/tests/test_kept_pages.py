@@ -3,10 +3,8 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import environment
 
 STEPS = """

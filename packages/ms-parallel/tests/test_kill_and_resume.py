@@ -3,13 +3,10 @@
 import random
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import (
     events,
     losses,

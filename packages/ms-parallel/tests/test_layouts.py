@@ -1,14 +1,11 @@
 """Every layout trains as one process does."""
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from runs import FAMILIES, VARIANTS
 

@@ -2,7 +2,6 @@
 
 import random
 import shutil
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -12,16 +11,13 @@ import msgspec
 import pytest
 import torch
 from attrs import evolve
+from memory_runs import kept_by_blocks, kinds_of
 from ms_rig import run_on_rig
+from processes import run_processes
+from runs import FAMILIES, build, global_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ms_data
-
-sys.path.insert(0, str(Path(__file__).parent))
-from memory_runs import kept_by_blocks, kinds_of
-from processes import run_processes
-from runs import FAMILIES, build, global_batch
-
 from ms_parallel import DistributedTrainer, Engine, ModelPlan, NextTokenLoss
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups

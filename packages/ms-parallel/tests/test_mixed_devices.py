@@ -5,15 +5,12 @@ The other kind is the tests' own device, which refuses tensors of the CPU as an 
 between kinds goes through memory.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ms_rig import run_on_rig
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import write_corpus, write_run
+from ms_rig import run_on_rig
 from processes import run_processes
 
 from ms_parallel import ConfigError, LayoutError

@@ -1,7 +1,6 @@
 """A model's folder says where texts end, and whoever opens it ends them there."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,6 @@ import pytest
 import tokenizers
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import MODEL, RUN
 
 from ms_parallel import (

@@ -5,19 +5,16 @@ the positions of one text, a transformer block over them, and the shared head, w
 t_i+k+1.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from runs import FAMILIES, global_batch, tiny
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss

@@ -1,19 +1,16 @@
 """Optimizers and rates beside torch's own, and under layouts beside one process."""
 
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import write_corpus, write_run
 from optimizer_runs import RATE, advance, planted
 from processes import run_processes
 from runs import FAMILIES, build, train
+from torch import Tensor, nn
 
 from ms_parallel import (
     ConfigError,

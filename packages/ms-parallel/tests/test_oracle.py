@@ -5,7 +5,6 @@ packed documents from one token on.
 """
 
 import random
-import sys
 from collections import Counter
 from itertools import product
 from math import prod
@@ -13,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from oracle import check, job
 from runs import FAMILIES, VARIANTS
 

@@ -1,19 +1,16 @@
 """A module of the user's own enters the engine as it is, and trains as it would by hand."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from own_models import PLAN, Mine, refusals
 from processes import run_processes
 from runs import VOCABULARY, global_batch
+from torch import Tensor, nn
 
 from ms_parallel import (
     AdamWConfig,

@@ -1,11 +1,8 @@
 """The runtime performs any table of forwards and backwards, and holds no more than it says."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 
 from ms_parallel.schedules import GENERATORS

@@ -3,15 +3,12 @@
 import itertools
 import json
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import evolve
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import environment, events, train, write_corpus, write_run
 from processes import run_command
 

@@ -1,24 +1,20 @@
 """Position tables stay float32 whatever the compute dtype, and rotations round once."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-import ms_kernels
-
-sys.path.insert(0, str(Path(__file__).parent))
 from foreign_models import FAMILIES as FOREIGN
 from foreign_models import SIZES
 from processes import run_processes
 from runs import FAMILIES, VOCABULARY, build, global_batch, local_rows, tiny
+from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import ms_kernels
 from ms_parallel import Engine, NextTokenLoss, operators
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout

@@ -2,14 +2,11 @@
 
 import itertools
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from runs import FAMILIES, VARIANTS
 

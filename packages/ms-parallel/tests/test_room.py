@@ -2,13 +2,10 @@
 
 import platform
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 
 from ms_parallel.cluster.layout import Layout

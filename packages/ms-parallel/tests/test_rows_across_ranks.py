@@ -1,12 +1,9 @@
 """Data ranks must read different rows, and the ranks within one the same; both are checked."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 
 from ms_data import build, train_tokenizer

@@ -1,13 +1,10 @@
 """A run's folder belongs to one run: held, sealed, and never begun again in silence."""
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import events, training, wait_for, write_run
 
 from ms_parallel import checkpoint

@@ -1,14 +1,11 @@
 """Every schedule's gradients are one process's; a split backward does its weights' part last."""
 
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 from torch import nn
 

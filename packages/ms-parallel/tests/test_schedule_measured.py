@@ -1,14 +1,11 @@
 """Schedules that are searched for measured costs, and steps that are recorded as they run."""
 
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import write_corpus
 from processes import run_processes
 

@@ -1,12 +1,9 @@
 """What `simulate` says of a schedule is what the runtime takes for it."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 
 from ms_parallel.schedules import (

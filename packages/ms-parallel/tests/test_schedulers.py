@@ -1,12 +1,9 @@
 """Processes that a cluster's scheduler starts are one run, or are told how to become one."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import IMPORTS, environment, events, words, write_corpus, write_run
 from processes import Command
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ import tokenizers
 import torch
 import transformers
 from PIL import Image
+from processes import run_processes
+from seeing_runs import OPTIMIZER, TEXT, VISION, batch_of, tiny
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ms_data
-
-sys.path.insert(0, str(Path(__file__).parent))
-from processes import run_processes
-from seeing_runs import OPTIMIZER, TEXT, VISION, batch_of, tiny
-
 from ms_parallel import Engine, Layout, ModelError, NextTokenLoss
 from ms_parallel.models import SeeingModel, TransformersModel
 from ms_parallel.models.batch import cut_rows

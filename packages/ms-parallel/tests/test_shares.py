@@ -2,15 +2,12 @@
 
 import itertools
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import (
     losses,
     train,

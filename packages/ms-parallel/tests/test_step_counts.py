@@ -5,13 +5,10 @@ model has two layers. The host waits once at the end of a step, for the loss and
 with several data ranks also before the first forward, for the number of targets on each.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from ms_rig import run_on_rig
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 RUNS = Path(__file__).parent / "step_runs.py"
 SPLIT = {"microbatch_size": 1}

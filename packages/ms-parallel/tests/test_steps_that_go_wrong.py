@@ -1,13 +1,10 @@
 """What is done about losses and gradients that are not finite, or spikes: skip, roll back, stop."""
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launching import write_corpus
 from processes import run_processes
 from trouble_runs import SETTINGS, troubled

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from doctor_recordings import processors
 from launching import MODEL, RUN, train, write_run
 

@@ -1,14 +1,11 @@
 """Models that transformers builds compute what transformers computes, or are refused in a line."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from foreign_models import SIZES
 from processes import run_command, run_processes
 from safetensors.torch import load_file

@@ -1,7 +1,6 @@
 """Pipelines of ranks of unlike speed: each gets layers by its own costs, and steps are shorter."""
 
 import itertools
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 
 from ms_parallel.errors import ScheduleError

@@ -1,14 +1,11 @@
 """A rank that does not come is named, with the step, collective and line of every rank."""
 
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from faults import line_of_the_wait
 from launching import (
     checkpoints,

@@ -5,10 +5,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import ms_profile
-
-sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Fault, simulate_run
+
+import ms_profile
 
 
 def check(holds: bool, what: str) -> None:

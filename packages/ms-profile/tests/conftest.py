@@ -1,6 +1,7 @@
 """Traces for the tests: real ones of two gloo ranks, and made ones in the form Kineto documents."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+sys.path.insert(0, str(Path(__file__).parent))
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.records import Arguments, Record

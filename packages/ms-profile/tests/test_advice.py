@@ -1,20 +1,16 @@
 """Every rule fires on a trace that shows its fault, and keeps quiet on one that doesn't."""
 
-import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 from attrs import evolve
+from simulation import Fault, simulate_run
 
 from ms_profile.advice import RULES, advise
 from ms_profile.advice.rule import Rule
 from ms_profile.analysis.whole_run import Analysis, analyse_traces
 from ms_profile.trace.columns import Trace
-
-sys.path.insert(0, str(Path(__file__).parent))
-from simulation import Fault, simulate_run
 
 Span = tuple[str, str, int | str, float, float]
 MakeTrace = Callable[..., Trace]

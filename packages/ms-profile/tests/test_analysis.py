@@ -1,12 +1,12 @@
 """Where the time goes: breakdowns, the ledger, verdicts on injected faults, clocks."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from attrs import evolve
+from simulation import Fault, SimulatedRun, simulate_run
 
 from ms_profile.analysis.collectives import MatchedCollective
 from ms_profile.analysis.ledger import build_ledger, find_suspect
@@ -19,9 +19,6 @@ from ms_profile.links.matrix import LinkMatrix, PairLink, find_slow_link
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.records import Arguments, Record
-
-sys.path.insert(0, str(Path(__file__).parent))
-from simulation import Fault, SimulatedRun, simulate_run
 
 MS = 1_000_000
 

@@ -24,7 +24,6 @@ from ms_profile.log.manifest import read_ranks, read_run
 from ms_profile.log.ring import Kind, read_ring
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import Command, run_command
 
 SCRIPT = Path(__file__).with_name("train_script.py")

@@ -1,12 +1,12 @@
 """Comparing runs: equal ones differ seldom, slower ones are found."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from attrs import evolve
+from simulation import Fault, simulate_run
 
 from ms_profile.analysis.comparison import (
     LEAST_CHANGE,
@@ -22,9 +22,6 @@ from ms_profile.cli import main
 from ms_profile.errors import TraceError
 from ms_profile.log.event_log import EventLog
 from ms_profile.log.manifest import RunManifest, TraceSchedule, encode, write_whole
-
-sys.path.insert(0, str(Path(__file__).parent))
-from simulation import Fault, simulate_run
 
 
 def step_series(random: np.random.Generator, steps: int, scale: float = 1.0) -> np.ndarray:

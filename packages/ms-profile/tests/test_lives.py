@@ -14,7 +14,6 @@ from ms_profile.log.manifest import read_ranks
 from ms_profile.log.ring import Kind, Ring, read_ring
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_command
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}

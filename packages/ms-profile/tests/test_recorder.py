@@ -15,7 +15,6 @@ from ms_profile.log.ring import Kind, Ring, RingRecording, read_ring
 from ms_profile.recording.recorder import Recorder, mark_step
 
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_command  # noqa: E402 - torch may be missing
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402

@@ -3,15 +3,16 @@
 import base64
 import json
 import re
-import sys
 import zlib
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from browser import browse, needs_browser
 from hypothesis import given
 from hypothesis import strategies as st
+from simulation import Fault, simulate_run
 
 from ms_profile.analysis.whole_run import analyse, analyse_traces
 from ms_profile.cli import main
@@ -21,10 +22,6 @@ from ms_profile.report.payload import Column, pack_columns
 from ms_profile.report.perfetto import export_perfetto
 from ms_profile.report.timeline import build_timeline
 from ms_profile.trace.reader import read_trace
-
-sys.path.insert(0, str(Path(__file__).parent))
-from browser import browse, needs_browser
-from simulation import Fault, simulate_run
 
 PARTS = (
     "overview", "timeline", "operators", "communication", "waiting", "data", "idle", "memory",

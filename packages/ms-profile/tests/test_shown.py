@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import browse, needs_browser
+from fuzz_profile import cases
+from simulation import Fault, simulate_run
 
 from ms_profile.advice import advise
 from ms_profile.analysis.whole_run import analyse, analyse_traces
@@ -20,11 +23,6 @@ from ms_profile.recording.recorder import Recorder
 from ms_profile.report import build_summary, write_report
 from ms_profile.report.timeline import GARBAGE, build_timeline
 from ms_profile.trace.columns import Trace
-
-sys.path.insert(0, str(Path(__file__).parent))
-from browser import browse, needs_browser
-from fuzz_profile import cases
-from simulation import Fault, simulate_run
 
 MS = 1_000_000
 

@@ -2,7 +2,6 @@
 
 import json
 import struct
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fuzz_profile import cases
 
 from ms_profile.cli import main
 from ms_profile.log import blocks
@@ -17,9 +17,6 @@ from ms_profile.log.blocks import HEADER, MAGIC, Block, Damage, pack_block, scan
 from ms_profile.log.event_log import EventLog
 from ms_profile.log.ring import Kind, Ring, read_ring
 from ms_profile.trace.reader import read_trace
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fuzz_profile import cases
 
 Writer = Callable[[list[dict[str, Any]]], str]
 DEEP = "[" * 100_000 + "]" * 100_000
