@@ -11,7 +11,7 @@ therefore need not import the error classes of other packages.
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,6 +48,33 @@ class CommandParser(argparse.ArgumentParser):
         if version is not None:
             version_line = f"{self.prog} {version}"
             self.add_argument("--version", action="version", version=version_line)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse arguments; an unknown option is an error that names the nearest one.
+
+        Overrides of a run file may also follow options: argparse gives a positional with
+        `nargs="*"` only what precedes the next option, so `RUN.toml --json seed=1` would leave
+        `seed=1` over.
+        """
+        options, extras = super().parse_known_args(args, namespace)
+        for text in extras:
+            if text.startswith("-"):
+                self.error(f"unknown option {text.partition('=')[0]}{self._suggestion(text)}")
+        if "set" in options:
+            options.set, extras = [*options.set, *extras], []
+        return options, extras
+
+    def _suggestion(self, text: str) -> str:
+        """Return `, did you mean --OPTION?` for an unknown option, or an empty string."""
+        from difflib import get_close_matches
+
+        word = text.partition("=")[0]
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        matches = [option for option in known if option.startswith(word) and len(word) > 3]
+        matches = matches or get_close_matches(word, known, n=1, cutoff=0.5)
+        return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
     def error(self, message: str) -> NoReturn:
         """Print a one-line error and exit with the code for bad input."""

@@ -218,13 +218,14 @@ def keys_of(command: str) -> frozenset[str]:
 
 
 def unknown_key(line: Line) -> str | None:
-    """A `--set` whose key no run file of the command may hold."""
+    """An override, `KEY=VALUE` or `--set KEY=VALUE`, whose key no run file of the command has."""
     if not line.words:
         return None
     known = keys_of(f"{line.program} {line.words[0]}")
     for word, setting in zip(line.words, line.words[1:], strict=False):
-        name = setting.partition("=")[0]
-        if word != "--set" or not known or not re.fullmatch(r"[a-z][a-z_.]*", name):
+        name, equals, _ = setting.partition("=")
+        is_override = word == "--set" or (equals and not word.startswith("--"))
+        if not is_override or not known or not re.fullmatch(r"[a-z][a-z_.]*", name):
             continue
         if not accepts(known, name):
             return f"{line.program} {line.words[0]} has no key {name!r}"

@@ -24,7 +24,6 @@ COMMANDS = {
     "ms-align evaluate": "limit",
     **{f"ms-compress {name}": "tuning.steps" for name in ("qat", "prune", "distill")},
     "ms-compress quantize": "rows",
-    "ms-compress export": "rows",
     "ms-compress evaluate": "decode_tokens",
 }
 """Each command with a key of its run file that takes a number above 0."""
@@ -70,7 +69,6 @@ ALLOWED = {
     *((f"ms-align {name}", "uneven rollouts") for name in ("generate", "evaluate")),
     ("ms-align evaluate", "missing data"),  # its data are those of the tasks
     ("ms-compress quantize", "missing data"),  # rounding to nearest looks at none
-    ("ms-compress export", "missing data"),
     ("ms-compress evaluate", "missing model"),  # it takes a table of models
     ("ms-compress evaluate", "missing data"),
 }

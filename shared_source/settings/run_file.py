@@ -15,7 +15,8 @@ from attrs import Attribute, fields
 from ..entry import path_argument
 from ..errors import ConfigError
 from ..files.untrusted import read_toml
-from .validators import nearest, shown
+from .synonyms import nearest_key
+from .validators import shown
 
 T = TypeVar("T")
 NOT_IN_FILES = {"on_event"}
@@ -24,19 +25,32 @@ FAILURE: type[Exception] = ConfigError.__bases__[0]
 
 
 def add_run_file(parser: ArgumentParser) -> None:
-    """Add the run file and `--set` to the arguments of a command."""
+    """Add the run file and its overrides, `KEY=VALUE` or `--set KEY=VALUE`, to a command."""
     parser.add_argument(
         "run_file",
         type=path_argument,
         metavar="RUN.toml",
         help="settings of the run, in TOML",
     )
+    add_overrides(parser)
+
+
+def add_overrides(parser: ArgumentParser) -> None:
+    """Add `KEY=VALUE` and `--set KEY=VALUE`; `options.set` lists both in the order given."""
+    parser.add_argument(
+        "set",
+        nargs="*",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one setting; table.key=value changes a key of a table",
+    )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change one setting; table.key=value reaches into a table",
+        help="the same",
     )
 
 
@@ -74,7 +88,7 @@ def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
     names = init_fields.keys() - NOT_IN_FILES
     for key in settings:
         if key not in names:
-            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, names)}")
+            raise ConfigError(f"{where}: unknown key {key!r}; {nearest_key(key, names)}")
     values = {key: _value_of(init_fields[key], value, where) for key, value in settings.items()}
     try:
         return kind(**values)
@@ -110,22 +124,6 @@ def table_of(kind: type[T], name: str) -> Callable[[Any], T]:
     return converted
 
 
-def refuse_renamed(settings: Mapping[str, Any], renamed: Mapping[str, str], *, where: str) -> None:
-    """Reject old names of renamed keys.
-
-    Args:
-        settings: values by name.
-        renamed: new names by old name.
-        where: name of the file, for messages.
-
-    Raises:
-        ConfigError: a key has an old name; the message states the new one.
-    """
-    for old, new in renamed.items():
-        if old in settings:
-            raise ConfigError(f"{where}: {old!r} is called {new!r} now; rename it")
-
-
 def override(settings: dict[str, Any], text: str) -> None:
     """Apply an override, `key=value` or `table.key=value`, to `settings` in place.
 
@@ -134,13 +132,13 @@ def override(settings: dict[str, Any], text: str) -> None:
     """
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key:
-        raise ConfigError(f"--set {text!r} is not key=value; write --set learning_rate=1e-5")
+        raise ConfigError(f"override {text!r} sets no value; write NAME=VALUE, such as seed=1")
     *tables, last = key.split(".")
     target: Any = settings
     for table in tables:
         target = target.setdefault(table, {})
         if not isinstance(target, dict):
-            raise ConfigError(f"--set {text!r}: {table!r} is not a table")
+            raise ConfigError(f"override {text!r}: {table!r} is not a table")
     target[last] = _parse(value)
 
 
@@ -170,6 +168,6 @@ def _parse(text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except RecursionError as error:
-        raise ConfigError(f"--set {text[:40]}...: nested too deeply to be read") from error
+        raise ConfigError(f"override {text[:40]}...: nested too deeply to be read") from error
     except ValueError:  # not TOML, or too many digits for Python: a string
         return text

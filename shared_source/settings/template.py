@@ -17,7 +17,7 @@ WIDTH = 100
 
 def help_text(groups: Sequence[KeyGroup]) -> str:
     """Format the keys of a run file by group, each with its default and help text."""
-    lines = ["keys of RUN.toml; --set KEY=VALUE changes one:"]
+    lines = ["keys of RUN.toml; KEY=VALUE changes one:"]
     for group in groups:
         lines += ["", f"  {group.title}"]
         for key in group.keys:

@@ -61,7 +61,7 @@ def exported(folder: Path, *, scheme: str) -> None:
         (folder / "texts" / f"{n}.txt").write_text(f"{n} comes after {n - 1}. " * 30)
     train_tokenizer(folder / "texts", vocab_size=280, out=folder / "tokenizer.json")
     Tokenizer.load(folder / "tokenizer.json").save(folder / "model")
-    if run("export", "run.toml", "--set", f"scheme={scheme}", "--set", "output_dir=exported")():
+    if run("quantize", "run.toml", "--set", f"scheme={scheme}", "--set", "output_dir=exported")():
         raise RuntimeError("nothing was exported")
     build(
         folder / "texts",
@@ -93,17 +93,17 @@ def stopped(folder: Path) -> None:
 
 CASES = (
     Case(
-        name="export",
+        name="quantize",
         make=model,
         files=("run.toml",),
-        run=run("export", "run.toml"),
+        run=run("quantize", "run.toml"),
         share=1.5,
     ),
     Case(
-        name="export a model",
+        name="quantize a model",
         make=model,
         files=("model/*",),
-        run=run("export", "run.toml"),
+        run=run("quantize", "run.toml"),
         share=2,
     ),
     Case(

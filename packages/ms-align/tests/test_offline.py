@@ -340,7 +340,7 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["tasks={signal='given', given=5}"], "given is 5; give a table of numbers"),
         (["betas=5"], "betas must be two numbers from 0 to below 1, got 5"),
         (["output_dir=5"], "output_dir is 5; give a path"),
-        (["data='x'"], "'data' is called 'dataset' now"),
+        (["data='x'"], "unknown key 'data'; did you mean 'dataset'?"),
     ],
 )
 def test_bad_settings_are_one_line_and_exit_2(

@@ -17,7 +17,7 @@ COMMANDS = {
     "distill": "layers=1",
     "qat": "scheme=ct.int4_g32",
     "quantize": "scheme=ort.matmulnbits",
-    "export": "scheme=gguf.q4_0",
+    "export": "gguf.q4_0",
 }
 CARRIED = {
     "LICENSE": "free\n",
@@ -74,8 +74,10 @@ def test_files_and_settings_of_the_base_folder_are_carried(
         if command == "export":
             pytest.skip("llama.cpp needs a tokenizer.json")
         (base / "tokenizer.json").unlink()
-    arguments = ["--set", COMMANDS[command], "--set", f"model={base}", "--json"]
-    assert main([command, str(run_file), *arguments]) == 0
+    arguments = [str(run_file), COMMANDS[command], f"model={base}"]
+    if command == "export":
+        arguments = [str(base), "--scheme", COMMANDS[command], "--output-dir", str(out)]
+    assert main([command, *arguments, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     for name, text in CARRIED.items():
         assert (out / name).read_text() == text, name

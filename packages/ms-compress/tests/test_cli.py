@@ -171,7 +171,7 @@ def test_bad_input_is_one_line(
         ("quantize", ["scheme=ct.int4_g32", "method=gptq"]),
         ("prune", ["pattern=2:4", "method=wanda"]),
         ("quantize", ["scheme=ct.int4_g32"]),
-        ("export", ["scheme=gguf.q4_0"]),
+        ("quantize", ["scheme=gguf.q4_0"]),
         ("qat", ["scheme=gguf.q4_0"]),
         ("prune", ["pattern=2:4"]),
         ("prune", ["pattern=2:4", "retrain=false"]),
@@ -234,18 +234,42 @@ def test_what_is_no_pattern_is_refused(
 def test_a_lone_exception_is_one_pattern(run_file: Path) -> None:
     """Not one for each of its letters."""
     arguments = ["--set", "scheme=ct.int4_g32", "--set", "exceptions=*.down_proj"]
-    assert main(["export", str(run_file), *arguments]) == 0
+    assert main(["quantize", str(run_file), *arguments]) == 0
     config = json.loads((run_file.parent / "out" / "config.json").read_text())
     assert "model.layers.0.mlp.down_proj" in config["quantization_config"]["ignore"]
 
 
-@pytest.mark.parametrize("command", ["export", "quantize", "qat"])
+@pytest.mark.parametrize("command", ["quantize", "qat"])
 def test_verify_is_an_option_too(
     command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same as the setting."""
     assert main([command, str(run_file), "--set", "scheme=ort.matmulnbits", "--verify"]) == 0
     assert "verified in its runtime" in capsys.readouterr().out
+
+
+def test_export_writes_what_quantize_writes_by_default(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes a folder and a scheme; what it writes is verified in the runtime."""
+    model, out = run_file.parent / "model", tmp_path / "exported"
+    words = [str(model), "--scheme", "ct.int4_g32", "--output-dir", str(out)]
+    assert main(["export", *words, "--verify", "--json"]) == 0
+    assert main(["quantize", str(run_file), "scheme=ct.int4_g32"]) == 0
+    quantized = run_file.parent / "out" / "model.safetensors"
+    assert (out / "model.safetensors").read_bytes() == quantized.read_bytes()
+    capsys.readouterr()
+    for mistake, message in (
+        ([str(tmp_path / "none"), *words[1:]], "model must be a local folder"),
+        ([words[0], "--scheme", "gguf.q4_9", *words[3:]], "did you mean 'gguf.q4_"),
+        ([*words, "method=gptq"], "unrecognized arguments: method=gptq"),
+    ):
+        try:
+            code = main(["export", *mistake])
+        except SystemExit as stop:
+            code = int(str(stop.code))
+        assert code == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

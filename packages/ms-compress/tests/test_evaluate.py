@@ -195,8 +195,8 @@ def test_bad_input_is_one_line(
     assert "must be a plain model, got the ct model" in lines(baseline=f"{work}/ct")
     assert "has no shards" in lines(dataset=str(tmp_path))
     assert "must be a folder or a list of folders" in lines(models={"x": 3})
-    assert "'out' is called 'output_dir' now" in lines(out="r")
-    assert "'data' is called 'dataset' now" in lines(data="shards")
+    assert "unknown key 'out'; did you mean 'output_dir'?" in lines(out="r")
+    assert "unknown key 'data'; did you mean 'dataset'?" in lines(data="shards")
     assert not (tmp_path / "r").exists()
 
 

@@ -117,7 +117,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.write_text(
         f'model = "{taught}"\noutput_dir = "{folder}/out"\nscheme = "gguf.q8_0"\nverify = true\n'
     )
-    assert main(["export", str(run)]) == 0
+    assert main(["quantize", str(run)]) == 0
     return folder / "out"
 
 

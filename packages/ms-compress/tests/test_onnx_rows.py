@@ -115,8 +115,8 @@ def test_a_file_that_its_runtime_refuses_is_never_left(
 @pytest.mark.parametrize(
     ("command", "setting"),
     [
-        ("export", "scheme=ort.matmulnbits"),
-        ("export", "scheme=ct.int4_g32"),
+        ("quantize", "scheme=ort.matmulnbits"),
+        ("quantize", "scheme=ct.int4_g32"),
         ("qat", "scheme=ct.int4_g32"),
         ("prune", "pattern=2:4"),
     ],

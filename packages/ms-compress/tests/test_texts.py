@@ -134,9 +134,9 @@ def test_a_model_without_a_tokenizer_is_refused_for_llama_cpp(
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((taught / name).read_bytes())
-    assert command(bare, tmp_path / "out", "export", "scheme=gguf.q4_0") == 2
+    assert command(bare, tmp_path / "out", "quantize", "scheme=gguf.q4_0") == 2
     assert "has no tokenizer.json, which llama.cpp needs to read text" in capsys.readouterr().err
-    assert command(bare, tmp_path / "out", "export", "scheme=ct.int4_g32") == 0
+    assert command(bare, tmp_path / "out", "quantize", "scheme=ct.int4_g32") == 0
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
         "eos_token_id": 0,
         "pad_token_id": 0,

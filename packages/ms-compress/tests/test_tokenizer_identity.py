@@ -12,7 +12,6 @@ from ms_compress.cli import main
 COMMANDS = {
     "qat": 'scheme = "ct.int4_g32"',
     "quantize": 'scheme = "ct.int4_g32"\nmethod = "gptq"',
-    "export": 'scheme = "ct.int4_g32"\nmethod = "gptq"',
     "prune": 'pattern = "2:4"',
     "distill": "layers = 1",
 }

@@ -153,8 +153,8 @@ def test_a_run_that_holds_too_little_out_says_so(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model_arch=llama", "'model_arch' is called 'model' now"),
-        ("dataset_path=x", "'dataset_path' is called 'dataset' now"),
+        ("model_arch=llama", "unknown key 'model_arch'; did you mean 'model'?"),
+        ("dataset_path=x", "unknown key 'dataset_path'; did you mean 'dataset'?"),
         ("tensor=2", "did you mean 'layout.tensor'?"),
     ],
 )

@@ -46,7 +46,7 @@ def _parser(*, with_epilog: bool) -> argparse.ArgumentParser:
         PROG,
         version=__version__,
         description="Align language models: fine-tune, train reward models, optimize rewards.",
-        example="ms-align ppo RUN.toml --set steps=200 --set kl_coeff=0.1",
+        example="ms-align ppo RUN.toml steps=200 kl_coeff=0.1",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -8,16 +8,15 @@ from typing import Any
 import msgspec
 
 from ms_compress import __version__
-from ms_compress.commands import COMMANDS, Command
-from ms_compress.entry import CommandParser, file_argument, perform
+from ms_compress.commands import COMMANDS, Command, Outcome
+from ms_compress.commands.options import QuantizeRun
+from ms_compress.entry import CommandParser, file_argument, folder_argument, path_argument, perform
 from ms_compress.errors import ConfigError
 from ms_compress.files.model_name import missing_dataset, missing_model
-from ms_compress.settings.run_file import add_run_file, build, read_settings, refuse_renamed
+from ms_compress.settings.run_file import add_run_file, build, read_settings
 from ms_compress.settings.template import help_text, write_template
 
 PROG = "ms-compress"
-RENAMED = {"data": "dataset", "out": "output_dir", "by_use": "act_order"}
-"""Old names of keys, with their current names."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,11 +29,32 @@ def _run(options: argparse.Namespace) -> int:
     command: Command = options.command
     settings = read_settings(options.run_file, options.set)
     settings |= {flag: True for flag in command.flags if getattr(options, flag)}
-    refuse_renamed(settings, RENAMED, where=options.run_file)
     run: Any = build(command.options, settings, where=options.run_file)
+    try:
+        _check_inputs(run)
+    except ConfigError as error:
+        raise ConfigError(f"{options.run_file}: {error}") from error
+    return _write(command.run(run), as_json=options.json)
+
+
+def _export(options: argparse.Namespace) -> int:
+    run = QuantizeRun(
+        model=options.model,
+        scheme=options.scheme,
+        output_dir=options.output_dir,
+        tokenizer=options.tokenizer,
+        verify=options.verify,
+    )
+    _check_inputs(run)
+    command = next(command for command in COMMANDS if command.name == "quantize")
+    return _write(command.run(run), as_json=options.json)
+
+
+def _check_inputs(run: Any) -> None:
+    """Check that the model and the dataset of a command exist."""
     model, dataset = getattr(run, "model", None), getattr(run, "dataset", None)
     if model is not None and (problem := missing_model(str(model))) is not None:
-        raise ConfigError(f"{options.run_file}: model must be a local folder: {problem}")
+        raise ConfigError(f"model must be a local folder: {problem}")
     what = "a folder of shards, conversations in JSON Lines, or a JSON list of tokens"
     unread = getattr(run, "method", None) == "rtn"  # rounding to nearest looks at no data
     if (
@@ -42,9 +62,11 @@ def _run(options: argparse.Namespace) -> int:
         and not unread
         and (problem := missing_dataset(str(dataset), what)) is not None
     ):
-        raise ConfigError(f"{options.run_file}: dataset must exist: {problem}")
-    outcome = command.run(run)
-    if options.json:
+        raise ConfigError(f"dataset must exist: {problem}")
+
+
+def _write(outcome: Outcome, *, as_json: bool) -> int:
+    if as_json:
         sys.stdout.write(msgspec.json.encode(outcome.facts).decode() + "\n")
     else:
         sys.stdout.write("".join(f"{line}\n" for line in outcome.lines))
@@ -62,11 +84,12 @@ def _parser() -> argparse.ArgumentParser:
         PROG,
         version=__version__,
         description="Compress language models: quantize, prune, distill, export and evaluate them.",
-        example="ms-compress qat RUN.toml --set tuning.steps=200 --set scheme=gguf.q4_0",
+        example="ms-compress qat RUN.toml tuning.steps=200 scheme=gguf.q4_0",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         _add_command(commands, command)
+    _add_export(commands)
     init = commands.add_parser(
         "init",
         help="write a run file for a command, with a description of every key",
@@ -91,5 +114,36 @@ def _add_command(commands: Any, command: Command) -> None:
     add_run_file(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     for flag in command.flags:
-        parser.add_argument(f"--{flag}", action="store_true", help=f"the same as --set {flag}=true")
+        parser.add_argument(f"--{flag}", action="store_true", help=f"the same as {flag}=true")
     parser.set_defaults(command=command, act=_run)
+
+
+def _add_export(commands: Any) -> None:
+    text = "write a model folder in a runtime's format, rounded to nearest"
+    parser = commands.add_parser(
+        "export",
+        help=text,
+        description=f"{text.capitalize()}. `quantize` has more settings.",
+        example="ms-compress export runs/train/model --scheme gguf.q8_0 --output-dir deploy/gguf",
+    )
+    parser.add_argument("model", type=path_argument, metavar="MODEL", help="Hugging Face folder")
+    parser.add_argument(
+        "--scheme",
+        required=True,
+        help="storage format: gguf.q4_0, gguf.q8_0, ort.matmulnbits, ct.int4_g32, ...",
+    )
+    parser.add_argument(
+        "--output-dir", type=folder_argument, required=True, metavar="DIR", help="new folder"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer.json or its folder (default: the model folder's)",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="run the result in its runtime and fail unless it agrees with the model",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(act=_export)

@@ -14,14 +14,14 @@ from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.model_name import missing_dataset, missing_model
 from ms_parallel.files.toml_text import toml_text
 from ms_parallel.planner.record.plan_file import Plan
-from ms_parallel.settings import a_path, nearest
+from ms_parallel.settings import a_path
 from ms_parallel.settings.keys import groups_of
-from ms_parallel.settings.run_file import override, read_settings, refuse_renamed
+from ms_parallel.settings.run_file import override, read_settings
+from ms_parallel.settings.synonyms import nearest_key
 from ms_parallel.training.options import Length, Options
 
 KEYS = {"model": "model_arch", "dataset": "dataset_path", "layout": "parallel_config"}
 """What a file calls the arguments whose names in Python are older."""
-RENAMED = {"model_arch": "model", "dataset_path": "dataset"}
 OTHER = "parallel_config"
 """What `DistributedTrainer` calls the layout is known in files too."""
 LENGTH = ("epochs", "steps")
@@ -58,7 +58,6 @@ def read_run_file(
         settings["layout"] = settings.pop(OTHER)
     for text in overrides:
         override(settings, re.sub(rf"^\s*{OTHER}\b", "layout", text))
-    refuse_renamed(settings, RENAMED, where=str(path))
     try:
         return _run_file(settings, needs_data=needs_data)
     except ConfigError as error:
@@ -134,4 +133,4 @@ def _unknown(key: str, known: Sequence[str]) -> str:
     inside |= {axis.name: f"layout.{axis.name}" for axis in fields(Layout)}
     if key in inside:
         return f"unknown key {key!r}; did you mean {inside[key]!r}?"
-    return f"unknown key {key!r}; {nearest(key, known)}"
+    return f"unknown key {key!r}; {nearest_key(key, known)}"

@@ -27,13 +27,13 @@ returns the `--json` summary with its exit `code`."""
 
 @frozen(kw_only=True)
 class Command:
-    """One subcommand of `ms-align`, run as `ms-align NAME RUN.toml [--set KEY=VALUE]...`."""
+    """One subcommand of `ms-align`, run as `ms-align NAME RUN.toml [KEY=VALUE]...`."""
 
     name: str
     help: str
     """One-line description."""
-    example_overrides: str = "steps=200 --set learning_rate=1e-5"
-    """Overrides in the example command line, after `--set`."""
+    example_overrides: str = "steps=200 learning_rate=1e-5"
+    """Overrides in the example command line."""
     settings: str
     """Class whose fields are the keys of the run file, as `module:Class`."""
     run: str
@@ -42,15 +42,13 @@ class Command:
     """Keys that are not fields of the class."""
     run_file_names: dict[str, str] = field(factory=dict)
     """Run-file names of fields that have another name in Python."""
-    renamed_keys: dict[str, str] = field(factory=dict)
-    """New names of keys that were renamed, for error messages."""
     placeholders: dict[str, Any] = field(factory=dict)
     """Placeholders for keys without a default in the template that `init` writes."""
 
     @property
     def example(self) -> str:
         """Example command line."""
-        return f"ms-align {self.name} RUN.toml --set {self.example_overrides}"
+        return f"ms-align {self.name} RUN.toml {self.example_overrides}"
 
     def groups(self) -> list[KeyGroup]:
         """List the keys of a run file: required keys first, the others grouped by class."""
@@ -128,7 +126,6 @@ def _trainer(name: str) -> Command:
         run=f"commands.train:{'online' if online else 'offline'}",
         extra_keys=PROMPTS if online else (DATASET,),
         run_file_names={"policy_model": "model"} if online else {},
-        renamed_keys={"data": "dataset", "reference": "reference_model", "out": "output_dir"},
         placeholders=placeholders,
     )
 
@@ -138,10 +135,9 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="generate",
         help="write responses to prompts",
-        example_overrides="group_size=4 --set out=responses.jsonl",
+        example_overrides="group_size=4 out=responses.jsonl",
         settings="commands.generate:Generation",
         run="commands.generate:generate",
-        renamed_keys={"policy_model": "model", "prompt_dataset": "dataset", "data": "dataset"},
         placeholders={
             "model": "runs/sft/model",
             "dataset": "prompts.jsonl",
@@ -151,7 +147,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="evaluate",
         help="run tasks of lm-evaluation-harness on a model",
-        example_overrides="limit=100 --set out=results.json",
+        example_overrides="limit=100 out=results.json",
         settings="commands.evaluate:Evaluation",
         run="commands.evaluate:evaluate",
         placeholders={"model": "runs/sft/model", "tasks": ["arc_easy", "hellaswag"]},

@@ -19,9 +19,10 @@ from ms_align.files.model_name import missing_dataset, missing_model
 from ms_align.generation.sampling import Sampling
 from ms_align.rollouts.options import RolloutOptions
 from ms_align.run.options import RunOptions, check_length
-from ms_align.settings import a_path, flag, nearest, number, numbers, one_of, text, whole
+from ms_align.settings import a_path, flag, number, numbers, one_of, text, whole
 from ms_align.settings.keys import Key
-from ms_align.settings.run_file import build, refuse_renamed
+from ms_align.settings.run_file import build
+from ms_align.settings.synonyms import nearest_key
 from ms_align.settings.validators import Check
 
 MODELS = ("model", "policy_model", "reference_model", "value_model", "teacher_model")
@@ -49,11 +50,10 @@ def check_early(command: Command, settings: Mapping[str, Any], where: str) -> No
     Raises:
         ConfigError: a key is unknown, a value is invalid, or a path or module does not exist.
     """
-    refuse_renamed(settings, command.renamed_keys, where=where)
     keys = [key for group in command.groups() for key in group.keys]
     names = {key.name for key in keys}
     for unknown in settings.keys() - names - OTHER_NAMES.keys() - HIDDEN:
-        raise ConfigError(f"{where}: unknown key {unknown!r}; {nearest(unknown, names)}")
+        raise ConfigError(f"{where}: unknown key {unknown!r}; {nearest_key(unknown, names)}")
     aliased = {OTHER_NAMES[name] for name in settings.keys() & OTHER_NAMES.keys()}
     missing = {key.name for key in keys if key.required} - settings.keys() - aliased
     if missing:

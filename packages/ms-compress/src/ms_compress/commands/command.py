@@ -21,7 +21,7 @@ class Outcome:
 
 @frozen(kw_only=True)
 class Command:
-    """A subcommand of `ms-compress`, run as `ms-compress NAME RUN.toml [--set KEY=VALUE]...`."""
+    """A subcommand of `ms-compress`, run as `ms-compress NAME RUN.toml [KEY=VALUE]...`."""
 
     name: str
     help: str

@@ -124,7 +124,7 @@ class QatRun(SchemeRun):
 
 @frozen(kw_only=True)
 class QuantizeRun(SchemeRun):
-    """Settings of `ms-compress quantize` and `export`."""
+    """Settings of `ms-compress quantize`; `export` sets only the model, scheme and output."""
 
     method: str = field(default="rtn", validator=one_of("rtn", "gptq"))
     """Round to nearest (rtn), or use GPTQ with the dataset's tokens."""

@@ -20,6 +20,7 @@ from ms_data.entry import CommandParser, file_argument, folder_argument, path_ar
 from ms_data.passes.page import draw_stats
 from ms_data.passes.record import LedgerSummary
 from ms_data.progress import show_progress
+from ms_data.settings.run_file import add_overrides, read_settings
 from ms_data.settings.template import write_template
 
 
@@ -43,6 +44,7 @@ def add_clean(commands: Commands) -> None:
     parser.add_argument(
         "rules", type=path_argument, metavar="RULES.toml", help="see `ms-data init clean`"
     )
+    add_overrides(parser)
     add_writing_arguments(parser)
 
 
@@ -99,10 +101,15 @@ def describe_summary(summary: LedgerSummary) -> str:
 
 
 def _run_clean(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
+    # argparse gives all but the last word to CORPUS, so overrides are split off here.
+    words, overrides = [*options.corpus, str(options.rules)], list(options.set)
+    while len(words) > 2 and "=" in words[-1]:
+        overrides.insert(0, words.pop())
+    rules = read_settings(words[-1], overrides) if overrides else words[-1]
     with show_progress("cleaning") as on_progress:
         summary = clean(
-            options.corpus,
-            options.rules,
+            words[:-1],
+            rules,
             out=options.out,
             workers=options.workers,
             shard_size_mib=options.shard_size_mib,

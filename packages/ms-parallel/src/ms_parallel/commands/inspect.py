@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 CATEGORIES = ("weights", "gradients", "moments", "activations", "buffers")
 HELP = "summarize a run before it starts: parameters, memory per rank, layout"
-EXAMPLE = "ms-parallel inspect RUN.toml --set layout.pipeline=4"
+EXAMPLE = "ms-parallel inspect RUN.toml layout.pipeline=4"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

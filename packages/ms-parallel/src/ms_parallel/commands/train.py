@@ -13,7 +13,7 @@ from ms_parallel.settings.run_file import add_run_file
 HELP = "train from a run file; the same command resumes"
 EXAMPLE = (
     "torchrun --standalone --nproc-per-node 2 -m ms_parallel train RUN.toml"
-    " --set layout.tensor=2 --set steps=500"
+    " layout.tensor=2 steps=500"
 )
 
 

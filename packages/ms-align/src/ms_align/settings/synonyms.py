@@ -1,0 +1,1 @@
+../../../../../shared_source/settings/synonyms.py
