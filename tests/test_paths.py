@@ -37,6 +37,7 @@ WORDS = {
         "column",
         "workers",
         "begin_of_text",
+        "set",
     },
     "ms-kernels": {"operator", "details", "chip", "backend", "device", "dtype", "only", "target"},
     "ms-parallel": {
@@ -47,7 +48,7 @@ WORDS = {
         *("metrics", "arguments", "kind", "rank", "title", "backend", "name", "project", "to"),
     },
     "ms-align": {"set"},
-    "ms-compress": {"set"},
+    "ms-compress": {"scheme", "set"},
 }
 """Arguments whose text is no path."""
 

@@ -42,7 +42,7 @@ def _export(options: argparse.Namespace) -> int:
         model=options.model,
         scheme=options.scheme,
         output_dir=options.output_dir,
-        tokenizer=options.tokenizer,
+        tokenizer=None if options.tokenizer is None else str(options.tokenizer),
         verify=options.verify,
     )
     _check_inputs(run)
@@ -137,6 +137,7 @@ def _add_export(commands: Any) -> None:
     )
     parser.add_argument(
         "--tokenizer",
+        type=path_argument,
         metavar="FILE",
         help="tokenizer.json or its folder (default: the model folder's)",
     )
