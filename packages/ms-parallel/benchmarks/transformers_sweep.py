@@ -40,8 +40,8 @@ from ms_parallel import Engine, Layout, NextTokenLoss, ParallelError, load_model
 from ms_parallel.commands.explain import explain
 from ms_parallel.models import TransformersModel
 from ms_parallel.models.family import families
-from ms_parallel.models.foreign.config import causal_classes
-from ms_parallel.models.foreign.small import small_model
+from ms_parallel.models.huggingface.config import causal_classes
+from ms_parallel.models.huggingface.small import small_model
 from ms_parallel.models.registry import read_config, weight_slices
 from ms_parallel.proof.gradients import full_gradients
 from ms_parallel.proof.records import Case, Job

@@ -7,10 +7,10 @@ from typing import Any
 import expert_runs
 import pytest
 import torch
-from foreign_models import theirs
 from processes import run_processes
 from runs import tiny
 from safetensors.torch import load_file
+from transformers_models import theirs
 
 from ms_parallel import Engine
 from ms_parallel.cluster.layout import Layout

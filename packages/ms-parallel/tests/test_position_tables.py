@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import FAMILIES as FOREIGN
-from foreign_models import SIZES
 from processes import run_processes
 from runs import FAMILIES, VOCABULARY, build, global_batch, local_rows, tiny
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers_models import FAMILIES as FOREIGN
+from transformers_models import SIZES
 
 import ms_kernels
 from ms_parallel import Engine, NextTokenLoss, operators

@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import SIZES
 from processes import run_command, run_processes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers_models import SIZES
 
 from ms_parallel import ConfigError, Engine, LayoutError, ModelError, NextTokenLoss, load_model
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.models import TransformersModel
 from ms_parallel.models.family import family_of
-from ms_parallel.models.foreign.attention import registered
-from ms_parallel.models.foreign.small import small_model
+from ms_parallel.models.huggingface.attention import registered
+from ms_parallel.models.huggingface.small import small_model
 from ms_parallel.models.registry import architecture, architectures
 from ms_parallel.proof.subject import open_subject
 
-CHILD = Path(__file__).with_name("foreign_models.py")
+CHILD = Path(__file__).with_name("transformers_models.py")
 TOKENS = torch.arange(3, 27)[None]
 BATCH = {"tokens": TOKENS, "targets": TOKENS.roll(-1, 1)}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

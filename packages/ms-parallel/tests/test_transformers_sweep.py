@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ms_parallel import Engine, Layout, LayoutError, ModelError
 from ms_parallel.models import TransformersModel
 from ms_parallel.models.family import family_of
-from ms_parallel.models.foreign.small import small_model
+from ms_parallel.models.huggingface.small import small_model
 from ms_parallel.proof.subject import open_subject
 
 SWEEP = Path(__file__).parents[1] / "benchmarks" / "transformers_sweep.py"

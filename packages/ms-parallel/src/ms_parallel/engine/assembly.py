@@ -19,7 +19,7 @@ from ms_parallel.engine.options import EngineOptions
 from ms_parallel.errors import ConfigError, LayoutError
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.family import family_of
-from ms_parallel.models.foreign.config import TransformersModel
+from ms_parallel.models.huggingface.config import TransformersModel
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
 from ms_parallel.models.staged import StagedModel

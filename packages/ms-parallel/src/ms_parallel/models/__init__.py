@@ -5,8 +5,8 @@ from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.families.transformer_xl import TransformerXL, TransformerXLConfig
-from ms_parallel.models.foreign.config import TransformersModel
-from ms_parallel.models.foreign.seeing import SeeingModel
+from ms_parallel.models.huggingface.config import TransformersModel
+from ms_parallel.models.huggingface.seeing import SeeingModel
 from ms_parallel.models.positions.scaling import RopeScaling
 from ms_parallel.models.registry import architecture, build_model, model_plan
 from ms_parallel.models.staged import StagedModel

@@ -132,7 +132,7 @@ class Family:
 
 
 @cache
-def _found() -> tuple[Family, ...]:
+def _all_families() -> tuple[Family, ...]:
     """Import every module in `families/` and return their families, sorted by name."""
     package = import_module("ms_parallel.models.families")
     infos = pkgutil.walk_packages(package.__path__, prefix=f"{package.__name__}.")
@@ -143,12 +143,12 @@ def _found() -> tuple[Family, ...]:
 @cache
 def families() -> tuple[Family, ...]:
     """Return all native families, sorted by name."""
-    return tuple(family for family in _found() if family.name != ANY)
+    return tuple(family for family in _all_families() if family.name != ANY)
 
 
-def foreign() -> Family:
+def transformers_family() -> Family:
     """Return the family of models built by transformers."""
-    return next(family for family in _found() if family.name == ANY)
+    return next(family for family in _all_families() if family.name == ANY)
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -157,7 +157,7 @@ def family_of(config: ModelConfig) -> Family:
     Raises:
         ModelError: no family has this configuration class.
     """
-    for family in _found():
+    for family in _all_families():
         if type(config) is family.config and family.name in (config.model_type, ANY):
             return family
     raise ModelError(

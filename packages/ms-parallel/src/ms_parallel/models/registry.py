@@ -16,8 +16,8 @@ from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.model_name import missing_model
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import ModelConfig, TokenId, token_ids
-from ms_parallel.models.family import families, family_of, foreign
-from ms_parallel.models.foreign.config import knows
+from ms_parallel.models.family import families, family_of, transformers_family
+from ms_parallel.models.huggingface.config import knows
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles
@@ -316,7 +316,7 @@ def from_document(document: Mapping[str, Any]) -> ModelConfig:
     name: object = document.get("model_type")
     match = next((family for family in families() if family.name == name), None)
     if match is None and knows(name):
-        match = foreign()
+        match = transformers_family()
     if match is None:
         raise ModelError(
             f"model_type {repr(name)[:60]} is not supported; supported:"

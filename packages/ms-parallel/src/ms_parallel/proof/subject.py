@@ -12,13 +12,13 @@ from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.experts.choice import Mixture
 from ms_parallel.models.family import families, family_of
-from ms_parallel.models.foreign.config import (
+from ms_parallel.models.huggingface.config import (
     TransformersModel,
     causal_classes,
     transformers,
 )
-from ms_parallel.models.foreign.small import SMALL, small_model
-from ms_parallel.models.foreign.trial import check_runs
+from ms_parallel.models.huggingface.small import SMALL, small_model
+from ms_parallel.models.huggingface.trial import check_runs
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures
 from ms_parallel.settings import nearest

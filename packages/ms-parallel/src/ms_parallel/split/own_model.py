@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError, LayoutError, ModelError
-from ms_parallel.models.foreign.around import Around
-from ms_parallel.models.foreign.cut import block_names, check_cut, cut
+from ms_parallel.models.huggingface.around import Around
+from ms_parallel.models.huggingface.cut import block_names, check_cut, cut
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.memory.recompute import recompute_blocks

@@ -7,7 +7,7 @@ from attrs import asdict
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import LayoutError
 from ms_parallel.models.config import ModelConfig
-from ms_parallel.models.foreign.config import TransformersModel
+from ms_parallel.models.huggingface.config import TransformersModel
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.own_model import OwnModelConfig
 
@@ -58,5 +58,5 @@ def kept_apart(
 
 def _is_plain(config: ModelConfig, prepared: bool) -> bool:
     """Return whether the model is an unmodified member of our families with only the head tied."""
-    foreign = isinstance(config, OwnModelConfig | TransformersModel)
-    return not (prepared or foreign or config.mtp_layers)
+    external = isinstance(config, OwnModelConfig | TransformersModel)
+    return not (prepared or external or config.mtp_layers)

@@ -11,8 +11,8 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import LayoutError
 from ms_parallel.models.config import TOKENS
 from ms_parallel.models.family import ANY, Family
-from ms_parallel.models.foreign.config import TransformersModel
-from ms_parallel.models.foreign.plans import (
+from ms_parallel.models.huggingface.config import TransformersModel
+from ms_parallel.models.huggingface.plans import (
     STYLES,
     UNNAMED,
     Named,
@@ -22,10 +22,10 @@ from ms_parallel.models.foreign.plans import (
     plan_of,
     shapes_of,
 )
-from ms_parallel.models.foreign.split_trial import check_split
-from ms_parallel.models.foreign.stage import TransformersStage
-from ms_parallel.models.foreign.trial import check_trial
-from ms_parallel.models.foreign.weights import rules_of
+from ms_parallel.models.huggingface.split_trial import check_split
+from ms_parallel.models.huggingface.stage import TransformersStage
+from ms_parallel.models.huggingface.trial import check_trial
+from ms_parallel.models.huggingface.weights import rules_of
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 

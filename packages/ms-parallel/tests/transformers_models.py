@@ -1,4 +1,4 @@
-"""Tiny models that transformers builds, and runs of them; see `test_foreign.py`."""
+"""Tiny models that transformers builds, and runs of them; see `test_transformers.py`."""
 
 from pathlib import Path
 from typing import Any

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import FAMILIES, MORE, SIZES, alone, by_hand, theirs
 from processes import run_processes
 from runs import VOCABULARY, global_batch
 from safetensors.torch import load_file
@@ -18,6 +17,7 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers_models import FAMILIES, MORE, SIZES, alone, by_hand, theirs
 
 import ms_kernels
 from ms_parallel import (
@@ -33,7 +33,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.models import ModelConfig, TransformersModel, architecture
 from ms_parallel.models.family import family_of
 
-CHILD = Path(__file__).with_name("foreign_models.py")
+CHILD = Path(__file__).with_name("transformers_models.py")
 STEPS, MANY = 4, 10
 # Sums over rows and ranks in another order, in float32, for ten steps.
 TOLERANCE = 1e-5

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError
-from ms_parallel.models.foreign.around import Around
-from ms_parallel.models.foreign.config import TransformersModel, transformers
-from ms_parallel.models.foreign.constants import constant_of
-from ms_parallel.models.foreign.plans import described
+from ms_parallel.models.huggingface.around import Around
+from ms_parallel.models.huggingface.config import TransformersModel, transformers
+from ms_parallel.models.huggingface.constants import constant_of
+from ms_parallel.models.huggingface.plans import described
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.torch_private import is_persistent
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ms_parallel import operators
 from ms_parallel.errors import ModelError
-from ms_parallel.models.foreign.config import TransformersModel, transformers
-from ms_parallel.models.foreign.plans import built, plan_of
-from ms_parallel.models.foreign.small import small_model
-from ms_parallel.models.foreign.stage import TransformersStage
+from ms_parallel.models.huggingface.config import TransformersModel, transformers
+from ms_parallel.models.huggingface.plans import built, plan_of
+from ms_parallel.models.huggingface.small import small_model
+from ms_parallel.models.huggingface.stage import TransformersStage
 from ms_parallel.models.staged import named_weights
 
 LENGTH, TOLERANCE = 24, 1e-3

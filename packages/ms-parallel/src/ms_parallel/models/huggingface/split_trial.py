@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ms_parallel.errors import LayoutError
-from ms_parallel.models.foreign.config import TransformersModel
-from ms_parallel.models.foreign.plans import plan_of
-from ms_parallel.models.foreign.trial import run_small_model
+from ms_parallel.models.huggingface.config import TransformersModel
+from ms_parallel.models.huggingface.plans import plan_of
+from ms_parallel.models.huggingface.trial import run_small_model
 from ms_parallel.models.plan import ModelPlan
 
 TOLERANCE = 1e-6

@@ -9,7 +9,7 @@ from typing import Any
 
 from ms_parallel.errors import ModelError
 from ms_parallel.models.config import TOKENS
-from ms_parallel.models.foreign.config import TransformersModel
+from ms_parallel.models.huggingface.config import TransformersModel
 
 SMALL: Mapping[str, int] = {
     "vocab_size": 48,

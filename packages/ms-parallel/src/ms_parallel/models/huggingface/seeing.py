@@ -12,9 +12,9 @@ from torch import Tensor
 from ms_parallel import operators
 from ms_parallel.errors import ModelError
 from ms_parallel.models.batch import GRIDS, PATCHES, POSITIONS, Batch
-from ms_parallel.models.foreign.around import Around
-from ms_parallel.models.foreign.attention import registered
-from ms_parallel.models.foreign.packing import Now, keep_apart
+from ms_parallel.models.huggingface.around import Around
+from ms_parallel.models.huggingface.attention import registered
+from ms_parallel.models.huggingface.packing import Now, keep_apart
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.torch_private import tree_leaves
 

@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 from ms_parallel.errors import ModelError
-from ms_parallel.models.foreign.config import TransformersModel
-from ms_parallel.models.foreign.experts import PairedExperts
-from ms_parallel.models.foreign.plans import described, shapes_of
+from ms_parallel.models.huggingface.config import TransformersModel
+from ms_parallel.models.huggingface.experts import PairedExperts
+from ms_parallel.models.huggingface.plans import described, shapes_of
 from ms_parallel.models.staged import named_weights
 from ms_parallel.models.weight_names import Rule, Rules, WeightSlice, renamed
 

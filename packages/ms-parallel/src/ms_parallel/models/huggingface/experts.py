@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ms_parallel.models.experts.account import Accounted
 from ms_parallel.models.experts.choice import Choice, Mixture
 from ms_parallel.models.experts.kept import recomputes
-from ms_parallel.models.foreign.around import Around
+from ms_parallel.models.huggingface.around import Around
 from ms_parallel.operators.cpu import widen
 
 LAYER = re.compile(r"\blayers\.(\d+)\.")

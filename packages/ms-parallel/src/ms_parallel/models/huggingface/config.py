@@ -16,7 +16,7 @@ from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import MOST, TOKENS, TokenId, token_ids
 from ms_parallel.models.experts.choice import Mixture
-from ms_parallel.models.foreign.experts import mixture_of
+from ms_parallel.models.huggingface.experts import mixture_of
 
 MOST_LAYERS = 1000
 """Limit on layers, all of which are built without storage before weights are looked for."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ms_parallel.models.foreign.config import TransformersModel, transformers
-from ms_parallel.models.foreign.small import small_model
+from ms_parallel.models.huggingface.config import TransformersModel, transformers
+from ms_parallel.models.huggingface.small import small_model
 
 
 def constant_of(config: TransformersModel, name: str) -> float | None:

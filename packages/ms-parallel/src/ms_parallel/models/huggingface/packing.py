@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError
-from ms_parallel.models.foreign import attention
-from ms_parallel.models.foreign.around import Around
-from ms_parallel.models.foreign.delta import delta_forward, is_delta
-from ms_parallel.models.foreign.experts import CountedRouter
+from ms_parallel.models.huggingface import attention
+from ms_parallel.models.huggingface.around import Around
+from ms_parallel.models.huggingface.delta import delta_forward, is_delta
+from ms_parallel.models.huggingface.experts import CountedRouter
 from ms_parallel.operators.protocol import Ops
 
 MASK, HIDDEN = "attention_mask", "hidden_states"

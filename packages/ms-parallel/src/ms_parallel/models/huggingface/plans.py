@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ms_parallel import operators
 from ms_parallel.errors import ModelError
-from ms_parallel.models.foreign.attention import registered
-from ms_parallel.models.foreign.config import TransformersModel, transformers
-from ms_parallel.models.foreign.experts import count_routers, unpack
+from ms_parallel.models.huggingface.attention import registered
+from ms_parallel.models.huggingface.config import TransformersModel, transformers
+from ms_parallel.models.huggingface.experts import count_routers, unpack
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.operators.protocol import Ops
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError
-from ms_parallel.models.foreign.config import transformers
+from ms_parallel.models.huggingface.config import transformers
 from ms_parallel.operators.capped import capped_attention
 from ms_parallel.operators.protocol import Ops
 

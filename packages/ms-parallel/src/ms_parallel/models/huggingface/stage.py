@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.foreign.around import Around
-from ms_parallel.models.foreign.cache import BlockCache
-from ms_parallel.models.foreign.config import TransformersModel
-from ms_parallel.models.foreign.cut import block_names, cut
-from ms_parallel.models.foreign.fresh import Fresh
-from ms_parallel.models.foreign.packing import Now, keep_apart
-from ms_parallel.models.foreign.plans import shapes_of
+from ms_parallel.models.huggingface.around import Around
+from ms_parallel.models.huggingface.cache import BlockCache
+from ms_parallel.models.huggingface.config import TransformersModel
+from ms_parallel.models.huggingface.cut import block_names, cut
+from ms_parallel.models.huggingface.fresh import Fresh
+from ms_parallel.models.huggingface.packing import Now, keep_apart
+from ms_parallel.models.huggingface.plans import shapes_of
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 
