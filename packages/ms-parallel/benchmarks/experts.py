@@ -20,8 +20,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from ms_parallel import operators
-from ms_parallel.models.experts.choice import Choice
 from ms_parallel.models.experts.mixture import MixtureOfExperts
+from ms_parallel.models.experts.router_config import RouterConfig
 
 LIMIT = 1.0
 """Most that the median ratio may be..."""
@@ -46,7 +46,7 @@ def blocks(hidden: int, inner: int, experts: int, chosen: int) -> tuple[nn.Modul
         experts_implementation="grouped_mm",
     )
     theirs: Any = Qwen3MoeSparseMoeBlock(config)
-    choice = Choice(num_experts=experts, num_experts_per_tok=chosen)
+    choice = RouterConfig(num_experts=experts, num_experts_per_tok=chosen)
     ours = MixtureOfExperts(choice, hidden, inner, operators)
     with torch.no_grad():
         for parameter in theirs.parameters():

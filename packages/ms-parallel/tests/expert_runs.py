@@ -14,7 +14,7 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss, Output
 from ms_parallel.models import TransformersModel
 from ms_parallel.models.batch import Batch
-from ms_parallel.models.experts.kept import recomputes
+from ms_parallel.models.experts.replay import is_recomputing
 from ms_parallel.models.experts.router import Router
 from ms_parallel.split import expert_parallel
 from ms_parallel.split.part import whole_of
@@ -87,7 +87,7 @@ def _watch(name: str, router: Router, rows: dict[str, Any], first: int) -> None:
     weights, seen = router._weights, [first]
 
     def watched(logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        if logits.requires_grad and not recomputes():
+        if logits.requires_grad and not is_recomputing():
             begin, seen[0] = seen[0], seen[0] + len(logits)
 
             def keep(gradient: Tensor) -> None:

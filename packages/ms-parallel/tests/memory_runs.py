@@ -234,7 +234,7 @@ class CountingRuntime(Runtime):
         self.activations = max(self.activations, sum(self.kept.values()))
 
 
-def _evenly(self: Router, scores: Tensor, shares: Tensor, account: Any) -> Tensor:
+def _evenly(self: Router, scores: Tensor, shares: Tensor, stats: Any) -> Tensor:
     """Choose experts in turn, as predictions assume."""
     tokens, count = scores.shape[0] * scores.shape[1], self.choice.num_experts_per_tok
     experts = torch.arange(tokens * count) % self.choice.num_experts

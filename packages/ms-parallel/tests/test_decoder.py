@@ -57,17 +57,17 @@ def tokens(rows: int, count: int) -> Tensor:
 
 def test_windows_that_a_familys_files_cannot_hold_are_refused() -> None:
     """A model that is saved and read must see what it saw."""
-    with pytest.raises(ConfigError, match="'llama' has no sliding_layers"):
+    with pytest.raises(ConfigError, match="'llama' does not support sliding_layers"):
         architecture("llama", {**SMALL, "sliding_layers": (1,)})
     for layers in ((4,), ("a",), "ab"):
-        with pytest.raises(ConfigError, match="give numbers of layers, from 0 to 3"):
+        with pytest.raises(ConfigError, match="sliding_layers must be layer indices from 0 to 3"):
             architecture("qwen2", {**SMALL, "sliding_window": 4, "sliding_layers": layers})
 
 
 def test_a_llama_that_transformers_would_not_open_is_refused() -> None:
     """Its hidden size is a multiple of its heads there, whatever the heads' width."""
     sizes = {**SMALL, "hidden_size": 36, "num_attention_heads": 8, "head_dim": 8}
-    with pytest.raises(ConfigError, match="hidden_size=36 is not a multiple of"):
+    with pytest.raises(ConfigError, match="hidden_size of .* must be a multiple of"):
         architecture("llama", sizes)
     assert architecture("mistral", sizes).hidden_size == 36
 
@@ -290,7 +290,7 @@ def test_losses_in_chunks_equal_losses_at_once(
         ("llama", {"vocab_size": 0}, "vocab_size is 0"),
         ("llama", {"vocab_size": "many"}, "vocab_size is 'many'"),
         ("llama", {"rope_theta": float("nan")}, "rope_theta is nan"),
-        ("llama", {"query_key_norm": True}, "choose model_type .* or qwen3 or"),
+        ("llama", {"query_key_norm": True}, "use model_type .* or qwen3 or"),
         (
             "llama",
             {"rope_scaling": {"kind": "ntk", "factor": 2.0}},

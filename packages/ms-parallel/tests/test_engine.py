@@ -160,7 +160,7 @@ def test_a_number_that_is_no_token_of_the_model_is_refused_with_its_row(
     before = engine.parameters["lm_head.weight"].clone()
     batch = global_batch(0)
     batch[name][2, 3] = number
-    says = f"row 2 of {name} has {number}, and the model has a vocabulary of {VOCABULARY}"
+    says = f"{name} must be below the vocabulary size of {VOCABULARY}, got {number} in row 2"
     for each in (engine, Engine(build_model(tiny()))):
         with pytest.raises(ConfigError, match=says):
             each.step(batch, NextTokenLoss())

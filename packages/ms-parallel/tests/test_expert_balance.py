@@ -17,9 +17,9 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.balance.balancer import ExpertLoad
 from ms_parallel.errors import ConfigError
 from ms_parallel.models import TransformersModel
-from ms_parallel.models.experts.account import Account, Documents
-from ms_parallel.models.experts.choice import Choice
 from ms_parallel.models.experts.router import Router
+from ms_parallel.models.experts.router_config import RouterConfig
+from ms_parallel.models.experts.router_stats import DocumentNumbers, RouterStats
 from ms_parallel.models.registry import build_model
 from ms_parallel.weights import initialise, save_model
 
@@ -275,7 +275,7 @@ def test_a_router_is_tried_in_float32_whatever_is_the_default() -> None:
         olmoe = {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}
         found = TransformersModel({**small, **olmoe}).mixture
         assert found is not None
-        assert found.choice == Choice(num_experts=4, num_experts_per_tok=2)
+        assert found.choice == RouterConfig(num_experts=4, num_experts_per_tok=2)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -295,7 +295,7 @@ def test_a_layer_that_no_token_reached_has_no_load() -> None:
 
 def test_a_router_without_an_account_computes_no_shares() -> None:
     """What only counting needs is not computed in an evaluation or a generation."""
-    choice = Choice(num_experts=4, num_experts_per_tok=2, scores="sigmoid", normalized=False)
+    choice = RouterConfig(num_experts=4, num_experts_per_tok=2, scores="sigmoid", normalized=False)
     router, hidden = Router(3, choice), torch.randn(1, 5, 3)
     torch.nn.init.normal_(router.weight)
 
@@ -305,5 +305,5 @@ def test_a_router_without_an_account_computes_no_shares() -> None:
         return sum(event.count for event in profile.key_averages() if event.key == "aten::sum")
 
     assert sums() == 0
-    router.account = Account(4, Documents())
+    router.stats = RouterStats(4, DocumentNumbers())
     assert sums() > 0

@@ -206,7 +206,7 @@ def test_a_model_that_has_lost_an_expert_is_not_saved(folder: Path, tmp_path: Pa
     [
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than the 8 experts"),
         ("olmoe", {"num_experts": 0}, "num_experts"),
-        ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'; give a list"),
+        ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layer indices, got 'all'"),
         ("qwen3_moe", {"router_aux_loss_coef": -1.0}, "router_aux_loss_coef"),
     ],
 )

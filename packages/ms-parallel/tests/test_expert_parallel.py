@@ -210,7 +210,7 @@ def test_what_any_layout_saves_any_other_loads(tmp_path: Path) -> None:
             Layout(data=2, expert=2),
             "needs a mixture of experts, and transformer-xl is dense",
         ),
-        ("qwen3_moe", Layout(data=3, expert=3), "the model's 16 experts; values that fit: 1, 2, 4"),
+        ("qwen3_moe", Layout(data=3, expert=3), "the model's 16 experts; use 1, 2, 4"),
         (nn.Embedding(2, 2), Layout(data=2, expert=2), "whose modules are its own; set expert=1"),
     ],
 )

@@ -12,37 +12,37 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from ms_parallel import operators
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.experts.account import Account, Documents
-from ms_parallel.models.experts.choice import Choice
-from ms_parallel.models.experts.kept import keeping
 from ms_parallel.models.experts.mixture import MixtureOfExperts
+from ms_parallel.models.experts.replay import record_and_replay
 from ms_parallel.models.experts.router import Router
+from ms_parallel.models.experts.router_config import RouterConfig
+from ms_parallel.models.experts.router_stats import DocumentNumbers, RouterStats
 from ms_parallel.models.staged import Context
 from ms_parallel.operators.experts import swiglu_of_pairs
 
 E, K, H, INNER = 6, 3, 8, 5
 CHOICES = {
-    "softmax": Choice(num_experts=E, num_experts_per_tok=K),
-    "not normalized": Choice(num_experts=E, num_experts_per_tok=K, normalized=False),
-    "one of one": Choice(num_experts=1, num_experts_per_tok=1),
-    "all": Choice(num_experts=E, num_experts_per_tok=E),
-    "sigmoid": Choice(num_experts=E, num_experts_per_tok=K, scores="sigmoid", corrected=True),
-    "groups": Choice(
+    "softmax": RouterConfig(num_experts=E, num_experts_per_tok=K),
+    "not normalized": RouterConfig(num_experts=E, num_experts_per_tok=K, normalized=False),
+    "one of one": RouterConfig(num_experts=1, num_experts_per_tok=1),
+    "all": RouterConfig(num_experts=E, num_experts_per_tok=E),
+    "sigmoid": RouterConfig(num_experts=E, num_experts_per_tok=K, scores="sigmoid", corrected=True),
+    "groups": RouterConfig(
         num_experts=E,
         num_experts_per_tok=K,
         scores="sigmoid",
         corrected=True,
         groups=3,
-        chosen_groups=2,
+        topk_groups=2,
         factor=2.5,
     ),
-    "of the chosen": Choice(
-        num_experts=E, num_experts_per_tok=K, scores="softmax_of_chosen", bias=True
+    "over the top-k": RouterConfig(
+        num_experts=E, num_experts_per_tok=K, scores="softmax_of_topk", bias=True
     ),
 }
 
 
-def mixture(choice: Choice, *, bias: bool = False) -> MixtureOfExperts:
+def mixture(choice: RouterConfig, *, bias: bool = False) -> MixtureOfExperts:
     """One with random weights and correction, in float64."""
     module = MixtureOfExperts(choice, H, INNER, operators, bias=bias).double()
     generator = torch.Generator().manual_seed(3)
@@ -57,7 +57,7 @@ def tokens(count: int = 20) -> Tensor:
     return torch.randn(2, count // 2, H, generator=generator, dtype=torch.float64)
 
 
-def chosen_slowly(choice: Choice, router: Router, x: Tensor) -> list[tuple[int, Tensor]]:
+def chosen_slowly(choice: RouterConfig, router: Router, x: Tensor) -> list[tuple[int, Tensor]]:
     """Experts and weights of one token (H,)."""
     logits = router.weight @ x + (0 if router.bias is None else router.bias)
     scores = logits.sigmoid() if choice.scores == "sigmoid" else logits.softmax(0)
@@ -68,11 +68,11 @@ def chosen_slowly(choice: Choice, router: Router, x: Tensor) -> list[tuple[int, 
     if choice.groups > 1:
         size = choice.num_experts // choice.groups
         best = [sorted(ranked[g * size :][:size].tolist())[-2:] for g in range(choice.groups)]
-        kept = sorted(range(choice.groups), key=lambda g: -sum(best[g]))[: choice.chosen_groups]
+        kept = sorted(range(choice.groups), key=lambda g: -sum(best[g]))[: choice.topk_groups]
         open_ = [e for e in open_ if e // size in kept]  # type: ignore[assignment]
     best_experts = sorted(open_, key=lambda e: -float(ranked[e]))[: choice.num_experts_per_tok]
     weights = torch.stack([scores[e] for e in best_experts])
-    if choice.scores == "softmax_of_chosen":
+    if choice.scores == "softmax_of_topk":
         weights = torch.stack([logits[e] for e in best_experts]).softmax(0)
     elif choice.normalized:
         weights = weights / weights.sum()
@@ -147,16 +147,16 @@ def test_a_recomputation_never_chooses_again(moves: bool) -> None:
     hidden = tokens()
     expected(hidden).square().sum().backward()
     module = mixture(CHOICES["groups"])
-    checkpoint(module, preserve_rng_state=False, context_fn=keeping)
-    account = module.gate.account = Account(E, Documents())
+    checkpoint(module, preserve_rng_state=False, context_fn=record_and_replay)
+    stats = module.gate.stats = RouterStats(E, DocumentNumbers())
     loss = module(hidden).square().sum()
     if moves:
         module.gate.e_score_correction_bias.copy_(torch.randn(E) * 10)
-        module.gate.account = account
+        module.gate.stats = stats
     loss.backward()
     for ours, theirs in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-    assert int(account.counts.sum()) == 20 * K, "each choice is counted once"
+    assert int(stats.counts.sum()) == 20 * K, "each choice is counted once"
 
 
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 6, [7] * 3 + [2] * 2 + [7] * 5]).int()
@@ -186,12 +186,12 @@ def test_the_loss_of_a_sequence_is_that_of_its_formula(name: str) -> None:
     groups = [(key == one).nonzero()[:, 0] for one in key.unique()]
     slow = 0.01 * balance_loss(router, hidden, groups)
     (expected,) = torch.autograd.grad(slow, router.weight)
-    account = router.account = Account(E, Documents(), rate=0.01 * E / 20)
+    stats = router.stats = RouterStats(E, DocumentNumbers(), rate=0.01 * E / 20)
     context = Context(documents=DOCUMENTS, cache=None)
     _, weights = router(hidden, context=context)
     (found,) = torch.autograd.grad((weights * 0).sum(), router.weight)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-    assert float(account.sums[1]) == pytest.approx(slow.item(), rel=1e-6)
+    assert float(stats.sums[1]) == pytest.approx(slow.item(), rel=1e-6)
 
 
 def test_the_loss_of_a_step_and_the_z_loss_are_those_of_their_formulas() -> None:
@@ -202,11 +202,11 @@ def test_the_loss_of_a_step_and_the_z_loss_are_those_of_their_formulas() -> None
     slow = 0.01 * E * (load * logits.softmax(-1).mean(0)).sum()
     slow = slow + 0.1 * logits.logsumexp(-1).square().mean()
     (expected,) = torch.autograd.grad(slow, router.weight)
-    account = Account(E, Documents(), rate=0.01 * E / 20, z_rate=0.1 / 20, load=load)
-    router.account = account
+    stats = RouterStats(E, DocumentNumbers(), rate=0.01 * E / 20, z_rate=0.1 / 20, load=load)
+    router.stats = stats
     (found,) = torch.autograd.grad((router(hidden)[1] * 0).sum(), router.weight)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-    assert account.sums[1:].sum().item() == pytest.approx(slow.item(), rel=1e-6)
+    assert stats.sums[1:].sum().item() == pytest.approx(slow.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

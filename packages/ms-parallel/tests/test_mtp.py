@@ -262,7 +262,7 @@ def test_a_folder_without_these_layers_loads_without_them(tmp_path: Path) -> Non
 
 def test_a_tied_head_is_refused() -> None:
     """The embedding of the last stage could not be told from it."""
-    with pytest.raises(ConfigError, match="set tie_word_embeddings to false"):
+    with pytest.raises(ConfigError, match="set tie_word_embeddings=false"):
         tiny(**settings("glm4_moe", 1, tie_word_embeddings=True))
 
 

@@ -173,13 +173,13 @@ UNKNOWN: list[tuple[Any, str]] = [
     ({"quant_method": "gptq", "bits": 4}, "supported: quant_method fp8 and mxfp4"),
     ({"quant_method": ["fp8"]}, "supported: quant_method fp8 and mxfp4"),
     ("fp8", "supported: quant_method fp8 and mxfp4"),
-    ({"quant_method": "fp8", "weight_block_size": [128]}, "give rows and columns"),
-    ({"quant_method": "fp8", "weight_block_size": None}, "give rows and columns"),
-    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "give rows and columns"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "must be .rows, columns."),
+    ({"quant_method": "fp8", "weight_block_size": None}, "must be .rows, columns."),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "must be .rows, columns."),
     ({**FP8, "activation_scheme": "static"}, "only 'dynamic' is supported"),
     ({**FP8, "fmt": "e5m2"}, "only 'e4m3' is supported"),
-    ({**FP8, "rotated": True}, "has 'rotated', which fp8 does not have here"),
-    ({"quant_method": "mxfp4", "fmt": "e4m3"}, "has 'fmt', which mxfp4 does not have here"),
+    ({**FP8, "rotated": True}, "has 'rotated', which is not supported for fp8"),
+    ({"quant_method": "mxfp4", "fmt": "e4m3"}, "has 'fmt', which is not supported for mxfp4"),
 ]
 
 

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.models import KeyValueCache, RopeScaling, architecture, build_model
-from ms_parallel.models.positions.document import read_rope, write_scaling
+from ms_parallel.models.positions.rope_format import read_rope, write_scaling
 from ms_parallel.models.positions.scaling import Rope
 from ms_parallel.models.positions.tables import document_ends, rotary_tables
 from ms_parallel.models.registry import from_document
@@ -136,7 +136,7 @@ def test_a_cache_that_a_text_outgrows_is_refused(kind: str) -> None:
     parts = [model(row[:, :10], cache=cache), model(row[:, 10:16], cache=cache)]
     torch.testing.assert_close(torch.cat(parts, 1), model(row[:, :16]), atol=3e-5, rtol=0)
     with pytest.raises(
-        ModelError, match=r"beyond 16, so that a cache cannot continue it"
+        ModelError, match=r"a sequence exceeds 16; generate at most 16 positions"
     ) as caught:
         model(row[:, 16:17], cache=cache)
     assert "\n" not in str(caught.value)
@@ -165,7 +165,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
             "long_factor": [1.0],
             "original_max_position_embeddings": 8,
         },
-        "short_factor has 1 numbers, but 16 frequencies",
+        "short_factor must have one number for each of 16 frequencies, got 1",
     ),
     ({"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}, "'mrope_section' is not supp"),
 ]
@@ -190,10 +190,10 @@ def test_a_bad_scaling_is_refused_in_one_line(rope: dict[str, Any], message: str
 
 def test_a_scaling_that_does_not_fit_is_refused_when_it_is_built() -> None:
     """As a value, before any model."""
-    with pytest.raises(ConfigError, match="lacks 'short_factor', which 'longrope' needs"):
+    with pytest.raises(ConfigError, match="'longrope' needs 'short_factor'"):
         RopeScaling(kind="longrope")
-    with pytest.raises(ConfigError, match="7 dims of a head turn"):
+    with pytest.raises(ConfigError, match="even and at least 2, got 7"):
         Rope(theta=1e4, width=7, max_position_embeddings=8)
     scaling = RopeScaling(kind="yarn", factor=2.0)
-    with pytest.raises(ConfigError, match="needs a rope_theta above 1"):
+    with pytest.raises(ConfigError, match="needs rope_theta above 1"):
         Rope(theta=1.0, width=8, scaling=scaling, max_position_embeddings=8)

@@ -178,7 +178,7 @@ def test_an_attention_that_ours_cannot_stand_for_is_refused_by_name(family: str)
     config = CONFIG_MAPPING[family](vocab_size=VOCABULARY)
     for name, value in small.items():
         setattr(config, name, value)
-    with pytest.raises(ModelError, match="does not call transformers' attention interface"):
+    with pytest.raises(ModelError, match="does not use transformers' attention interface"):
         Engine(TransformersModel(config), device="cpu")
 
 
@@ -238,12 +238,12 @@ def test_what_cannot_be_split_says_why() -> None:
             family_of(config).check_layout(config, Layout.parse(layout))
         return str(error.value)
 
-    assert "publishes no tensor plan" in refusal("gpt_oss", "tensor=2")
+    assert "transformers has no tensor plan" in refusal("gpt_oss", "tensor=2")
     assert "does not divide dim 0 of" in refusal("llama", "tensor=3")
     odd = refusal("llama", "tensor=2", num_key_value_heads=1)
     assert odd == "tensor=2 does not divide the 1 key-value heads of llama"
     assert "more stages than the 3 layers" in refusal("llama", "pipeline=4")
-    assert "publishes no pipeline plan" in refusal("gpt2", "pipeline=2", head_dim=None)
+    assert "transformers has no pipeline plan" in refusal("gpt2", "pipeline=2", head_dim=None)
 
 
 @pytest.mark.parametrize(("width", "refused"), [(8, True), (0, False)])
@@ -262,7 +262,7 @@ def test_stages_that_need_more_than_hidden_states_are_refused_when_built(
     if not refused:
         family_of(config).check_layout(config, Layout(pipeline=2))
         return
-    with pytest.raises(ModelError, match=r"which weights of another stage compute; set pipeline=1"):
+    with pytest.raises(ModelError, match=r"computed by weights of another stage; set pipeline=1"):
         family_of(config).check_layout(config, Layout(pipeline=2))
 
 
@@ -277,7 +277,7 @@ def test_a_configuration_says_all_that_ours_say_to_whoever_runs_it() -> None:
 
 def test_models_that_would_compute_something_else_are_refused(tmp_path: Path) -> None:
     """Balance losses of microbatches, unknown attention, unknown types, unknown settings."""
-    with pytest.raises(ConfigError, match="output_router_logits=true asks for a balance loss"):
+    with pytest.raises(ConfigError, match="output_router_logits=true requests a load-balancing loss"):
         TransformersModel({"model_type": "ernie4_5_moe", **SIZES, "output_router_logits": True})
     with pytest.raises(ConfigError, match="layers of type 'chunked_attention', which are not"):
         TransformersModel({"model_type": "llama4_text", **SIZES})
@@ -289,7 +289,7 @@ def test_models_that_would_compute_something_else_are_refused(tmp_path: Path) ->
         TransformersModel({"model_type": "llama", **SIZES, "num_hidden_layers": 0})
     with pytest.raises(ConfigError, match=r"unknown model setting 'hiden_size'.*'hidden_size'"):
         TransformersModel({"model_type": "llama"}).with_settings({"hiden_size": 4})
-    with pytest.raises(ModelError, match="does not call transformers' attention interface"):
+    with pytest.raises(ModelError, match="does not use transformers' attention interface"):
         Engine(TransformersModel({"model_type": "minimax", **SIZES}), device="cpu")
 
 
@@ -303,7 +303,7 @@ def test_a_folder_of_a_family_that_we_lack_is_built_by_transformers(
     assert engine.step(global_batch(0), NextTokenLoss()).loss > 0
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
-    with pytest.raises(ModelError, match="and what transformers builds, where it is installed"):
+    with pytest.raises(ModelError, match="and all causal models of transformers if installed"):
         Engine(tmp_path, device="cpu")
     with pytest.raises(ModelError, match=r"transformers is not installed.*ms-parallel\[hf\]"):
         TransformersModel({"model_type": "stablelm"})

@@ -68,7 +68,7 @@ def generate(kind: str) -> list[int]:
 
 def test_a_model_that_uses_its_cache_in_an_unknown_way_is_refused() -> None:
     """Dory copies the layers of its cache for each loop."""
-    with pytest.raises(ModelError, match="asks its cache for 'layers', which is not supported"):
+    with pytest.raises(ModelError, match="uses 'layers' of its cache, which is not supported"):
         generate("dory")
 
 

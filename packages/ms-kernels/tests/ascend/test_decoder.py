@@ -6,7 +6,7 @@ import torch
 import ms_kernels
 from ms_kernels import use_backend
 from ms_parallel.models import DecoderConfig
-from ms_parallel.models.experts.account import Account, Documents
+from ms_parallel.models.experts.router_stats import DocumentNumbers, RouterStats
 
 from . import null_runtime
 from .blocks import DEEPSEEK, DeepseekExperts, drawn, inputs_of
@@ -66,11 +66,11 @@ def account_on(device):
     mixture = DeepseekExperts().mixture.to(device)
     router = mixture.gate
     experts = router.choice.num_experts
-    account = Account(experts, Documents(), rate=0.5, z_rate=0.1, device=device)
-    router.account = account
+    stats = RouterStats(experts, DocumentNumbers(), rate=0.5, z_rate=0.1, device=device)
+    router.stats = stats
     (x,) = inputs_of(DeepseekExperts, torch.float32)
     mixture(x.to(device)).sum().backward()
-    return account.counts.cpu(), account.sums.cpu(), router.weight.grad.cpu()
+    return stats.counts.cpu(), stats.sums.cpu(), router.weight.grad.cpu()
 
 
 def test_a_router_counts_and_balances_on_the_npu_as_on_the_cpu():

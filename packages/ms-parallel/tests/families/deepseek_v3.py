@@ -39,5 +39,5 @@ def draw(random: Random) -> dict[str, Any]:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; only 'sigmoid' is"),
     ({"topk_method": "greedy"}, "topk_method='greedy' is not supported; only 'noaux_tc' is"),
-    ({"n_group": 3}, "in 3 groups"),
+    ({"n_group": 3}, "got n_group=3"),
 ]

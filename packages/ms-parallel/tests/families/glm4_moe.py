@@ -29,6 +29,6 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"n_group": 3}, "in 3 groups"),
+    ({"n_group": 3}, "got n_group=3"),
     ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
 ]

@@ -27,6 +27,6 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most"),
     ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
 ]

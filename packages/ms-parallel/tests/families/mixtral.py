@@ -20,7 +20,7 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most"),
     ({"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
     ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types="),
 ]

@@ -19,6 +19,6 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most"),
     ({"clip_qkv": 0.5}, "clip_qkv=0.5 is not supported"),
 ]

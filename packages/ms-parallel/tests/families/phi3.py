@@ -28,8 +28,8 @@ def draw(random: Random) -> dict[str, Any]:
 BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_type 'linear' is not supported; supported: default, longrope",
+        "rope_type must be 'default' or 'longrope', got 'linear'",
     ),
-    ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "lacks 'short_factor'"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "needs 'short_factor'"),
     ({"resid_pdrop": 0.1}, "resid_pdrop=0.1 is not supported"),
 ]

@@ -24,6 +24,6 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
-    ({"mlp_only_layers": 3}, "mlp_only_layers is '3'"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most"),
+    ({"mlp_only_layers": 3}, "got '3'"),
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Loss, LossWithStatistics
 from ms_parallel.errors import ConfigError, ModelError
-from ms_parallel.models.batch import PICTURES, Batch, check_tokens, cut_rows
+from ms_parallel.models.batch import PICTURES, Batch, check_tokens, slice_rows
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16)
 CONTRACT = (
@@ -59,7 +59,7 @@ def cut_batch(
         check_tokens(tensors, vocabulary)
     if "positions" not in tensors:
         tensors["positions"] = torch.arange(length).expand(count, length)
-    return [cut_rows(tensors, start, start + size) for start in range(0, count, size)]
+    return [slice_rows(tensors, start, start + size) for start in range(0, count, size)]
 
 
 def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:

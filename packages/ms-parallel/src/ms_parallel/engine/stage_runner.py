@@ -91,7 +91,7 @@ class StageRunner:
         if not self.own and isinstance(batch, Mapping) and PATCHES in batch:
             raise ModelError(
                 f"the batch has pictures, and {self.config.model_type} reads text alone; give the"
-                " engine a SeeingModel, or leave pictures out of the data"
+                " engine a VisionLanguageModel, or leave pictures out of the data"
             )
         size = size or self.microbatch_size
         context = self.groups.layout.context

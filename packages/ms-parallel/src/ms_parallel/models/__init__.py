@@ -6,7 +6,7 @@ from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.families.transformer_xl import TransformerXL, TransformerXLConfig
 from ms_parallel.models.huggingface.config import TransformersModel
-from ms_parallel.models.huggingface.seeing import SeeingModel
+from ms_parallel.models.huggingface.vision import VisionLanguageModel
 from ms_parallel.models.positions.scaling import RopeScaling
 from ms_parallel.models.registry import architecture, build_model, model_plan
 from ms_parallel.models.staged import StagedModel
@@ -17,11 +17,11 @@ __all__ = [
     "KeyValueCache",
     "ModelConfig",
     "RopeScaling",
-    "SeeingModel",
     "StagedModel",
     "TransformerXL",
     "TransformerXLConfig",
     "TransformersModel",
+    "VisionLanguageModel",
     "architecture",
     "build_model",
     "model_plan",

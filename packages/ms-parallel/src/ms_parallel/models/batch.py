@@ -1,4 +1,4 @@
-"""Batches: inputs of a model and its loss, with pictures for vision models."""
+"""Batches: inputs of a model and its loss, with images for vision models."""
 
 from collections.abc import Mapping
 
@@ -9,39 +9,39 @@ from ms_parallel.errors import ConfigError
 
 Batch = Mapping[str, Tensor]
 """`tokens` (B, S) int64; optionally `targets` (already shifted, -100 for no loss), `weights`,
-`positions`, `documents` and further inputs of the loss, all with B rows; for vision models also the
+`positions`, `documents` and other inputs of the loss, all with B rows; for vision models also the
 keys in `PICTURES`."""
 
 IGNORED = -100
-"""Target without a loss."""
+"""Target value that contributes no loss."""
 
 PATCHES, GRIDS, PLACES = "pixel_values", "image_grid_thw", "image_places"
 POSITIONS = "positions_thw"
 
 PICTURES = (PATCHES, GRIDS, PLACES, POSITIONS)
-"""Patches of all pictures (n, values per patch); grid of each picture in time, height and width
-(p, 3); row, first token and end token of each picture (p, 3); positions (3, B, S) in time, height
-and width. Pictures are sorted by row and token."""
+"""Patches of all images (n, values per patch); patch grid of each image in time, height and width
+(p, 3); row, first token and end token of each image (p, 3); positions (3, B, S) in time, height and
+width. Images are sorted by row and token."""
 
 
 def pictures_of(batch: Batch) -> Batch | None:
-    """Return the picture inputs of a batch; None for a text-only batch."""
+    """Image inputs of a batch; None for a text-only batch."""
     pictures = {name: batch[name] for name in PICTURES if name in batch}
     return pictures or None
 
 
-def cut_rows(batch: Batch, start: int, stop: int) -> Batch:
-    """Select the rows from `start` to `stop` and their pictures."""
+def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
+    """Select rows [start, stop) and their images."""
     rows = {name: value[start:stop] for name, value in batch.items() if name not in PICTURES}
     if POSITIONS in batch:
         rows[POSITIONS] = batch[POSITIONS][:, start:stop]
     if PLACES not in batch:
         return rows
-    places, grids = batch[PLACES], batch[GRIDS]
-    inside = (places[:, 0] >= start) & (places[:, 0] < stop)
-    patch_mask = torch.repeat_interleave(inside, grids.prod(1))
-    rows[PATCHES], rows[GRIDS] = batch[PATCHES][patch_mask], grids[inside]
-    rows[PLACES] = places[inside] - places.new_tensor([start, 0, 0])
+    spans, grids = batch[PLACES], batch[GRIDS]
+    image_mask = (spans[:, 0] >= start) & (spans[:, 0] < stop)
+    patch_mask = torch.repeat_interleave(image_mask, grids.prod(1))  # images -> their patches
+    rows[PATCHES], rows[GRIDS] = batch[PATCHES][patch_mask], grids[image_mask]
+    rows[PLACES] = spans[image_mask] - spans.new_tensor([start, 0, 0])
     return rows
 
 
@@ -59,7 +59,7 @@ def check_tokens(batch: Batch, vocabulary: int) -> None:
         if type(numbers) is not Tensor or numbers.device.type != "cpu" or not numbers.numel():
             continue
         if numbers.is_floating_point() or (
-            numbers.amin() >= 0 and numbers.amax() < vocabulary  # the common case needs no more
+            numbers.amin() >= 0 and numbers.amax() < vocabulary  # fast path
         ):
             continue
         invalid = (numbers < 0) | (numbers >= vocabulary)
@@ -67,6 +67,7 @@ def check_tokens(batch: Batch, vocabulary: int) -> None:
             invalid &= numbers != ignored
         for index in invalid.nonzero()[:1].tolist():
             raise ConfigError(
-                f"row {index[0]} of {name} has {int(numbers[tuple(index)])}, and the model has a "
-                f"vocabulary of {vocabulary}; take the model's own tokenizer"
+                f"{name} must be below the vocabulary size of {vocabulary}, got"
+                f" {int(numbers[tuple(index)])} in row {index[0]}; tokenize with the model's own"
+                " tokenizer"
             )

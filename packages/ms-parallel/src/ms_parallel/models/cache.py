@@ -9,8 +9,8 @@ from ms_parallel.errors import ModelError
 class KeyValueCache:
     """Key-value cache of all layers of a stage; grows with every forward pass.
 
-    Every layer calls `append` during a forward pass, at the same offset; the model calls `advance`
-    at the end.
+    During a forward pass every layer calls `append` at the same offset; afterward the model calls
+    `advance`.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class KeyValueCache:
         return keys[:, :end], values[:, :end]
 
     def _grow(
-        self, held: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor, capacity: int
+        self, buffers: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor, capacity: int
     ) -> tuple[Tensor, Tensor]:
-        grown = tuple(x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in (k, v))
-        if held is not None:
-            for new, old in zip(grown, held, strict=True):
+        larger = tuple(x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in (k, v))
+        if buffers is not None:
+            for new, old in zip(larger, buffers, strict=True):
                 new[:, : self.length] = old[:, : self.length]
-        return grown[0], grown[1]
+        return larger[0], larger[1]
 
     def all_documents(self, new: Tensor | None, rows: int, count: int) -> Tensor | None:
         """Concatenate the documents of cached and new positions.

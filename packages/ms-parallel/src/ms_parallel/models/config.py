@@ -1,4 +1,4 @@
-"""Base class of model configurations, and the checks of its settings."""
+"""Base class of model configurations, and validators of its settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,9 @@ from ms_parallel.settings import flag, number, whole
 
 TokenId = int | tuple[int, ...] | None
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Settings for the begin, end and padding tokens."""
+"""Settings with the begin, end and padding tokens."""
 
-
-MOST: Mapping[str, int] = {
+SIZE_LIMITS: Mapping[str, int] = {
     "num_hidden_layers": 10_000,
     "vocab_size": 1 << 27,
     "hidden_size": 1 << 20,
@@ -28,13 +27,13 @@ MOST: Mapping[str, int] = {
     "n_routed_experts": 1 << 13,
     "num_experts_per_tok": 1 << 13,
 }
-"""Upper limits, about ten times those of any known model; more means a damaged or hostile file."""
+"""Upper limits, about ten times the largest known model; more means a damaged or hostile file."""
 
 
 def size(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     """Check for an integer from 1 to the setting's limit; None passes if it is the default."""
-    most, optional = MOST.get(attribute.name, (1 << 62) - 1), attribute.default is None
-    whole(most=most, optional=optional)(instance, attribute, value)
+    limit, optional = SIZE_LIMITS.get(attribute.name, (1 << 62) - 1), attribute.default is None
+    whole(most=limit, optional=optional)(instance, attribute, value)
 
 
 above_zero = number(least=1e-30)
@@ -42,10 +41,10 @@ above_zero = number(least=1e-30)
 
 @frozen(kw_only=True)
 class ModelConfig:
-    """Base configuration of all models, with the names of Hugging Face's config.json.
+    """Base configuration of all models; settings have the names of Hugging Face's config.json.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     model_type: str
@@ -64,7 +63,7 @@ class ModelConfig:
     bos_token_id: TokenId = None
     """Begin-of-text token; None for none."""
     eos_token_id: TokenId = None
-    """End-of-text token, or several of which any ends a generated text."""
+    """End-of-text token, or several; any one of them ends generation."""
     pad_token_id: TokenId = None
     """Padding token; None for none."""
 
@@ -102,25 +101,26 @@ class ModelConfig:
 
 
 def check_heads(queries: int, keys: int, head_dim: int) -> None:
-    """Check that head counts divide and the head width is even.
+    """Check that key-value heads divide query heads and the head width is even.
 
     Raises:
         ConfigError: key-value heads do not divide the query heads, or the width is odd.
     """
     if queries % keys:
         raise ConfigError(
-            f"num_key_value_heads={keys} does not divide num_attention_heads={queries};"
-            f" choose a divisor"
+            f"num_key_value_heads must divide num_attention_heads={queries}, got {keys}"
         )
     if head_dim % 2:
-        raise ConfigError(f"head_dim={head_dim} is odd; positions need an even width")
+        raise ConfigError(f"head_dim must be even for rotary positions, got {head_dim}")
 
 
 def token_ids(name: str, value: Any) -> Any:
-    """Parse a token id, a list of ids as a tuple, or null; -1 in some files also means none."""
+    """Parse a token id, a list of ids (returned as a tuple), or null; -1 also means null."""
     ids = value if isinstance(value, list) else [value]
     if value is None or value == -1:
         return None
     if not ids or any(type(token) is not int or not 0 <= token < 1 << 31 for token in ids):
-        raise ModelError(f"{name} is {str(value)[:60]!r}; give a token id, a list of some, or null")
+        raise ModelError(
+            f"{name} must be a token id, a list of token ids, or null, got {str(value)[:60]!r}"
+        )
     return tuple(ids) if isinstance(value, list) else value

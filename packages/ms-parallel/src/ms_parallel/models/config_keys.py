@@ -1,7 +1,6 @@
 """Classification of config.json keys as used, without effect, or unsupported.
 
-An unknown key might change what the model computes, so a config.json that has one is rejected with
-the key's name instead of ignoring the key.
+An unknown key might change the model's logits, so it is rejected by name instead of ignored.
 """
 
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from attrs import frozen
 
 from ms_parallel.errors import ModelError
 
-_USED_BY_ALL = frozenset(
+_COMMON_KEYS = frozenset(
     {
         "model_type",
         "vocab_size",
@@ -68,7 +67,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Keys that could change the computation, with the values that have no effect."""
 
-_BOOKKEEPING = frozenset(
+_IGNORED_KEYS = frozenset(
     {
         "_name_or_path",
         "name_or_path",
@@ -113,7 +112,7 @@ _BOOKKEEPING = frozenset(
 )
 """Keys that do not affect the logits at any value."""
 
-_OF_GENERATION = frozenset(
+_GENERATION_KEYS = frozenset(
     {
         "assistant_confidence_threshold",
         "assistant_lookbehind",
@@ -164,15 +163,15 @@ def check_keys(
 
     Args:
         family: name of the model family.
-        used: keys that the family reads in addition to those of all families.
+        used: keys that the family reads in addition to the common ones.
         neutral: values without effect for this family, overriding the common table.
         document: decoded config.json.
 
     Raises:
-        ModelError: a key might change what the model computes; names the first.
+        ModelError: a key might change the model's logits; names the first.
     """
-    quantisation_of(document)
-    known = _USED_BY_ALL | used | _BOOKKEEPING | _OF_GENERATION | {"quantization_config"}
+    quantization_of(document)
+    known = _COMMON_KEYS | used | _IGNORED_KEYS | _GENERATION_KEYS | {"quantization_config"}
     neutral = {**_NEUTRAL, **neutral}
     for name, value in document.items():
         if name in known:
@@ -180,31 +179,31 @@ def check_keys(
         shown = repr(value)[:60]
         if name not in neutral:
             raise ModelError(
-                f"{name[:60]}={shown} is not supported: {family} here does not know this key, which"
-                f" might change what the model computes; remove it if it does not"
+                f"{name[:60]}={shown} is not supported: {family} does not have this key, and it"
+                " might change the model's logits; remove it if it has no effect"
             )
         if value not in neutral[name]:
-            only = " or ".join(map(repr, neutral[name]))
-            raise ModelError(f"{name}={shown} is not supported; only {only} is")
+            supported = " or ".join(map(repr, neutral[name]))
+            raise ModelError(f"{name}={shown} is not supported; only {supported} is")
 
 
 @frozen(kw_only=True)
-class Quantisation:
-    """Quantization of the weights in a checkpoint folder."""
+class Quantization:
+    """Weight quantization of a checkpoint folder."""
 
     method: Literal["fp8", "mxfp4"]
     block: tuple[int, int] = (128, 128)
-    """fp8: rows and columns that share a scale."""
+    """fp8: rows and columns of a block with one scale."""
 
 
-_OF_METHOD: Mapping[str, frozenset[str]] = {
+_METHOD_KEYS: Mapping[str, frozenset[str]] = {
     "fp8": frozenset({"weight_block_size", "activation_scheme", "fmt", "scale_fmt"}),
     "mxfp4": frozenset(),
 }
-"""Supported keys of `quantization_config` by method, besides those that all methods allow."""
+"""Supported keys of `quantization_config` by method, in addition to the common ones."""
 
 
-def quantisation_of(document: Mapping[str, Any]) -> Quantisation | None:
+def quantization_of(document: Mapping[str, Any]) -> Quantization | None:
     """Read the quantization of a checkpoint from its config.json; None if it is not quantized.
 
     Raises:
@@ -214,18 +213,19 @@ def quantisation_of(document: Mapping[str, Any]) -> Quantisation | None:
     if section is None:
         return None
     method = section.get("quant_method") if isinstance(section, dict) else None
-    settings = _OF_METHOD.get(method) if isinstance(method, str) else None
+    settings = _METHOD_KEYS.get(method) if isinstance(method, str) else None
     if settings is None:
         raise ModelError(
-            f"quantization_config={repr(section)[:60]} is not supported; supported:"
-            f" quant_method {' and '.join(_OF_METHOD)}, or none"
+            f"quant_method must be {' or '.join(_METHOD_KEYS)}, or quantization_config absent, got"
+            f" quantization_config={repr(section)[:60]}"
         )
     supported = settings | {"quant_method", "modules_to_not_convert", "dequantize"}
     block = section.get("weight_block_size", [128, 128])
     is_pair = isinstance(block, list) and len(block) == 2
     if not is_pair or any(type(size) is not int or not 0 < size <= 1 << 20 for size in block):
         raise ModelError(
-            f"quantization_config has weight_block_size={repr(block)[:60]}; give rows and columns"
+            "weight_block_size in quantization_config must be [rows, columns], got"
+            f" {repr(block)[:60]}"
         )
     for name, values in (("activation_scheme", ("dynamic", None)), ("fmt", ("e4m3", None))):
         if section.get(name) not in values:
@@ -236,7 +236,7 @@ def quantisation_of(document: Mapping[str, Any]) -> Quantisation | None:
     unknown = sorted(key for key in section if key not in supported)
     if unknown:
         raise ModelError(
-            f"quantization_config has {unknown[0][:60]!r}, which {method} does not have here;"
-            f" known: {', '.join(sorted(supported))}"
+            f"quantization_config has {unknown[0][:60]!r}, which is not supported for {method};"
+            f" supported: {', '.join(sorted(supported))}"
         )
-    return Quantisation(method=cast(Any, method), block=(block[0], block[1]))
+    return Quantization(method=cast(Any, method), block=(block[0], block[1]))

@@ -24,7 +24,7 @@ from ms_parallel.operators.protocol import Ops
 
 
 class Decoder(StagedModel):
-    """A decoder or one pipeline stage of it.
+    """A decoder or one of its pipeline stages.
 
     Args:
         config: Model configuration.
@@ -126,8 +126,8 @@ def plan_with(
     Args:
         config: Model configuration.
         norms: Norms of a block.
-        modules: Styles, by module name within a block, that extend or override those of a Llama
-            block; None removes one.
+        modules: Styles by module name within a block; they extend or override a Llama block's, and
+            None removes an entry.
     """
     layer = "model.layers.*"
     block_styles: dict[str, Style | None] = {

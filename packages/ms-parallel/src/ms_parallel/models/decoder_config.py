@@ -19,7 +19,7 @@ class DecoderConfig(ModelConfig):
     setting names. Blocks read the properties below, which subclasses may override.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     model_type: str = "llama"
@@ -35,7 +35,7 @@ class DecoderConfig(ModelConfig):
     """RMS norms over each head of q and k, before rotation."""
     max_position_embeddings: int = field(default=4096, validator=size)
     sliding_window: int | None = field(default=None, validator=size)
-    """Attention window in positions, the query's own included; None for full attention."""
+    """Attention window in positions, including the query's; None for full attention."""
     sliding_layers: tuple[int, ...] | None = None
     """Layers with the sliding window; None for all."""
 
@@ -46,13 +46,13 @@ class DecoderConfig(ModelConfig):
         for layer in self.sliding_layers or ():
             if type(layer) is not int or not 0 <= layer < self.num_hidden_layers:
                 raise ConfigError(
-                    f"model setting sliding_layers has {layer!r}; give numbers of layers, from 0 to"
-                    f" {self.num_hidden_layers - 1}"
+                    "sliding_layers must be layer indices from 0 to"
+                    f" {self.num_hidden_layers - 1}, got {layer!r}"
                 )
 
     @property
     def family(self) -> Any:
-        """The `DenseFamily` named by `model_type`.
+        """The `DecoderFamily` named by `model_type`.
 
         Raises:
             ConfigError: `model_type` is not a decoder family or belongs to another config class.
@@ -65,7 +65,7 @@ class DecoderConfig(ModelConfig):
             )
         if type(self) is not family.config:
             raise ConfigError(
-                f"model_type {self.model_type!r} is configured by {family.config.__name__}, not by"
+                f"model_type {self.model_type!r} needs {family.config.__name__}, got"
                 f" {type(self).__name__}; use architecture({self.model_type!r}, ...)"
             )
         return family

@@ -14,7 +14,7 @@ from ms_parallel import operators
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import LayoutError, ModelError
 from ms_parallel.models.config import TOKENS, ModelConfig, token_ids
-from ms_parallel.models.experts.choice import Mixture
+from ms_parallel.models.experts.router_config import Mixture
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators.protocol import Ops
@@ -42,12 +42,11 @@ class Family:
     weights: Callable[[Any], Rules] = lambda _: {}
     """Returns rules for parameters whose names or shapes differ from the checkpoint tensors."""
     layer_kind: Callable[[Any, int], Hashable] = lambda *_: None
-    """Key from (config, layer index) that is equal for layers with the same parameter shapes."""
+    """Key from (config, layer index); layers with equal keys have the same parameter shapes."""
     small: Mapping[str, object] = field(factory=dict)
     """Settings of a small model that trains on a laptop."""
     packs: bool = True
-    """Whether packing preserves the logits of a document, wherever it is in the row."""
-
+    """Whether a document's logits are independent of its offset in a packed row."""
     needs_whole_rows: str = ""
     """Reason why context parallelism is not supported; empty if it is."""
 
@@ -57,7 +56,7 @@ class Family:
         return self.small
 
     def build(self, config: Any, *, ops: Ops | None, **part: Any) -> nn.Module:
-        """Build the model or one stage of it, with uninitialized weights."""
+        """Build the model or one of its stages, with uninitialized weights."""
         return self.model(config, ops=ops or operators, **part)
 
     def shapes(
@@ -84,8 +83,8 @@ class Family:
         """
         if layout.context > 1 and self.needs_whole_rows:
             raise LayoutError(
-                f"context={layout.context} cannot share out rows of {self.name or 'this model'}:"
-                f" {self.needs_whole_rows}; set context=1 and give its processes to data"
+                f"context={layout.context} cannot split the rows of {self.name or 'this model'}:"
+                f" {self.needs_whole_rows}; set context=1 and use data ranks instead"
             )
 
     def check_experts(self, config: Any, layout: Layout) -> None:
@@ -106,8 +105,8 @@ class Family:
         if experts % layout.expert:
             fits = [str(n) for n in range(1, experts + 1) if experts % n == 0]
             raise LayoutError(
-                f"expert={layout.expert} does not divide the model's {experts} experts; values that"
-                f" fit: {', '.join(fits)}"
+                f"expert={layout.expert} must divide the model's {experts} experts; use"
+                f" {', '.join(fits)}"
             )
 
     def read(self, document: Mapping[str, Any]) -> ModelConfig:
@@ -161,5 +160,6 @@ def family_of(config: ModelConfig) -> Family:
         if type(config) is family.config and family.name in (config.model_type, ANY):
             return family
     raise ModelError(
-        f"no model is built from a {type(config).__name__}; give a configuration of `architecture`"
+        f"no model family has the configuration class {type(config).__name__}; use a configuration"
+        " from `architecture`"
     )

@@ -37,8 +37,8 @@ Style = Literal[
 - `sequence`: replicated; applied to hidden states that are split along the sequence.
 - `heads`: replicated; applied to tensors (B, S, heads, D) whose heads are split.
 - `split_heads`: splits dim 0, which counts heads.
-- `split_width`: weight of a `WholeWidthNorm`, split along with the normalized width.
-- `router`: replicated; routes a part of the sequence and gathers the choices of all of it.
+- `split_width`: weight of a `FullWidthNorm`, split along with the normalized width.
+- `router`: replicated; routes this rank's slice of the sequence and gathers all choices.
 - `expert_column`: splits the rows of expert weights (experts, matrices, rows, columns) and of
   biases (experts, matrices, rows).
 - `expert_row`: splits the columns of expert weights (experts, rows, columns), not the bias.
@@ -61,8 +61,8 @@ class ModelPlan:
     """Styles by module pattern. Must cover every module that owns parameters; empty if the model
     does not support tensor parallelism."""
     blocks: str = ""
-    """Pattern of the units of activation checkpointing and sharding; by default the entire model is
-    one unit."""
+    """Pattern of the blocks, the units of activation checkpointing and sharding; by default the
+    entire model is one unit."""
     cuts: tuple[int, ...] = (0,)
     """Layer indices at which a pipeline stage may start, ascending from 0."""
     tied: tuple[tuple[str, str], ...] = ()
@@ -70,12 +70,12 @@ class ModelPlan:
     repeated: tuple[tuple[str, str], ...] = ()
     """Pairs (parameter, name) of duplicate tensors, optional in a checkpoint folder."""
     embedding: tuple[str, ...] = ()
-    """Patterns of the modules before the blocks, on the first stage; needed to cut a module of your
-    own into stages."""
+    """Patterns of the modules before the blocks, on the first stage; needed to split a module of
+    your own into pipeline stages."""
     head: tuple[str, ...] = ()
     """Patterns of the modules after the blocks, on the last stage."""
     split_sequence: bool = True
-    """Sequence parallelism: between blocks each tensor rank has its part of the sequence."""
+    """Sequence parallelism: between blocks each tensor rank has a slice of the sequence."""
 
     def style(self, parameter: str) -> Style:
         """Return the style of a parameter with this full name.
@@ -110,7 +110,7 @@ class ModelPlan:
         return bool(self.blocks) and _matches(self.blocks, module)
 
     def names(self, patterns: tuple[str, ...], module: str) -> bool:
-        """Whether one of `patterns` matches the module with this full name."""
+        """Whether any of `patterns` matches the module with this full name."""
         return any(_matches(pattern, module) for pattern in patterns if pattern)
 
     def holds(self, patterns: tuple[str, ...], name: str) -> bool:
@@ -129,7 +129,7 @@ class ModelPlan:
         for pattern, style in self.tensor.items():
             if style not in get_args(Style):
                 raise ConfigError(
-                    f"the plan of {class_name} gives {pattern!r} the style {style!r};"
+                    f"the plan of {class_name} has an unknown style {style!r} for {pattern!r};"
                     f" {nearest(str(style), get_args(Style))}"
                 )
         modules = {name for name, _ in module.named_modules() if name}
@@ -143,7 +143,7 @@ class ModelPlan:
             for pattern in patterns:
                 if not any(_matches(pattern, name) for name in names):
                     raise ConfigError(
-                        f"the plan of {class_name} names {pattern!r}, where it has no parameter;"
+                        f"the plan of {class_name} names {pattern!r}, which matches no parameter;"
                         f" {nearest(pattern, {_NUMBER.sub('*', name) for name in fits})}"
                     )
 

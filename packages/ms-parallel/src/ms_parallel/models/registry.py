@@ -1,4 +1,4 @@
-"""Architectures by name: configurations, models, parallel plans and weight shapes."""
+"""Architectures by name, with their configurations, models, parallel plans and weight shapes."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ from ms_parallel.files.model_name import missing_model
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import ModelConfig, TokenId, token_ids
 from ms_parallel.models.family import families, family_of, transformers_family
-from ms_parallel.models.huggingface.config import knows
+from ms_parallel.models.huggingface.config import is_supported_by_transformers
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles
@@ -36,29 +36,28 @@ def architecture(
     """Return the configuration of a named architecture, or of a folder with a config.json.
 
     Args:
-        name_or_folder: A family's name, in any case and with or without hyphens, or a
-            folder.
+        name_or_folder: Family name (case and hyphens are ignored) or model folder.
         overrides: Settings to change, by name; `rope_scaling` may be a mapping. If the head count
             or the hidden size changes, `head_dim` defaults to their quotient.
 
     Raises:
-        ConfigError: the name or a setting is unknown (the nearest known one is named), or a value
-            is out of range.
+        ConfigError: the name or a setting is unknown (suggests the nearest), or a value is out of
+            range.
         ModelError: the folder's config.json is damaged or not supported.
     """
     check_path("model", name_or_folder, error=ConfigError)
-    config = _named(str(name_or_folder))
+    config = _small_config(str(name_or_folder))
     if config is None and os.path.isdir(name_or_folder):
         config = read_config(Path(name_or_folder))
     if config is None:
-        config = _named(_spelled(str(name_or_folder)))
+        config = _small_config(_normalize_name(str(name_or_folder)))
     if config is None:
         if (problem := missing_model(str(name_or_folder))) is not None:
             raise ConfigError(f"unknown architecture: {problem}")
         remedy = nearest(str(name_or_folder), architectures())
         raise ConfigError(
             f"unknown architecture {str(name_or_folder)[:200]!r}; {remedy}"
-            f" (or give a folder with a config.json)"
+            " (or use a folder with a config.json)"
         )
     return _override(config, dict(overrides or {}))
 
@@ -68,13 +67,13 @@ def architectures() -> list[str]:
     return [family.name for family in families()]
 
 
-def _named(name: str) -> ModelConfig | None:
+def _small_config(name: str) -> ModelConfig | None:
     """Return the small configuration of a family; None if no family has this name."""
     match = next((family for family in families() if family.name == name), None)
     return None if match is None else cast(ModelConfig, match.config(**match.default))
 
 
-def _spelled(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Normalize case, hyphens and underscores of a family name; unknown names are unchanged."""
     canonical = {key.replace("-", ""): key for key in architectures()}
     return canonical.get(name.lower().replace("-", "").replace("_", "").replace(" ", ""), name)
@@ -91,7 +90,7 @@ def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
     if "head_dim" not in overrides and overrides.keys() & {"hidden_size", "num_attention_heads"}:
         sizes = {**asdict(cast(Any, config)), **overrides}
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
-        if isinstance(hidden, int) and isinstance(heads, int):  # else validation below rejects it
+        if isinstance(hidden, int) and isinstance(heads, int):  # other types fail validation
             overrides["head_dim"] = hidden // max(1, heads)
     depth, layers = overrides.get("num_hidden_layers"), getattr(config, "sliding_layers", None)
     if type(depth) is int and layers is not None and "sliding_layers" not in overrides:
@@ -109,7 +108,7 @@ def build_model(
     first: bool = True,
     last: bool = True,
 ) -> StagedModel:
-    """Build a model or one stage of it, with uninitialized weights: `initialise` or load them.
+    """Build a model or one of its stages, with uninitialized weights: `initialise` or load them.
 
     Args:
         config: Model configuration.
@@ -159,7 +158,7 @@ def _shapes(
 ) -> dict[str, torch.Size]:
     """Return the shapes of all tensors that `named` yields for the full model.
 
-    Builds only one block per kind of layer, however many layers the configuration claims.
+    Builds one block per kind of layer, so the cost does not grow with the number of layers.
     """
     family_shapes = family_of(config).shapes(config, named)
     if family_shapes is not None:
@@ -221,8 +220,9 @@ def with_tokens(config: ModelConfig, tokenizer: TokenizerFiles) -> ModelConfig:
             config.vocab_size
         ):
             raise ModelError(
-                f"the tokenizer's {name} is {value}, but the model has {config.vocab_size} tokens;"
-                " give the tokenizer that the model was trained with"
+                f"{name} of the tokenizer must be below the model's vocab_size of"
+                f" {config.vocab_size}, got {value}; use the tokenizer that the model was trained"
+                " with"
             )
     return cast(ModelConfig, evolve(cast(Any, config), **missing))
 
@@ -235,7 +235,7 @@ def read_config(folder: Path) -> ModelConfig:
     """
     path = folder / CONFIG
     if not os.path.lexists(path):
-        raise ModelError(f"{str(path)[:300]} is missing; give a folder of a saved model")
+        raise ModelError(f"{str(path)[:300]} does not exist; use the folder of a saved model")
     document = _read(path)
     try:
         config = from_document(document)
@@ -250,7 +250,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _lacks_mtp_layers(config: ModelConfig, folder: Path) -> bool:
     """Whether a folder lacks weights for the MTP layers in its config.json.
 
-    Transformers drops these layers on load but still writes their number on save.
+    transformers drops these layers on load but keeps their number in config.json on save.
     """
     if not config.mtp_layers:
         return False
@@ -315,11 +315,11 @@ def from_document(document: Mapping[str, Any]) -> ModelConfig:
     """
     name: object = document.get("model_type")
     match = next((family for family in families() if family.name == name), None)
-    if match is None and knows(name):
+    if match is None and is_supported_by_transformers(name):
         match = transformers_family()
     if match is None:
         raise ModelError(
             f"model_type {repr(name)[:60]} is not supported; supported:"
-            f" {', '.join(architectures())}, and what transformers builds, where it is installed"
+            f" {', '.join(architectures())}, and all causal models of transformers if installed"
         )
     return match.read(document)

@@ -1,7 +1,7 @@
-"""Document lengths of packed rows, with which CPU attention skips masked pairs.
+"""Document lengths of packed rows, which let CPU attention skip masked pairs.
 
-A document of length n needs n² scores, its row of length S needs S²: for rows of 512 with documents
-of 100 tokens, attention on a CPU takes half the time.
+A document of length n needs n² scores, a row of length S needs S²: for rows of 512 tokens with
+documents of 100, attention on a CPU takes half the time.
 """
 
 import torch
@@ -15,12 +15,13 @@ SHORTEST_MEAN = 64
 
 
 def document_lengths(documents: Tensor | None) -> tuple[int, ...] | None:
-    """Return the document lengths of all rows in order; None if a mask is better.
+    """Return the document lengths of all rows, in order; None to use a mask instead.
+
+    A mask is used for short documents, one document per row, document numbers that reappear later
+    in their row, devices other than the CPU, and under torch.compile.
 
     Args:
-        documents: (B, S) int32 or None. The result is None for short documents, one document per
-            row, a document number that reappears later in its row, devices other than the CPU, and
-            while torch.compile traces.
+        documents: (B, S) int32 or None.
     """
     if torch.compiler.is_compiling():
         return None

@@ -29,8 +29,8 @@ class RowSplit(Protocol):
     def whole(self, part: Tensor) -> Tensor:
         """Gather all positions (B, S, ...) from the (B, S/N, ...) of each process.
 
-        Every process must compute the same function of the result: the backward pass takes the
-        local gradient of this process's positions without a reduction.
+        Every process must compute the same function of the result: the backward pass slices out
+        the local gradient and does not reduce.
         """
 
     def attend(
@@ -39,11 +39,11 @@ class RowSplit(Protocol):
         """Compute attention of this process's queries over the full rows.
 
         Args:
-            operator: an operator like `ms_parallel.operators.attention`.
+            operator: `ms_parallel.operators.attention` or one with the same signature.
             q: (B, S/N, Hq, D).
             k: (B, S/N, Hk, D).
             v: (B, S/N, Hk, Dv).
-            settings: further arguments of the operator, except documents.
+            settings: keyword arguments of the operator, except documents.
 
         Returns:
             (B, S/N, Hq, Dv).
@@ -52,9 +52,9 @@ class RowSplit(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """Inputs shared by all blocks of one forward pass.
+    """Inputs shared by all blocks of a forward pass.
 
-    A dataclass because torch.compile traces its construction but breaks the graph at attrs classes.
+    A dataclass, because torch.compile can trace its constructor but not that of an attrs class.
     """
 
     documents: Tensor | None
@@ -65,7 +65,7 @@ class Context:
 
 
 class StagedModel(nn.Module, ABC):
-    """A model or one pipeline stage of it.
+    """A model or one of its pipeline stages.
 
     Args:
         config: Model configuration.
@@ -96,7 +96,7 @@ class StagedModel(nn.Module, ABC):
         if first:
             size = config.vocab_size, config.hidden_size
             self.model.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))
-            # Initializing a meta weight has no use and imports torch's compiler, which takes 0.7 s.
+            # On meta this would be useless and import torch's compiler, which takes 0.7 s.
             if not self.model.embed_tokens.weight.is_meta:
                 self.model.embed_tokens.reset_parameters()
         mtp = config.mtp_layers if last else 0
@@ -128,9 +128,9 @@ class StagedModel(nn.Module, ABC):
             ModelError: this stage is not the last.
         """
         if not self.last:
-            raise ModelError("only the last stage has a head; ask that one")
+            raise ModelError("only the last pipeline stage has an output head")
         head: Any = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
-        # A prepared layer computes with a different weight from its stored one.
+        # A prepared layer (LoRA, fake quantization) computes with another weight than it stores.
         prepared = hasattr(head, "effective_weight")
         weight: Tensor = head.effective_weight() if prepared else head.weight
         return weight if self.compute_dtype is None else weight.to(self.compute_dtype)
@@ -172,21 +172,22 @@ class StagedModel(nn.Module, ABC):
         """Yield the hidden states of each MTP layer, given those of the last decoder layer.
 
         Args:
-            hidden: (B, S, H) after the final norm, or this rank's part of S.
+            hidden: (B, S, H) after the final norm, or this rank's slice of S.
             tokens: (B, S) int64, all positions.
             positions: (B or 1, S) int64.
             documents: (B, S) int32.
             row_split: Split of positions under context parallelism.
 
         Yields:
-            Normalized hidden states, shaped like `hidden`. Depth k uses token i+k at position i;
-            where that token is in another document or past the row, the result is meaningless.
+            Normalized hidden states, shaped like `hidden`. Depth k uses token i+k at position i; if
+            that token is past the row or in another document, the result has no meaning and the
+            loss must skip it.
         """
         context = self.context(positions, documents, None, row_split)
         embed: Any = self.embed if self.first else self.model.next_embed_tokens
         first = self.config.num_hidden_layers
         for number in range(first, first + self.config.mtp_layers):
-            tokens = torch.cat((tokens[:, 1:], tokens[:, -1:]), 1)
+            tokens = torch.cat((tokens[:, 1:], tokens[:, -1:]), 1)  # shift left by one
             layer: Any = self.model.layers[str(number)]  # type: ignore[index]
             local_tokens = tokens if row_split is None else row_split.mine(tokens)
             hidden = layer(hidden, embed(local_tokens), context=context)
@@ -209,11 +210,11 @@ class StagedModel(nn.Module, ABC):
         logits: bool = True,
         row_split: RowSplit | None = None,
     ) -> Tensor:
-        """Compute logits from tokens; earlier stages return, and later ones take, hidden states.
+        """Compute logits from tokens; between pipeline stages, pass hidden states.
 
         Args:
             x: Tokens (B, S) int64 on the first stage, hidden states (B, S, H) on others. With
-                sequence parallelism, this rank's part of S; `positions` is then required.
+                sequence parallelism, this rank's slice of S; `positions` is then required.
             positions: (B or 1, S) int64, all positions; by default they continue the cache.
             documents: (B, S) int32; attention never crosses documents.
             cache: Keys and values of earlier tokens; grows by S.
@@ -226,7 +227,7 @@ class StagedModel(nn.Module, ABC):
         """
         if self.first and row_split is not None:
             x = row_split.mine(x)
-        hidden = self.embed(x) if self.first else x  # (B, S, H), or this rank's part of S
+        hidden = self.embed(x) if self.first else x  # (B, S, H), or this rank's slice of S
         cached = cache.length if cache is not None else 0
         if positions is None:
             positions = torch.arange(cached, cached + hidden.shape[1], device=hidden.device)[None]
@@ -234,7 +235,7 @@ class StagedModel(nn.Module, ABC):
             documents = cache.all_documents(documents, hidden.shape[0], positions.shape[1])
         context = self.context(positions, documents, cache, row_split)
         for number, block in self.model.layers.items():  # type: ignore[operator,union-attr]
-            if int(number) < self.config.num_hidden_layers:  # later ones are MTP layers
+            if int(number) < self.config.num_hidden_layers:  # the rest are MTP layers
                 hidden = block(hidden, context=context)
         if cache is not None:
             cache.advance(positions.shape[1], documents)
@@ -245,7 +246,7 @@ class StagedModel(nn.Module, ABC):
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors stored in a checkpoint folder: parameters and persistent buffers."""
+    """Yield all tensors that a checkpoint stores: parameters and persistent buffers."""
     yield from model.named_parameters()
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(path, recurse=False):

@@ -1,7 +1,7 @@
 """Tokenizer files of a model folder, and the ids of its begin, end and padding tokens.
 
-Inference code stops at the `eos_token_id` of the model folder. Without it, a trained model
-generates up to the length limit, past one document end after another.
+Inference code stops at the `eos_token_id` of the model folder. Without it a trained model generates
+up to the length limit, document after document.
 """
 
 import os
@@ -21,7 +21,7 @@ from ms_parallel.files.tokenizer_source import (
 )
 from ms_parallel.files.untrusted import check_path
 
-_USUAL: Mapping[str, tuple[str, ...]] = {
+_COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
     "bos_token": ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "[CLS]"),
     "eos_token": (*KNOWN_ENDS, "[SEP]"),
     "pad_token": ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"),
@@ -51,8 +51,8 @@ def read_tokenizer(source: str | Path, *, end_of_text: int | None = None) -> Tok
 
     Args:
         source: the folder or file; settings in its `tokenizer_config.json` are kept.
-        end_of_text: id at the end of each training document, if known; a folder of shards records
-            it.
+        end_of_text: token id that ended each training document; by default taken from the folder
+            of shards.
 
     Raises:
         ModelError: a file is missing or damaged, or a special token is not in the vocabulary.
@@ -62,28 +62,30 @@ def read_tokenizer(source: str | Path, *, end_of_text: int | None = None) -> Tok
     if end_of_text is None and os.path.isdir(source):
         end_of_text = end_of_documents(Path(source), error=ModelError)
     if not tokenizer.texts:
-        raise ModelError(f"{tokenizer.path}: it holds no tokens; give a tokenizer.json")
+        raise ModelError(f"{tokenizer.path} has no tokens; use a complete tokenizer.json")
     if end_of_text is not None and end_of_text not in tokenizer.texts:
         raise ModelError(
-            f"{tokenizer.path}: has no token {end_of_text}, which ends the documents of its shards"
+            f"{tokenizer.path} has no token {end_of_text}, which ends the documents of its shards"
         )
     ids = {text: token for token, text in tokenizer.texts.items()}
     role_ids = {}
-    for role, usual in _USUAL.items():
+    for role, common_names in _COMMON_NAMES.items():
         text = token_text(tokenizer.settings.get(role))
         if tokenizer.settings.get(role) is None:
-            text = next((name for name in usual if name in ids), None)
+            text = next((name for name in common_names if name in ids), None)
         elif text not in ids:
             shown = str(text)[:60]
             raise ModelError(
-                f"{tokenizer.path}: has no token {shown!r}, its {role}; mend {SETTINGS}"
+                f"{tokenizer.path} has no token {shown!r}, which {SETTINGS} names as {role};"
+                f" correct {SETTINGS}"
             )
         role_ids[role] = None if text is None else ids[text]
     ends = dict.fromkeys(i for i in (end_of_text, role_ids["eos_token"]) if i is not None)
-    # Documents in shards follow the previous document's end token; padding is never read.
+    # In shards a document follows the previous one's end token, so that token also begins a text.
+    # Padding is masked, so any token will do.
     first = next(iter(ends), None)
     begin, pad = (first if role_ids[n] is None else role_ids[n] for n in ("bos_token", "pad_token"))
-    # By default decoding would remove spaces before punctuation.
+    # The default, true, would remove spaces before punctuation in decoded text.
     tokenizer.settings.setdefault("clean_up_tokenization_spaces", False)
     return TokenizerFiles(
         files=tokenizer.files(dict(zip(ROLES, (begin, first, pad), strict=True))),

@@ -1,7 +1,7 @@
 """Mapping between the tensors of a checkpoint folder and the parameters of a model.
 
-A parameter stored as one tensor with the same name needs no rule. Stacked, fused, transposed or
-interleaved weights are described by slices: a box of the parameter and the part of a checkpoint
+A parameter stored as one tensor of the same name needs no rule. Stacked, fused, transposed or
+interleaved weights are described by slices: a box of the parameter, and the part of a checkpoint
 tensor with the same values.
 """
 
@@ -29,18 +29,16 @@ class WeightSlice:
     box: Box
     """Box of the parameter."""
     dims: tuple[int | None, ...]
-    """Tensor dim of each parameter dim; None if the tensor lacks the dim, where the box has size
-    1."""
+    """Tensor dim of each parameter dim; None for a dim that the tensor lacks (box size 1)."""
 
-    def within(self, wanted: Box) -> tuple[Box, Box] | None:
+    def within(self, region: Box) -> tuple[Box, Box] | None:
         """Intersect this slice with a box of the parameter.
 
         Returns:
-            Part of the tensor to read and its destination within `wanted`; None if they are
-            disjoint.
+            Part of the tensor to read and its destination within `region`; None if disjoint.
         """
         part, target = list(self.part), []
-        for box, query, dim in zip(self.box, wanted, self.dims, strict=True):
+        for box, query, dim in zip(self.box, region, self.dims, strict=True):
             start, stop = max(box.start, query.start), min(box.stop, query.stop)
             if start >= stop:
                 return None
@@ -77,7 +75,7 @@ Rules = Mapping[str, Rule]
 
 
 def slices_of(rules: Rules, name: str, shape: Sequence[int]) -> Iterator[WeightSlice]:
-    """Yield the slices of a parameter by the first matching rule; by default, its namesake tensor.
+    """Yield a parameter's slices by the first matching rule, or the tensor of the same name.
 
     Args:
         rules: rules of the model.
@@ -131,7 +129,7 @@ def rows_of(tensor: str, first: int, total: int) -> Rule:
 
 
 def stacked(tensor: str, *matrices: str) -> Rule:
-    """Return a rule for a parameter (experts, [matrices,] rows, columns) with a tensor per matrix.
+    """Return a rule for a parameter (experts, [matrices,] rows, columns) stored one matrix each.
 
     Args:
         tensor: tensor name with `{0}` for the first `*` match, `{expert}` and `{matrix}`.

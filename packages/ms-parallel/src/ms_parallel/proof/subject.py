@@ -10,7 +10,7 @@ from torch import nn
 
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.config import ModelConfig
-from ms_parallel.models.experts.choice import Mixture
+from ms_parallel.models.experts.router_config import Mixture
 from ms_parallel.models.family import families, family_of
 from ms_parallel.models.huggingface.config import (
     TransformersModel,

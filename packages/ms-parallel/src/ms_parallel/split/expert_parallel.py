@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.experts.grouped import Back, Experts
-from ms_parallel.models.experts.kept import decide
+from ms_parallel.models.experts.replay import replayed
 from ms_parallel.operators.cpu import has_no_values
 from ms_parallel.torch_private import unsafe_view
 
@@ -138,7 +138,7 @@ def _dispatch(
     All processes of the group call it, also those without a row. A recomputation takes over what
     was counted, as it does what was chosen.
     """
-    both = decide(lambda: _counts(counts, group))
+    both = replayed(lambda: _counts(counts, group))
     if has_no_values(both):  # as many rows come as go
         sent = got = [len(part) for part in rows.tensor_split(both.shape[1])]
         order = torch.empty(len(rows), dtype=torch.int64)

@@ -20,8 +20,12 @@ from torch import Tensor, nn
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError, LayoutError, ModelError
-from ms_parallel.models.huggingface.around import Around
-from ms_parallel.models.huggingface.cut import block_names, check_cut, cut
+from ms_parallel.models.huggingface.module_wrapper import ModuleWrapper
+from ms_parallel.models.huggingface.stage_extraction import (
+    block_names,
+    check_stage_plan,
+    extract_stage,
+)
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.memory.recompute import recompute_blocks
@@ -87,7 +91,7 @@ class OwnModelConfig:
         )
 
 
-class OwnStage(Around):
+class OwnStage(ModuleWrapper):
     """One stage of a module of the user's own, whose parameters keep their names.
 
     Args:
@@ -99,7 +103,7 @@ class OwnStage(Around):
     def __init__(self, module: nn.Module, plan: ModelPlan, layers: range) -> None:
         super().__init__(module)
         self.__dict__["first"] = layers.start == 0
-        self.__dict__["gate"] = cut(module, plan, layers)
+        self.__dict__["gate"] = extract_stage(module, plan, layers)
 
     def forward(self, x: Tensor, *, positions: Tensor, **context: Any) -> Tensor:
         """Turn tokens (on later stages, hidden states) into logits (on earlier ones, hidden).
@@ -305,7 +309,7 @@ def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Rec
             " set expert=1: data shards them too"
         )
     if layout.pipeline > 1:
-        check_cut(module, plan, layout.pipeline)
+        check_stage_plan(module, plan, layout.pipeline)
     parameters = dict(module.named_parameters())
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(f"{name} has no parameter that requires a gradient, so none to train")

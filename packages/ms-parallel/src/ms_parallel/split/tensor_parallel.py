@@ -17,7 +17,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ModelError
 from ms_parallel.models.experts.grouped import GroupedLinear
 from ms_parallel.models.experts.router import Router
-from ms_parallel.models.parts.norm import WholeWidthNorm
+from ms_parallel.models.parts.norm import FullWidthNorm
 from ms_parallel.models.plan import ModelPlan, Style
 
 
@@ -222,7 +222,7 @@ class SplitWidth(SplitRows):
     """Splits a norm's weight along with its width; the mean square is summed over processes."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, WholeWidthNorm)
+        assert isinstance(module, FullWidthNorm)
         module.across = _Mesh(device_mesh)
         return super()._apply(module, device_mesh)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ms_parallel.errors import ModelError
 from ms_parallel.files.untrusted import read_json
-from ms_parallel.models.config_keys import Quantisation, quantisation_of
+from ms_parallel.models.config_keys import Quantization, quantization_of
 from ms_parallel.models.registry import CONFIG
 from ms_parallel.weights.folder import WeightFolder
 
@@ -36,7 +36,7 @@ def open_weights(folder: Path) -> WeightFolder:
     """
     path = folder / CONFIG
     document = read_json(path, dict[str, Any], error=ModelError) if os.path.lexists(path) else {}
-    quantisation = quantisation_of(document)
+    quantisation = quantization_of(document)
     if quantisation is None:
         return WeightFolder(folder)
     if quantisation.method == "fp8":
@@ -45,7 +45,7 @@ def open_weights(folder: Path) -> WeightFolder:
 
 
 class _FP8(WeightFolder):
-    def __init__(self, folder: Path, quantisation: Quantisation) -> None:
+    def __init__(self, folder: Path, quantisation: Quantization) -> None:
         super().__init__(folder)
         self.block = quantisation.block
         all_names = super().names

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.balance.settings import Balance
-from ms_parallel.models.experts.account import Account, Accounted, Documents
-from ms_parallel.models.experts.choice import Mixture
+from ms_parallel.models.experts.router_config import Mixture
+from ms_parallel.models.experts.router_stats import DocumentNumbers, RouterStats, RouterWithStats
 
 COUNTS = "experts.counts"
 LAYER = re.compile(r".*\blayers\.(\d+)\.")
 NOTED = 3
-"""Number of sums in an `Account`."""
+"""Number of sums in an `RouterStats`."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -104,7 +104,7 @@ class Balancer:
         for stage in stages.values() if self.layers else ():
             for name, module in stage.named_modules():
                 match = LAYER.match(name)
-                if isinstance(module, Accounted) and match and int(match[1]) in self.layers:
+                if isinstance(module, RouterWithStats) and match and int(match[1]) in self.layers:
                     self.names[name] = module
                     self.rows[self.layers.index(int(match[1]))] = module
         experts = mixture.choice.num_experts if mixture is not None else 0
@@ -142,7 +142,7 @@ class Balancer:
         if not self.layers:  # a dense model
             yield
             return
-        documents, num_terms = Documents(), len(self.layers) * tokens
+        documents, num_terms = DocumentNumbers(), len(self.layers) * tokens
         rate = (self.balance.coefficient or 0.0) * self.counts.shape[1] / num_terms
         z_rate = self.balance.z_coefficient / num_terms
         has_counts = bool(self.counts.any())
@@ -153,7 +153,7 @@ class Balancer:
                 load = load.to(
                     router.weight.device, torch.promote_types(router.weight.dtype, torch.float32)
                 )
-            router.account = Account(
+            router.stats = RouterStats(
                 self.counts.shape[1],
                 documents,
                 rate=rate if has_counts or load is None else 0.0,
@@ -176,11 +176,11 @@ class Balancer:
         counts = torch.zeros(self.counts.shape, dtype=torch.int64, device=device)
         facts = torch.zeros(len(self.layers), NOTED + self.counts.shape[1], device=device)
         for row, router in self.rows.items():
-            assert router.account is not None
-            if router.everywhere and self.groups.place.tensor > 0:
+            assert router.stats is not None
+            if router.sees_all_positions and self.groups.place.tensor > 0:
                 continue
-            counts[row] = router.account.counts
-            facts[row, :NOTED] = router.account.sums
+            counts[row] = router.stats.counts
+            facts[row, :NOTED] = router.stats.sums
             if self.corrected and self.groups.place.tensor == 0 and self.groups.token_rank == 0:
                 facts[row, NOTED:] = router.e_score_correction_bias
         self._close()
@@ -215,4 +215,4 @@ class Balancer:
 
     def _close(self) -> None:
         for router in self.rows.values():
-            router.account = None
+            router.stats = None

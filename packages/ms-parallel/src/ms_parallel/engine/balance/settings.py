@@ -8,7 +8,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest, number, shown
 
 if TYPE_CHECKING:  # a run file's keys are known without torch
-    from ms_parallel.models.experts.choice import Mixture
+    from ms_parallel.models.experts.router_config import Mixture
 
 METHODS = ("none", "sequence", "step", "bias")
 CUT_DEPENDENT = ("batch", "microbatch", "micro_batch", "aux_loss", "global_batch")

@@ -56,7 +56,7 @@ returns the rows and counts of the local experts, and the `Back` function."""
 
 def stay(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Back]:
     """Return the rows unchanged: the dispatch for local experts."""
-    return rows, counts, lambda made: made
+    return rows, counts, lambda out: out
 
 
 class Experts(nn.Module):
@@ -93,13 +93,13 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Map hidden (B, S, H), experts and weights (B, S, k) to (B, S, H)."""
-        tokens, chosen = hidden.flatten(0, 1), experts.flatten(0, 1)
-        rows, counts, places = self.ops.permute_tokens(tokens, chosen, count=self.count)
+        tokens, indices = hidden.flatten(0, 1), experts.flatten(0, 1)  # (B·S, H), (B·S, k)
+        rows, counts, row_map = self.ops.permute_tokens(tokens, indices, count=self.count)
         rows, counts, back = self.dispatch(rows, counts)
-        pairs = self.gate_up_proj(rows, counts).unflatten(-1, (2, -1))
+        pairs = self.gate_up_proj(rows, counts).unflatten(-1, (2, -1))  # (rows, 2, I)
         activated = swiglu_of_pairs(pairs) if self.gate is swiglu else self.gate(*pairs.unbind(-2))
-        rows = back(self.down_proj(activated, counts))
-        out = self.ops.unpermute_tokens(rows, places, weights.flatten(0, 1))
+        rows = back(self.down_proj(activated, counts))  # (B·S·k, H), sorted by expert
+        out = self.ops.unpermute_tokens(rows, row_map, weights.flatten(0, 1))
         return out.view_as(hidden)
 
 

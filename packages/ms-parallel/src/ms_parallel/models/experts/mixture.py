@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ms_parallel.models.experts.choice import Choice
 from ms_parallel.models.experts.grouped import Experts
 from ms_parallel.models.experts.router import Router
+from ms_parallel.models.experts.router_config import RouterConfig
 from ms_parallel.models.plan import Style
 from ms_parallel.models.staged import Context
 from ms_parallel.models.weight_names import Rules, renamed, stacked
@@ -35,7 +35,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(
         self,
-        choice: Choice,
+        choice: RouterConfig,
         hidden: int,
         inner: int,
         ops: Ops,

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ms_parallel.models.experts.account import Account, Accounted
-from ms_parallel.models.experts.choice import Choice
-from ms_parallel.models.experts.kept import decide
+from ms_parallel.models.experts.replay import replayed
+from ms_parallel.models.experts.router_config import RouterConfig
+from ms_parallel.models.experts.router_stats import RouterStats, RouterWithStats
 from ms_parallel.models.staged import Context
 from ms_parallel.operators.cpu import widen
 
 
-class Router(nn.Module, Accounted):
+class Router(nn.Module, RouterWithStats):
     """Linear router with top-k selection.
 
     Args:
@@ -28,7 +28,7 @@ class Router(nn.Module, Accounted):
     e_score_correction_bias: Tensor
     """(E,) float32 selection bias without gradient, if `choice.corrected`."""
 
-    def __init__(self, hidden: int, choice: Choice) -> None:
+    def __init__(self, hidden: int, choice: RouterConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(choice.num_experts, hidden))
         self.bias = nn.Parameter(torch.empty(choice.num_experts)) if choice.bias else None
@@ -37,9 +37,9 @@ class Router(nn.Module, Accounted):
             self.register_buffer("e_score_correction_bias", zeros)
         self.choice = choice
         self.whole: Callable[[Tensor], Tensor] = lambda x: x
-        """Gathers all positions (B, S, ...) from this process's (B, part of S, ...)."""
+        """Gathers all positions (B, S, ...) from each rank's slice (B, local S, ...)."""
         self.part = 0
-        """Index of this process's part of the positions."""
+        """Index of this rank's slice of the positions."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Convert the parameters; keep the selection bias in float32, where its steps are exact."""
@@ -53,7 +53,7 @@ class Router(nn.Module, Accounted):
         """Select experts and weights for each token.
 
         Args:
-            hidden: (B, S, H), or this process's part of S.
+            hidden: (B, S, H), or this rank's slice of S.
             context: Context of the forward pass, for its documents.
 
         Returns:
@@ -62,35 +62,38 @@ class Router(nn.Module, Accounted):
         bias = None if self.bias is None else widen(self.bias)
         logits = F.linear(widen(hidden), widen(self.weight), bias)
         scores = logits.sigmoid() if self.choice.scores == "sigmoid" else logits.softmax(-1)
-        account, shares = self.account if torch.is_grad_enabled() else None, scores
-        if account is not None and self.choice.scores == "sigmoid":
-            shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        experts = decide(lambda: self._choose(scores.detach(), shares.detach(), account))
+        stats, probs = self.stats if torch.is_grad_enabled() else None, scores  # (B, S, E)
+        if stats is not None and self.choice.scores == "sigmoid":
+            # The balance loss needs scores that sum to 1 over experts (DeepSeek-V3, eq. 19).
+            probs = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        experts = replayed(lambda: self._select(scores.detach(), probs.detach(), stats))
         weights = self._weights(logits, scores, experts)
-        if account is not None and (account.rate or account.z_rate):
-            load = self._load(account, experts, context)
-            weights = account.charge(weights, logits, shares, experts, load)
+        if stats is not None and (stats.rate or stats.z_rate):
+            load = self._load(stats, experts, context)
+            weights = stats.add_losses(weights, logits, probs, experts, load)
         return experts, weights
 
     @torch.no_grad()
-    def _choose(self, scores: Tensor, shares: Tensor, account: Account | None) -> Tensor:
+    def _select(self, scores: Tensor, probs: Tensor, stats: RouterStats | None) -> Tensor:
+        """Select the top-k experts (B, S, k), from the best groups if routing is group-limited."""
         choice = self.choice
         if choice.corrected:
             scores = scores + self.e_score_correction_bias
-        if choice.chosen_groups < choice.groups:
-            grouped = scores.view(*scores.shape[:-1], choice.groups, -1)
-            best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
-            top_groups = best.topk(choice.chosen_groups, -1).indices
-            mask = torch.ones_like(best, dtype=torch.bool).scatter_(-1, top_groups, False)
+        if choice.topk_groups < choice.groups:
+            grouped = scores.view(*scores.shape[:-1], choice.groups, -1)  # (B, S, groups, E/groups)
+            # A group ranks by the sum of its two best scores (DeepSeek-V3, section 2.1.2).
+            group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+            top_groups = group_scores.topk(choice.topk_groups, -1).indices
+            mask = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, top_groups, False)
             scores = grouped.masked_fill(mask[..., None], -torch.inf).flatten(-2)
         experts = scores.topk(choice.num_experts_per_tok, -1).indices
-        if account is not None:
-            account.note(experts, shares)
+        if stats is not None:
+            stats.record(experts, probs)
         return experts
 
     def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         choice = self.choice
-        if choice.scores == "softmax_of_chosen":
+        if choice.scores == "softmax_of_topk":
             weights = logits.gather(-1, experts).softmax(-1)
         else:
             weights = scores.gather(-1, experts)
@@ -98,15 +101,17 @@ class Router(nn.Module, Accounted):
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights if choice.factor == 1.0 else weights * choice.factor
 
-    def _load(self, account: Account, experts: Tensor, context: Context | None) -> Tensor:
-        if account.load is not None or not account.rate:
-            return account.load if account.load is not None else experts.new_zeros(())
+    def _load(self, stats: RouterStats, experts: Tensor, context: Context | None) -> Tensor:
+        """Return f: of the previous step, or of each local token's document."""
+        if stats.load is not None or not stats.rate:
+            return stats.load if stats.load is not None else experts.new_zeros(())
+        # Documents span ranks: gather over sequence parallelism, then over context parallelism.
         all_experts = self.whole(experts)
         documents = None if context is None else context.documents
         split = None if context is None else context.row_split
         all_experts = all_experts if split is None else split.whole(all_experts)
-        numbers = account.documents.numbers(documents, all_experts)
+        numbers = stats.documents.numbers(documents, all_experts)
         local_numbers = numbers if split is None else split.mine(numbers)
         first = self.part * experts.shape[1]
         local_numbers = local_numbers[:, first : first + experts.shape[1]]
-        return account.load_of_documents(all_experts, numbers, local_numbers)
+        return stats.load_of_documents(all_experts, numbers, local_numbers)

@@ -1,15 +1,15 @@
 """Transformer-XL (Dai et al., 2019, arXiv:1901.02860): relative positions, segment recurrence.
 
-A sequence is processed in segments. In layer n, segment t attends to itself and to the preceding
+A sequence is processed in segments. In layer n a segment attends to itself and to the preceding
 `memory_length` inputs of layer n, without gradient through the latter. A layer's memory depends
-only on its input, so all segments of a layer are computed together. The result equals that of
-segment after segment, and a stage or a block can run separately.
+only on its input, so all segments of a layer are computed together, with the same result as one
+after another. Blocks and pipeline stages can therefore run separately.
 
 Differences from the paper:
 1. Plain softmax head instead of adaptive softmax.
 2. Across forward passes, `cache` stores memory as keys and values instead of hidden states: the
    same values, but the key and value projections get no gradient from it.
-3. Attention, and so memory, never crosses documents.
+3. Attention, and therefore memory, never crosses documents.
 
 Shapes: B rows, S positions, H hidden.
 """
@@ -36,10 +36,10 @@ from ms_parallel.operators.protocol import Ops
 
 @frozen(kw_only=True)
 class TransformerXLConfig(ModelConfig):
-    """A Transformer-XL.
+    """Configuration of Transformer-XL.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     model_type: str = "transformer-xl"
@@ -52,9 +52,11 @@ class TransformerXLConfig(ModelConfig):
     def __attrs_post_init__(self) -> None:
         check_heads(self.num_attention_heads, self.num_attention_heads, self.head_dim)
         if self.hidden_size % 2:
-            raise ConfigError(f"hidden_size={self.hidden_size} is odd; sinusoids need an even one")
+            raise ConfigError(
+                f"hidden_size must be even for sinusoidal positions, got {self.hidden_size}"
+            )
         if self.model_type != "transformer-xl":
-            raise ConfigError(f"model_type is {self.model_type!r}; it must be 'transformer-xl'")
+            raise ConfigError(f"model_type must be 'transformer-xl', got {self.model_type!r}")
 
 
 class FeedForward(nn.Module):
@@ -88,14 +90,14 @@ class Block(nn.Module):
 
 
 class TransformerXL(StagedModel):
-    """A Transformer-XL or one pipeline stage of it.
+    """A Transformer-XL or one of its pipeline stages.
 
     Args:
         config: Model configuration.
-        ops: Unused: relative attention has its own implementation.
+        ops: Unused; relative attention has no fused operator.
         layers: Global indices of the blocks to build; all by default.
         first: Build the embedding.
-        last: Build the head; no final norm, since each block ends with one.
+        last: Build the head; there is no final norm, since every block ends with one.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ FAMILY = Family(
     model=TransformerXL,
     plan=_plan,
     packs=False,  # segments are aligned to the row, not to the document
-    needs_whole_rows="a segment attends to the states of the one before it",
+    needs_whole_rows="a segment attends to states of the preceding segment",
     small={
         "vocab_size": 8192,
         "hidden_size": 256,

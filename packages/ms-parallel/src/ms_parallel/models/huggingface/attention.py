@@ -1,4 +1,4 @@
-"""Our attention in transformers' models, which keeps packed documents apart."""
+"""Attention function for transformers' models that masks across packed documents."""
 
 import inspect
 import sys
@@ -15,11 +15,11 @@ from ms_parallel.operators.protocol import Ops
 
 _NAME = "ms_parallel"
 TABLE = "ALL_ATTENTION_FUNCTIONS"
-"""Name of the table in which transformers' models look attention up."""
+"""Name of the registry in which transformers' models look up their attention function."""
 WINDOWS = "create_sliding_window_causal_mask"
 """Name of the function that builds their sliding-window masks."""
-UNSAID: Any = object()
-WITHOUT_EFFECT = frozenset(
+UNSET: Any = object()
+IGNORED_ARGUMENTS = frozenset(
     {
         "cache_position",
         "cu_seq_lens_k",
@@ -40,19 +40,19 @@ WITHOUT_EFFECT = frozenset(
 _calls = 0
 
 
-def calls() -> int:
-    """Return the number of attention calls so far."""
+def call_count() -> int:
+    """Number of attention calls since import; the difference shows whether a block called it."""
     return _calls
 
 
-def is_asked_by(module: nn.Module) -> bool:
-    """Return whether a module's forward uses the table in which ours is registered."""
+def uses_attention_interface(module: nn.Module) -> bool:
+    """Whether a module's forward reads the registry that has our attention function."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and TABLE in code.co_names
 
 
 def window_of(module: Any) -> int | None:
-    """Return the window of an attention whose model applies it only through the mask, or None."""
+    """Window that a model applies only through its mask, which we do not use; else None."""
     settings = module.config
     window: int | None = getattr(settings, "sliding_window", None)
     if not hasattr(sys.modules[type(module).__module__], WINDOWS):
@@ -64,9 +64,9 @@ def window_of(module: Any) -> int | None:
 
 @cache
 def registered(ops: Hashable) -> str:
-    """Register attention by these operators with transformers; return its name there.
+    """Register attention that uses `ops` with transformers; return the registered name.
 
-    As `attention_mask`, blocks receive the documents of their rows (B, keys) int32, or None.
+    The `attention_mask` argument carries the document numbers (B, keys) int32 instead, or None.
     """
     attention = cast(Ops, ops).attention
 
@@ -78,11 +78,11 @@ def registered(ops: Hashable) -> str:
         attention_mask: Tensor | None,
         *,
         scaling: float | None = None,
-        sliding_window: Any = UNSAID,
+        sliding_window: Any = UNSET,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         is_causal: bool | None = None,
-        **others: Any,
+        **extra: Any,
     ) -> tuple[Tensor, None]:
         """Map queries, keys and values (B, heads, S, D) to (B, S, heads, D).
 
@@ -91,15 +91,18 @@ def registered(ops: Hashable) -> str:
         """
         global _calls
         _calls += 1
-        for name, given in others.items():
-            if given is not None and name not in WITHOUT_EFFECT:
+        for name, argument in extra.items():
+            if argument is not None and name not in IGNORED_ARGUMENTS:
                 raise ModelError(
                     f"{type(module).__name__} passes {name!r} to its attention, which is not"
-                    " supported here; train this model with transformers"
+                    " supported; train this model with transformers"
                 )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal:
-            raise ModelError("attention of this model is not causal; it has no next token to learn")
+            raise ModelError(
+                f"{type(module).__name__} must be causal for next-token training, but its attention"
+                " is bidirectional"
+            )
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ModelError(
                 f"{type(module).__name__} builds its own attention mask, which is not supported;"
@@ -109,7 +112,7 @@ def registered(ops: Hashable) -> str:
         q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
         options: dict[str, Any] = {
             "documents": attention_mask,
-            "window": window_of(module) if sliding_window is UNSAID else sliding_window,
+            "window": window_of(module) if sliding_window is UNSET else sliding_window,
             "scale": scaling,
         }
         if softcap is None:
@@ -117,7 +120,7 @@ def registered(ops: Hashable) -> str:
             # transformers' forwards view the result, and an operator may return any memory layout.
             return attention(q, k, v, **options, **sinks).contiguous(), None
         if s_aux is not None:
-            raise ModelError("attention with both capped scores and sinks is not supported")
+            raise ModelError("attention with both a score softcap and sinks is not supported")
         return capped_attention(q, k, v, softcap=softcap, **options), None
 
     name = f"{_NAME}.{id(ops)}"  # the cache keeps `ops` alive, so the id stays unique

@@ -1,4 +1,4 @@
-"""Our key-value cache with the interface that transformers' blocks expect."""
+"""Adapter that gives our key-value cache the interface of transformers' caches."""
 
 from typing import Any
 
@@ -9,38 +9,39 @@ from ms_parallel.models.cache import KeyValueCache
 
 
 class UnknownCacheError(ModelError, AttributeError):
-    """A model uses its cache in a way that ours does not support."""
+    """A model accesses a cache attribute that the adapter does not have."""
 
 
 class BlockCache:
-    """Cache interface that transformers' blocks use.
+    """Cache as transformers' blocks see it.
 
     Args:
-        held: stores the keys and values.
+        cache: stores the keys and values.
     """
 
-    def __init__(self, held: KeyValueCache) -> None:
-        self.held = held
+    def __init__(self, cache: KeyValueCache) -> None:
+        self.cache = cache
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append new keys and values (B, heads, S, D) and return all of them."""
-        key = key.to(value.dtype)  # rotary tables in float32 promote it
-        k, v = self.held.append(layer_idx, key.transpose(1, 2), value.transpose(1, 2))
+        """Append new keys and values (B, heads, S, D); return all, (B, heads, cached + S, D)."""
+        key = key.to(value.dtype)  # float32 rotary tables promote keys to float32
+        # Our cache is (B, S, heads, D).
+        k, v = self.cache.append(layer_idx, key.transpose(1, 2), value.transpose(1, 2))
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of cached positions."""
-        return self.held.length
+        """Number of cached positions."""
+        return self.cache.length
 
     def __getattr__(self, name: str) -> Any:
-        """Reject all else; for `hasattr` and `getattr` with a default the attribute is missing.
+        """Reject any other attribute; `hasattr` and `getattr` with a default see it as missing.
 
         Raises:
             UnknownCacheError: always.
         """
         raise UnknownCacheError(
-            f"this model asks its cache for {name!r}, which is not supported here; generate with"
+            f"this model uses {name!r} of its cache, which is not supported; generate with"
             " transformers"
         )

@@ -1,4 +1,4 @@
-"""Configuration of a model that transformers builds."""
+"""Configuration of a model built by transformers."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from attrs import field, frozen
 from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import check_path, read_json
-from ms_parallel.models.config import MOST, TOKENS, TokenId, token_ids
-from ms_parallel.models.experts.choice import Mixture
+from ms_parallel.models.config import SIZE_LIMITS, TOKENS, TokenId, token_ids
+from ms_parallel.models.experts.router_config import Mixture
 from ms_parallel.models.huggingface.experts import mixture_of
 
-MOST_LAYERS = 1000
-"""Limit on layers, all of which are built without storage before weights are looked for."""
+MAX_LAYERS = 1000
+"""Limit on the layer count: all layers are built on the meta device before weights are read."""
 LAYER_TYPES = frozenset(
     {
         "attention",
@@ -36,11 +36,11 @@ LAYER_TYPES = frozenset(
         "sparse",
     }
 )
-"""Supported layer types. transformers has others, such as those that select keys."""
+"""Supported layer types. Others in transformers, such as sparse key selection, are not."""
 
 
 def transformers() -> Any:
-    """Import the package transformers.
+    """Import transformers.
 
     Raises:
         ModelError: it is not installed.
@@ -49,14 +49,13 @@ def transformers() -> Any:
         import transformers as package
     except ImportError as error:
         raise ModelError(
-            "transformers is not installed, which builds models of this kind; install"
-            " ms-parallel[hf]"
+            "this model is built by transformers, which is not installed; install ms-parallel[hf]"
         ) from error
     return package
 
 
-def knows(model_type: object) -> bool:
-    """Return whether transformers is installed and builds causal language models of this type."""
+def is_supported_by_transformers(model_type: object) -> bool:
+    """Whether transformers is installed and has a causal LM class for this `model_type`."""
     return isinstance(model_type, str) and model_type in causal_classes()
 
 
@@ -73,34 +72,35 @@ def causal_classes() -> Mapping[str, str]:
         if error.name == "transformers":
             return {}
         raise ModelError(
-            f"transformers is installed and cannot be imported: {error}; install it again"
+            f"transformers is installed but cannot be imported ({error}); reinstall it"
         ) from error
     return cast(Mapping[str, str], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def _document(source: Any) -> dict[str, Any]:
-    """Decode a config.json from a folder, a mapping or a transformers configuration."""
+    """Return the content of config.json, given a folder, a mapping or a transformers config."""
     if isinstance(source, str | os.PathLike):
-        check_path("a model of transformers", source, error=ModelError)
+        check_path("a transformers model", source, error=ModelError)
         return read_json(Path(source) / "config.json", dict[str, Any], error=ModelError)
     if isinstance(source, Mapping):
         return dict(source)
     if hasattr(source, "to_dict"):
         return cast(dict[str, Any], json.loads(source.to_json_string(use_diff=False)))
     raise ConfigError(
-        f"a model of transformers is a {type(source).__name__}; give a folder, or a configuration"
+        "a transformers model must be a folder, a transformers configuration or a mapping, got"
+        f" {type(source).__name__}"
     )
 
 
 @frozen(init=False, eq=False)
 class TransformersModel:
-    """Causal language model that transformers builds and our runtime trains under any layout.
+    """Causal language model built by transformers and trained by our engine under any layout.
 
     Args:
         document: folder with a config.json, a transformers configuration, or the content of a
             config.json.
-        folder: folder with weights; by default the folder given as `document`.
-        ids: special tokens that replace those of config.json.
+        folder: folder with weights; defaults to `document` if that is a folder.
+        ids: special token ids that override those in config.json.
 
     Raises:
         ModelError: transformers is not installed or does not support the model, or the folder's
@@ -111,7 +111,7 @@ class TransformersModel:
     document: Mapping[str, Any]
     """Content of config.json."""
     folder: Path | None
-    """Folder with the weights, if there is one."""
+    """Folder with the weights; None to start from random weights."""
     bos_token_id: TokenId = field(kw_only=True)
     """Token at the start of a text, if any."""
     eos_token_id: TokenId = field(kw_only=True)
@@ -130,7 +130,8 @@ class TransformersModel:
         unknown = ids.keys() - set(TOKENS)
         if unknown:
             raise ConfigError(
-                f"a model of transformers has no {min(unknown)!r} beside its document"
+                f"unknown argument {min(unknown)!r} of TransformersModel; settings other than"
+                f" {', '.join(TOKENS)} belong in its document"
             )
         self.__attrs_init__(
             document=content, folder=None if folder is None else Path(folder), **ids
@@ -207,22 +208,22 @@ class TransformersModel:
 
     @property
     def mtp_layers(self) -> int:
-        """Number of multi-token-prediction layers; transformers does not train any."""
+        """Number of multi-token prediction layers: 0, as transformers drops them on load."""
         return 0
 
     @property
     def mixture(self) -> Mixture | None:
-        """Experts that our runtime can balance; it does so if `output_router_logits` is set."""
+        """Experts with routers that can be balanced, which `output_router_logits` enables."""
         return mixture_of(self)
 
     @property
     def final_softcap(self) -> None:
-        """Soft cap that our head applies; None, as the model's own forward applies any cap."""
+        """Soft cap for our output head: None, as the model's forward applies its own."""
         return None
 
     @property
     def initializer_range(self) -> float:
-        """Standard deviation of fresh weights under most initialization rules."""
+        """Standard deviation of initial weights in most modules."""
         return float(getattr(self.settings, "initializer_range", None) or 0.02)
 
     @property
@@ -245,10 +246,10 @@ def settings_of(document: str) -> Any:
     """Build transformers' configuration from the text of a config.json."""
     package, content = transformers(), json.loads(document, object_hook=_number)
     kind = content.pop("model_type", None)
-    if not knows(kind):
+    if not is_supported_by_transformers(kind):
         raise ModelError(
             f"model_type {repr(kind)[:60]} is not supported: neither ms-parallel nor transformers"
-            f" {package.__version__} builds a causal language model of it"
+            f" {package.__version__} has a causal language model for it"
         )
     try:
         return package.AutoConfig.for_model(kind, **content).get_text_config()
@@ -258,19 +259,20 @@ def settings_of(document: str) -> Any:
 
 
 def _divisor(size: Any) -> int:
-    """Return the greatest common divisor of a size over all layers; 1 if it is not set."""
+    """Greatest common divisor of a size over all layers; 1 if unset."""
     return math.gcd(*size) if isinstance(size, list | tuple) else int(size or 1)
 
 
-def _number(found: dict[str, Any]) -> Any:
+def _number(entry: dict[str, Any]) -> Any:
     """Decode infinities, which transformers writes as {"__float__": "Infinity"}."""
-    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
 
 def _check(model: TransformersModel) -> None:
     settings = model.settings
-    sizes = {name: MOST[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
-    for name, most in {"num_hidden_layers": MOST_LAYERS, **sizes}.items():
+    names = ("hidden_size", "vocab_size", "num_attention_heads")
+    limits = {"num_hidden_layers": MAX_LAYERS, **{name: SIZE_LIMITS[name] for name in names}}
+    for name, limit in limits.items():
         try:
             value = getattr(settings, name, None)
         except RuntimeError as error:  # transformers' error for a value per layer
@@ -278,14 +280,14 @@ def _check(model: TransformersModel) -> None:
                 f"{name} of {model.model_type} must be the same in all layers; train this model"
                 " with transformers"
             ) from error
-        if type(value) is not int or not 1 <= value <= most:
+        if type(value) is not int or not 1 <= value <= limit:
             if value is None:
                 raise ConfigError(
                     f"config.json of {model.model_type} must have {name}, which the engine needs;"
                     " train this model with transformers"
                 )
             raise ConfigError(
-                f"{name} of {model.model_type} must be a whole number from 1 to {most}, got"
+                f"{name} of {model.model_type} must be an integer from 1 to {limit}, got"
                 f" {repr(value)[:60]}"
             )
     for kind in getattr(settings, "layer_types", None) or ():
@@ -296,7 +298,7 @@ def _check(model: TransformersModel) -> None:
             )
     if getattr(settings, "output_router_logits", False) and model.mixture is None:
         raise ConfigError(
-            f"output_router_logits=true asks for a balance loss of this {model.model_type}, whose"
-            " routers are not of the form that can be balanced here (logits, weights and choices of"
-            " each token, the best by their logits); set it to false"
+            f"output_router_logits=true requests a load-balancing loss, but the routers of"
+            f" {model.model_type} cannot be balanced (they must return logits, weights and the"
+            " top-k experts by logit); set it to false"
         )

@@ -1,4 +1,4 @@
-"""Experts of transformers split over tensor ranks, and their routers, counted and balanced."""
+"""Expert layers of transformers: tensor-parallel weights, router statistics, load balancing."""
 
 import re
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ms_parallel.models.experts.account import Accounted
-from ms_parallel.models.experts.choice import Choice, Mixture
-from ms_parallel.models.experts.kept import recomputes
-from ms_parallel.models.huggingface.around import Around
+from ms_parallel.models.experts.replay import is_recomputing
+from ms_parallel.models.experts.router_config import Mixture, RouterConfig
+from ms_parallel.models.experts.router_stats import RouterWithStats
+from ms_parallel.models.huggingface.module_wrapper import ModuleWrapper
 from ms_parallel.operators.cpu import widen
 
 LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -21,16 +21,16 @@ MATRICES = 2
 """Matrices per parameter: gate and up."""
 
 
-class PairedExperts(Around):
+class PairedExperts(ModuleWrapper):
     """Experts whose gate and up matrices are one parameter (E, 2, I, H).
 
-    transformers stacks them as (E, 2·I, H), where a split into halves separates gate from up. Here
-    both are split over I like other matrices, and files and checkpoints are the same under every
-    layout. The inner forward receives the local parts in transformers' shape.
+    transformers stacks them as (E, 2·I, H), so splitting dim 1 in half would put gate on one rank
+    and up on the other. With a separate dim both are split over I, and checkpoints are the same
+    under every layout. The inner forward receives the local shards in transformers' shape.
 
     Args:
-        inner: transformers' experts.
-        packed: names of those parameters.
+        inner: transformers' expert module.
+        packed: names of its stacked parameters.
     """
 
     def __init__(self, inner: nn.Module, packed: tuple[str, ...]) -> None:
@@ -52,8 +52,13 @@ class PairedExperts(Around):
         return local.flatten(1, 2) if name in self.packed else local
 
 
-def unpack(model: Any, published: Mapping[str, str] | None) -> None:
-    """Replace the experts whose parameters are packed according to the published plan, in place."""
+def pair_expert_matrices(model: Any, published: Mapping[str, str] | None) -> None:
+    """Wrap expert modules with packed gate-up parameters in `PairedExperts`, in place.
+
+    Args:
+        model: transformers model.
+        published: transformers' tensor-parallel plan; its `packed_colwise` style marks them.
+    """
     prefix = f"{model.base_model_prefix}."
     for name, module in list(model.named_modules()):
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name).removeprefix(prefix)
@@ -69,42 +74,43 @@ def unpack(model: Any, published: Mapping[str, str] | None) -> None:
             model.get_submodule(parent)._modules[last] = PairedExperts(module, packed)
 
 
-class CountedRouter(Around, Accounted):
-    """Router of transformers whose choices are counted and balanced.
+class CountedRouter(ModuleWrapper, RouterWithStats):
+    """Router of transformers with expert counts and a load-balancing loss.
 
     Args:
-        inner: returns logits (T, E), weights and experts (T, k).
+        inner: router that returns logits (T, E), weights (T, k) and experts (T, k).
     """
 
-    everywhere = True
+    sees_all_positions = True
     rows = 1
-    """Number of rows in the current forward of the block."""
+    """Number of rows in the current microbatch."""
     documents: Tensor | None = None
-    """(B, S) int32, documents of these rows."""
+    """(B, S) int32 document numbers of the microbatch."""
 
     def forward(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the inner router; its weights also carry the gradient of the balance loss."""
+        """Run the inner router; the backward of its weights adds the balance-loss gradient."""
         logits, weights, experts = self.inner(*args, **named)
-        account = self.account
-        if account is None or not torch.is_grad_enabled():
+        stats = self.stats
+        if stats is None or not torch.is_grad_enabled():
             return logits, weights, experts
-        wide, chosen = (
+        # Unflatten tokens: (T, E) -> (B, S, E) and (T, k) -> (B, S, k).
+        logits_BSE, experts_BSk = (
             values.reshape(self.rows, -1, values.shape[-1]) for values in (widen(logits), experts)
         )
-        shares, load = wide.softmax(-1), account.load
-        if not recomputes():
-            account.note(chosen, shares.detach())
-        if not account.rate and not account.z_rate:
+        scores, load = logits_BSE.softmax(-1), stats.load
+        if not is_recomputing():
+            stats.record(experts_BSk, scores.detach())
+        if not stats.rate and not stats.z_rate:
             return logits, weights, experts
         if load is None:
-            numbers = account.documents.numbers(self.documents, chosen)
-            load = account.load_of_documents(chosen, numbers, numbers)
-        weights = account.charge(weights, wide, shares, chosen, load)
+            numbers = stats.documents.numbers(self.documents, experts_BSk)
+            load = stats.load_of_documents(experts_BSk, numbers, numbers)
+        weights = stats.add_losses(weights, logits_BSE, scores, experts_BSk, load)
         return logits, weights, experts
 
 
 def count_routers(model: Any) -> None:
-    """Replace a model's routers by routers whose choices are counted, in place."""
+    """Wrap all routers of a model in `CountedRouter`, in place."""
     for name, router in _routers(model).items():
         parent, _, last = name.rpartition(".")
         model.get_submodule(parent)._modules[last] = CountedRouter(router)
@@ -112,10 +118,11 @@ def count_routers(model: Any) -> None:
 
 @lru_cache(maxsize=16)
 def mixture_of(config: Any) -> Mixture | None:
-    """Return the experts of a transformers model; None if its routers cannot be balanced.
+    """Expert settings of a transformers model; None if its routers cannot be balanced.
 
-    transformers must publish the routers, one per layer, and they must choose the experts with the
-    highest logits, which is tested. `output_router_logits` in the configuration requests the loss.
+    transformers must declare the router class, with one router per layer, and a trial run must
+    confirm that routers pick the top-k logits. `output_router_logits` in the config enables the
+    loss.
     """
     import transformers
 
@@ -138,7 +145,7 @@ def mixture_of(config: Any) -> Mixture | None:
 
 
 def _published(kind: Any) -> type[nn.Module] | None:
-    """Return the class of a model's routers, if transformers records their logits."""
+    """Router class of a model, if transformers can record its logits; else None."""
     recorded = (getattr(kind, "_can_record_outputs", None) or {}).get("router_logits")
     first = getattr(recorded, "index", None) == 0
     router_class = getattr(recorded, "target_class", None) if first else None
@@ -151,8 +158,8 @@ def _routers(model: Any) -> dict[str, nn.Module]:
     return {name: module for name, module in modules if isinstance(module, router_class or ())}
 
 
-def _choice(router: nn.Module) -> Choice | None:
-    """Return how a router chooses, by running a copy with random weights; None if not by logits."""
+def _choice(router: nn.Module) -> RouterConfig | None:
+    """Settings of a router, found by running a copy with random weights; None if not top-k."""
     weight = router._parameters.get("weight")
     if weight is None or weight.ndim != 2:
         return None
@@ -175,4 +182,4 @@ def _choice(router: nn.Module) -> Choice | None:
         matches = torch.equal(logits, expected) and weights.shape == experts.shape
         if not matches or not torch.equal(experts.sort(-1).values, best.sort(-1).values):
             return None
-    return Choice(num_experts=logits.shape[-1], num_experts_per_tok=experts.shape[-1])
+    return RouterConfig(num_experts=logits.shape[-1], num_experts_per_tok=experts.shape[-1])

@@ -1,4 +1,4 @@
-"""Converts the plans that transformers publishes for a model to ours."""
+"""Conversion of transformers' parallel plans to `ModelPlan`."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -12,7 +12,7 @@ from ms_parallel import operators
 from ms_parallel.errors import ModelError
 from ms_parallel.models.huggingface.attention import registered
 from ms_parallel.models.huggingface.config import TransformersModel, transformers
-from ms_parallel.models.huggingface.experts import count_routers, unpack
+from ms_parallel.models.huggingface.experts import count_routers, pair_expert_matrices
 from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.operators.protocol import Ops
 
@@ -22,31 +22,31 @@ Shapes = dict[str, torch.Size]
 STYLES: dict[str, Style] = {
     "colwise": "column",
     "rowwise": "row",
-    "embedding_rowwise": "replicated",  # not split, like parameters that a plan does not name
+    "embedding_rowwise": "replicated",  # left unsplit, like parameters outside the plan
     "colwise_gather_output": "column_to_whole",
     "rowwise_split_input": "row_of_whole",
     "packed_colwise": "expert_column",
     "replicated_with_grad_allreduce": "heads",
     "moe_tp_experts": "summed",
 }
-"""Our style for each of transformers' styles."""
+"""Our tensor-parallel style for each of transformers' styles."""
 UNNAMED = "unnamed"
-"""Style of a parameter that is not in the published plan but next to layers that it splits."""
+"""Style of a parameter missing from transformers' plan whose sibling layers are split."""
 ON_SPLIT_FEATURES = frozenset({"act", "act_fn", "q_norm", "k_norm"})
-"""Modules that run between a column-parallel and a row-parallel layer of the same parent."""
+"""Child modules that run between a column-parallel and a row-parallel layer of their parent."""
 EXPERTS_DIMS = 3
-"""Dims of a weight that stacks a matrix for each expert."""
+"""Number of dims of a weight that stacks one matrix per expert."""
 
 
-def built(config: TransformersModel, ops: Ops | None = None) -> Any:
-    """Build the whole model without storage, with attention by these operators.
+def build_on_meta(config: TransformersModel, ops: Ops | None = None) -> Any:
+    """Build the full model on the meta device, with attention computed by `ops`.
 
     Raises:
         ModelError: transformers cannot build it, or cannot use our attention.
     """
     name = registered(cast(Hashable, ops or operators))
     settings = type(config.settings).from_dict(config.settings.to_dict())
-    settings.output_router_logits = False  # we add the balance loss, see `CountedRouter`
+    settings.output_router_logits = False  # `CountedRouter` adds the balance loss instead
     dtype = torch.get_default_dtype()
     # The default, torch's grouped matrix product, does not support float64.
     options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
@@ -58,40 +58,40 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
     except Exception as error:  # constructors raise many types for bad settings
         if isinstance(error, KeyError) and error.args == (name,):
             raise ModelError(
-                f"{config.model_type} does not use transformers' attention interface, so packed"
-                " documents cannot be kept apart; train this model with transformers"
+                f"{config.model_type} does not use transformers' attention interface, so attention"
+                " would cross packed documents; train this model with transformers"
             ) from error
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
             f"transformers cannot build this {config.model_type} ({reason})"
         ) from error
-    unpack(model, getattr(model.base_model.config, "base_model_tp_plan", None))
+    pair_expert_matrices(model, getattr(model.base_model.config, "base_model_tp_plan", None))
     if config.mixture is not None:
         count_routers(model)
     return model.eval()
 
 
 @lru_cache(maxsize=4)
-def described(config: TransformersModel) -> Any:
-    """Build the whole model without storage; the result is shared and must not be changed."""
-    return built(config)
+def meta_model(config: TransformersModel) -> Any:
+    """Return the full model on the meta device; cached and shared, so do not modify it."""
+    return build_on_meta(config)
 
 
 @lru_cache(maxsize=16)
 def shapes_of(config: TransformersModel, named: Named = nn.Module.named_parameters) -> Shapes:
-    """Map names of what `named` yields for the whole model to shapes; tied tensors once."""
-    return {name: tensor.shape for name, tensor in named(described(config))}
+    """Shapes by name of all tensors that `named` yields for the full model; tied ones once."""
+    return {name: tensor.shape for name, tensor in named(meta_model(config))}
 
 
 @lru_cache(maxsize=16)
 def plan_of(config: TransformersModel) -> ModelPlan:
-    """Build the plan of how a model may be split from what transformers publishes."""
-    model = described(config)
+    """Build a model's parallel plan from transformers' tensor and pipeline plans."""
+    model = meta_model(config)
     prefix = model.base_model_prefix
-    embedding, blocks, head = _line(model, prefix)
+    embedding, blocks, head = _stage_parts(model, prefix)
     tied = model.get_expanded_tied_weights_keys() if config.tie_word_embeddings else {}
     return ModelPlan(
-        tensor=_tensor(model, prefix),
+        tensor=_tensor_styles(model, prefix),
         blocks=f"{blocks}.*",
         cuts=tuple(range(config.num_hidden_layers)) if embedding else (0,),
         tied=tuple((owner, copy) for copy, owner in sorted(tied.items())),
@@ -101,11 +101,13 @@ def plan_of(config: TransformersModel) -> ModelPlan:
     )
 
 
-def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Return the parts before the blocks, their list and the parts after; only the list if unknown.
+def _stage_parts(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """Return names of the modules before the blocks, of the block list, and of those after it.
+
+    Without a pipeline plan from transformers only the block list is known.
 
     Raises:
-        ModelError: no single list of blocks has the model's number of layers.
+        ModelError: the model does not have exactly one list with its number of layers.
     """
     count = model.config.num_hidden_layers
     lists = [
@@ -131,8 +133,8 @@ def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...
     return before_blocks, lists[0], (*after_blocks, *heads)
 
 
-def _tensor(model: Any, prefix: str) -> dict[str, Style]:
-    """Map patterns of modules or parameters to styles; empty if no plan is published."""
+def _tensor_styles(model: Any, prefix: str) -> dict[str, Style]:
+    """Styles by module or parameter pattern; empty if transformers has no tensor plan."""
     published = getattr(model.base_model.config, "base_model_tp_plan", None)
     if not published:
         return {}
@@ -151,23 +153,21 @@ def _tensor(model: Any, prefix: str) -> dict[str, Style]:
         if parameter in styles or module in styles:
             continue
         if parent in split and child_name in ON_SPLIT_FEATURES:
-            styles[module] = (
-                "heads"  # each rank has the gradient of its features; summed over ranks
-            )
+            # Replicated, but applied to split features: gradients are summed over ranks.
+            styles[module] = "heads"
         elif parent in split or module_path in split:
-            styles[parameter] = cast(
-                Style, UNNAMED
-            )  # unknown if the gradient is partial or complete
+            # Unknown whether each rank's gradient is partial or complete.
+            styles[parameter] = cast(Style, UNNAMED)
         else:
             styles[module] = "replicated"
     return styles
 
 
 def _split_parents(model: Any, published: Mapping[str, str], prefix: str) -> set[str]:
-    """Return modules with a child that splits its output and one that takes split input.
+    """Return modules with both a column-parallel and a row-parallel child.
 
-    Only existing children count: an expert layer shares its name and plan with dense layers, but
-    its router is not next to any split layer.
+    Only children that exist count: an expert layer has the same name and plan as a dense one, but
+    its router has no split siblings.
     """
     styles: dict[str, set[str]] = {}
     for name, _ in model.named_parameters():

@@ -1,7 +1,7 @@
-"""Small configurations of transformers' models, for proofs, tests and the sweep.
+"""Small configurations of transformers' models, for trial runs and tests.
 
-A default configuration has sizes of a published model. Here every size is lowered to a few dozen,
-and per-layer settings are cut to a few layers that keep one layer of each kind.
+A default configuration has the sizes of a published model. Here all sizes are lowered to a few
+dozen, and the layers are reduced to a few that include one of each kind.
 """
 
 from collections.abc import Mapping, Sequence
@@ -119,51 +119,49 @@ SMALL: Mapping[str, int] = {
     "split_ngram_parts": 4,
     "make_ngram_vocab_size_divisible_by": 8,
 }
-"""Upper limit of each size; a configuration has some of these settings."""
+"""Upper limit for each size that a configuration has."""
 SHARED = "num_kv_shared_layers"
-"""Number of last layers that take keys and values of an earlier layer."""
+"""Setting with the number of last layers that reuse keys and values of an earlier layer."""
 LAYERS = 4
 
 
 def small_model(
     config: TransformersModel, *, layers: int = LAYERS, spread: float | None = None
 ) -> TransformersModel:
-    """Copy a configuration with small sizes.
+    """Return a copy of a configuration with small sizes.
 
     Args:
-        config: any model of transformers.
-        layers: number of layers to keep.
-        spread: `initializer_range` of the copy; None keeps the model's.
+        config: configuration of any transformers model.
+        layers: maximum number of layers.
+        spread: `initializer_range` of the copy; None for the model's.
 
     Raises:
         ModelError: transformers rejects the small sizes.
     """
     settings = config.settings
     if config.model_type != settings.model_type:
-        # The text part of a model that takes other inputs too: its sizes are in `text_config`.
+        # Text model of a multimodal model, whose sizes are in `text_config`.
         config = TransformersModel(settings)
         settings = config.settings
     attribute_map: Mapping[str, str] = getattr(settings, "attribute_map", None) or {}
     document: dict[str, Any] = settings.to_dict()
-    count, kept_layers = (
-        config.num_hidden_layers,
-        _layers(document, config.num_hidden_layers, layers),
-    )
+    count = config.num_hidden_layers
+    kept_layers = _select_layers(document, count, layers)
     changed: dict[str, Any] = {}
-    limits = {attribute_map.get(key, key): most for key, most in SMALL.items()}
+    limits = {attribute_map.get(key, key): limit for key, limit in SMALL.items()}
     for key, value in document.items():
         if key not in TOKENS:
-            small = _small(key, value, limits, count, kept_layers)
+            small = _small_value(key, value, limits, count, kept_layers)
             if small is not value:
                 changed[key] = small
     changed[attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept_layers)
     if type(shared := document.get(SHARED)) is int:
         changed[SHARED] = sum(layer >= count - shared for layer in kept_layers)
-    changed |= _related(settings, {**document, **changed}, attribute_map)
+    changed |= _dependent(settings, {**document, **changed}, attribute_map)
     if spread is not None and "initializer_range" in document:
         changed["initializer_range"] = spread
     changed = {key: value for key, value in changed.items() if key in document}
-    # Token ids may be outside the small vocabulary. Most types allow None.
+    # Token ids may exceed the small vocabulary. Most model types allow None.
     tokens = {key: document[key] for key in TOKENS if key in document}
     try:
         return config.with_settings({**changed, **dict.fromkeys(tokens)})
@@ -172,104 +170,116 @@ def small_model(
         return config.with_settings({**changed, **ids})
 
 
-def _layers(given: Mapping[str, Any], count: int, most: int) -> list[int]:
-    """Choose up to `most` layers, in order: the first layers, and one of each further kind."""
-    lists = [value for value in given.values() if isinstance(value, list) and len(value) == count]
-    numbered = [
+def _select_layers(settings: Mapping[str, Any], count: int, limit: int) -> list[int]:
+    """Choose up to `limit` layers, ascending: the first ones, plus one of every other kind."""
+    per_layer_lists = [
+        value for value in settings.values() if isinstance(value, list) and len(value) == count
+    ]
+    index_lists = [
         value
-        for value in given.values()
+        for value in settings.values()
         if isinstance(value, list) and len(value) < count and _are_layers(value, count)
     ]
-    per_layer: Mapping[str, Any] = given.get("per_layer_config") or {}
-    shared = given.get(SHARED)
-    last = shared if type(shared) is int else 0
-    of_layer = {int(key): str(value) for key, value in per_layer.items() if str(key).isdigit()}
+    overrides: Mapping[str, Any] = settings.get("per_layer_config") or {}
+    shared = settings.get(SHARED)
+    num_shared = shared if type(shared) is int else 0
+    layer_overrides = {
+        int(key): str(value) for key, value in overrides.items() if str(key).isdigit()
+    }
+    # Two layers are of one kind if all their per-layer settings are equal.
     kinds = [
         (
-            *(str(value[layer]) for value in lists),
-            *(layer in value for value in numbered),
-            of_layer.get(layer),
-            layer >= count - last,
+            *(str(value[layer]) for value in per_layer_lists),
+            *(layer in value for value in index_lists),
+            layer_overrides.get(layer),
+            layer >= count - num_shared,
         )
         for layer in range(count)
     ]
-    chosen = list(range(min(most, count)))
-    new = [kinds.index(kind) for kind in dict.fromkeys(kinds) if kinds.index(kind) not in chosen]
-    new.sort(key=lambda layer: layer < count - last)  # layers that share keys and values first
-    for layer in new[: most - 1]:
-        # Replace the last layer whose kind stays present without it.
-        spare = [
+    layers = list(range(min(limit, count)))
+    new = [kinds.index(kind) for kind in dict.fromkeys(kinds) if kinds.index(kind) not in layers]
+    new.sort(key=lambda layer: layer < count - num_shared)  # layers with shared KV first
+    for layer in new[: limit - 1]:
+        # Replace the last layer that is not the only one of its kind.
+        redundant = [
             index
-            for index in chosen
-            if sum(kinds[index] == kinds[other_index] for other_index in chosen) > 1
+            for index in layers
+            if sum(kinds[index] == kinds[layer_index] for layer_index in layers) > 1
         ]
-        if spare:
-            chosen.remove(spare[-1])
-            chosen.append(layer)
-    return sorted(chosen)
+        if redundant:
+            layers.remove(redundant[-1])
+            layers.append(layer)
+    return sorted(layers)
 
 
 def _are_layers(value: Sequence[Any], count: int) -> bool:
-    """Return whether a list may be ascending layer numbers."""
+    """Whether a list could be ascending layer indices."""
     in_range = all(type(number) is int and 0 <= number < count for number in value)
     return in_range and list(value) == sorted(set(value))
 
 
-def _small(
-    key: str, value: Any, known: Mapping[str, int], count: int, chosen: Sequence[int]
+def _small_value(
+    key: str, value: Any, limits: Mapping[str, int], count: int, layers: Sequence[int]
 ) -> Any:
-    if type(value) is int and key in known:
-        return min(value, known[key])
+    """Reduce one setting: lower sizes to their limits, and per-layer values to `layers`."""
+    if type(value) is int and key in limits:
+        return min(value, limits[key])
     if key == "per_layer_config" and isinstance(value, dict):
-        cut = {int(layer): overrides for layer, overrides in value.items() if str(layer).isdigit()}
+        by_layer = {
+            int(layer): overrides for layer, overrides in value.items() if str(layer).isdigit()
+        }
         return {
             str(index): {
-                name: _small(name, element, known, count, chosen)
+                name: _small_value(name, element, limits, count, layers)
                 for name, element in overrides.items()
             }
-            for index, layer in enumerate(chosen)
-            if (overrides := cut.get(layer)) is not None
+            for index, layer in enumerate(layers)
+            if (overrides := by_layer.get(layer)) is not None
         }
     if isinstance(value, list) and len(value) == count:
-        most = known.get(key)
+        limit = limits.get(key)
         if key == "num_attention_heads_per_layer":
-            most = known["num_attention_heads"]
-        cuts = [value[layer] for layer in chosen]
-        all_ints = most is not None and all(type(element) is int for element in cuts)
-        return [min(element, most) for element in cuts] if all_ints and most is not None else cuts
+            limit = limits["num_attention_heads"]
+        values = [value[layer] for layer in layers]
+        all_ints = limit is not None and all(type(element) is int for element in values)
+        if all_ints and limit is not None:
+            return [min(element, limit) for element in values]
+        return values
     layer_list = key.endswith(("_layers", "_layer_ids", "_idxs"))
     if isinstance(value, list) and value and layer_list and _are_layers(value, count):
-        return [index for index, layer in enumerate(chosen) if layer in value]
+        return [index for index, layer in enumerate(layers) if layer in value]
     return value
 
 
-def _related(settings: Any, small: Mapping[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings that depend on others: grouped heads, and sums of widths."""
+def _dependent(
+    settings: Any, small: Mapping[str, Any], attribute_map: Mapping[str, str]
+) -> dict[str, Any]:
+    """Settings that follow from the small sizes: key-value heads, and sums of widths."""
     changed: dict[str, Any] = {}
-    heads_name = written.get("num_attention_heads", "num_attention_heads")
+    heads_name = attribute_map.get("num_attention_heads", "num_attention_heads")
     heads = small.get(heads_name)
     keys = getattr(settings, "num_key_value_heads", None)
     if type(keys) is int and type(heads) is int:
         grouped = keys < settings.num_attention_heads
-        name = written.get("num_key_value_heads", "num_key_value_heads")
+        name = attribute_map.get("num_key_value_heads", "num_key_value_heads")
         changed[name] = max(1, heads // 2) if grouped else heads
     if small.get("num_key_value_heads", 0) is None and type(heads) is int:
-        changed["num_key_value_heads"] = heads  # not every type takes None for all heads
-    # Some types with experts have no default for their number, and do not run without one.
+        changed["num_key_value_heads"] = heads  # None is not supported by every model type
+    # Some MoE types have no default expert count and do not run without one.
     if small.get("n_routed_experts", 0) is None:
         changed |= {"n_routed_experts": SMALL["n_routed_experts"], "n_shared_experts": 1}
     if small.get("num_experts_per_tok", 0) is None:
         changed["num_experts_per_tok"] = SMALL["num_experts_per_tok"]
     width = small.get("hidden_size")
     if small.get("head_dim", 0) is None and type(width) is int and type(heads) is int:
-        changed["head_dim"] = width // heads  # not every type derives it
+        changed["head_dim"] = width // heads  # not derived by every model type
     if type(small.get("qk_head_dim")) is int:
         changed["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     rotary = getattr(settings, "qk_rope_head_dim", None)
     if rotary is not None and getattr(settings, "head_dim", None) == rotary:
-        changed["head_dim"] = small["qk_rope_head_dim"]  # only the rotary part has a table
+        changed["head_dim"] = small["qk_rope_head_dim"]  # rotary tables cover these dims only
     if getattr(settings, "attention_hidden_size", None) == 2 * settings.hidden_size:
-        # Zamba2: attention over a hidden state and the embedding next to it.
+        # Zamba2: attention over the hidden state concatenated with the embedding.
         changed["attention_hidden_size"] = 2 * small["hidden_size"]
         changed["attention_head_dim"] = 2 * small["hidden_size"] // small[heads_name]
         changed["mamba_headdim"] = (

@@ -1,8 +1,8 @@
-"""Checks a transformers model's tensor plan on a small model before it is used.
+"""Trial of a transformers model's tensor-parallel plan on a small model.
 
-A plan names the layers to split, not the operations between them. If one of them reads all
-features, as the activation cutoff of Gemma 3n does, each tensor rank would compute it from its own
-shard and the result would be wrong.
+A plan names the layers to split but not the operations between them. An operation over all
+features, such as the activation cutoff of Gemma 3n, would see only its own shard on each tensor
+rank, and the result would be wrong.
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ from ms_parallel.models.huggingface.trial import run_small_model
 from ms_parallel.models.plan import ModelPlan
 
 TOLERANCE = 1e-6
-"""Allowed difference; products over other rows of a matrix may round differently."""
+"""Relative tolerance: a matrix product may round differently when other rows change."""
 
 
 @lru_cache(maxsize=64)
-def check_split(config: TransformersModel) -> None:
-    """Check that the operations between split layers work on each rank's features alone.
+def check_tensor_split(config: TransformersModel) -> None:
+    """Check that operations between split layers act on each feature separately.
 
-    For each module the weights of the second half of its column-parallel output features are
-    changed. The first half of the row-parallel layer's input must not depend on them.
+    In each module the weights behind the second half of the column-parallel output features are
+    perturbed. The first half of the row-parallel layer's input must not change.
 
-    Passes if transformers cannot run a small model of these settings.
+    Passes if transformers cannot run a small model with these settings.
 
     Raises:
         LayoutError: a module has an operation over all features.
@@ -48,13 +48,13 @@ def check_split(config: TransformersModel) -> None:
             if module.reads_all_features():
                 raise LayoutError(
                     f"the tensor axis cannot split {config.model_type}:"
-                    f" {type(module.module).__name__} computes something over all features between"
-                    " its split layers; set tensor=1"
+                    f" {type(module.module).__name__} has an operation over all features between"
+                    " split layers; set tensor=1"
                 )
 
 
 def _split_modules(model: nn.Module, plan: ModelPlan) -> Iterator["_SplitModule"]:
-    """Yield each module with column-parallel children and a row-parallel one."""
+    """Yield all modules with column-parallel children and one row-parallel child."""
     parameters = dict(model.named_parameters())
     for name, module in model.named_modules():
         styles = {
@@ -70,7 +70,7 @@ def _split_modules(model: nn.Module, plan: ModelPlan) -> Iterator["_SplitModule"
 
 
 class _SplitModule:
-    """A module whose column-parallel layers feed a row-parallel one.
+    """Module whose column-parallel layers feed a row-parallel layer.
 
     Args:
         module: the parent of these layers.
@@ -93,7 +93,7 @@ class _SplitModule:
         return self.module.register_forward_pre_hook(record, with_kwargs=True)
 
     def reads_all_features(self) -> bool:
-        """Whether the first half of the row-parallel input depends on the second half's weights."""
+        """Whether the first half of the row-parallel input depends on weights of the second."""
         if self.call is None:
             return False
         before = self._row_input()

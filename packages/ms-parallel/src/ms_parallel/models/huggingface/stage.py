@@ -1,4 +1,4 @@
-"""A transformers model, or one pipeline stage of it, with the interface of our own models.
+"""A transformers model or pipeline stage with the interface of `StagedModel`.
 
 Shapes: B rows, S positions, H hidden, V vocabulary.
 """
@@ -13,26 +13,26 @@ from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.models.huggingface.around import Around
 from ms_parallel.models.huggingface.cache import BlockCache
 from ms_parallel.models.huggingface.config import TransformersModel
-from ms_parallel.models.huggingface.cut import block_names, cut
-from ms_parallel.models.huggingface.fresh import Fresh
-from ms_parallel.models.huggingface.packing import Now, keep_apart
+from ms_parallel.models.huggingface.initialization import HFInit
+from ms_parallel.models.huggingface.module_wrapper import ModuleWrapper
+from ms_parallel.models.huggingface.packing import ForwardState, isolate_documents
 from ms_parallel.models.huggingface.plans import shapes_of
+from ms_parallel.models.huggingface.stage_extraction import block_names, extract_stage
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 
 
-class TransformersStage(Around):
-    """One stage, whose parameters have transformers' names.
+class TransformersStage(ModuleWrapper):
+    """One pipeline stage, whose parameters have transformers' names.
 
     Args:
-        model: whole model without storage; parts of other stages are replaced.
+        model: full model on the meta device; modules of other stages are replaced.
         config: model configuration.
-        plan: how the model is split.
-        layers: numbers of the blocks to keep.
-        ops: operators of recurrent layers; the model's attention already uses its own.
+        plan: parallel plan of the model.
+        layers: block indices of this stage.
+        ops: operators for recurrent layers; attention was chosen when the model was built.
     """
 
     config: Any
@@ -51,8 +51,9 @@ class TransformersStage(Around):
         # Renamed in transformers 5.24, which warns about the old name.
         forward_params = inspect.signature(model.base_model.forward).parameters
         attributes["cache_name"] = "cache" if "cache" in forward_params else "past_key_values"
-        attributes["drawn"] = Fresh(model, config, plan)
-        attributes["gate"], attributes["now"] = cut(model, plan, layers), Now()
+        attributes["initializer"] = HFInit(model, config, plan)
+        attributes["boundary"] = extract_stage(model, plan, layers)
+        attributes["state"] = ForwardState()
         keep_tables_float32(model)
         if self.last:
             head = attributes["head_name"] = _head_name(model)
@@ -60,40 +61,40 @@ class TransformersStage(Around):
             if config.tie_word_embeddings and self.first:
                 if type(model._modules[head]) is not nn.Linear:
                     raise ModelError(
-                        f"the tied head of {type(model).__name__} is more than a linear layer;"
+                        f"the tied head of {type(model).__name__} must be a plain linear layer;"
                         " train this model with transformers"
                     )
                 tied = _Tied(model.get_input_embeddings(), model._modules[head].bias)
                 attributes["tail"]._modules[head] = model._modules[head] = tied
         blocks = [model.get_submodule(name) for name in block_names(model, plan)]
         local_blocks = [block for block in blocks if any(True for _ in block.parameters())]
-        stateful = [keep_apart(block, attributes["now"], ops) for block in local_blocks]
+        stateful = [isolate_documents(block, attributes["state"], ops) for block in local_blocks]
         attributes["replays"] = any(stateful)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
-        """Allocate, and compute buffers that no folder has, such as rotary frequencies."""
+        """Allocate, and initialize buffers missing from checkpoints, such as rotary frequencies."""
         super().to_empty(device=device, recurse=recurse)
-        self.drawn.buffers(self)
+        self.initializer.buffers(self)
         return self
 
     def draw(self, name: str, seed: int) -> Tensor:
-        """Draw the unsharded initial value of a parameter by the model's own rule; see `Fresh`."""
-        shape = shapes_of(self.config)
-        if name not in shape and name not in self.drawn.owners:
-            buffer: Tensor = self.drawn.persistent_buffer(name, self.get_buffer(name))
+        """Return the unsharded initial value of a parameter or persistent buffer; see `HFInit`."""
+        shapes = shapes_of(self.config)
+        if name not in shapes and name not in self.initializer.owners:
+            buffer: Tensor = self.initializer.persistent_buffer(name, self.get_buffer(name))
             return buffer
-        value: Tensor = self.drawn.parameter(name, seed)
-        return value.view(shape.get(name, value.shape))
+        value: Tensor = self.initializer.parameter(name, seed)
+        return value.view(shapes.get(name, value.shape))
 
     @property
     def head_weight(self) -> Tensor:
-        """Head weight (V, H); the embedding's if tied and on the same stage.
+        """Weight of the output head (V, H); the embedding's if tied and on the same stage.
 
         Raises:
             ModelError: this stage is not the last.
         """
         if not self.last:
-            raise ModelError("only the last stage has a head; ask that one")
+            raise ModelError("only the last pipeline stage has an output head")
         head: Any = self._modules[self.head_name]
         weight: Tensor = head.weight
         return weight
@@ -113,9 +114,9 @@ class TransformersStage(Around):
             x: (B, S) int64 on the first stage, (B, S, H) on others.
             positions: (B or 1, S) int64.
             documents: (B, S) int32.
-            cache: keys and values of earlier tokens; if blocks have another state, the stage's
-                inputs for earlier tokens, which are run again.
-            logits: whether the last stage applies the head or returns final hidden states.
+            cache: keys and values of earlier tokens. If blocks have recurrent state, it stores the
+                stage's earlier inputs instead, and these run again.
+            logits: whether the last stage applies the head; False returns final hidden states.
 
         Returns:
             (B, S, V) on the last stage, (B, S, H) on others.
@@ -127,13 +128,13 @@ class TransformersStage(Around):
         if cache is not None:
             documents = cache.all_documents(documents, rows, count)
         positions = positions.expand(rows, count)
-        if cache is not None and self.replays:
+        if cache is not None and self.replays:  # prepend the earlier inputs: (B, cached + S, ...)
             x, positions = (
                 sequence[:, :, 0]
                 for sequence in cache.append(0, x[:, :, None], positions[:, :, None])
             )
         hidden = self._run(x, positions, documents, None if self.replays else cache)
-        hidden = hidden if hidden.shape[1] == count else hidden[:, -count:]
+        hidden = hidden if hidden.shape[1] == count else hidden[:, -count:]  # new positions only
         if cache is not None:
             cache.advance(count, documents)
         return self.head(hidden) if self.last and logits else hidden
@@ -145,11 +146,12 @@ class TransformersStage(Around):
         documents: Tensor | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
+        # Later stages pass dummy tokens for their shape; the boundary feeds in the hidden states.
         tokens = x if self.first else x.new_zeros(x.shape[:2], dtype=torch.int64)
-        now: Now = self.now
-        now.running, now.documents = True, documents
+        state: ForwardState = self.state
+        state.running, state.documents = True, documents
         try:
-            output = self.gate.run(
+            output = self.boundary.run(
                 lambda: self.base(
                     input_ids=tokens,
                     position_ids=positions,
@@ -159,22 +161,22 @@ class TransformersStage(Around):
                 None if self.first else x,
             )
         finally:
-            now.running, now.documents = False, None
+            state.running, state.documents = False, None
         hidden: Tensor = output if isinstance(output, Tensor) else output.last_hidden_state
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Compute logits (B, S, V) from final hidden states (B, S, H) by the model's forward."""
+        """Compute logits (B, S, V) from final hidden states (B, S, H) with the model's forward."""
         logits: Tensor = self.tail(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
 
 class _Tied(nn.Module):
-    """Output head that uses the embedding's weight.
+    """Output head with the embedding's weight.
 
     Args:
         embedding: owner of the weight (V, H).
-        bias: the head's bias (V,), which is not tied; None for no bias.
+        bias: untied bias (V,); None for no bias.
     """
 
     def __init__(self, embedding: Any, bias: nn.Parameter | None) -> None:
@@ -193,8 +195,8 @@ class _Tied(nn.Module):
         return F.linear(hidden, self.weight, self.bias)
 
 
-class _Outcome:
-    """Output of a base model: its last hidden states; every other attribute is None."""
+class _BaseOutput:
+    """Output of a base model with `last_hidden_state` only; other attributes are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -202,14 +204,14 @@ class _Outcome:
     def __getattr__(self, name: str) -> None:
         return None
 
-    def __getitem__(self, place: int) -> Tensor:
-        return (self.last_hidden_state,)[place]
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
 
 
 def _tail(model: Any) -> Any:
-    """Copy the model with a base that returns its input, so that the forward computes logits."""
+    """Copy the model with an identity base, so its forward maps hidden states to logits."""
     tail, base = copy.copy(model), copy.copy(model.base_model)
-    base.__dict__["forward"] = lambda *_, inputs_embeds, **__: _Outcome(inputs_embeds)
+    base.__dict__["forward"] = lambda *_, inputs_embeds, **__: _BaseOutput(inputs_embeds)
     tail.__dict__["_modules"] = {**model._modules, model.base_model_prefix: base}
     return tail
 
@@ -226,9 +228,9 @@ def _head_name(model: Any) -> str:
 
 
 def _is_plain(model: Any, head_name: str) -> bool:
-    """Return whether logits are only the head's product, tested with a head of a few tokens."""
+    """Whether logits are just head(hidden), without scaling or caps; tested with a tiny head."""
     tail, original_head = _tail(model), model._modules[head_name]
-    if type(original_head) is not nn.Linear:  # a subclass may do more than the product
+    if type(original_head) is not nn.Linear:  # a subclass may compute something else
         return False
     # Callers build models under an ambient meta device, where values cannot be compared.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -238,20 +240,19 @@ def _is_plain(model: Any, head_name: str) -> bool:
         try:
             logits = tail(inputs_embeds=hidden, use_cache=False).logits
         except Exception as error:  # a forward may use other outputs of its base
-            kind = type(model).__name__
             raise ModelError(
-                f"the output head of {kind} cannot run apart from the rest of its forward; train"
-                " this model with transformers"
+                f"the output head of {type(model).__name__} cannot run without the rest of its"
+                " forward; train this model with transformers"
             ) from error
         return torch.equal(logits, F.linear(hidden, head.weight))
 
 
 def keep_tables_float32(model: nn.Module) -> None:
-    """Make rotary embeddings return float32 for narrower hidden states, in place.
+    """Make rotary embeddings return float32 tables for bfloat16 or float16 inputs, in place.
 
-    They compute cosines and sines in float32 and round them to the dtype of the hidden states, of
-    which they use nothing else. They therefore receive float32 tensors of the same shape, without
-    storage.
+    transformers computes cosines and sines in float32, then rounds them to the dtype of the hidden
+    states, the only thing it reads of them. A hook passes zero-stride float32 tensors of the same
+    shape instead.
     """
     for module in model.modules():
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):

@@ -1,8 +1,8 @@
-"""Tests a transformers model at a small size before the real one is built.
+"""Trial of a transformers model at a small size before the real one is built.
 
-Our attention and stages replace parts of a model that transformers may change in any version. A
-small model with the same settings except sizes is therefore built, and its logits are compared
-with those of transformers alone.
+Our attention and stages replace internals that transformers may change in any version. A model
+with the same settings but small sizes is therefore built, and its logits are compared with those
+of unmodified transformers.
 """
 
 from collections.abc import Sequence
@@ -16,26 +16,25 @@ from torch import Tensor
 from ms_parallel import operators
 from ms_parallel.errors import ModelError
 from ms_parallel.models.huggingface.config import TransformersModel, transformers
-from ms_parallel.models.huggingface.plans import built, plan_of
+from ms_parallel.models.huggingface.plans import build_on_meta, plan_of
 from ms_parallel.models.huggingface.small import small_model
 from ms_parallel.models.huggingface.stage import TransformersStage
 from ms_parallel.models.staged import named_weights
 
 LENGTH, TOLERANCE = 24, 1e-3
-"""Row length, and the allowed difference: far above rounding errors, far below real ones."""
+"""Row length, and relative tolerance: far above rounding errors, far below real defects."""
 DTYPES = (torch.float32, torch.float64)
 
 
 @lru_cache(maxsize=64)
-def check_trial(config: TransformersModel, *, staged: bool = False) -> None:
-    """Check that a small model of this type has the logits that transformers computes.
+def check_logits(config: TransformersModel, *, staged: bool = False) -> None:
+    """Check that a small model of this type computes the same logits as transformers.
+
+    Passes without a comparison if transformers cannot run a small model with these settings.
 
     Args:
         config: configuration of the real model.
-        staged: split the small model into the most pipeline stages that its plan allows.
-
-    Passes if transformers itself cannot run a small model with these settings, because there is no
-    reference then.
+        staged: split the small model into the maximum number of pipeline stages.
 
     Raises:
         ModelError: the logits differ, or our attention cannot run the model.
@@ -49,13 +48,13 @@ def check_trial(config: TransformersModel, *, staged: bool = False) -> None:
         small, model, tokens, expected = trial
         cuts = plan_of(small).cuts if staged else (0,)
         layers = [range(*ends) for ends in pairwise((*cuts, small.num_hidden_layers))]
-        logits = _ours(small, model, tokens, layers)
+        logits = _stage_logits(small, model, tokens, layers)
     difference = float((logits - expected).abs().max()) / max(1.0, float(expected.abs().max()))
     if not difference <= TOLERANCE:
         remedy = "set pipeline=1" if staged else "train this model with transformers"
         raise ModelError(
             f"logits of {config.model_type}{' in pipeline stages' if staged else ''} differ from"
-            f" those of transformers by {difference:.1e} in a trial at a small size; {remedy}"
+            f" transformers' by {difference:.1e} in a trial at a small size; {remedy}"
         )
 
 
@@ -72,8 +71,8 @@ def check_runs(small: TransformersModel) -> None:
         except Exception as error:  # transformers rejects settings in many ways
             reason = " ".join(str(error).split())[:160]
             raise ModelError(
-                f"transformers cannot run a small {small.model_type} ({reason}); give a folder"
-                " whose config.json has the missing settings"
+                f"transformers cannot run a small {small.model_type} ({reason}); use a folder whose"
+                " config.json has the missing settings"
             ) from error
 
 
@@ -84,7 +83,7 @@ def run_small_model(
 
     Returns:
         The small configuration, its model, tokens (1, LENGTH) and logits (1, LENGTH, V); None if
-        transformers cannot run these settings, so that there is no reference.
+        transformers cannot run these settings.
     """
     torch.manual_seed(0)
     try:
@@ -109,29 +108,32 @@ def reference_model(small: TransformersModel) -> Any:
     return model
 
 
-def _ours(small: TransformersModel, model: Any, tokens: Tensor, layers: Sequence[range]) -> Tensor:
-    """Compute logits by our stages with the weights of transformers' model."""
+def _stage_logits(
+    small: TransformersModel, model: Any, tokens: Tensor, layers: Sequence[range]
+) -> Tensor:
+    """Compute logits (1, LENGTH, V) with our stages and the weights of transformers' model."""
     weights = model.state_dict(keep_vars=True)
     hidden = tokens
-    for part in layers:
-        stage = TransformersStage(built(small), small, plan_of(small), part, operators)
+    for stage_layers in layers:
+        skeleton = build_on_meta(small)
+        stage = TransformersStage(skeleton, small, plan_of(small), stage_layers, operators)
         stage.to_empty(device="cpu")
         for name, value in named_weights(stage):
-            # transformers stacks gate and up of the experts; ours have a dim for the two.
+            # Experts: transformers has (E, 2·I, H), `PairedExperts` has (E, 2, I, H).
             value.copy_(weights[name].view(value.shape))
         try:
-            # With gradients: a stage uses requires_grad to detect inputs computed by earlier ones.
+            # Gradients stay on: the exit of a stage checks requires_grad of its other inputs.
             with torch.enable_grad():
                 hidden = stage.eval()(hidden).detach()
         except ModelError:
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:160]
-            what, remedy = "the attention here", "train this model with transformers"
+            part, remedy = "our attention", "train this model with transformers"
             if len(layers) > 1:
-                what, remedy = "pipeline stages", "set pipeline=1"
+                part, remedy = "pipeline stages", "set pipeline=1"
             raise ModelError(
-                f"{small.model_type} does not run with {what}"
+                f"{small.model_type} does not run with {part}"
                 f" ({type(error).__name__}: {reason}); {remedy}"
             ) from error
     return hidden

@@ -1,4 +1,4 @@
-"""Maps tensors of a folder to parameters of a transformers model, by transformers' own rules."""
+"""Mapping of checkpoint tensors to parameters of a transformers model, by transformers' rules."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 from ms_parallel.errors import ModelError
 from ms_parallel.models.huggingface.config import TransformersModel
 from ms_parallel.models.huggingface.experts import PairedExperts
-from ms_parallel.models.huggingface.plans import described, shapes_of
+from ms_parallel.models.huggingface.plans import meta_model, shapes_of
 from ms_parallel.models.staged import named_weights
 from ms_parallel.models.weight_names import Rule, Rules, WeightSlice, renamed
 
@@ -17,8 +17,8 @@ MERGED, JOINED = "MergeModulelist", "Concatenate"
 
 @lru_cache(maxsize=16)
 def rules_of(config: TransformersModel) -> Rules:
-    """Build a rule for each name pattern of parameters and persistent buffers."""
-    names = _Names(described(config))
+    """Rules by name pattern for all parameters and persistent buffers."""
+    names = _Names(meta_model(config))
     weights = shapes_of(config, named_weights)
     patterns = {re.sub(r"\.\d+(?=\.|$)", ".*", name): None for name in weights}
     return {pattern: _rule(pattern, names) for pattern in patterns}
@@ -39,7 +39,7 @@ def _rule(pattern: str, names: "_Names") -> Rule:
         sources, operations = conversion
         if operations not in ([MERGED], [MERGED, JOINED]) or len(shape) < 3:
             raise ModelError(
-                f"transformers makes {name!r} from {sources[0]!r} in a folder by"
+                f"transformers converts {sources[0]!r} in a checkpoint to {name!r} by"
                 f" {' and '.join(operations)}, which is not supported; train this model with"
                 " transformers"
             )
@@ -49,7 +49,7 @@ def _rule(pattern: str, names: "_Names") -> Rule:
 
 
 def _halves(tensor: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
-    """Yield the matrices of a parameter (E, n, R, C), as slices of one tensor (E, n·R, C)."""
+    """Yield slices for a parameter (E, n, R, C) stored as one tensor (E, n·R, C)."""
     experts, parts, rows, columns = shape
     every, across = slice(0, experts), slice(0, columns)
     for index in range(parts):
@@ -65,7 +65,7 @@ def _halves(tensor: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
 def _stacked(
     sources: list[str], on_disk: Callable[[str], str], shape: tuple[int, ...]
 ) -> Iterator[WeightSlice]:
-    """Yield a slice per expert and source of a parameter (E, n·R, C) or (E, n, R, C)."""
+    """Yield slices for a parameter (E, n·R, C) or (E, n, R, C) stored as E · n tensors (R, C)."""
     parts, (rows, columns) = len(sources), shape[-2:]
     packed = len(shape) == 4
     height = rows if packed else rows // parts
@@ -88,7 +88,7 @@ def _stacked(
 
 
 class _Names:
-    """Names of a model's parameters on disk, as transformers writes them.
+    """Checkpoint names of a model's parameters, as transformers writes them.
 
     Args:
         model: transformers model.
@@ -109,13 +109,13 @@ class _Names:
         renamings = [
             entry
             for entry in mapping
-            # PrefixChange: an optional prefix, which transformers writes only if it was read.
+            # PrefixChange is an optional prefix, written only if the source checkpoint had it.
             if not hasattr(entry, "operations") and type(entry).__name__ != "PrefixChange"
         ]
         self.renamings = [entry.reverse_transform() for entry in reversed(renamings)]
 
     def sources(self, name: str) -> tuple[list[str], list[str]] | None:
-        """Return the tensors of a parameter, with `*` for an expert, and the operations on them."""
+        """Return a parameter's checkpoint tensors (`*` for the expert) and conversion steps."""
         for converter, reverse in self.converters:
             first, matched = reverse.rename_source_key(name)
             if matched is not None:
@@ -125,7 +125,7 @@ class _Names:
         return None
 
     def on_disk(self, name: str) -> str:
-        """Translate a tensor's name in transformers to its name in the folder."""
+        """Translate a parameter name of transformers to its checkpoint name."""
         for renaming in self.renamings:
             name, _ = renaming.rename_source_key(name)
         return name

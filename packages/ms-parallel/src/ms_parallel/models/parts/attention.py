@@ -29,7 +29,7 @@ class RotaryContext(Context):
     tables: tuple[tuple[Tensor, Tensor], ...]
     """Cosines and sines, (B or 1, S, width/2) float32, for each of the config's `ropes`."""
     lengths: tuple[int, ...] | None
-    """Document lengths of all rows, to compute attention per document on a CPU."""
+    """Document lengths of all rows, to compute attention per document on a CPU; None to mask."""
     block_masks: "Mapping[int | None, BlockMask] | None" = None
     """FlexAttention mask per window, for compiled blocks on a GPU."""
 
@@ -134,7 +134,7 @@ def attend(
         context: Context of the forward pass. Under context parallelism, `q`, `k` and `v` hold this
             process's positions.
         softcap: Soft cap on the scores; None for no cap.
-        settings: Further arguments of the operator.
+        settings: Other keyword arguments of the operator.
     """
     operator: Callable[..., Tensor] = ops.attention
     if softcap is not None:  # not supported by fused kernels
@@ -145,6 +145,6 @@ def attend(
         if context.block_masks is not None and settings.get("sinks") is None:
             mask = context.block_masks[settings["window"]]
             return attend_in_blocks(q, k, v, mask, scale=settings["scale"], softcap=softcap)
-    elif context.lengths is not None:  # compiled code would be specialized to each batch's lengths
+    elif context.lengths is not None:  # not when compiling: code would specialize on the lengths
         return attend_in_spans(operator, q, k, v, context.lengths, **settings)
     return operator(q, k, v, documents=context.documents, **settings)

@@ -43,7 +43,7 @@ class Block(nn.Module):
         mlp: Module for `mlp`, called with (hidden, context=); Llama's by default.
         norm: Builds a norm from (width, eps, ops).
         norms: Names of the norms.
-        residual: Scale of both residual branches.
+        residual: Scale of the outputs of attention and mlp before they are added.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ The layer of depth k combines the previous hidden state at position i with the e
 i+k and runs a regular block; the model's head turns its output into logits for token i+k+1.
 
 Differences from the paper:
-1. The first MTP layer gets hidden states after the model's final norm, and each later layer those
-   after the norm of the previous one. The paper leaves this open; the released weights need it.
+1. The first MTP layer's input is taken after the model's final norm, that of later layers after the
+   previous MTP layer's norm. The paper leaves this open; the released weights require it.
 2. The loss of a depth is averaged over its number of targets, not over the sequence length.
 """
 
@@ -40,7 +40,7 @@ class MTPLayer(Block):
         config: Model configuration.
         layer: Layer index; MTP layers count on from the model's layers.
         ops: Operators.
-        parts: Further arguments of `Block`.
+        parts: Other keyword arguments of `Block`.
     """
 
     def __init__(self, config: DecoderConfig, layer: int, ops: Ops, **parts: Any) -> None:

@@ -36,8 +36,8 @@ class UnitOffsetNorm(RMSNorm):
         return self.ops.rms_norm(widen(x), 1.0 + widen(self.weight), self.eps).to(x.dtype)
 
 
-class Across(Protocol):
-    """Split of a width over processes."""
+class WidthSplit(Protocol):
+    """Split of a norm's width over processes."""
 
     def total(self, sums: Tensor) -> Tensor:
         """Sum over processes."""
@@ -46,19 +46,19 @@ class Across(Protocol):
         """Return this process's part of a weight."""
 
 
-class WholeWidthNorm(RMSNorm):
-    """Norm over a width that may be split over processes, in which case `across` is set."""
+class FullWidthNorm(RMSNorm):
+    """Norm over the full width; under tensor parallelism `across` is set and sums over ranks."""
 
     def __init__(self, width: int, eps: float, ops: Ops) -> None:
         super().__init__(width, eps, ops)
         self.width = width
-        self.across: Across | None = None
+        self.across: WidthSplit | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (..., width or this process's part of it)."""
+        """Normalize x (..., width), or this process's shard of its last dim."""
         if self.across is None:
             return super().forward(x)
         wide = widen(x)
-        mean = self.across.total(wide.square().sum(-1, keepdim=True)) / self.width
+        mean = self.across.total(wide.square().sum(-1, keepdim=True)) / self.width  # (..., 1)
         normed = wide * (mean + self.eps).rsqrt() * self.across.local(self.weight)
         return normed.to(x.dtype)

@@ -1,10 +1,9 @@
 """Segment attention with relative positions (Dai et al., 2019, arXiv:1901.02860).
 
-Segment t of a layer attends to itself and to earlier inputs of the layer, without gradient through
-the latter.
+A segment attends to itself and to earlier inputs of the layer, which get no gradient from it.
 
 Shapes: B rows, S positions, N queries of a segment, M visible keys, H hidden, D head width.
-Distances count positions within the row; inside a document they equal those of `positions`.
+Distances count positions in the row; within a document they equal differences of `positions`.
 """
 
 import math
@@ -25,8 +24,8 @@ class Segment:
     """First visible position."""
     start: int
     end: int
-    seen: Tensor
-    """(B or 1, 1, N, M) bool mask of visible positions in [memory, end)."""
+    mask: Tensor
+    """(B or 1, 1, N, M) bool: visible positions in [memory, end)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +80,7 @@ class RelativeAttention(nn.Module):
         if context.cache is not None:
             past_k, past_v = context.cache.append(self.layer, k, v)
         elif torch.is_grad_enabled() and len(context.segments) > 1:
+            # Memory has no gradient, so its keys and values come from detached inputs.
             past = hidden.detach()
             past_k, past_v = self._heads(self.k_proj(past)), self._heads(self.v_proj(past))
         else:
@@ -90,18 +90,18 @@ class RelativeAttention(nn.Module):
             part = slice(s.start - cached, s.end - cached)
             keys = torch.cat((past_k[:, s.memory : s.start], k[:, part]), 1)
             values = torch.cat((past_v[:, s.memory : s.start], v[:, part]), 1)
-            outputs.append(self._attend(q[:, part], keys, values, r, s.seen))
+            outputs.append(self._attend(q[:, part], keys, values, r, s.mask))
         return self.o_proj(torch.cat(outputs, 1).flatten(-2))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, seen: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, mask: Tensor) -> Tensor:
         """Compute attention of q (B, N, heads, D) over k and v (B, M, heads, D)."""
         content = torch.einsum("bnhd,bmhd->bhnm", self.content_bias(q), k)
         distance = torch.einsum("bnhd,mhd->bhnm", self.position_bias(q), r[-k.shape[1] :])
         scores = widen(content + _by_key(distance)) / math.sqrt(self.head_dim)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)
         return torch.einsum("bhnm,bmhd->bnhd", weights, v)
 
 
@@ -128,14 +128,14 @@ def segments_of(
     documents: Tensor | None,
     device: torch.device,
 ) -> list[Segment]:
-    """Cut positions [start, end) into segments aligned to multiples of their length.
+    """Split positions [start, end) into segments aligned to multiples of their length.
 
     Args:
         start: first new position, after the cached ones.
         end: end of the new positions.
         length: segment length.
-        memory_length: visible positions before a segment.
-        documents: (B, end), attention never crosses them; None for one document per row.
+        memory_length: number of visible positions before a segment.
+        documents: (B, end); attention never crosses documents. None: one document per row.
         device: device of the masks.
     """
     segments = []
@@ -143,11 +143,11 @@ def segments_of(
         aligned = start // length * length
         stop, memory = min(aligned + length, end), max(0, aligned - memory_length)
         key = torch.arange(memory, stop, device=device)
-        seen = (key <= key[start - memory :, None])[None, None]
+        mask = (key <= key[start - memory :, None])[None, None]  # causal, (1, 1, N, M)
         if documents is not None:
-            visible = documents[:, None, memory:stop]
-            seen = seen & (visible[..., start - memory :, None] == visible[..., None, :])
-        segments.append(Segment(memory=memory, start=start, end=stop, seen=seen))
+            visible = documents[:, None, memory:stop]  # (B, 1, M)
+            mask = mask & (visible[..., start - memory :, None] == visible[..., None, :])
+        segments.append(Segment(memory=memory, start=start, end=stop, mask=mask))
         start = stop
     return segments
 

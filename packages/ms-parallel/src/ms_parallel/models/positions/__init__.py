@@ -1,1 +1,1 @@
-"""Rotary positions and sliding windows: tables, scaling, and their settings in config.json."""
+"""Rotary position embeddings and sliding windows: tables, scaling, config.json settings."""

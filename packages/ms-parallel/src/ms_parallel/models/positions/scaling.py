@@ -1,4 +1,4 @@
-"""Rotary settings as values: base, width, and frequency scaling for longer contexts."""
+"""Rotary settings: base, width, and frequency scaling for longer contexts."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -11,7 +11,7 @@ from ms_parallel.settings import flag, nearest, number
 
 Kind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
-NEEDED: Mapping[str, tuple[str, ...]] = {
+REQUIRED: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": (
@@ -69,7 +69,7 @@ class RopeScaling:
     beta_fast: float | None = field(default=None, validator=_number)
     """yarn: dims with more rotations than this in the original context are not scaled; None: 32."""
     beta_slow: float | None = field(default=None, validator=_number)
-    """yarn: dims with fewer rotations than this are fully scaled; None for 1."""
+    """yarn: dims with fewer rotations than this are fully scaled; None: 1."""
     mscale: float | None = field(default=None, validator=_number)
     """yarn: numerator of the attention factor, with `mscale_all_dim` as the denominator."""
     mscale_all_dim: float | None = field(default=None, validator=_number)
@@ -89,9 +89,9 @@ class RopeScaling:
         if self.kind not in get_args(Kind):
             shown = repr(self.kind)[:60]
             raise ConfigError(f"unknown rope scaling {shown}; known: {', '.join(get_args(Kind))}")
-        for name in NEEDED[self.kind]:
+        for name in REQUIRED[self.kind]:
             if getattr(self, name) is None and (self.kind, name) != ("yarn", "factor"):
-                raise ConfigError(f"rope_scaling lacks {name!r}, which {self.kind!r} needs")
+                raise ConfigError(f"rope_scaling of kind {self.kind!r} needs {name!r}")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"rope scaling high_freq_factor={self.high_freq_factor} must be above"
@@ -118,7 +118,7 @@ class Rope:
     def __attrs_post_init__(self) -> None:
         if self.width % 2 or self.width < 2:
             raise ConfigError(
-                f"{self.width} dims of a head turn; positions need an even number, 2 or more"
+                f"the number of rotated dims per head must be even and at least 2, got {self.width}"
             )
         scaling = self.scaling
         if scaling is None:
@@ -127,17 +127,17 @@ class Rope:
             factors = getattr(scaling, name)
             if factors is not None and len(factors) != self.width // 2:
                 raise ConfigError(
-                    f"rope scaling {name} has {len(factors)} numbers, but {self.width // 2}"
-                    " frequencies; give one for each"
+                    f"rope scaling {name} must have one number for each of {self.width // 2}"
+                    f" frequencies, got {len(factors)}"
                 )
         if scaling.kind == "dynamic" and self.width < 4:
-            raise ConfigError("rope scaling 'dynamic' needs heads of 4 dims or more")
+            raise ConfigError("rope scaling 'dynamic' needs a head_dim of at least 4")
         if scaling.kind == "yarn" and self.theta <= 1:
-            raise ConfigError(f"rope scaling 'yarn' needs a rope_theta above 1, not {self.theta}")
+            raise ConfigError(f"rope scaling 'yarn' needs rope_theta above 1, got {self.theta}")
 
     @property
     def length_limit(self) -> int | None:
-        """Length beyond which frequencies depend on the text length; None if they never do."""
+        """Sequence length beyond which frequencies change; None if they are fixed."""
         match self.scaling:
             case RopeScaling(kind="dynamic"):
                 return self.max_position_embeddings
@@ -155,5 +155,5 @@ def as_rope_scaling(value: Any) -> Any:
         if key not in known:
             raise ConfigError(f"unknown rope_scaling setting {key!r}; {nearest(key, known)}")
     if "kind" not in value:
-        raise ConfigError("rope_scaling lacks 'kind'; give kind and factor")
+        raise ConfigError("rope_scaling needs 'kind', for example {'kind': 'linear', 'factor': 2}")
     return RopeScaling(**value)

@@ -1,7 +1,7 @@
 """Cosines and sines of rotary positions, bit-identical to transformers in float32.
 
-If frequencies depend on the text length (dynamic, longrope), each document uses its own length, so
-packing does not change the angles.
+If frequencies depend on the sequence length (dynamic, longrope), each document uses its own length,
+so packing does not change the angles.
 Shapes: B rows, S positions, F frequencies.
 """
 
@@ -27,7 +27,7 @@ def rotary_tables(
     """
     inv_freq = frequencies(rope, device=positions.device)
     if rope.length_limit is not None and ends is not None:
-        long_inv_freq = _of_long_texts(rope, ends[..., None])
+        long_inv_freq = _long_frequencies(rope, ends[..., None])  # (F,) or (B or 1, S, F)
         inv_freq = torch.where(ends[..., None] > rope.length_limit, long_inv_freq, inv_freq)
     angles = positions[..., None].float() * inv_freq
     factor = attention_factor(rope)
@@ -69,7 +69,7 @@ def attention_factor(rope: Rope) -> float:
 
 
 def document_ends(positions: Tensor, documents: Tensor | None) -> Tensor:
-    """Compute the length so far of each position's document, (B or 1, S) int64.
+    """Compute the length of each position's document up to now, (B or 1, S) int64.
 
     Args:
         positions: (B or 1, S) int64 of the new tokens.
@@ -77,41 +77,42 @@ def document_ends(positions: Tensor, documents: Tensor | None) -> Tensor:
     """
     if documents is None:
         return (positions.amax(-1, keepdim=True) + 1).expand_as(positions)
-    new = documents[:, documents.shape[1] - positions.shape[1] :]
+    new = documents[:, documents.shape[1] - positions.shape[1] :]  # (B, S)
     positions = positions.expand(new.shape)
     starts = torch.ones_like(new, dtype=torch.bool)
     starts[:, 1:] = new[:, 1:] != new[:, :-1]
-    number = starts.cumsum(-1) - 1
-    ends = torch.zeros_like(positions).scatter_reduce(-1, number, positions + 1, "amax")
-    return ends.gather(-1, number)
+    segment = starts.cumsum(-1) - 1  # index of the document within the row
+    ends = torch.zeros_like(positions).scatter_reduce(-1, segment, positions + 1, "amax")
+    return ends.gather(-1, segment)
 
 
-def check_growth(rope: Rope, positions: Tensor, ends: Tensor, held: int) -> None:
-    """Check that a cached text does not grow past the limit, where its frequencies would change.
+def check_growth(rope: Rope, positions: Tensor, ends: Tensor, cached: int) -> None:
+    """Check that no cached sequence grows past the length limit, where frequencies change.
 
-    Reads tensor values only if the number of positions could have crossed the limit.
+    Synchronizes with the device only if the number of positions could have crossed the limit.
 
     Raises:
-        ModelError: a text crosses the limit.
+        ModelError: a sequence crosses the limit.
     """
     limit = rope.length_limit
-    if limit is None or held == 0 or held + positions.shape[1] <= limit:
+    if limit is None or cached == 0 or cached + positions.shape[1] <= limit:
         return
     assert rope.scaling is not None
     start = positions[..., 0]
     crossing = (start > 0) & (ends[..., 0] > limit)
-    if rope.scaling.kind == "longrope":  # same frequencies for all longer texts
+    if rope.scaling.kind == "longrope":  # one set of frequencies for all lengths past the limit
         crossing &= start <= limit
     if bool(crossing.any()):
         raise ModelError(
-            f"rope scaling {rope.scaling.kind!r} turns all positions anew when a text grows beyond"
-            f" {limit}, so that a cache cannot continue it; generate at most {limit} positions"
+            f"rope scaling {rope.scaling.kind!r} changes the rotation of all cached positions when"
+            f" a sequence exceeds {limit}; generate at most {limit} positions"
         )
 
 
 def _powers(rope: Rope, theta: float | Tensor, device: torch.device | None) -> Tensor:
-    half = torch.arange(0, rope.width, 2, dtype=torch.float32, device=device)
-    return theta ** (half / rope.width)
+    """Powers theta^(2i/width) for i in [0, F)."""
+    even_dims = torch.arange(0, rope.width, 2, dtype=torch.float32, device=device)
+    return theta ** (even_dims / rope.width)
 
 
 def _factor(rope: Rope, scaling: RopeScaling) -> float:
@@ -124,14 +125,15 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _of_long_texts(rope: Rope, lengths: Tensor) -> Tensor:
-    """Compute inverse frequencies of texts beyond the limit: (F,) or (B or 1, S, F)."""
+def _long_frequencies(rope: Rope, lengths: Tensor) -> Tensor:
+    """Compute inverse frequencies of sequences past the limit: (F,) or (B or 1, S, F)."""
     scaling, limit = rope.scaling, rope.length_limit
     assert scaling is not None
     assert limit is not None
     if scaling.kind == "longrope":
         powers = _powers(rope, rope.theta, lengths.device)
         return 1.0 / (torch.tensor(scaling.long_factor, device=lengths.device) * powers)
+    # Dynamic NTK: the base grows with the sequence length.
     factor = _factor(rope, scaling)
     stretch = factor * lengths.clamp(min=limit) / limit - (factor - 1)
     theta = rope.theta * stretch ** (rope.width / (rope.width - 2))
@@ -139,14 +141,14 @@ def _of_long_texts(rope: Rope, lengths: Tensor) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling, factor: float) -> Tensor:
-    """Scale long wavelengths, keep short ones, and interpolate between (Llama 3.1's model card)."""
+    """Scale long wavelengths, keep short ones, interpolate in between (Llama 3.1 model card)."""
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    waves = 2 * math.pi / plain
-    long, short = waves > original / low, waves < original / high
-    keep = (original / waves - low) / (high - low)
-    between = (1 - keep) * plain / factor + keep * plain
-    return torch.where(long, plain / factor, torch.where(short, plain, between))
+    wavelengths = 2 * math.pi / plain
+    long, short = wavelengths > original / low, wavelengths < original / high
+    ramp = (original / wavelengths - low) / (high - low)  # 0: fully scaled, 1: unscaled
+    interpolated = (1 - ramp) * plain / factor + ramp * plain
+    return torch.where(long, plain / factor, torch.where(short, plain, interpolated))
 
 
 def _yarn(rope: Rope, scaling: RopeScaling, powers: Tensor) -> Tensor:
@@ -154,9 +156,10 @@ def _yarn(rope: Rope, scaling: RopeScaling, powers: Tensor) -> Tensor:
     stretched = 1.0 / (_factor(rope, scaling) * powers)
     original = scaling.original_max_position_embeddings
 
-    def dim(turns: float) -> float:
-        inside = math.log(original / (turns * 2 * math.pi))
-        return rope.width * inside / (2 * math.log(rope.theta))
+    def dim(rotations: float) -> float:
+        """Dim that makes this number of rotations over the original context."""
+        log_ratio = math.log(original / (rotations * 2 * math.pi))
+        return rope.width * log_ratio / (2 * math.log(rope.theta))
 
     low, high = dim(scaling.beta_fast or 32), dim(scaling.beta_slow or 1)
     if scaling.truncate:
@@ -164,5 +167,5 @@ def _yarn(rope: Rope, scaling: RopeScaling, powers: Tensor) -> Tensor:
     low, high = max(low, 0), min(high, rope.width - 1)
     high = high + 0.001 if low == high else high  # avoid a ramp of width 0
     dims = torch.arange(rope.width // 2, dtype=torch.float32, device=powers.device)
-    keep = 1 - ((dims - low) / (high - low)).clamp(0, 1)
-    return stretched * (1 - keep) + 1.0 / powers * keep
+    ramp = 1 - ((dims - low) / (high - low)).clamp(0, 1)  # 0: fully scaled, 1: unscaled
+    return stretched * (1 - ramp) + 1.0 / powers * ramp

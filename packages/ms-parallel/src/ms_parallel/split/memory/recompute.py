@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.experts.kept import keeping
+from ms_parallel.models.experts.replay import record_and_replay
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.memory.block_costs import BlockCosts, measure_block, storages
 from ms_parallel.split.memory.recompute_choice import Recompute, budget_bytes, check_recompute
@@ -80,7 +80,7 @@ class RecomputedBlock:
 
     def _contexts(self) -> Contexts:
         self._decisions = deque()
-        forward, recomputation = keeping(self._decisions)
+        forward, recomputation = record_and_replay(self._decisions)
         if self.kind != "selective":
             return forward, recomputation
         results = KeptResults()
@@ -100,7 +100,7 @@ class RecomputedBlock:
         try:
             self.shared_bytes = sum(storages([kwargs]).values())
             self.cast_bytes = sum(storages([kwargs], floating=True).values())
-            with keeping(self._decisions)[1]:
+            with record_and_replay(self._decisions)[1]:
                 self.costs = measure_block(block, self.attention, args, kwargs)
         finally:
             self.become(kind)

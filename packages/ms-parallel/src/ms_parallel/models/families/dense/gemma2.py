@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma team, 2024, arXiv:2408.00118): four norms a layer, soft caps, windows by turns."""
+"""Gemma 2 (Gemma Team, 2024, arXiv:2408.00118): post-norms, soft caps, alternating windows."""
 
 import math
 
@@ -8,13 +8,13 @@ from torch import nn
 from ms_parallel.models.config import size
 from ms_parallel.models.decoder import plan_with
 from ms_parallel.models.decoder_config import DecoderConfig
-from ms_parallel.models.dense import DenseFamily
+from ms_parallel.models.decoder_family import DecoderFamily
 from ms_parallel.models.parts.attention import Attention
 from ms_parallel.models.parts.block import Block, Norms
 from ms_parallel.models.parts.feed_forward import FeedForward
 from ms_parallel.models.parts.norm import UnitOffsetNorm
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.positions.windows import ByPattern
+from ms_parallel.models.positions.window_format import PatternLayers
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
 
@@ -29,51 +29,51 @@ _softcap = number(least=1e-30, optional=True)
 
 @frozen(kw_only=True)
 class GemmaConfig(DecoderConfig):
-    """What Gemma 2 and 3 have in common.
+    """Settings common to Gemma 2 and 3.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     sliding_window: int = field(default=4096, validator=size)
-    """A position of a sliding layer sees its last so many, itself included."""
+    """Attention window of sliding layers in positions, including the query's."""
     query_pre_attn_scalar: int = field(default=256, validator=size)
-    """Scores are divided by its root."""
+    """Attention scores are divided by the square root of this."""
     final_logit_softcapping: float | None = field(default=None, validator=_softcap)
-    """What logits are bent to stay below."""
+    """Soft cap on the logits; None for no cap."""
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor on the attention scores."""
         return 1.0 / math.sqrt(self.query_pre_attn_scalar)
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied by."""
+        """Factor on the embeddings: √H."""
         return math.sqrt(self.hidden_size)
 
     @property
     def final_softcap(self) -> float | None:
-        """What logits are bent to stay below."""
+        """Soft cap on the logits; None for no cap."""
         return self.final_logit_softcapping
 
 
 @frozen(kw_only=True)
 class Gemma2Config(GemmaConfig):
-    """A Gemma 2; every other layer slides, beginning with the first.
+    """Configuration of Gemma 2. By default even layers have the sliding window.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     model_type: str = "gemma2"
     final_logit_softcapping: float | None = field(default=30.0, validator=_softcap)
-    """What logits are bent to stay below."""
+    """Soft cap on the logits; None for no cap."""
     attn_logit_softcapping: float | None = field(default=50.0, validator=_softcap)
-    """What scores are bent to stay below."""
+    """Soft cap on the attention scores; None for no cap."""
 
     def window(self, layer: int) -> int | None:
-        """Return the window of one layer, None where it sees everything before."""
+        """Return the attention window of a layer; None for full attention."""
         slides = layer % 2 == 0 if self.sliding_layers is None else layer in self.sliding_layers
         return self.sliding_window if slides else None
 
@@ -94,7 +94,7 @@ def gemma_block(
 
 
 def gemma_plan(config: GemmaConfig) -> ModelPlan:
-    """Plan how a Gemma may be split."""
+    """Return the parallel plan of a Gemma."""
     return plan_with(config, norms=NORMS)
 
 
@@ -102,7 +102,7 @@ def _block(config: Gemma2Config, layer: int, ops: Ops) -> nn.Module:
     return gemma_block(config, layer, ops, softcap=config.attn_logit_softcapping)
 
 
-FAMILY = DenseFamily(
+FAMILY = DecoderFamily(
     name="gemma2",
     config=Gemma2Config,
     block=_block,
@@ -111,7 +111,7 @@ FAMILY = DenseFamily(
     transformers_class="Gemma2ForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": False},
     null_key_heads=False,
-    silent={
+    transformers_defaults={
         "max_position_embeddings": 8192,
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -119,12 +119,12 @@ FAMILY = DenseFamily(
         "tie_word_embeddings": True,
     },
     neutral={
-        "hidden_act": ("gelu_pytorch_tanh",),  # which `hidden_activation` replaced
+        "hidden_act": ("gelu_pytorch_tanh",),  # superseded by `hidden_activation`
         "use_bidirectional_attention": (False, None),
         "cache_implementation": ("hybrid", None),
     },
     activation={"hidden_activation": "gelu_pytorch_tanh"},
-    windows=ByPattern(slides=lambda _, layer: layer % 2 == 0),
-    whole_heads=True,
+    windows=PatternLayers(slides=lambda _, layer: layer % 2 == 0),
+    heads_divide_hidden=True,
     small={"tie_word_embeddings": True, "query_pre_attn_scalar": 32, "sliding_window": 1024},
 )

@@ -1,14 +1,14 @@
-"""GLM-4-0414 (GLM team, 2025): half of each head turns, by neighbours; four norms a layer."""
+"""GLM-4-0414 (GLM Team, 2025): interleaved rotation of half of each head, four norms per layer."""
 
 from attrs import field, frozen
 from torch import nn
 
 from ms_parallel.models.decoder import plan_with
 from ms_parallel.models.decoder_config import DecoderConfig
-from ms_parallel.models.dense import DenseFamily
+from ms_parallel.models.decoder_family import DecoderFamily
 from ms_parallel.models.parts.block import Block, Norms
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.positions.document import OneRope
+from ms_parallel.models.positions.rope_format import SharedRope
 from ms_parallel.models.weight_names import Rules, rows_of
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
@@ -23,29 +23,29 @@ _NORMS = Norms(
 
 @frozen(kw_only=True)
 class Glm4Config(DecoderConfig):
-    """A GLM-4.
+    """Configuration of GLM-4-0414.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     model_type: str = "glm4"
     partial_rotary_factor: float = field(default=0.5, validator=number(least=1e-3, most=1.0))
-    """Share of a head that turns."""
+    """Fraction of the head dims that are rotated."""
 
     @property
     def rotary_width(self) -> int:
-        """Dims of a head that turn."""
+        """Number of rotated dims per head."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def rotary_interleaved(self) -> bool:
-        """Neighbouring dims turn together."""
+        """Rotation pairs adjacent dims."""
         return True
 
 
-def gate_and_up(config: DecoderConfig) -> Rules:
-    """Make the rules for files that hold gate and up as the rows of one matrix."""
+def fused_gate_up_rules(config: DecoderConfig) -> Rules:
+    """Return the weight rules for checkpoints that fuse gate and up into one matrix."""
     fused, inner = "model.layers.{0}.mlp.gate_up_proj.weight", config.intermediate_size
     return {
         "model.layers.*.mlp.gate_proj.weight": rows_of(fused, 0, 2 * inner),
@@ -61,16 +61,16 @@ def _plan(config: Glm4Config) -> ModelPlan:
     return plan_with(config, norms=_NORMS)
 
 
-FAMILY = DenseFamily(
+FAMILY = DecoderFamily(
     name="glm4",
     config=Glm4Config,
     block=_block,
     plan=_plan,
-    weights=gate_and_up,
+    weights=fused_gate_up_rules,
     transformers_class="Glm4ForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": False},
     null_key_heads=False,
-    silent={
+    transformers_defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -78,7 +78,7 @@ FAMILY = DenseFamily(
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
     },
-    positions=OneRope(partial=True),
+    positions=SharedRope(partial=True),
     output_bias=False,
     small={"attention_bias": True},
 )

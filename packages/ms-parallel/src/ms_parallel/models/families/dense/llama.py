@@ -1,12 +1,12 @@
-"""Llama (Touvron et al., 2023) and what is built like it."""
+"""Llama (Touvron et al., 2023) and models with the same architecture."""
 
-from ms_parallel.models.dense import DenseFamily
+from ms_parallel.models.decoder_family import DecoderFamily
 
-FAMILY = DenseFamily(
+FAMILY = DecoderFamily(
     name="llama",
     transformers_class="LlamaForCausalLM",
     fixed={"query_key_norm": False},
-    silent={"max_position_embeddings": 2048},
+    transformers_defaults={"max_position_embeddings": 2048},
     null_head_dim=True,
-    whole_heads=True,
+    heads_divide_hidden=True,
 )

@@ -10,43 +10,43 @@ from torch import nn
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.config import above_zero, size
 from ms_parallel.models.decoder import plan_with
-from ms_parallel.models.dense import DenseFamily
-from ms_parallel.models.experts.corrected import (
-    ALSO_CALLED,
+from ms_parallel.models.decoder_family import DecoderFamily
+from ms_parallel.models.experts.deepseek import (
+    ALIASES,
     MODULES,
     NEUTRAL,
-    CorrectedConfig,
+    DeepseekMoEConfig,
     block,
 )
 from ms_parallel.models.experts.mixture import weight_rules
 from ms_parallel.models.parts.latent_attention import LatentAttention, styles
 from ms_parallel.models.parts.mtp import with_mtp_layers
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.positions.document import ONE_ROPE
+from ms_parallel.models.positions.rope_format import SHARED_ROPE
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import flag, whole
 
 
 @frozen(kw_only=True)
-class DeepseekV3Config(CorrectedConfig):
-    """A DeepSeek-V3; `head_dim` follows from `qk_rope_head_dim`, the dims of a head that turn.
+class DeepseekV3Config(DeepseekMoEConfig):
+    """Configuration of DeepSeek-V3. `head_dim` is always `qk_rope_head_dim`.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     q_lora_rank: int | None = field(default=1536, validator=whole(most=1 << 20, optional=True))
-    """Features that queries are made from; None for the hidden state itself."""
+    """Rank of the query latent; None to project queries from the hidden state directly."""
     kv_lora_rank: int = field(default=512, validator=size)
-    """Features that keys and values are made from."""
+    """Rank of the key-value latent."""
     qk_nope_head_dim: int = field(default=128, validator=size)
-    """Dims of a head's queries and keys that do not turn."""
+    """Query and key dims per head without rotary positions."""
     qk_rope_head_dim: int = field(default=64, validator=size)
-    """Dims that turn; their keys are the same for all heads."""
+    """Query and key dims per head with rotary positions; heads share these keys."""
     v_head_dim: int = field(default=128, validator=size)
-    """Dims of a head's values."""
+    """Value dims per head."""
     rope_interleave: bool = field(default=True, validator=flag)
-    """Neighbouring dims turn together, instead of halves."""
+    """Rotation pairs adjacent dims instead of halves."""
     n_group: int = field(default=8, validator=size)
     topk_group: int = field(default=4, validator=size)
     routed_scaling_factor: float = field(default=2.5, validator=above_zero)
@@ -57,14 +57,13 @@ class DeepseekV3Config(CorrectedConfig):
         super().__attrs_post_init__()
         if self.num_key_value_heads != self.num_attention_heads:
             raise ConfigError(
-                f"num_key_value_heads={self.num_key_value_heads} differs from num_attention_heads="
-                f"{self.num_attention_heads}, but latent attention makes keys for each head; give"
-                " as many"
+                "num_key_value_heads must equal num_attention_heads="
+                f"{self.num_attention_heads} in latent attention, got {self.num_key_value_heads}"
             )
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by: more where YaRN stretches positions."""
+        """Factor on the attention scores; larger with YaRN, by its `mscale_all_dim`."""
         scaling = self.rope_scaling
         scale = 1 / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
         if scaling is None or not scaling.mscale_all_dim:
@@ -75,7 +74,7 @@ class DeepseekV3Config(CorrectedConfig):
 
     @property
     def rotary_interleaved(self) -> bool:
-        """Whether neighbouring dims turn together, instead of halves."""
+        """Whether rotation pairs adjacent dims instead of halves."""
         return self.rope_interleave
 
 
@@ -88,33 +87,35 @@ def _plan(config: DeepseekV3Config) -> ModelPlan:
     return with_mtp_layers(plan_with(config, modules={**styles(config), **MODULES}), config)
 
 
-class _Positions:
-    """As Llama's, and widths of a head, which newer files write down although they follow."""
+class _RopeFormat:
+    """Llama's format, plus redundant head widths that newer files contain."""
 
     keys = frozenset({"qk_head_dim"})
 
     def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """Read base and scaling; check the widths of heads against each other."""
-        plain: Any = config_json.get("qk_nope_head_dim")
-        turned: Any = config_json.get("qk_rope_head_dim")
-        if isinstance(plain, int) and isinstance(turned, int):
-            both = "qk_nope_head_dim + qk_rope_head_dim"
-            _check_width(config_json, "qk_head_dim", plain + turned, both)
-            _check_width(config_json, "head_dim", turned, "qk_rope_head_dim")
-        return ONE_ROPE.read(config_json)
+        """Read base and scaling; check the head widths for consistency."""
+        nope: Any = config_json.get("qk_nope_head_dim")
+        rope: Any = config_json.get("qk_rope_head_dim")
+        if isinstance(nope, int) and isinstance(rope, int):
+            formula = "qk_nope_head_dim + qk_rope_head_dim"
+            _check_width(config_json, "qk_head_dim", nope + rope, formula)
+            _check_width(config_json, "head_dim", rope, "qk_rope_head_dim")
+        return SHARED_ROPE.read(config_json)
 
     def write(self, config: DeepseekV3Config) -> dict[str, object]:
-        """Return the old spelling of positions, which all versions of readers know."""
-        return ONE_ROPE.write(config)
+        """Return the settings in the old format, which all versions of transformers read."""
+        return SHARED_ROPE.write(config)
 
 
-def _check_width(config_json: Mapping[str, Any], name: str, width: int, what: str) -> None:
-    found = config_json.get(name)
-    if found is not None and found != width:
-        raise ModelError(f"{name}={repr(found)[:60]} is not {width}, which is {what}; leave it out")
+def _check_width(config_json: Mapping[str, Any], name: str, width: int, formula: str) -> None:
+    value = config_json.get(name)
+    if value is not None and value != width:
+        raise ModelError(
+            f"{name} must be {width} ({formula}), got {repr(value)[:60]}; remove it or correct it"
+        )
 
 
-FAMILY = DenseFamily(
+FAMILY = DecoderFamily(
     name="deepseek_v3",
     config=DeepseekV3Config,
     block=_block,
@@ -123,10 +124,10 @@ FAMILY = DenseFamily(
     layer_kind=DeepseekV3Config.has_experts,
     transformers_class="DeepseekV3ForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": False},
-    also_called=ALSO_CALLED,
-    silent={"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1},
+    aliases=ALIASES,
+    transformers_defaults={"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1},
     neutral=NEUTRAL,
-    positions=_Positions(),
+    positions=_RopeFormat(),
     small={
         "num_key_value_heads": 8,
         "q_lora_rank": 96,

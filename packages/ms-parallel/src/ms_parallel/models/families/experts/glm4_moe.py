@@ -1,36 +1,36 @@
-"""GLM-4.5 (GLM-4.5 Team, 2025, arXiv:2508.06471): grouped heads, DeepSeek's mixtures of experts."""
+"""GLM-4.5 (GLM-4.5 Team, 2025, arXiv:2508.06471): grouped-query attention, DeepSeek-V3 experts."""
 
 from attrs import field, frozen
 
 from ms_parallel.models.config import above_zero, size
 from ms_parallel.models.decoder import plan_with
-from ms_parallel.models.dense import DenseFamily
-from ms_parallel.models.experts.corrected import (
-    ALSO_CALLED,
+from ms_parallel.models.decoder_family import DecoderFamily
+from ms_parallel.models.experts.deepseek import (
+    ALIASES,
     MODULES,
     NEUTRAL,
-    CorrectedConfig,
+    DeepseekMoEConfig,
     block,
 )
 from ms_parallel.models.experts.mixture import weight_rules
 from ms_parallel.models.parts.mtp import with_mtp_layers
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.positions.document import OneRope
+from ms_parallel.models.positions.rope_format import SharedRope
 from ms_parallel.settings import flag
 
 
 @frozen(kw_only=True)
-class Glm4MoeConfig(CorrectedConfig):
-    """A GLM-4.5; `query_key_norm` follows from `use_qk_norm`.
+class Glm4MoeConfig(DeepseekMoEConfig):
+    """Configuration of GLM-4.5. `query_key_norm` is always `use_qk_norm`.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     n_routed_experts: int = field(default=128, validator=size)
     moe_intermediate_size: int = field(default=1408, validator=size)
     partial_rotary_factor: float = field(default=0.5, validator=above_zero)
-    """What share of a head turns: its first dims."""
+    """Fraction of the head dims that are rotated, from the first."""
     use_qk_norm: bool = field(default=False, validator=flag)
     """RMS norms over each head of q and k, before rotation."""
 
@@ -40,7 +40,7 @@ class Glm4MoeConfig(CorrectedConfig):
 
     @property
     def rotary_width(self) -> int:
-        """Dims of a head that turn."""
+        """Number of rotated dims per head."""
         return int(self.head_dim * self.partial_rotary_factor)
 
 
@@ -48,7 +48,7 @@ def _plan(config: Glm4MoeConfig) -> ModelPlan:
     return with_mtp_layers(plan_with(config, modules=MODULES), config)
 
 
-FAMILY = DenseFamily(
+FAMILY = DecoderFamily(
     name="glm4_moe",
     config=Glm4MoeConfig,
     block=block,
@@ -57,16 +57,16 @@ FAMILY = DenseFamily(
     layer_kind=Glm4MoeConfig.has_experts,
     transformers_class="Glm4MoeForCausalLM",
     fixed={"mlp_bias": False},
-    also_called=ALSO_CALLED,
+    aliases=ALIASES,
     null_key_heads=False,
-    silent={
+    transformers_defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,
     },
     neutral=NEUTRAL,
-    positions=OneRope(partial=True),
+    positions=SharedRope(partial=True),
     output_bias=False,
     small={
         "use_qk_norm": True,

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI, 2025, arXiv:2508.10925): sinks, alternating windows, experts with biases."""
+"""gpt-oss (OpenAI, 2025, arXiv:2508.10925): attention sinks, interleaved windows, expert biases."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.config import above_zero, size
 from ms_parallel.models.decoder import plan_with
 from ms_parallel.models.decoder_config import DecoderConfig
-from ms_parallel.models.dense import DenseFamily
-from ms_parallel.models.experts.choice import Choice, Mixture
+from ms_parallel.models.decoder_family import DecoderFamily
 from ms_parallel.models.experts.mixture import STYLES, MixtureOfExperts
+from ms_parallel.models.experts.router_config import Mixture, RouterConfig
 from ms_parallel.models.parts.attention import Attention
 from ms_parallel.models.parts.block import Block
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.positions.document import ONE_ROPE
-from ms_parallel.models.positions.windows import Sliding, layer_types, sliding_layers
+from ms_parallel.models.positions.rope_format import SHARED_ROPE
+from ms_parallel.models.positions.window_format import WindowSettings, layer_types, sliding_layers
 from ms_parallel.models.weight_names import Rules, WeightSlice, renamed
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
@@ -26,34 +26,34 @@ from ms_parallel.settings import number
 
 @frozen(kw_only=True)
 class GptOssConfig(DecoderConfig):
-    """A gpt-oss; `intermediate_size` is the width of one expert.
+    """Configuration of gpt-oss; `intermediate_size` is the width of one expert.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     num_local_experts: int = field(default=128, validator=size)
-    """Experts of a layer."""
+    """Number of experts per layer."""
     num_experts_per_tok: int = field(default=4, validator=size)
-    """How many each token chooses."""
+    """Number of experts per token (top-k)."""
     router_aux_loss_coef: float = field(default=0.001, validator=number())
-    """Weight of the balance loss, unless the run sets one."""
+    """Load-balancing loss coefficient, unless the run sets one."""
     swiglu_alpha: float = field(default=1.702, validator=above_zero)
-    """How steep an expert's gate is."""
+    """Factor in the sigmoid of an expert's gate."""
     swiglu_limit: float = field(default=7.0, validator=above_zero)
-    """What an expert's gate is clamped to from above, and what it gates from both sides."""
+    """Upper clamp of an expert's gate, and symmetric clamp of its up projection."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        _ = self.mixture  # which refuses what does not fit
+        _ = self.mixture  # validates the router settings
 
     @property
     def mixture(self) -> Mixture:
-        """Experts in every layer."""
-        choice = Choice(
+        """Router settings; every layer has experts."""
+        choice = RouterConfig(
             num_experts=self.num_local_experts,
             num_experts_per_tok=self.num_experts_per_tok,
-            scores="softmax_of_chosen",
+            scores="softmax_of_topk",
             bias=True,
         )
         layers = tuple(range(self.num_hidden_layers))
@@ -78,23 +78,25 @@ def _plan(config: GptOssConfig) -> ModelPlan:
 
 
 def _weights(config: GptOssConfig) -> Rules:
-    """Return the rules: all experts in one tensor, transposed, gate and up alternating."""
+    """Return the weight rules: experts in one tensor, transposed, gate and up interleaved."""
     experts = "mlp.experts.{}"
 
-    def alternating(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
-        count, several, inner, *inputs = shape
+    def interleaved(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
+        # Parameter (E, 2, I, H) or bias (E, 2, I); tensor (E, H, 2·I) or (E, 2·I).
+        count, matrices, inner, *inputs = shape
         name = f"model.layers.{stars[0]}.mlp.experts.gate_up_proj" + ("" if inputs else "_bias")
-        every = [slice(0, size) for size in (count, *inputs)]
-        for which in range(several):
+        full = [slice(0, size) for size in (count, *inputs)]
+        for matrix in range(matrices):
             yield WeightSlice(
                 tensor=name,
-                shape=(count, *inputs, several * inner),
-                part=(*every, slice(which, several * inner, several)),
-                box=(every[0], slice(which, which + 1), slice(0, inner), *every[1:]),
+                shape=(count, *inputs, matrices * inner),
+                part=(*full, slice(matrix, matrices * inner, matrices)),
+                box=(full[0], slice(matrix, matrix + 1), slice(0, inner), *full[1:]),
                 dims=(0, None, 2, 1) if inputs else (0, None, 1),
             )
 
     def transposed(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
+        # Parameter (E, H, I); tensor (E, I, H).
         count, outputs, inputs = (slice(0, size) for size in shape)
         yield WeightSlice(
             tensor=f"model.layers.{stars[0]}.mlp.experts.down_proj",
@@ -104,44 +106,44 @@ def _weights(config: GptOssConfig) -> Rules:
             dims=(0, 2, 1),
         )
 
-    layer, here = "model.layers.*.", "model.layers.{0}."
+    layer, disk = "model.layers.*.", "model.layers.{0}."
     return {
-        f"{layer}{experts.format('gate_up_proj')}.*": alternating,
+        f"{layer}{experts.format('gate_up_proj')}.*": interleaved,
         f"{layer}{experts.format('down_proj')}.weight": transposed,
-        f"{layer}{experts.format('down_proj')}.bias": renamed(f"{here}mlp.experts.down_proj_bias"),
-        f"{layer}mlp.gate.*": renamed(f"{here}mlp.router.{{1}}"),
-        f"{layer}self_attn.sinks.bias": renamed(f"{here}self_attn.sinks"),
+        f"{layer}{experts.format('down_proj')}.bias": renamed(f"{disk}mlp.experts.down_proj_bias"),
+        f"{layer}mlp.gate.*": renamed(f"{disk}mlp.router.{{1}}"),
+        f"{layer}self_attn.sinks.bias": renamed(f"{disk}self_attn.sinks"),
     }
 
 
 _WINDOW = 128
 
 
-class _Windows:
-    """Every other layer slides, the first one too, where `layer_types` says nothing."""
+class _WindowFormat:
+    """Sliding window in even layers, unless `layer_types` is set."""
 
     keys = frozenset({"sliding_window", "layer_types"})
 
-    def read(self, config_json: Mapping[str, Any]) -> Sliding:
-        """Read the window and the layers that slide."""
+    def read(self, config_json: Mapping[str, Any]) -> WindowSettings:
+        """Read the window and its layers."""
         window, kinds = config_json.get("sliding_window"), config_json.get("layer_types")
         count = config_json["num_hidden_layers"]
         layers = tuple(range(0, count, 2)) if kinds is None else sliding_layers(kinds, count)
         if layers and window is None:
             raise ModelError(
-                "layers slide, but there is no sliding_window; give one, or full_attention for"
-                " each layer in layer_types"
+                "layers with sliding attention need a sliding_window; add it, or use full_attention"
+                " in all layer_types"
             )
         return (window, layers) if layers else (None, None)
 
     def write(self, config: GptOssConfig) -> dict[str, object]:
-        """Return both, a window even if no layer slides: transformers does not run without one."""
+        """Return the window and `layer_types`; transformers needs a window even if unused."""
         window = config.sliding_window or _WINDOW
         return {"sliding_window": window, "layer_types": layer_types(config)}
 
 
-class _Positions:
-    """Stretched by YaRN where config.json says nothing."""
+class _RopeFormat:
+    """Llama's format, with YaRN scaling by default."""
 
     keys: frozenset[str] = frozenset()
 
@@ -150,15 +152,15 @@ class _Positions:
         if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
             yarn = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
             config_json = {**config_json, "rope_scaling": {"rope_type": "yarn", **yarn}}
-        return ONE_ROPE.read(config_json)
+        return SHARED_ROPE.read(config_json)
 
     def write(self, config: GptOssConfig) -> dict[str, object]:
-        """Return the old spelling of positions; where nothing is scaled, say so outright."""
-        found = ONE_ROPE.write(config)
-        return found | {"rope_scaling": found["rope_scaling"] or {"rope_type": "default"}}
+        """Return the settings in the old format; without scaling, an explicit default type."""
+        settings = SHARED_ROPE.write(config)
+        return settings | {"rope_scaling": settings["rope_scaling"] or {"rope_type": "default"}}
 
 
-FAMILY = DenseFamily(
+FAMILY = DecoderFamily(
     name="gpt_oss",
     config=GptOssConfig,
     block=_block,
@@ -166,9 +168,9 @@ FAMILY = DenseFamily(
     weights=_weights,
     transformers_class="GptOssForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": False},
-    also_called={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     null_key_heads=False,
-    silent={
+    transformers_defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
         "head_dim": 64,
@@ -178,11 +180,11 @@ FAMILY = DenseFamily(
         "attention_bias": True,
     },
     neutral={
-        "output_router_logits": (True, False),  # what is returned beside the logits
-        "initial_context_length": (4096, None),  # said again by its scaling
+        "output_router_logits": (True, False),  # affects extra outputs only
+        "initial_context_length": (4096, None),  # repeated in rope_scaling
     },
-    positions=_Positions(),
-    windows=_Windows(),
+    positions=_RopeFormat(),
+    windows=_WindowFormat(),
     small={
         "intermediate_size": 352,
         "attention_bias": True,

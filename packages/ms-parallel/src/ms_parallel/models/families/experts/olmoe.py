@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): norms over all heads, experts everywhere."""
+"""OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): full-width QK norms, MoE in every layer."""
 
 from attrs import field, frozen
 from torch import nn
@@ -6,9 +6,9 @@ from torch import nn
 from ms_parallel.models.config import size
 from ms_parallel.models.decoder import plan_with
 from ms_parallel.models.decoder_config import DecoderConfig
-from ms_parallel.models.dense import DenseFamily
-from ms_parallel.models.experts.choice import Choice, Mixture
+from ms_parallel.models.decoder_family import DecoderFamily
 from ms_parallel.models.experts.mixture import STYLES, MixtureOfExperts, weight_rules
+from ms_parallel.models.experts.router_config import Mixture, RouterConfig
 from ms_parallel.models.families.dense.olmo2 import WideNormAttention
 from ms_parallel.models.parts.block import Block
 from ms_parallel.models.plan import ModelPlan
@@ -18,29 +18,29 @@ from ms_parallel.settings import flag, number
 
 @frozen(kw_only=True)
 class OlmoeConfig(DecoderConfig):
-    """An OLMoE; `intermediate_size` is the width of one expert.
+    """Configuration of OLMoE; `intermediate_size` is the width of one expert.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     num_experts: int = field(default=64, validator=size)
-    """Experts of a layer."""
+    """Number of experts per layer."""
     num_experts_per_tok: int = field(default=8, validator=size)
-    """How many each token chooses."""
+    """Number of experts per token (top-k)."""
     norm_topk_prob: bool = field(default=False, validator=flag)
-    """The weights of the chosen are divided by their sum."""
+    """Normalize the weights of a token's experts to sum to 1."""
     router_aux_loss_coef: float = field(default=0.01, validator=number())
-    """Weight of the balance loss, unless the run sets one."""
+    """Load-balancing loss coefficient, unless the run sets one."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        _ = self.mixture  # which refuses what does not fit
+        _ = self.mixture  # validates the router settings
 
     @property
     def mixture(self) -> Mixture:
-        """Experts in every layer."""
-        choice = Choice(
+        """Router settings; every layer has experts."""
+        choice = RouterConfig(
             num_experts=self.num_experts,
             num_experts_per_tok=self.num_experts_per_tok,
             normalized=self.norm_topk_prob,
@@ -61,7 +61,7 @@ def _plan(config: OlmoeConfig) -> ModelPlan:
     return plan_with(config, modules={**STYLES, **wide})  # type: ignore[dict-item]
 
 
-FAMILY = DenseFamily(
+FAMILY = DecoderFamily(
     name="olmoe",
     config=OlmoeConfig,
     block=_block,
@@ -69,12 +69,12 @@ FAMILY = DenseFamily(
     weights=lambda _: weight_rules(),
     transformers_class="OlmoeForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": False},
-    also_called={"num_local_experts": "num_experts"},
-    silent={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    aliases={"num_local_experts": "num_experts"},
+    transformers_defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     neutral={
         "clip_qkv": (None,),
-        "output_router_logits": (True, False),  # what is returned beside the logits
+        "output_router_logits": (True, False),  # affects extra outputs only
     },
-    whole_heads=True,
+    heads_divide_hidden=True,
     small={"intermediate_size": 176, "num_experts": 16, "num_experts_per_tok": 4},
 )

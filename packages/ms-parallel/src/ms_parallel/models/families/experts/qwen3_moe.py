@@ -12,12 +12,12 @@ from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.config import size
 from ms_parallel.models.decoder import plan_with
 from ms_parallel.models.decoder_config import DecoderConfig
-from ms_parallel.models.dense import DenseFamily
-from ms_parallel.models.experts.choice import Choice, Mixture
+from ms_parallel.models.decoder_family import DecoderFamily
 from ms_parallel.models.experts.mixture import STYLES, MixtureOfExperts, weight_rules
+from ms_parallel.models.experts.router_config import Mixture, RouterConfig
 from ms_parallel.models.parts.block import Block
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.positions.windows import Sliding
+from ms_parallel.models.positions.window_format import WindowSettings
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import flag, number
 
@@ -27,7 +27,9 @@ def _layers(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or any(type(layer) is not int for layer in value):
-        raise ConfigError(f"mlp_only_layers is {str(value)[:60]!r}; give a list of layer numbers")
+        raise ConfigError(
+            f"mlp_only_layers must be a list of layer indices, got {str(value)[:60]!r}"
+        )
     return tuple(value)
 
 
@@ -36,7 +38,7 @@ class Qwen3MoeConfig(DecoderConfig):
     """Configuration of Qwen3-MoE; `intermediate_size` is the width of dense layers.
 
     Raises:
-        ConfigError: a size is not an integer of at least 1, or sizes contradict each other.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     num_experts: int = field(default=128, validator=size)
@@ -65,7 +67,7 @@ class Qwen3MoeConfig(DecoderConfig):
     @property
     def mixture(self) -> Mixture:
         """Expert settings and the layers they apply to."""
-        choice = Choice(
+        choice = RouterConfig(
             num_experts=self.num_experts,
             num_experts_per_tok=self.num_experts_per_tok,
             normalized=self.norm_topk_prob,
@@ -95,16 +97,16 @@ def _plan(config: Qwen3MoeConfig) -> ModelPlan:
     return plan_with(config, modules=STYLES)
 
 
-class _Windows:
+class _WindowFormat:
     """Sliding window of all layers or none; like transformers, it ignores `max_window_layers`."""
 
     keys = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
 
-    def read(self, config_json: Mapping[str, Any]) -> Sliding:
+    def read(self, config_json: Mapping[str, Any]) -> WindowSettings:
         """Read the window size if `use_sliding_window` is true."""
         enabled = config_json.get("use_sliding_window", False)
         if type(enabled) is not bool:
-            raise ModelError(f"use_sliding_window is {repr(enabled)[:60]}; give true or false")
+            raise ModelError(f"use_sliding_window must be true or false, got {repr(enabled)[:60]}")
         return (config_json.get("sliding_window", 4096) if enabled else None), None
 
     def write(self, config: DecoderConfig) -> dict[str, object]:
@@ -113,7 +115,7 @@ class _Windows:
         return {"use_sliding_window": enabled, "sliding_window": config.sliding_window}
 
 
-FAMILY = DenseFamily(
+FAMILY = DecoderFamily(
     name="qwen3_moe",
     config=Qwen3MoeConfig,
     block=_block,
@@ -122,14 +124,14 @@ FAMILY = DenseFamily(
     layer_kind=Qwen3MoeConfig.has_experts,
     transformers_class="Qwen3MoeForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": True},
-    also_called={"num_local_experts": "num_experts"},
+    aliases={"num_local_experts": "num_experts"},
     null_key_heads=False,
-    silent={
+    transformers_defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 4,
     },
     neutral={"output_router_logits": (True, False)},  # affects only extra outputs
-    windows=_Windows(),
+    windows=_WindowFormat(),
     small={
         "num_experts": 16,
         "num_experts_per_tok": 4,

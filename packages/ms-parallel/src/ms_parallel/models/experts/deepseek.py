@@ -13,8 +13,8 @@ from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import above_zero, size
 from ms_parallel.models.decoder_config import DecoderConfig
-from ms_parallel.models.experts.choice import Choice, Mixture
 from ms_parallel.models.experts.mixture import STYLES, MixtureOfExperts
+from ms_parallel.models.experts.router_config import Mixture, RouterConfig
 from ms_parallel.models.parts import mtp
 from ms_parallel.models.parts.block import Block
 from ms_parallel.models.parts.feed_forward import FeedForward
@@ -22,7 +22,7 @@ from ms_parallel.models.plan import Style
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import flag, whole
 
-ALSO_CALLED = {
+ALIASES = {
     "num_local_experts": "n_routed_experts",
     "num_mtp_layers": "num_nextn_predict_layers",
 }
@@ -32,7 +32,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "ep_size": (1,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
-    "output_router_logits": (True, False),  # what is returned beside the logits
+    "output_router_logits": (True, False),  # affects extra outputs only
 }
 """Unused keys of config.json, with the values that match this implementation."""
 MODULES: dict[str, Style | None] = {
@@ -45,11 +45,11 @@ MODULES: dict[str, Style | None] = {
 
 
 @frozen(kw_only=True)
-class CorrectedConfig(DecoderConfig):
-    """Decoder with these mixtures; `intermediate_size` is that of the dense first layers.
+class DeepseekMoEConfig(DecoderConfig):
+    """Decoder with DeepSeek-V3 expert layers; `intermediate_size` is for the dense first layers.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
     n_routed_experts: int = field(default=256, validator=size)
@@ -78,8 +78,8 @@ class CorrectedConfig(DecoderConfig):
         _ = self.mixture  # validates the router settings
         if self.num_nextn_predict_layers and self.tie_word_embeddings:
             raise ConfigError(
-                f"num_nextn_predict_layers={self.num_nextn_predict_layers} needs a head of its own;"
-                " set tie_word_embeddings to false"
+                f"num_nextn_predict_layers={self.num_nextn_predict_layers} needs an untied output"
+                " head; set tie_word_embeddings=false"
             )
 
     def has_experts(self, layer: int) -> bool:
@@ -89,14 +89,14 @@ class CorrectedConfig(DecoderConfig):
     @property
     def mixture(self) -> Mixture:
         """Mixture-of-experts settings of the model."""
-        choice = Choice(
+        choice = RouterConfig(
             num_experts=self.n_routed_experts,
             num_experts_per_tok=self.num_experts_per_tok,
             scores="sigmoid",
             normalized=self.norm_topk_prob,
             factor=self.routed_scaling_factor,
             groups=self.n_group,
-            chosen_groups=self.topk_group,
+            topk_groups=self.topk_group,
             corrected=True,
         )
         layers = range(self.num_hidden_layers + self.num_nextn_predict_layers)
@@ -116,7 +116,7 @@ class CorrectedConfig(DecoderConfig):
 
 
 def block(
-    config: CorrectedConfig, layer: int, ops: Ops, *, attention: nn.Module | None = None
+    config: DeepseekMoEConfig, layer: int, ops: Ops, *, attention: nn.Module | None = None
 ) -> nn.Module:
     """Build a layer with experts, or with a dense feed-forward for the first layers.
 
@@ -126,10 +126,10 @@ def block(
         ops: Operators.
         attention: Attention module for `Block`.
     """
-    kind = Block if layer < config.num_hidden_layers else mtp.MTPLayer
+    block_class = Block if layer < config.num_hidden_layers else mtp.MTPLayer
     mlp: nn.Module = FeedForward(config, ops)
     if config.has_experts(layer):
         inner, choice = config.moe_intermediate_size, config.mixture.choice
         shared = FeedForward(config, ops, inner=inner * config.n_shared_experts)
         mlp = MixtureOfExperts(choice, config.hidden_size, inner, ops, shared=shared)
-    return kind(config, layer, ops, attention=attention, mlp=mlp)
+    return block_class(config, layer, ops, attention=attention, mlp=mlp)

@@ -1,4 +1,4 @@
-"""Initial values of a transformers model, by its own initialization rules."""
+"""Initial values of a transformers model from its own `_init_weights` methods."""
 
 import copy
 import hashlib
@@ -9,35 +9,35 @@ import torch
 from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError
-from ms_parallel.models.huggingface.around import Around
 from ms_parallel.models.huggingface.config import TransformersModel, transformers
 from ms_parallel.models.huggingface.constants import constant_of
-from ms_parallel.models.huggingface.plans import described
+from ms_parallel.models.huggingface.module_wrapper import ModuleWrapper
+from ms_parallel.models.huggingface.plans import meta_model
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.torch_private import is_persistent
 
-INITIALISED = "_is_hf_initialized"
-"""Attribute by which transformers' rules skip a parameter."""
+INITIALIZED_FLAG = "_is_hf_initialized"
+"""Attribute on a parameter that makes transformers' `_init_weights` skip it."""
 
 
-class Fresh:
+class HFInit:
     """Initializes parameters and buffers one module at a time, as transformers would.
 
     Random values depend only on the seed, the module's name and its unsharded shape, so they are
     the same under every layout. Only one module at a time has unsharded parameters in memory.
 
     Args:
-        model: whole model without storage, before any part of it is replaced.
+        model: full model on the meta device, before any module is replaced.
         config: configuration of the model.
         plan: names the tied weights.
     """
 
     def __init__(self, model: Any, config: TransformersModel, plan: ModelPlan) -> None:
         self.config = config
-        self.owners = {copied: owner for owner, copied in plan.tied}
-        self.skeleton = described(config)
+        self.owners = {copy: owner for owner, copy in plan.tied}
+        self.skeleton = meta_model(config)
         parts = {
-            name: module.inner if isinstance(module, Around) else module
+            name: module.inner if isinstance(module, ModuleWrapper) else module
             for name, module in model.named_modules()
         }
         models = transformers().PreTrainedModel
@@ -51,54 +51,57 @@ class Fresh:
         }
         self.shapes = {
             name: {
-                own: None if value is None else (value.shape, value.dtype)
-                for own, value in module._parameters.items()
+                param_name: None if value is None else (value.shape, value.dtype)
+                for param_name, value in module._parameters.items()
+            }
+            for name, module in self.modules.items()
+        }
+        self.dtypes = {
+            name: {
+                buffer_name: value.dtype
+                for buffer_name, value in module._buffers.items()
+                if value is not None
             }
             for name, module in self.modules.items()
         }
 
-        self.dtypes = {
-            name: {own: value.dtype for own, value in module._buffers.items() if value is not None}
-            for name, module in self.modules.items()
-        }
-
     def rule(self, path: str) -> Callable[[nn.Module], None]:
-        """Return the rule of the innermost model that contains a module, as transformers uses."""
+        """Return `_init_weights` of the innermost `PreTrainedModel` that contains a module."""
         while path not in self.rules:
             path = path.rpartition(".")[0]
         return self.rules[path]
 
     @torch.no_grad()
     def parameter(self, name: str, seed: int) -> Tensor:
-        """Draw an unsharded parameter.
+        """Return the unsharded initial value of a parameter.
 
         Raises:
-            ModelError: no rule sets it, and the constructor does not set it to a constant.
+            ModelError: neither `_init_weights` nor a constructor constant sets it.
         """
         path, _, param_name = self.owners.get(name, name).rpartition(".")
         module = self._blank(path)
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # As in transformers, the rule of an outer module runs last.
-            for outer, part in self._with_ancestors(path, module):
-                self.rule(outer)(part)
+            # As in transformers, outer modules run last and may overwrite inner ones.
+            for outer_path, outer in self._with_ancestors(path, module):
+                self.rule(outer_path)(outer)
         value = module._parameters[param_name]
         assert value is not None
-        drawn: Tensor = value.detach()
-        if bool(drawn.isnan().any()):
-            return drawn.fill_(self._constant(name))
-        return drawn
+        initial: Tensor = value.detach()
+        if bool(initial.isnan().any()):  # NaN from `_blank`: no rule wrote to it
+            return initial.fill_(self._constant(name))
+        return initial
 
     def persistent_buffer(self, name: str, buffer: Tensor) -> Tensor:
-        """Return the initial value of a buffer that folders contain.
+        """Return the initial value of a persistent buffer, which checkpoints contain.
 
         Args:
             name: full name of the buffer.
-            buffer: buffer after `buffers`: NaN where no rule sets it.
+            buffer: value after `buffers`; NaN if no rule set it.
 
         Raises:
-            ModelError: no rule sets it, and the constructor does not set it to a constant.
+            ModelError: neither `_init_weights` nor a constructor constant sets it.
         """
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
             return torch.full_like(buffer, self._constant(name))
@@ -109,13 +112,13 @@ class Fresh:
         value = constant_of(self.config, name)
         if value is None:
             raise ModelError(
-                f"fresh weights need an initial value for {name!r}, which transformers'"
-                " initialization does not set; start from a folder with weights"
+                f"transformers does not initialize {name!r}, so random initial weights are not"
+                " possible; start from a folder with weights"
             )
         return value
 
     def _blank(self, path: str) -> Any:
-        """Copy a module with parameters of NaN; its submodules have no storage."""
+        """Copy a module with NaN parameters on the CPU; its submodules stay on meta."""
         module, values = copy.copy(self.modules[path]), dict[str, nn.Parameter | None]()
         module.__dict__["_buffers"] = {
             tensor_name: None if buffer is None else torch.zeros_like(buffer, device="cpu")
@@ -132,27 +135,28 @@ class Fresh:
         return module
 
     def _with_ancestors(self, path: str, module: Any) -> Iterator[tuple[str, Any]]:
-        """Yield a module and copies of all its ancestors, in which only it has storage."""
+        """Yield a module, then a copy of each ancestor in which only that module has storage."""
         yield path, module
         while path:
             path, _, name = path.rpartition(".")
             outer = self.skeleton.get_submodule(path)
-            outer = copy.copy(outer.inner if isinstance(outer, Around) else outer)
+            outer = copy.copy(outer.inner if isinstance(outer, ModuleWrapper) else outer)
             outer.__dict__["_modules"] = {**outer._modules, name: module}
             module = outer
             yield path, module
 
     @torch.no_grad()
     def buffers(self, stage: nn.Module) -> None:
-        """Compute the buffers of an allocated stage, whose names are the model's.
+        """Initialize the buffers of an allocated stage, in place.
 
-        Persistent buffers that no rule sets stay NaN; a folder or `persistent_buffer` fills them.
+        Persistent buffers that no rule sets stay NaN until a checkpoint or `persistent_buffer`
+        fills them.
 
         Raises:
-            ModelError: neither a rule nor the constructor sets another buffer.
+            ModelError: neither a rule nor a constructor constant sets a non-persistent buffer.
         """
         parts = {
-            path: part.inner if isinstance(part, Around) else part
+            path: part.inner if isinstance(part, ModuleWrapper) else part
             for path, part in stage.named_modules()
         }
         for path, module in parts.items():
@@ -161,7 +165,7 @@ class Fresh:
                     module._buffers[name] = module._buffers[name].to(dtype)
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    setattr(parameter, INITIALISED, True)  # the rules below must set only buffers
+                    setattr(parameter, INITIALIZED_FLAG, True)  # rules below set buffers only
             for buffer in module._buffers.values():
                 if buffer is not None and buffer.is_floating_point():
                     buffer.fill_(torch.nan)
@@ -176,14 +180,14 @@ class Fresh:
     def _complete(
         self, parts: Mapping[str, nn.Module], path: str, name: str, buffer: Tensor
     ) -> None:
-        """Compute a buffer that the rule of its module did not set."""
+        """Initialize a buffer that its module's own rule did not set."""
 
         def is_set() -> bool:
             needs_no_value = buffer.is_meta or not buffer.is_floating_point()
             return needs_no_value or not bool(buffer.isnan().any())
 
         ancestor = path
-        while ancestor and not is_set():  # the rule of an outer module may set it
+        while ancestor and not is_set():  # an outer module may set it
             ancestor = ancestor.rpartition(".")[0]
             self.rule(ancestor)(parts[ancestor])
         if is_set():

@@ -7,26 +7,26 @@ from attrs import field, frozen
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings.validators import flag, number, one_of, whole
 
-Scores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+Scores = Literal["softmax", "sigmoid", "softmax_of_topk"]
 
-MOST_EXPERTS = 1 << 13
+MAX_EXPERTS = 1 << 13
 """Ten times more than any known model; a larger number means a damaged or hostile file."""
 
 
 @frozen(kw_only=True)
-class Choice:
+class RouterConfig:
     """Top-k selection of experts for a token.
 
     Raises:
         ConfigError: top-k exceeds the number of experts, or groups do not divide it.
     """
 
-    num_experts: int = field(validator=whole(most=MOST_EXPERTS))
+    num_experts: int = field(validator=whole(most=MAX_EXPERTS))
     """Number of experts per layer."""
-    num_experts_per_tok: int = field(validator=whole(most=MOST_EXPERTS))
+    num_experts_per_tok: int = field(validator=whole(most=MAX_EXPERTS))
     """Number of experts per token (top-k)."""
     scores: Scores = field(
-        default="softmax", validator=one_of("softmax", "sigmoid", "softmax_of_chosen")
+        default="softmax", validator=one_of("softmax", "sigmoid", "softmax_of_topk")
     )
     """Scores from the router's logits: softmax over all experts, sigmoid of each, or softmax over
     the top-k."""
@@ -34,9 +34,9 @@ class Choice:
     """Normalize the top-k weights to sum to 1."""
     factor: float = field(default=1.0, validator=number(least=1e-30))
     """Scale of the final weights."""
-    groups: int = field(default=1, validator=whole(most=MOST_EXPERTS))
+    groups: int = field(default=1, validator=whole(most=MAX_EXPERTS))
     """Number of equal expert groups for group-limited routing."""
-    chosen_groups: int = field(default=1, validator=whole(most=MOST_EXPERTS))
+    topk_groups: int = field(default=1, validator=whole(most=MAX_EXPERTS))
     """Number of groups that a token may use, ranked by the sum of their two best scores."""
     corrected: bool = field(default=False, validator=flag)
     """Add a bias per expert to the scores for selection only, not to the weights."""
@@ -46,19 +46,20 @@ class Choice:
     def __attrs_post_init__(self) -> None:
         if self.num_experts_per_tok > self.num_experts:
             raise ConfigError(
-                f"num_experts_per_tok={self.num_experts_per_tok} is more than the"
-                f" {self.num_experts} experts; give at most {self.num_experts}"
+                f"num_experts_per_tok must be at most {self.num_experts} (the number of experts),"
+                f" got {self.num_experts_per_tok}"
             )
-        if self.num_experts % self.groups or self.chosen_groups > self.groups:
+        if self.num_experts % self.groups or self.topk_groups > self.groups:
             raise ConfigError(
-                f"{self.num_experts} experts in {self.groups} groups, {self.chosen_groups} of them"
-                " chosen, do not fit; give a divisor of the experts, and at most as many chosen"
+                f"n_group must divide the {self.num_experts} experts, and topk_group must not"
+                f" exceed n_group; got n_group={self.groups}, topk_group={self.topk_groups}"
             )
-        left = self.num_experts // self.groups * self.chosen_groups
-        if self.num_experts_per_tok > left:
+        candidates = self.num_experts // self.groups * self.topk_groups
+        if self.num_experts_per_tok > candidates:
             raise ConfigError(
-                f"num_experts_per_tok={self.num_experts_per_tok} is more than the {left} experts of"
-                f" {self.chosen_groups} of {self.groups} groups; choose more groups"
+                f"num_experts_per_tok must be at most {candidates} (the experts in"
+                f" {self.topk_groups} of {self.groups} groups), got {self.num_experts_per_tok};"
+                " raise topk_group"
             )
 
 
@@ -67,8 +68,8 @@ class Mixture:
     """Mixture-of-experts settings of a model."""
 
     layers: tuple[int, ...]
-    """Indices of the layers with experts."""
-    choice: Choice
+    """Indices of the MoE layers."""
+    choice: RouterConfig
     """Router settings of these layers."""
     coefficient: float = 0.0
-    """Load-balancing loss coefficient unless the run sets one: router_aux_loss_coef."""
+    """Default load-balancing loss coefficient: `router_aux_loss_coef` in config.json."""

@@ -1,4 +1,4 @@
-"""Router statistics of an update, and the load-balancing losses.
+"""Router statistics of a training step, and the load-balancing losses.
 
 The balance loss of a layer is E · Σ_i f_i · P_i over its E experts: f_i is the fraction of tokens
 routed to expert i, so f sums to k, and P_i is the mean score of expert i. This is the Switch loss
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_parallel.models.experts.kept import recomputes
+from ms_parallel.models.experts.replay import is_recomputing
 
 
-class Documents:
-    """Document numbers over all rows, computed once for all layers of a forward pass."""
+class DocumentNumbers:
+    """Document numbers that are unique over all rows; computed once per forward, for all layers."""
 
     def __init__(self) -> None:
-        self._of: tuple[Tensor | None, tuple[int, int]] | None = None
+        self._key: tuple[Tensor | None, tuple[int, int]] | None = None
         self._numbers = torch.empty(0, dtype=torch.int64)
 
     def numbers(self, documents: Tensor | None, like: Tensor) -> Tensor:
@@ -35,34 +35,35 @@ class Documents:
         """
         rows, positions = like.shape[:2]
         key = documents, (rows, positions)
-        if self._of is None or self._of[0] is not documents or self._of[1] != key[1]:
-            row = torch.arange(rows, device=like.device)[:, None].expand(rows, positions)
+        if self._key is None or self._key[0] is not documents or self._key[1] != key[1]:
+            numbers = torch.arange(rows, device=like.device)[:, None].expand(rows, positions)
             if documents is not None:
-                least = documents.min()
-                row = row * (documents.max() - least + 1) + (documents - least)
-                row = torch.unique(row, return_inverse=True)[1]
-            self._of, self._numbers = key, row
+                # Unique (row, document) pairs, then numbered from 0 without gaps.
+                lowest = documents.min()
+                numbers = numbers * (documents.max() - lowest + 1) + (documents - lowest)
+                numbers = torch.unique(numbers, return_inverse=True)[1]
+            self._key, self._numbers = key, numbers
         return self._numbers
 
 
-class Account:
-    """Statistics and balance losses of one router in one update.
+class RouterStats:
+    """Statistics and balance losses of one router in one training step.
 
     Args:
         experts: number of experts E.
-        documents: shared by the layers of a process.
+        documents: document numbers, shared by all layers of the process.
         rate: factor on f that gives the gradient of a token's score: coefficient · E / (layers ·
-            tokens of the update). 0 for no balance loss.
-        z_rate: factor on the squared logsumexp of a token's logits.
-        load: (E,), f of the previous update; None to compute f per document.
-        scale: gradient scale of the update.
+            tokens of the step). 0: no balance loss.
+        z_rate: factor on the squared logsumexp of a token's logits. 0: no z-loss.
+        load: f of the previous step, (E,); None to compute f per document.
+        scale: gradient scale of the step.
         device: device of the router.
     """
 
     def __init__(
         self,
         experts: int,
-        documents: Documents,
+        documents: DocumentNumbers,
         *,
         rate: float = 0.0,
         z_rate: float = 0.0,
@@ -77,16 +78,16 @@ class Account:
         self.sums = torch.zeros(3, device=device)
         """Sums over this process's tokens: score entropy in nats, balance loss, z-loss."""
 
-    def note(self, experts: Tensor, scores: Tensor) -> None:
+    def record(self, experts: Tensor, scores: Tensor) -> None:
         """Add the choices (B, S, k) and normalized scores (B, S, E) of this process's tokens."""
         flat = experts.flatten()
         self.counts.scatter_add_(0, flat, torch.ones_like(flat))
         self.sums[0] -= torch.xlogy(scores, scores).sum()
 
-    def charge(
+    def add_losses(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, load: Tensor
     ) -> Tensor:
-        """Accumulate the losses and return `weights`, whose backward also emits their gradients.
+        """Accumulate the losses; return `weights`, whose backward also adds their gradients.
 
         Args:
             weights: (B, S, k).
@@ -96,56 +97,57 @@ class Account:
             load: f, (E,) or (B, S, E).
         """
         if self.rate:
+            # The loss is linear in the scores, so its gradient is a constant, rate · f.
             gradient = (self.rate * load).to(scores.dtype).expand_as(scores)
-            if not recomputes():
+            if not is_recomputing():
                 self.sums[1] += (gradient * scores.detach()).sum()
-            weights = self._brought(weights, scores, gradient)
+            weights = self._with_gradient(weights, scores, gradient)
         if self.z_rate:
             squares = logits.logsumexp(-1).square()
-            if not recomputes():
+            if not is_recomputing():
                 self.sums[2] += self.z_rate * squares.detach().sum()
             gradient = squares.new_full((), self.z_rate).expand_as(squares)
-            weights = self._brought(weights, squares, gradient)
+            weights = self._with_gradient(weights, squares, gradient)
         return weights
 
-    def _brought(self, weights: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
+    def _with_gradient(self, weights: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
         scaled = gradient if self.scale == 1.0 else gradient * self.scale
-        brought: Tensor = _Bring.apply(weights, scores, scaled)  # type: ignore[no-untyped-call]
-        return brought
+        result: Tensor = _AddGradient.apply(weights, scores, scaled)  # type: ignore[no-untyped-call]
+        return result
 
-    def load_of_documents(self, experts: Tensor, numbers: Tensor, own: Tensor) -> Tensor:
-        """Compute f of each token's document.
+    def load_of_documents(self, experts: Tensor, numbers: Tensor, local_numbers: Tensor) -> Tensor:
+        """Compute f over the document of each local token.
 
         Args:
-            experts: (B, S, k) for all positions of the rows.
-            numbers: (B, S) document numbers.
-            own: (B, positions of this process) document numbers.
+            experts: (B, S, k), all positions.
+            numbers: (B, S) document numbers, all positions.
+            local_numbers: (B, local S) document numbers of this process's positions.
 
         Returns:
-            (B, positions of this process, E) float64 on a CPU, else float32.
+            (B, local S, E) float64 on a CPU, else float32.
         """
         count = int(numbers.max()) + 1
-        pairs = numbers[..., None] * len(self.counts) + experts
+        pairs = numbers[..., None] * len(self.counts) + experts  # (B, S, k), document · E + expert
         size = count * len(self.counts)
         ones = torch.ones_like(pairs).flatten()
-        chosen = ones.new_zeros(size).scatter_add_(0, pairs.flatten(), ones)
+        routed = ones.new_zeros(size).scatter_add_(0, pairs.flatten(), ones)
         tokens = ones.new_zeros(count).scatter_add_(0, numbers.flatten(), ones[: numbers.numel()])
         wide = torch.float64 if pairs.device.type == "cpu" else torch.float32
-        load = chosen.view(count, -1).to(wide) / tokens[:, None]
-        return load[own]
+        load = routed.view(count, -1).to(wide) / tokens[:, None]  # (documents, E)
+        return load[local_numbers]
 
 
-class Accounted:
-    """Mixin for routers with statistics and balance losses."""
+class RouterWithStats:
+    """Mixin for routers that can record statistics and add balance losses."""
 
-    account: Account | None = None
-    """Account of the current update, if any."""
-    everywhere: bool = False
-    """Whether each tensor rank routes all positions instead of its part of them."""
+    stats: RouterStats | None = None
+    """Statistics of the current step; None outside a training step."""
+    sees_all_positions: bool = False
+    """Whether every tensor rank routes all positions rather than its own slice."""
 
 
-class _Bring(torch.autograd.Function):
-    """Identity on weights that adds a precomputed gradient to scores."""
+class _AddGradient(torch.autograd.Function):
+    """Identity on `weights` whose backward adds a precomputed gradient to `scores`."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
@@ -154,7 +156,7 @@ class _Bring(torch.autograd.Function):
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, of_weights: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the gradients of the weights and of the scores."""
+    def backward(ctx: Any, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of weights and scores."""
         (gradient,) = ctx.saved_tensors
-        return of_weights, gradient, None
+        return grad_weights, gradient, None

@@ -4,31 +4,31 @@ from collections.abc import Mapping
 from typing import Any, Protocol, get_args
 
 from ms_parallel.errors import ModelError
-from ms_parallel.models.positions.scaling import NEEDED, OPTIONAL, Kind, RopeScaling
+from ms_parallel.models.positions.scaling import OPTIONAL, REQUIRED, Kind, RopeScaling
 
 _ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}.union(
-    *NEEDED.values(), *OPTIONAL.values()
+    *REQUIRED.values(), *OPTIONAL.values()
 )
 
 
-class Positions(Protocol):
+class RopeFormat(Protocol):
     """Reader and writer of a family's rotary settings."""
 
     keys: frozenset[str]
-    """Keys of config.json that it reads in addition to those of all families."""
+    """Keys of config.json that it reads in addition to the common ones."""
 
     def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """Read a configuration's settings from a config.json with the family's defaults."""
+        """Return configuration settings, given a config.json with the family's defaults."""
 
     def write(self, config: Any) -> dict[str, object]:
         """Return the rotary settings for config.json."""
 
 
-class OneRope:
-    """Same rotary settings in all layers that have positions.
+class SharedRope:
+    """One set of rotary settings for all layers.
 
     Args:
-        partial: support `partial_rotary_factor` as a setting of the configuration.
+        partial: whether the configuration has `partial_rotary_factor`.
     """
 
     def __init__(self, *, partial: bool = False) -> None:
@@ -37,43 +37,43 @@ class OneRope:
 
     def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
         """Read base, scaling and, if supported, partial_rotary_factor."""
-        rope = chosen_rope(config_json)
-        share = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor", 1.0))
+        rope = rope_section(config_json)
+        factor = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor", 1.0))
         theta, scaling = read_rope(rope, config_json.get("rope_theta", 10000.0))
         if self.partial:
             return {
                 "rope_theta": theta,
                 "rope_scaling": scaling,
-                "partial_rotary_factor": share,
+                "partial_rotary_factor": factor,
             }
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ModelError(
-                f"partial_rotary_factor={repr(share)[:60]} is not supported; only 1.0 is"
+                f"partial_rotary_factor must be 1.0 for this model, got {repr(factor)[:60]}"
             )
         return {"rope_theta": theta, "rope_scaling": scaling}
 
     def write(self, config: Any) -> dict[str, object]:
-        """Return the settings in the old format, which all versions of transformers know."""
+        """Return the settings in the old format, which all versions of transformers read."""
         return {
             "rope_theta": config.rope_theta,
             "rope_scaling": write_scaling(config.rope_scaling),
         }
 
 
-ONE_ROPE = OneRope()
+SHARED_ROPE = SharedRope()
 """Rotary settings of Llama."""
 
 
-def chosen_rope(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the mapping of rotary settings in either format.
+def rope_section(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rotary settings of a config.json, in the old or the new format.
 
     Raises:
-        ModelError: the two formats disagree, or the value is not a mapping.
+        ModelError: both formats are present and differ, or the value is not a mapping.
     """
     new, old = config_json.get("rope_parameters"), config_json.get("rope_scaling")
     if new and old and new != old:
         raise ModelError(
-            "rope_parameters and rope_scaling differ, and readers disagree on which holds; keep one"
+            "rope_parameters and rope_scaling must be equal if config.json has both; remove one"
         )
     rope = new or old or {}
     if not isinstance(rope, dict):
@@ -104,10 +104,10 @@ def read_rope(rope: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling
     if kind not in get_args(Kind):
         known = ", ".join(("default", *get_args(Kind)))
         raise ModelError(f"rope_type {repr(kind)[:60]} is not supported; supported: {known}")
-    missing = [name for name in NEEDED[kind] if name not in rope]
+    missing = [name for name in REQUIRED[kind] if name not in rope]
     if missing:
-        raise ModelError(f"rope scaling {kind!r} lacks {missing[0]!r}; add it to config.json")
-    parameters = {name: rope[name] for name in NEEDED[kind]}
+        raise ModelError(f"rope scaling {kind!r} needs {missing[0]!r}; add it to config.json")
+    parameters = {name: rope[name] for name in REQUIRED[kind]}
     parameters |= {
         name: rope[name] for name in OPTIONAL.get(kind, ()) if rope.get(name) is not None
     }
@@ -119,7 +119,7 @@ def write_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
     if scaling is None:
         return None
     document: dict[str, object] = {"rope_type": scaling.kind}
-    document |= {name: getattr(scaling, name) for name in NEEDED[scaling.kind]}
+    document |= {name: getattr(scaling, name) for name in REQUIRED[scaling.kind]}
     optional = {name: getattr(scaling, name) for name in OPTIONAL.get(scaling.kind, ())}
     return document | {
         name: value

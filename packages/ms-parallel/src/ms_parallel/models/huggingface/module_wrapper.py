@@ -1,18 +1,18 @@
-"""Wrapper module whose parameters keep the names of the wrapped module."""
+"""Base class for wrapper modules that keep the parameter names of the wrapped module."""
 
 from typing import Any, Self
 
 from torch import nn
 
 
-class Around(nn.Module):
-    """Wrapper that shares the wrapped module's tables of submodules, parameters and buffers.
+class ModuleWrapper(nn.Module):
+    """Wrapper that shares the wrapped module's dicts of submodules, parameters and buffers.
 
-    Every parameter therefore keeps its name, and both modules see the same object after a tensor
-    split, FSDP or `to_empty` replaces it.
+    Parameters therefore keep their names, and both modules see a parameter that tensor
+    parallelism, FSDP or `to_empty` replaces.
 
     Args:
-        inner: wrapped module; it is not registered as a submodule, but its submodules are.
+        inner: wrapped module; not registered as a submodule, but its submodules are.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -23,7 +23,7 @@ class Around(nn.Module):
         self.training = inner.training
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the inner module too, which is not a submodule."""
+        """Set the mode of the inner module too, as it is not registered as a submodule."""
         self.inner.training = mode
         return super().train(mode)
 

@@ -1,4 +1,4 @@
-"""Tiny models that see, and runs of them; see `test_seeing.py`."""
+"""Tiny models that see, and runs of them; see `test_vision_language.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import transformers
 import ms_data
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.connection import connect
-from ms_parallel.models import SeeingModel
+from ms_parallel.models import VisionLanguageModel
 
 OPTIMIZER = AdamWConfig(learning_rate=1e-2, warmup_steps=1, decay_steps=20)
 TEXT = {
@@ -86,7 +86,7 @@ def curve(kind: str, shards: str, size: int | None) -> list[float]:
     """Losses of three updates over all processes on the data axis, each with rows of its own."""
     torch.set_num_threads(1)
     groups = connect(Layout.parse("data=2"), device="cpu", timeout_s=120)
-    model = SeeingModel(tiny(kind, Path(shards)))
+    model = VisionLanguageModel(tiny(kind, Path(shards)))
     engine = Engine(
         model, groups=groups, plan=model.plan, optimizer=OPTIMIZER, microbatch_size=size
     )

@@ -12,14 +12,14 @@ import torch
 import transformers
 from PIL import Image
 from processes import run_processes
-from seeing_runs import OPTIMIZER, TEXT, VISION, batch_of, tiny
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from vision_language_runs import OPTIMIZER, TEXT, VISION, batch_of, tiny
 
 import ms_data
 from ms_parallel import Engine, Layout, ModelError, NextTokenLoss
-from ms_parallel.models import SeeingModel, TransformersModel
-from ms_parallel.models.batch import cut_rows
+from ms_parallel.models import TransformersModel, VisionLanguageModel
+from ms_parallel.models.batch import slice_rows
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
@@ -34,14 +34,14 @@ SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 ]
-CHILD = Path(__file__).with_name("seeing_runs.py")
+CHILD = Path(__file__).with_name("vision_language_runs.py")
 SIZES = [(56, 56), (90, 40), (30, 120), (200, 150)]
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations with no picture, one and two; pictures of several sizes."""
-    place = tmp_path_factory.mktemp("seeing")
+    place = tmp_path_factory.mktemp("vision_language")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
@@ -120,7 +120,7 @@ def test_the_loss_of_packed_rows_is_that_of_each_sample_alone(
 ) -> None:
     """Before an update, and after some, in transformers' own model with the trained weights."""
     torch.set_num_threads(1)
-    plain, seeing = tiny(kind, shards), SeeingModel(tiny(kind, shards))
+    plain, seeing = tiny(kind, shards), VisionLanguageModel(tiny(kind, shards))
     engine = Engine(
         seeing,
         Layout(),
@@ -146,7 +146,7 @@ def test_the_loss_of_packed_rows_is_that_of_each_sample_alone(
 def test_two_processes_have_the_losses_of_one(shards: Path, size: int | None) -> None:
     """Also where a process's rows, or a microbatch, happen to hold no picture."""
     torch.set_num_threads(1)
-    model = SeeingModel(tiny("qwen3_vl", shards))
+    model = VisionLanguageModel(tiny("qwen3_vl", shards))
     engine = Engine(model, Layout(), device="cpu", plan=model.plan, optimizer=OPTIMIZER)
     one = [engine.step(batch_of(shards), NextTokenLoss()).loss for _ in range(3)]
     both = run_processes(
@@ -159,7 +159,7 @@ def test_two_processes_have_the_losses_of_one(shards: Path, size: int | None) ->
 def test_other_positions_give_another_loss(shards: Path) -> None:
     """What holds the test above to account: positions in a line, and pictures exchanged."""
     torch.set_num_threads(1)
-    seeing = SeeingModel(tiny("qwen2_5_vl", shards))
+    seeing = VisionLanguageModel(tiny("qwen2_5_vl", shards))
     engine = Engine(seeing, Layout(), device="cpu", plan=seeing.plan)
     batch = batch_of(shards)
 
@@ -178,7 +178,7 @@ def test_other_positions_give_another_loss(shards: Path) -> None:
 def test_microbatches_have_the_pictures_of_their_rows(shards: Path) -> None:
     """And no others, in their order."""
     batch = {name: torch.as_tensor(value) for name, value in batch_of(shards).items()}
-    parts = [cut_rows(batch, at, at + 1) for at in range(len(batch["tokens"]))]
+    parts = [slice_rows(batch, at, at + 1) for at in range(len(batch["tokens"]))]
     for name in ("pixel_values", "image_grid_thw"):
         assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
     for part in parts:
@@ -193,7 +193,7 @@ def test_a_model_of_text_alone_refuses_pictures(shards: Path) -> None:
     """Instead of training on places whose pictures it does not see."""
     config = transformers.Qwen2Config(**{**TEXT, "vocab_size": 300, "rope_parameters": None})
     engine = Engine(TransformersModel(config.to_dict()), Layout(), device="cpu")
-    with pytest.raises(ModelError, match="reads text alone; give the engine a SeeingModel"):
+    with pytest.raises(ModelError, match="reads text alone; give the engine a VisionLanguageModel"):
         engine.step(batch_of(shards), NextTokenLoss())
-    with pytest.raises(ModelError, match="not known to see"):
-        SeeingModel(torch.nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="model_type must be one of qwen2_vl"):
+        VisionLanguageModel(torch.nn.Linear(2, 2))
