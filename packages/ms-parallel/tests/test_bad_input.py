@@ -55,7 +55,10 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ("schedule_memory_gib=-1", "schedule_memory_gib is -1; give a number from 0"),
         ("schedule_memory_gib=[1, -1]", "schedule_memory_gib is -1; give a number from 0"),
         ("model_config.hidden_size='x'", "hidden_size is 'x'; give a whole number"),
-        ("model_config.rope_scaling={kind='linear'}", "rope_scaling of kind 'linear' needs 'factor'"),
+        (
+            "model_config.rope_scaling={kind='linear'}",
+            "rope_scaling of kind 'linear' needs 'factor'",
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_with_its_remedy(

@@ -212,9 +212,9 @@ def test_the_loss_of_a_step_and_the_z_loss_are_those_of_their_formulas() -> None
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than the 6 experts"),
-        ({"groups": 4}, "6 experts in 4 groups"),
-        ({"groups": 6, "chosen_groups": 2}, "more than the 2 experts of 2 of 6 groups"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok must be at most 6"),
+        ({"groups": 4}, "divide the 6 experts, .* got n_group=4"),
+        ({"groups": 6, "topk_groups": 2}, "must be at most 2 .the experts in 2 of 6 groups"),
         ({"scores": "relu"}, "known: sigmoid, softmax"),
     ],
 )

@@ -119,7 +119,10 @@ def test_every_shipped_family_holds(model: str) -> None:
     assert proof.holds, proof.smallest
     held = [outcome for outcome in proof.outcomes if not outcome.refused]
     refused = [outcome.refused for outcome in proof.outcomes if outcome.refused]
-    known = ("transformers has no pipeline plan", "a model of transformers computes its own positions")
+    known = (
+        "transformers has no pipeline plan",
+        "a model of transformers computes its own positions",
+    )
     assert len(held) >= 8 or all(any(why in text for why in known) for text in refused), refused
     assert len(held) >= 6
     assert all(outcome.compared for outcome in held[1:])

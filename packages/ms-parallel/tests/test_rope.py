@@ -154,9 +154,9 @@ def test_a_long_text_of_longrope_goes_on_in_its_cache() -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": "ntk", "factor": 2.0}, "supported: default, linear, dynamic, llama3, yarn"),
-    ({"rope_type": "yarn", "factor": 2.0}, "lacks 'original_max_position_embeddings'"),
-    ({"rope_type": "dynamic"}, "lacks 'factor'"),
-    ({"rope_type": "linear", "factor": None}, "lacks 'factor'"),
+    ({"rope_type": "yarn", "factor": 2.0}, "needs 'original_max_position_embeddings'"),
+    ({"rope_type": "dynamic"}, "needs 'factor'"),
+    ({"rope_type": "linear", "factor": None}, "needs 'factor'"),
     ({"rope_type": "linear", "factor": "2"}, "factor is '2'; give a number"),
     (
         {

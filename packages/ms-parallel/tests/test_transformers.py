@@ -239,9 +239,9 @@ def test_what_cannot_be_split_says_why() -> None:
         return str(error.value)
 
     assert "transformers has no tensor plan" in refusal("gpt_oss", "tensor=2")
-    assert "does not divide dim 0 of" in refusal("llama", "tensor=3")
+    assert "must divide dim 0 of" in refusal("llama", "tensor=3")
     odd = refusal("llama", "tensor=2", num_key_value_heads=1)
-    assert odd == "tensor=2 does not divide the 1 key-value heads of llama"
+    assert odd == "tensor=2 must divide the 1 key-value heads of llama"
     assert "more stages than the 3 layers" in refusal("llama", "pipeline=4")
     assert "transformers has no pipeline plan" in refusal("gpt2", "pipeline=2", head_dim=None)
 
@@ -277,7 +277,9 @@ def test_a_configuration_says_all_that_ours_say_to_whoever_runs_it() -> None:
 
 def test_models_that_would_compute_something_else_are_refused(tmp_path: Path) -> None:
     """Balance losses of microbatches, unknown attention, unknown types, unknown settings."""
-    with pytest.raises(ConfigError, match="output_router_logits=true requests a load-balancing loss"):
+    with pytest.raises(
+        ConfigError, match="output_router_logits=true requests a load-balancing loss"
+    ):
         TransformersModel({"model_type": "ernie4_5_moe", **SIZES, "output_router_logits": True})
     with pytest.raises(ConfigError, match="layers of type 'chunked_attention', which are not"):
         TransformersModel({"model_type": "llama4_text", **SIZES})

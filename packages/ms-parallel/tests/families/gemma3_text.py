@@ -29,8 +29,14 @@ def draw(random: Random) -> dict[str, Any]:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
-    ({"sliding_window_pattern": 0}, "sliding_window_pattern must be an integer of at least 1, got 0"),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "with the keys full_attention and"),
+    (
+        {"sliding_window_pattern": 0},
+        "sliding_window_pattern must be an integer of at least 1, got 0",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+        "with the keys full_attention and",
+    ),
     (
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
         "'linear' of sliding_attention is not supported",
