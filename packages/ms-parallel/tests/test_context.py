@@ -99,7 +99,7 @@ def test_no_logit_of_another_document_moves_by_a_bit() -> None:
 @pytest.mark.parametrize(
     ("model", "kind_of", "context", "why"),
     [
-        ("transformer-xl", "auto", 2, "cannot share out rows of transformer-xl: a segment attends"),
+        ("transformer-xl", "auto", 2, "cannot split the rows of transformer-xl: a segment attends"),
         ("llama", "ulysses", 3, "does not divide the 8 attention heads .* which ulysses trades"),
         ("llama", "ulysses_ring", 2, "to be a product of two factors"),
         ("llama", "rings", 2, "context_attention is 'rings'"),

@@ -452,7 +452,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("glm4_moe", {"topk_group": 2}, "got n_group=1, topk_group=2"),
     ("glm4_moe", {"num_local_experts": 9}, "alias num_local_experts must be equal, got 8 and 9"),
     ("gpt_oss", {"sliding_window": None}, "need a sliding_window"),
-    ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types="),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must be"),
     ("gpt_oss", {"experts_per_token": 3}, "alias experts_per_token must be equal, got 2 and 3"),
 ]
 

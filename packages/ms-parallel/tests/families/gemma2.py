@@ -28,5 +28,5 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
     ({"hidden_activation": "silu"}, "hidden_activation='silu' is not supported"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
-    ({"layer_types": ["full_attention"]}, "layer_types="),
+    ({"layer_types": ["full_attention"]}, "layer_types must be"),
 ]

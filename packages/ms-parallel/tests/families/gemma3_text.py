@@ -39,7 +39,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-        "'linear' of sliding_attention is not supported",
+        "rope_type of sliding_attention must be 'default', got 'linear'",
     ),
     ({"rope_scaling": {"rope_type": "linear"}, "rope_parameters": None}, "needs 'factor'"),
 ]
