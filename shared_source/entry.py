@@ -86,7 +86,7 @@ def _text_argument(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not UTF-8; give a text") from error
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not valid UTF-8") from error
     return text
 
 

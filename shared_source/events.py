@@ -14,13 +14,13 @@ Fields = Mapping[str, int | float | str]
 
 
 class OnEvent(Protocol):
-    """Callback that receives the kind of an event and its flat fields.
+    """Callback that receives the name of an event and its flat fields.
 
-    The fields of kind `step` are step, loss, grad_norm, learning_rate, tokens, rate_tokens_per_s
+    The fields of a `step` event are step, loss, grad_norm, learning_rate, tokens, rate_tokens_per_s
     and the metrics of the loss, if any, by name.
     """
 
-    def __call__(self, kind: str, fields: Fields, /) -> None:
+    def __call__(self, event: str, fields: Fields, /) -> None:
         """Receive an event."""
 
 
@@ -47,9 +47,9 @@ class JsonLines:
                 if self._file.read(1) != b"\n":
                     self._file.write(b"\n")
 
-    def __call__(self, kind: str, fields: Fields, /) -> None:
+    def __call__(self, event: str, fields: Fields, /) -> None:
         """Append an event as one line."""
-        line = msgspec.json.encode({"time_s": round(time.time(), 3), "kind": kind, **fields})
+        line = msgspec.json.encode({"time_s": round(time.time(), 3), "kind": event, **fields})
         with writing(self._path):
             self._file.write(line + b"\n")
 

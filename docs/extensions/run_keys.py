@@ -28,16 +28,16 @@ TYPES = {
 """Type in a run file for each type in the source."""
 CHECKED = {
     "flag": "true or false",
-    "whole": "whole number",
+    "integer": "whole number",
     "number": "number",
     "one_of": "text",
     "text": "text",
-    "a_path": "text",
+    "valid_path": "text",
     "numbers": "table",
 }
 """Type in a run file by validator, for fields whose Python type is less specific."""
 
-READ_OTHERWISE = {
+CONVERTED_KEYS = {
     "devices": ("table",),
     "held_out": ("text",),
     "layout": ("table",),
@@ -100,11 +100,11 @@ def _reader(groups: Callable[[], list[Any]]) -> Callable[[], list[Section]]:
 def cleaning_rules() -> list[Section]:
     """Sections of a file of cleaning rules, one per rule."""
     from ms_data.cleaning.rules import RULES
-    from ms_data.settings.keys import groups_of, place_of
+    from ms_data.settings.keys import class_path, groups_of
 
     sections = []
     for name, rule in RULES.items():
-        groups = groups_of(place_of(rule), hidden=("name", "shown"))
+        groups = groups_of(class_path(rule), hidden=("name", "shown"))
         rows = tuple(row for group in groups for key in group.keys for row in rows_of(key))
         sections.append(Section(f"[{name}] {groups[0].title}", rows))
     return sections
@@ -129,7 +129,7 @@ def types_of(key: Any) -> tuple[str, ...]:
     if "Literal" in key.kind and "text" not in types:
         types.append("text")
     checked = CHECKED.get(key.check.partition("(")[0]) or TYPES.get(type(key.default).__name__)
-    return tuple(types) or ((checked,) if checked else READ_OTHERWISE.get(key.name, ()))
+    return tuple(types) or ((checked,) if checked else CONVERTED_KEYS.get(key.name, ()))
 
 
 def accepted_by(key: Any) -> str:
@@ -139,14 +139,14 @@ def accepted_by(key: Any) -> str:
         node = ast.parse(key.check or key.kind, mode="eval").body
         values = node.args if isinstance(node, ast.Call) else node.slice.elts  # type: ignore[attr-defined]
         return ", ".join(f"`{ast.literal_eval(value)}`" for value in values)
-    if name not in ("whole", "number"):
+    if name not in ("integer", "number"):
         return ""
     call = ast.parse(key.check, mode="eval").body
     arguments = {word.arg: ast.unparse(word.value) for word in call.keywords}  # type: ignore[attr-defined]
-    least = arguments.get("least", "1" if name == "whole" else "0")
-    words = [] if "inf" in least else [f"from {least}"]
-    if re.fullmatch(r"[\d.e+-]+", arguments.get("most", "")):
-        words.append(f"to {arguments['most']}")
+    minimum = arguments.get("minimum", "1" if name == "integer" else "0")
+    words = [] if "inf" in minimum else [f"from {minimum}"]
+    if re.fullmatch(r"[\d.e+-]+", arguments.get("maximum", "")):
+        words.append(f"to {arguments['maximum']}")
     if "below" in arguments:
         words.append(f"less than {arguments['below']}")
     return ", ".join(words).replace(", to", " to")

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 _WORKER = Path(__file__).with_name("worker.py")
 _PREFIX_BYTES = 8
-_TIMED_OUT = "takes more processor time than any sound template"
+_TIMED_OUT = "exceeds the CPU time limit for a template"
 
 
 class _TemplateProcess:
@@ -82,9 +82,7 @@ def _start(needs: str, error: type[Exception]) -> subprocess.Popen[bytes]:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
     except OSError as failure:
-        raise error(
-            f"cannot start the process that renders chat templates: {failure}; it is {command[0]}"
-        ) from failure
+        raise error(f"cannot start {command[0]} to render chat templates: {failure}") from failure
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def _reason(process: subprocess.Popen[bytes]) -> str:
     status = process.wait()
     if status == -signal.SIGPROF:
         return _TIMED_OUT
-    return f"ended the process that rendered it (status {status})"
+    return f"crashed the renderer process (status {status})"
 
 
 _PROCESS = _TemplateProcess()

@@ -19,28 +19,28 @@ from datetime import date, datetime, time
 from typing import Any, BinaryIO
 
 SECONDS = 0.5
-SECONDS_A_BYTE = 1e-6
-SECONDS_A_MESSAGE = 1e-3
+SECONDS_PER_BYTE = 1e-6
+SECONDS_PER_MESSAGE = 1e-3
 """CPU time limit of a request: base, per byte of the request, and per rendered message."""
 
 MEMORY_BYTES = 128 << 20
-MEMORY_BYTES_A_BYTE = 48
+MEMORY_BYTES_PER_BYTE = 48
 """Memory limit of a request: base, and per byte of the request."""
 
 TEXT_CHARACTERS = 4 << 20
-TEXT_CHARACTERS_A_BYTE = 16
+TEXT_CHARACTERS_PER_BYTE = 16
 """Output limit of a request: base, and per byte of the request."""
 
-KEPT_TEMPLATES = 32
+CACHED_TEMPLATES = 32
 MESSAGE_CHARACTERS = 300
 PREFIX_BYTES = 8
 
 # Unicode noncharacters, printed around the parts that a template marks as generated.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _REMEDY = (
     "mark the assistant's part in the template with {% generation %} and {% endgeneration %}, or "
-    "keep only the last answer in the conversation"
+    "keep only the last assistant message of the conversation"
 )
 
 
@@ -76,10 +76,10 @@ class Worker:
         except RefusedError as error:
             return {"refused": one_line(error)}
         except Exception as error:  # expressions in a template can raise any exception
-            return {"refused": f"the chat template refuses the messages: {one_line(error)}"}
+            return {"refused": f"the chat template rejects the messages: {one_line(error)}"}
 
     def _compile(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        while len(self._templates) >= KEPT_TEMPLATES:
+        while len(self._templates) >= CACHED_TEMPLATES:
             del self._templates[next(iter(self._templates))]
         try:
             timed(SECONDS)
@@ -129,10 +129,10 @@ class Template:
     ) -> str:
         """Render messages; `prompt` adds the generation prompt, `marking` the span marks."""
         self._marking = marking
-        timed(self.seconds + SECONDS_A_BYTE * self.size + SECONDS_A_MESSAGE * len(messages))
+        timed(self.seconds + SECONDS_PER_BYTE * self.size + SECONDS_PER_MESSAGE * len(messages))
         try:
             pieces = self._template.generate(
-                messages=[self._as_read(message) for message in messages],
+                messages=[self._normalized(message) for message in messages],
                 tools=request["tools"],
                 documents=None,
                 add_generation_prompt=prompt,
@@ -145,12 +145,12 @@ class Template:
             text.encode()
         except UnicodeEncodeError as error:
             raise RefusedError(
-                "the text holds half a character (a lone surrogate), which no tokenizer reads; "
+                "the text contains a lone surrogate (half a character), which cannot be tokenized; "
                 "remove it"
             ) from error
         return text
 
-    def _as_read(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _normalized(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message converted to the forms that this template renders correctly.
 
         1. Text parts are joined by newlines into one string if the template prints a list as its
@@ -158,7 +158,7 @@ class Template:
         2. Tool-call arguments become an object, or JSON text if the template concatenates them as
            a string (DeepSeek V3).
         """
-        message = as_read(message)
+        message = normalized(message)
         content: Any = message.get("content")
         calls = message.get("tool_calls")
         if _all_text(content) and not self._takes_parts():
@@ -222,7 +222,7 @@ class Template:
             TooLongError: the text exceeds the output limit.
         """
         rendered: list[str] = []
-        remaining = TEXT_CHARACTERS + TEXT_CHARACTERS_A_BYTE * self.size
+        remaining = TEXT_CHARACTERS + TEXT_CHARACTERS_PER_BYTE * self.size
         for piece in pieces:
             remaining -= len(piece)
             if remaining < 0:
@@ -234,45 +234,46 @@ class Template:
         """Render a conversation and locate the requested answers as (start, stop) spans."""
         text = self.render(request, request["messages"], False)
         if self._marks:
-            return text, self._marked(text, request)
-        return text, [self._proved(text, request, index) for index in request["wanted"]]
+            return text, self._locate_marked(text, request)
+        return text, [self._locate(text, request, index) for index in request["wanted"]]
 
-    def _marked(self, text: str, request: Mapping[str, Any]) -> list[tuple[int, int]]:
+    def _locate_marked(self, text: str, request: Mapping[str, Any]) -> list[tuple[int, int]]:
         if _OPEN in json.dumps([request["messages"], request["tools"]], ensure_ascii=False):
-            raise RefusedError(f"the text holds the noncharacter {_OPEN!r}; remove it")
+            raise RefusedError(f"the text contains the noncharacter {_OPEN!r}; remove it")
         marked = self.render(request, request["messages"], False, marking=True)
         if marked.replace(_OPEN, "").replace(_CLOSE, "") != text:
             raise RefusedError(
-                "the template changes what it marks with {% generation %}; put the marks around "
-                "what is printed, not around what is assigned"
+                "the template modifies text marked with {% generation %} before printing it; mark "
+                "the expression that prints the text, not an assignment"
             )
-        spans, turns, wanted = spans_of(marked), request["turns"], request["wanted"]
-        if wanted == turns:
+        spans, turns, targets = spans_of(marked), request["turns"], request["wanted"]
+        if targets == turns:
             return spans
         if len(spans) != len(turns):
             raise RefusedError(
                 f"the template marks {len(spans)} parts with {{% generation %}} for {len(turns)} "
-                "messages of the assistant, so it cannot be said which part is which; mark each "
-                "message once"
+                "assistant messages, so parts cannot be matched to messages; mark each message once"
             )
-        return [span for index, span in zip(turns, spans, strict=True) if index in wanted]
+        return [span for index, span in zip(turns, spans, strict=True) if index in targets]
 
-    def _proved(self, text: str, request: Mapping[str, Any], at: int) -> tuple[int, int]:
-        """Locate message `at` in `text`, or refuse if the rendered prefixes do not match."""
-        if at == 0:
-            raise RefusedError("the conversation begins with the assistant; begin it with the user")
+    def _locate(self, text: str, request: Mapping[str, Any], index: int) -> tuple[int, int]:
+        """Locate message `index` in `text`; refuse if the rendered prefixes do not match."""
+        if index == 0:
+            raise RefusedError(
+                "the conversation starts with an assistant message; start it with a user message"
+            )
         messages = request["messages"]
-        start_prefix = self.render(request, messages[:at], True)
-        is_last = at == len(messages) - 1
-        stop_prefix = text if is_last else self.render(request, messages[: at + 1], False)
+        start_prefix = self.render(request, messages[:index], True)
+        is_last = index == len(messages) - 1
+        stop_prefix = text if is_last else self.render(request, messages[: index + 1], False)
         for name, prefix, full in (
             ("before", start_prefix, stop_prefix),
             ("up to", stop_prefix, text),
         ):
             if not full.startswith(prefix):
                 raise RefusedError(
-                    f"which part is the assistant's cannot be proved: the text {name} message "
-                    f"{at} is written otherwise when more follows; {_REMEDY}"
+                    f"cannot locate the assistant's part: the text {name} message {index} changes "
+                    f"when later messages are rendered; {_REMEDY}"
                 )
         stop = len(stop_prefix)
         while stop > len(start_prefix) and stop_prefix[stop - 1].isspace():
@@ -330,10 +331,10 @@ def refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def as_read(message: dict[str, Any]) -> dict[str, Any]:
+def normalized(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message without null values, and with its reasoning under the usual names."""
     message = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((message[key] for key in _THOUGHTS if key in message), None)
+    reasoning = next((message[key] for key in _REASONING_KEYS if key in message), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -405,7 +406,7 @@ def limit_memory(size: int) -> None:
     """Limit the memory of a request of `size` bytes, on top of the current usage."""
     with open("/proc/self/statm", "rb") as file:
         used_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    limit_bytes = used_bytes + MEMORY_BYTES + MEMORY_BYTES_A_BYTE * size
+    limit_bytes = used_bytes + MEMORY_BYTES + MEMORY_BYTES_PER_BYTE * size
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
@@ -420,9 +421,9 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         except MemoryError:
             answer = b'{"limit": "takes too much memory"}'
         except TooLongError:
-            answer = b'{"limit": "makes too long a text"}'
+            answer = b'{"limit": "produces too much text"}'
         except RecursionError:
-            answer = b'{"refused": "the messages are nested too deeply; mend them"}'
+            answer = b'{"refused": "the messages are nested too deeply; flatten them"}'
         answers.write(len(answer).to_bytes(PREFIX_BYTES, "little") + answer)
         answers.flush()
 
@@ -431,7 +432,7 @@ def main() -> None:
     """Block file writes and core dumps, then serve requests."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also receives it and closes the pipe
     sys.path[:] = json.loads(sys.argv[1])
-    import pprint  # noqa: F401 - which Jinja imports lazily
+    import pprint  # noqa: F401 - Jinja imports it lazily
 
     import jinja2.ext
     import jinja2.meta

@@ -42,7 +42,7 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
     Raises:
         WriteError: a file cannot be written.
     """
-    temporaries = {path: _aside(path) for path in contents}
+    temporaries = {path: _temporary_path(path) for path in contents}
     try:
         for path, temporary in temporaries.items():
             with writing(path):
@@ -68,11 +68,11 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     Raises:
         WriteError: the disk is full, `path` cannot be written, or it is not a regular file.
     """
-    temporary = _aside(path)
+    temporary = _temporary_path(path)
     with writing(path):
         # Renaming would replace a device or pipe with a file.
         if path.exists() and not path.is_file():
-            raise WriteError(f"{path} is there and is not a file; choose another name")
+            raise WriteError(f"{path} exists and is not a regular file; use another name")
         try:
             temporary.unlink(missing_ok=True)
             # "x": never follow a symlink that someone planted under the predictable name.
@@ -87,9 +87,9 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
             raise
 
 
-def publish(aside: Path, path: Path) -> None:
-    """Rename the synced temporary file or folder `aside` to `path` and fsync the parent."""
-    aside.rename(path)
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a synced temporary file or folder to `path` and fsync the parent folder."""
+    temporary.rename(path)
     sync_folder(path.parent)
 
 
@@ -114,7 +114,7 @@ def sync_tree(folder: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path, *, remedy: str = "choose another place") -> Iterator[None]:
+def writing(path: Path, *, remedy: str = "use another path") -> Iterator[None]:
     """Convert the operating system's errors about writing `path` into a one-line WriteError.
 
     Raises:
@@ -125,7 +125,7 @@ def writing(path: Path, *, remedy: str = "choose another place") -> Iterator[Non
     except ValueError as caught:
         if "null byte" not in str(caught) and not isinstance(caught, UnicodeEncodeError):
             raise
-        raise WriteError(f"cannot write {str(path)!r}: no system takes it; {remedy}") from caught
+        raise WriteError(f"cannot write {str(path)!r}: not a valid path; {remedy}") from caught
     except (OSError, RuntimeError) as caught:
         if type(caught).__module__ == WriteError.__module__:  # already converted
             raise
@@ -135,14 +135,14 @@ def writing(path: Path, *, remedy: str = "choose another place") -> Iterator[Non
             raise
         reason = os_error.strerror or str(os_error) or type(os_error).__name__
         if os_error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = "free some space; what was written before is whole, run the same again"
+            remedy = "free some space and rerun; files written earlier are intact"
         elif os_error.errno is None:  # numpy's error after a partial write
-            remedy = "the disk may be full; free some space, or choose another place"
+            remedy = "the disk may be full; free some space or use another path"
         raise WriteError(f"cannot write {path}: {reason}; {remedy}") from caught
 
 
 @contextmanager
-def whole_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder; rename it to `folder` on success, delete it on an error.
 
     A killed process leaves the old folder intact, and its temporary folder is deleted by the next
@@ -151,11 +151,11 @@ def whole_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         WriteError: `folder` exists and `overwrite` is false, or it cannot be written.
     """
-    temporary = _aside(folder)
+    temporary = _temporary_path(folder)
     with writing(folder):
         restore_folder(folder)
     if os.path.lexists(folder) and not overwrite:
-        raise WriteError(f"{folder} exists; remove it, or choose another place")
+        raise WriteError(f"{folder} exists; remove it or use another path")
     try:
         with writing(folder):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -169,24 +169,24 @@ def whole_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise
 
 
-def replace_folder(folder: Path, aside: Path) -> None:
-    """Rename the synced folder `aside` to `folder`, which is replaced if it exists.
+def replace_folder(folder: Path, temporary: Path) -> None:
+    """Rename the synced folder `temporary` to `folder`, which is replaced if it exists.
 
     SIGKILL at any time leaves either the old folder or the new one intact. Where the file system
     cannot exchange two names atomically, the old folder may be left as `*.replaced`;
     `restore_folder` moves it back.
     """
     if not folder.is_dir() or folder.is_symlink():
-        publish(aside, folder)
-    elif _exchange(aside, folder):
+        publish(temporary, folder)
+    elif _exchange(temporary, folder):
         sync_folder(folder.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     else:
         old = _replaced(folder)
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
         try:
-            publish(aside, folder)
+            publish(temporary, folder)
         except BaseException:
             old.rename(folder)
             raise
@@ -206,12 +206,12 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2), Linux."""
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchange the names of two folders atomically; return False if that is not supported."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    names = os.fsencode(one), os.fsencode(other)
+    names = os.fsencode(first), os.fsencode(second)
     status = renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
     return int(status) == 0
 
@@ -220,5 +220,5 @@ def _replaced(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.replaced")
 
 
-def _aside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")

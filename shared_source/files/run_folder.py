@@ -41,9 +41,9 @@ class RunSeal(
 ):
     """Record of the run that owns a folder: the content of `run.json`."""
 
-    kind: str
+    command: str = msgspec.field(name="kind")
     """Command, such as `ms-align ppo`."""
-    begun: str
+    started: str = msgspec.field(name="begun")
     """Start of the run: UTC, ISO 8601."""
     identity: dict[str, str]
     """Settings that identify the run, by name: model and dataset."""
@@ -58,18 +58,18 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     before: Any
-    now: Any
+    after: Any
 
     def __str__(self) -> str:
         """Format the change for messages."""
-        return f"{self.name} is {_text(self.now)}, was {_text(self.before)}"
+        return f"{self.name} is {_text(self.after)}, was {_text(self.before)}"
 
 
 @contextmanager
-def hold(
+def lock_run_folder(
     folder: Path,
     *,
-    kind: str,
+    command: str,
     identity: Mapping[str, str],
     settings: Mapping[str, Any],
     fixed: Collection[str] = (),
@@ -81,12 +81,12 @@ def hold(
 
     Args:
         folder: the run's output folder.
-        kind: name of the command, such as `ms-align ppo`.
+        command: name of the command, such as `ms-align ppo`.
         identity: values that identify the run: paths or names of model and dataset.
         settings: all settings as JSON types; stored in the record.
         fixed: names of settings that must not change when the run resumes.
-        writes: files that this command creates in the folder. If any exist without a record, the
-            folder is taken to belong to something else.
+        writes: files that this command creates in the folder. If any of them exists without a
+            record, the folder is rejected.
         wait_s: seconds to wait for a lock holder, which may be about to exit.
         note: called with a line of text when waiting starts.
 
@@ -96,28 +96,28 @@ def hold(
     Raises:
         FolderError: another process holds the lock, or the folder belongs to another run.
     """
-    with locked(folder / LOCK, what=str(folder), kind=kind, wait_s=wait_s, note=note):
+    with locked(folder / LOCK, resource=str(folder), command=command, wait_s=wait_s, note=note):
         new = RunSeal(
-            kind=kind,
-            begun=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=command,
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
             identity=dict(identity),
             settings=msgspec.to_builtins(dict(settings)),
         )
-        old = owner_of(folder)
+        old = read_seal(folder)
         if old is None:
-            _check_unowned(folder, kind, writes)
+            _check_unowned(folder, command, writes)
             changes: list[Change] = []
         else:
             _check_same(folder, old, new)
             changes = changes_between(old, new)
             _check_fixed(folder, changes, fixed)
-            new = msgspec.structs.replace(new, begun=old.begun)
+            new = msgspec.structs.replace(new, started=old.started)
         if old is None or changes:
             write_seal(folder, new)
         yield changes
 
 
-def owner_of(folder: Path) -> RunSeal | None:
+def read_seal(folder: Path) -> RunSeal | None:
     """Read the record of a folder; None if it has no record.
 
     Raises:
@@ -126,13 +126,15 @@ def owner_of(folder: Path) -> RunSeal | None:
     path = folder / SEAL
     if not os.path.lexists(path):
         return None
-    remedy = "choose another output_dir, or move the folder away"
+    remedy = "move the folder away or set another output_dir"
     try:
         seal = read_json(path, RunSeal, error=FolderError, limit_bytes=2**24)
     except FolderError as error:
-        raise FolderError(f"{error}; so whose folder it is cannot be told; {remedy}") from error
+        raise FolderError(
+            f"{error}, so the run that owns the folder is unknown; {remedy}"
+        ) from error
     if seal.digest != digest_of(seal):
-        raise FolderError(f"{path}: damaged, so whose folder it is cannot be told; {remedy}")
+        raise FolderError(f"{path}: damaged, so the run that owns the folder is unknown; {remedy}")
     return seal
 
 
@@ -151,25 +153,25 @@ def inside(path: str | Path, folder: str | Path) -> bool:
 def locked(
     lock: Path,
     *,
-    what: str,
-    kind: str = "",
+    resource: str,
+    command: str = "",
     wait_s: float = 0.0,
     note: Callable[[str], None] = lambda line: None,
     state: str = "in use",
     remedy: str = "choose another output_dir",
-    stays: bool = True,
+    keep: bool = True,
 ) -> Iterator[None]:
     """Hold the lock file `lock` during the `with` block; its folder is created if necessary.
 
     Args:
         lock: path of the lock file; its text names the holder.
-        what: name of the locked resource, for messages.
-        kind: command that holds the lock.
+        resource: name of the locked resource, for messages.
+        command: command that takes the lock; written to the file.
         wait_s: seconds to wait for another holder.
         note: called with a line of text when waiting starts.
         state: state of the resource while it is locked, for messages.
         remedy: alternative to waiting, for messages.
-        stays: keep the lock file afterwards.
+        keep: leave the lock file in place afterwards.
 
     Raises:
         FolderError: another process still holds the lock after `wait_s` seconds.
@@ -185,9 +187,11 @@ def locked(
             noted = False
             while (holder := _holder(descriptor)) is not None:
                 if time.monotonic() >= deadline:
-                    raise FolderError(f"{what} is {state} by {holder}; wait for it, or {remedy}")
+                    raise FolderError(
+                        f"{resource} is {state} by {holder}; wait for it, or {remedy}"
+                    )
                 if not noted:
-                    note(f"waiting up to {wait_s:g} s for {what}, {state} by {holder}")
+                    note(f"waiting up to {wait_s:g} s for {resource}, {state} by {holder}")
                     noted = True
                 time.sleep(POLL_S)
             if _is_named(descriptor, lock):
@@ -195,8 +199,8 @@ def locked(
         # Omit the command's arguments, which may contain keys and passwords.
         owner = f"process {os.getpid()} on {socket.gethostname()}: {''.join(sys.argv[:1])[:200]}\n"
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, ", ".join(filter(None, (kind, owner))).encode(errors="replace"), 0)
-        if not stays:
+        os.pwrite(descriptor, ", ".join(filter(None, (command, owner))).encode(errors="replace"), 0)
+        if not keep:
             stack.callback(lock.unlink, missing_ok=True)
         yield
 
@@ -237,25 +241,25 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _check_unowned(folder: Path, kind: str, writes: Collection[str]) -> None:
+def _check_unowned(folder: Path, command: str, writes: Collection[str]) -> None:
     existing = sorted(name for name in writes if os.path.lexists(folder / name))
     if existing:
         raise FolderError(
-            f"{folder} holds {existing[0]!r} and nothing says that {kind!r} made it; choose another"
-            " output_dir, or move the folder away"
+            f"{folder} contains {existing[0]!r} but no record of a run of {command!r}; move the"
+            " folder away or set another output_dir"
         )
 
 
 def _check_same(folder: Path, old: RunSeal, new: RunSeal) -> None:
-    owner = f"{folder} belongs to {old.kind!r}, begun {old.begun}"
-    if old.kind != new.kind:
-        raise FolderError(f"{owner}, and this is {new.kind!r}; choose another output_dir")
+    owner = f"{folder} belongs to a run of {old.command!r}, started {old.started}"
+    if old.command != new.command:
+        raise FolderError(f"{owner}, and this is {new.command!r}; set another output_dir")
     for name, value in new.identity.items():
         before = old.identity.get(name)
         if before != value:
             raise FolderError(
-                f"{owner}, whose {name} is {_text(before)}, and now it is {_text(value)}; give that"
-                " one again, or choose another output_dir"
+                f"{owner}, whose {name} was {_text(before)} and is now {_text(value)}; change it"
+                " back or set another output_dir"
             )
 
 
@@ -263,7 +267,7 @@ def changes_between(old: RunSeal, new: RunSeal) -> list[Change]:
     """Return the settings that differ between two records."""
     names = [*new.settings, *(name for name in old.settings if name not in new.settings)]
     pairs = ((name, old.settings.get(name), new.settings.get(name)) for name in names)
-    return [Change(name=name, before=a, now=b) for name, a, b in pairs if a != b]
+    return [Change(name=name, before=a, after=b) for name, a, b in pairs if a != b]
 
 
 def _check_fixed(folder: Path, changes: list[Change], fixed: Collection[str]) -> None:
@@ -271,8 +275,8 @@ def _check_fixed(folder: Path, changes: list[Change], fixed: Collection[str]) ->
     if broken:
         details = "; ".join(map(str, broken))
         raise FolderError(
-            f"{folder} holds a run that cannot go on with other settings: {details}; give"
-            " what it had, or choose another output_dir"
+            f"{folder} holds a run that cannot resume with changed settings: {details}; restore"
+            " them or set another output_dir"
         )
 
 

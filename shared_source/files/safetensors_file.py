@@ -55,9 +55,9 @@ class WeightFile:
 
     def __init__(self, path: Path, entries: Iterable[TensorEntry]) -> None:
         self.path = path
-        self._awaited = list(entries)[::-1]
+        self._pending = list(entries)[::-1]
         self._file: FileIO | None = None
-        self._header = header_of(reversed(self._awaited))
+        self._header = header_of(reversed(self._pending))
 
     def __enter__(self) -> Self:
         self._file = self.path.open("xb", buffering=0)
@@ -66,17 +66,17 @@ class WeightFile:
 
     def write(self, name: str, values: Tensor) -> None:
         """Append a tensor, converted to the dtype of its entry."""
-        entry = self._awaited.pop()
+        entry = self._pending.pop()
         assert self._file is not None
         assert (entry.name, entry.shape) == (name, tuple(values.shape))
         converted = values.detach().to("cpu", entry.dtype).contiguous()
         write_all(self._file, converted.reshape(-1).view(torch.uint8).numpy().data)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, error_type: object, error: object, trace: object) -> None:
         assert self._file is not None
         with self._file as file:
-            if kind is None:
-                assert not self._awaited
+            if error_type is None:
+                assert not self._pending
                 os.fsync(file.fileno())
 
 

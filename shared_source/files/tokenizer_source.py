@@ -54,7 +54,7 @@ class TokenizerSource:
     texts: dict[int, str]
     """Text of every token by id, including added tokens."""
     settings: Document = field(factory=dict)
-    """Decoded tokenizer_config.json; empty if there is none."""
+    """Decoded tokenizer_config.json; empty if the file is missing."""
     templates: Mapping[str, str] = field(factory=dict)
     """Chat templates by name; see `read_templates`."""
 
@@ -94,7 +94,7 @@ def read_templates(folder: Path, settings: Document, *, error: type[Exception]) 
         return {name: read_text(path, error=error) for name, path in paths.items()}
     where, value = SETTINGS, settings.get("chat_template")
     if value is None:
-        where, value = LEGACY_TEMPLATE, read_beside(folder, LEGACY_TEMPLATE, error=error)
+        where, value = LEGACY_TEMPLATE, read_optional_json(folder, LEGACY_TEMPLATE, error=error)
         value = value.get("chat_template")
     templates = value if isinstance(value, dict) else {} if value is None else {DEFAULT: value}
     if isinstance(value, list):
@@ -118,16 +118,16 @@ def template_files(templates: Mapping[str, str]) -> dict[str, bytes]:
     }
 
 
-def read_source(given: str | Path, *, error: type[Exception]) -> TokenizerSource:
+def read_source(source: str | Path, *, error: type[Exception]) -> TokenizerSource:
     """Read a tokenizer.json and its sibling files, from the file's path or its folder.
 
     Raises:
         error: tokenizer.json is missing, or a file is damaged.
     """
-    path = _tokenizer_file(given)
+    path = _tokenizer_file(source)
     if not os.path.isfile(path):
-        raise error(f"{str(path)[-200:]}: there is no such tokenizer; give a tokenizer.json")
-    settings = read_beside(path.parent, SETTINGS, error=error)
+        raise error(f"{str(path)[-200:]} does not exist; a tokenizer is a tokenizer.json file")
+    settings = read_optional_json(path.parent, SETTINGS, error=error)
     return decode_source(
         read_bytes(path, error=error),
         path,
@@ -138,26 +138,26 @@ def read_source(given: str | Path, *, error: type[Exception]) -> TokenizerSource
 
 
 def decode_source(
-    content: bytes, path: Path, *, error: type[Exception], **beside: Any
+    content: bytes, path: Path, *, error: type[Exception], **siblings: Any
 ) -> TokenizerSource:
-    """Decode and validate a tokenizer.json; `beside` has the other fields of the result."""
+    """Decode and validate a tokenizer.json; `siblings` are the remaining fields of the result."""
     document = decode_json(content, Document, where=path, error=error)
     model = document.get("model")
     if not (isinstance(model, dict) and isinstance(model.get("vocab"), dict | list)):
-        raise error(f"{path}: it holds no tokenizer; give a tokenizer.json")
+        raise error(f"{path} is not a tokenizer.json: it has no vocabulary")
     try:
-        found = msgspec.convert(document, _Tokenizer)
+        tokenizer = msgspec.convert(document, _Tokenizer)
     except msgspec.ValidationError as raised:
         raise error(f"{path}: its vocabulary is damaged ({raised}); fetch it again") from raised
-    vocabulary = found.model.vocab
+    vocabulary = tokenizer.model.vocab
     if isinstance(vocabulary, dict):
         texts = {token: text for text, token in vocabulary.items()}
     else:
         texts = dict(enumerate(text for text, _ in vocabulary))
-    added = {each.id: each for each in found.added_tokens or []}
-    texts |= {token: each.content for token, each in added.items()}
+    added = {entry.id: entry for entry in tokenizer.added_tokens or []}
+    texts |= {token: entry.content for token, entry in added.items()}
     return TokenizerSource(
-        path=path, content=content, document=document, added=added, texts=texts, **beside
+        path=path, content=content, document=document, added=added, texts=texts, **siblings
     )
 
 
@@ -191,14 +191,14 @@ def tokenizer_difference(
 
 
 def source_difference(
-    one: TokenizerSource, other: TokenizerSource, *, names: tuple[str, str]
+    first: TokenizerSource, second: TokenizerSource, *, names: tuple[str, str]
 ) -> str | None:
     """Compare two tokenizers like `tokenizer_difference`; `names` appear in the result."""
-    for token in sorted(one.texts.keys() & other.texts.keys()):
-        text, other_text = one.texts[token], other.texts[token]
-        if text != other_text:
-            return f"token {token} is {text!r} in {names[0]} and {other_text!r} in {names[1]}"
-    for source, lacking, labels in ((one, other, names), (other, one, names[::-1])):
+    for token in sorted(first.texts.keys() & second.texts.keys()):
+        text, second_text = first.texts[token], second.texts[token]
+        if text != second_text:
+            return f"token {token} is {text!r} in {names[0]} and {second_text!r} in {names[1]}"
+    for source, lacking, labels in ((first, second, names), (second, first, names[::-1])):
         for token in sorted(source.texts.keys() - lacking.texts.keys()):
             text = source.texts[token]
             if token not in source.added:
@@ -206,13 +206,13 @@ def source_difference(
             other_id = next((key for key, value in lacking.texts.items() if value == text), None)
             if other_id is not None:
                 return f"{text!r} is token {token} in {labels[0]} and {other_id} in {labels[1]}"
-    if _merges(one) != _merges(other):
+    if _merges(first) != _merges(second):
         return f"{names[0]} and {names[1]} have the same vocabulary and different merges"
     return None
 
 
-def _tokenizer_file(given: str | Path) -> Path:
-    return Path(given, TOKENIZER) if os.path.isdir(given) else Path(given)
+def _tokenizer_file(source: str | Path) -> Path:
+    return Path(source, TOKENIZER) if os.path.isdir(source) else Path(source)
 
 
 def _merges(source: TokenizerSource) -> list[tuple[str, ...]]:
@@ -221,7 +221,7 @@ def _merges(source: TokenizerSource) -> list[tuple[str, ...]]:
     return [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
 
 
-def read_beside(folder: Path, name: str, *, error: type[Exception]) -> Document:
+def read_optional_json(folder: Path, name: str, *, error: type[Exception]) -> Document:
     """Read the JSON object in a file of `folder`; empty if the file is missing."""
     path = folder / name
     return read_json(path, Document, error=error) if os.path.isfile(path) else {}
@@ -229,13 +229,13 @@ def read_beside(folder: Path, name: str, *, error: type[Exception]) -> Document:
 
 def end_of_documents(folder: Path, *, error: type[Exception]) -> int | None:
     """Return the end-of-document token id from the index of a folder of shards."""
-    end = read_beside(folder, "index.json", error=error).get("end_of_text")
+    end = read_optional_json(folder, "index.json", error=error).get("end_of_text")
     return end if type(end) is int else None
 
 
-def token_text(said: Any) -> str | None:
+def token_text(setting: Any) -> str | None:
     """Return a token's text from settings, which store a string or an object with `content`."""
-    text = said.get("content") if isinstance(said, dict) else said
+    text = setting.get("content") if isinstance(setting, dict) else setting
     return text if isinstance(text, str) else None
 
 

@@ -19,7 +19,7 @@ import msgspec
 LIMIT_BYTES = 256 * 2**20
 """Default limit for files of settings, names or vocabularies."""
 
-SHOWN_CHARACTERS = 200
+MAX_MESSAGE_CHARACTERS = 200
 """Length limit for a path or a decoder's message in an error."""
 
 DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")
@@ -27,12 +27,12 @@ DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")
 
 LONG_NUMBER = re.compile(r"\d{39}")
 BYTES_LONG_NUMBER = re.compile(LONG_NUMBER.pattern.encode())
-"""At least 39 digits: possibly an integer of more than 128 bits, or part of a string."""
+"""At least 39 digits: an integer of possibly more than 128 bits, or part of a string."""
 
 PATH_BYTES = 4095
 NAME_BYTES = 255
 """Maximum length of a path and of a file name (PATH_MAX and NAME_MAX in limits.h)."""
-ASIDE_BYTES = 15
+SUFFIX_BYTES = 15
 """Bytes reserved in a file name for the suffix of its temporary file."""
 
 T = TypeVar("T")
@@ -63,10 +63,10 @@ def check_path(
         return
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text:
-        raise error(f"{name} is {_shown(repr(value))}; give a path")
-    problem = _never_a_path(text) or _not_for(text, written)
+        raise error(f"{name} must be a path, got {_printable(repr(value))}")
+    problem = _invalid_path(text) or _not_writable(text, written)
     if problem:
-        raise error(f"{name} is {_shown(repr(text))}, {problem}; give another path")
+        raise error(f"{name} is {_printable(repr(text))}, {problem}; use another path")
 
 
 def open_file(path: str | Path, *, error: type[Exception]) -> FileIO:
@@ -80,7 +80,7 @@ def open_file(path: str | Path, *, error: type[Exception]) -> FileIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise error(f"{_shown(path)}: not a file")
+        raise error(f"{_printable(path)}: not a file")
     return FileIO(descriptor, "rb")
 
 
@@ -95,7 +95,7 @@ def check_file(path: str | Path, *, error: type[Exception]) -> None:
     except (OSError, ValueError):
         return  # the library reports a missing file
     if not stat.S_ISREG(mode):
-        raise error(f"{_shown(path)}: not a file")
+        raise error(f"{_printable(path)}: not a file")
 
 
 def read_bytes(
@@ -112,9 +112,7 @@ def read_bytes(
         # Pass the file's size, not the limit: read() allocates its argument.
         content = file.read(size) if fits else b""
     if not fits:
-        raise error(
-            f"{_shown(path)}: larger than {limit_bytes / 2**20:g} MiB, which no such file is"
-        )
+        raise error(f"{_printable(path)}: larger than the limit of {limit_bytes / 2**20:g} MiB")
     return content
 
 
@@ -127,20 +125,20 @@ def read_text(path: str | Path, *, error: type[Exception], limit_bytes: int = LI
 
 def read_json(
     path: str | Path,
-    kind: type[T],
+    cls: type[T],
     *,
     error: type[Exception],
     limit_bytes: int = LIMIT_BYTES,
 ) -> T:
-    """Read a JSON file and validate it as the type `kind`, such as `dict` or a msgspec Struct."""
+    """Read a JSON file and validate it as type `cls`, such as `dict` or a msgspec Struct."""
     content = read_bytes(path, error=error, limit_bytes=limit_bytes)
-    return decode_json(content, kind, where=path, error=error)
+    return decode_json(content, cls, where=path, error=error)
 
 
 def decode_json(
-    content: bytes | str, kind: type[T], *, where: str | Path, error: type[Exception]
+    content: bytes | str, cls: type[T], *, where: str | Path, error: type[Exception]
 ) -> T:
-    """Decode JSON and validate it as the type `kind`; `where` names the source in errors.
+    """Decode JSON and validate it as type `cls`; `where` names the source in errors.
 
     Integers of more than 128 bits are rejected: no count is that large.
     """
@@ -148,7 +146,7 @@ def decode_json(
         long_number = LONG_NUMBER if isinstance(content, str) else BYTES_LONG_NUMBER
         if long_number.search(content):  # type: ignore[arg-type]
             _check_numbers(msgspec.json.decode(content))
-        return msgspec.json.decode(content, type=kind)
+        return msgspec.json.decode(content, type=cls)
 
 
 def read_toml(path: str | Path, *, error: type[Exception]) -> dict[str, Any]:
@@ -156,12 +154,14 @@ def read_toml(path: str | Path, *, error: type[Exception]) -> dict[str, Any]:
     content = read_text(path, error=error, limit_bytes=2**24)
     # tomllib takes quadratic time for dotted keys of many parts: minutes for 100 kB.
     if DEEP_KEY.search(content):
-        raise error(f"{_shown(path)}: nested too deeply to be read")
+        raise error(f"{_printable(path)}: nested too deeply to be read")
     with decoding(path, error=error):
         try:
             document = tomllib.loads(content)
         except tomllib.TOMLDecodeError as decode_error:
-            raise error(f"{_shown(path)}: not TOML: {_words(decode_error)}") from decode_error
+            raise error(
+                f"{_printable(path)}: not TOML: {_one_line(decode_error)}"
+            ) from decode_error
         _check_numbers(document)
         return document
 
@@ -178,30 +178,30 @@ def decoding(where: str | Path, *, error: type[Exception]) -> Iterator[None]:
     except error:
         raise
     except RecursionError as raised:
-        raise error(f"{_shown(where)}: nested too deeply to be read") from raised
+        raise error(f"{_printable(where)}: nested too deeply to be read") from raised
     except UnicodeError as raised:
-        raise error(f"{_shown(where)}: not UTF-8 text: {_words(raised)}") from raised
+        raise error(f"{_printable(where)}: not UTF-8 text: {_one_line(raised)}") from raised
     except MemoryError as raised:
-        raise error(f"{_shown(where)}: asks for more memory than there is") from raised
+        raise error(f"{_printable(where)}: needs more memory than is available") from raised
     except OSError as raised:
-        reason = raised.strerror or _words(raised)
-        raise error(f"{_shown(where)}: cannot be read: {reason}") from raised
+        reason = raised.strerror or _one_line(raised)
+        raise error(f"{_printable(where)}: cannot be read: {reason}") from raised
     except (ValueError, TypeError, LookupError, ArithmeticError, EOFError) as raised:
-        raise error(f"{_shown(where)}: {_words(raised)}") from raised
+        raise error(f"{_printable(where)}: {_one_line(raised)}") from raised
 
 
-def _check_numbers(found: object, name: str = "") -> None:
-    if isinstance(found, int) and found.bit_length() > 128:
-        raise ValueError(f"{name} is a whole number of more than 128 bits".strip())
-    if isinstance(found, list):
-        found = dict(enumerate(found))
-    if isinstance(found, dict):
-        for key, value in found.items():
-            _check_numbers(value, f"{name}.{key}".strip("."))
+def _check_numbers(value: object, name: str = "") -> None:
+    if isinstance(value, int) and value.bit_length() > 128:
+        raise ValueError(f"{name} is an integer of more than 128 bits".strip())
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_numbers(item, f"{name}.{key}".strip("."))
 
 
-PARTS = re.compile(r"(?:layers|experts)$|^(?:n|num)_\w*(?:layer|expert)")
-MOST_PARTS = 4096
+COUNT_KEY = re.compile(r"(?:layers|experts)$|^(?:n|num)_\w*(?:layer|expert)")
+MAX_LAYERS = 4096
 """Maximum number of layers or experts; other libraries would build any number from a config."""
 
 
@@ -209,7 +209,7 @@ def check_parts(folder: str | Path, *, error: type[Exception]) -> None:
     """Check that the numbers of layers and experts in a folder's config.json are plausible.
 
     Raises:
-        error: a number exceeds `MOST_PARTS`, or config.json cannot be read.
+        error: a number exceeds `MAX_LAYERS`, or config.json cannot be read.
     """
     path = Path(folder) / "config.json"
     pending: list[Any] = [read_json(path, dict, error=error)]
@@ -219,22 +219,22 @@ def check_parts(folder: str | Path, *, error: type[Exception]) -> None:
             pending += node
             continue
         for name, value in node.items() if isinstance(node, dict) else ():
-            is_count = isinstance(value, int | float) and PARTS.search(name)
-            if is_count and value > MOST_PARTS:
-                raise error(f"{path}: {name} is {value:g}; give at most {MOST_PARTS}")
+            is_count = isinstance(value, int | float) and COUNT_KEY.search(name)
+            if is_count and value > MAX_LAYERS:
+                raise error(f"{path}: {name} must be at most {MAX_LAYERS}, got {value:g}")
             pending.append(value)
 
 
-def _never_a_path(text: str) -> str:
+def _invalid_path(text: str) -> str:
     """Return the reason a string cannot be a path; empty if it can."""
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
-        return "which is not UTF-8"
+        return "which is not valid UTF-8"
     if b"\0" in encoded:
-        return "which holds a NUL"
+        return "which contains a NUL"
     if len(encoded) > PATH_BYTES or any(len(part) > NAME_BYTES for part in encoded.split(b"/")):
-        return "which is longer than any that a system takes"
+        return "which is longer than the system allows"
     try:
         os.stat(text)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -244,34 +244,36 @@ def _never_a_path(text: str) -> str:
     return ""
 
 
-def _not_for(text: str, written: str | None) -> str:
+def _not_writable(text: str, written: str | None) -> str:
     """Return the reason a file or folder cannot be written to a path; empty if it can."""
     if written is None:
         return ""
     path = Path(text)
-    if len(path.name.encode()) > NAME_BYTES - ASIDE_BYTES:
-        return f"whose last part is longer than {NAME_BYTES - ASIDE_BYTES} bytes"
+    if len(path.name.encode()) > NAME_BYTES - SUFFIX_BYTES:
+        return f"whose last part is longer than {NAME_BYTES - SUFFIX_BYTES} bytes"
     if written == "file" and (text.endswith("/") or path.name in ("", "..") or path.is_dir()):
-        return "where a folder stands, and a file is to be written"
+        return "which is a folder, but a file will be written"
     if written == "folder" and path.exists() and not path.is_dir():
-        return "where a file stands, and a folder is to be written"
+        return "which is a file, but a folder will be written"
     ancestor = next((parent for parent in path.parents if os.path.lexists(parent)), None)
     if ancestor is not None and not ancestor.is_dir():
-        return f"and {_shown(ancestor)} is no folder"
+        return f"but {_printable(ancestor)} is not a folder"
     return ""
 
 
-def _shown(where: str | Path) -> str:
+def _printable(where: str | Path) -> str:
     """Format a path for a message: printable, on one line, shortened."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(where)[:4096])
-    half = SHOWN_CHARACTERS // 2
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}...{text[-half:]}"
+    half = MAX_MESSAGE_CHARACTERS // 2
+    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:half]}...{text[-half:]}"
 
 
-def _words(raised: BaseException) -> str:
+def _one_line(raised: BaseException) -> str:
     """Format a decoder's message on one printable line."""
     text = " ".join(str(raised).split()) or type(raised).__name__
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: 2 * SHOWN_CHARACTERS])
+    text = "".join(
+        c if c.isprintable() else repr(c)[1:-1] for c in text[: 2 * MAX_MESSAGE_CHARACTERS]
+    )
     if isinstance(raised, KeyError):
         text = f"{text} is missing"
-    return text[:SHOWN_CHARACTERS]
+    return text[:MAX_MESSAGE_CHARACTERS]

@@ -1,29 +1,29 @@
 """Settings: validators, and the run files that store settings."""
 
 from .validators import (
-    MOST,
-    a_path,
+    MAX_COUNT,
     as_path,
     flag,
+    integer,
     nearest,
     number,
     numbers,
     one_of,
-    shown,
+    short_repr,
     text,
-    whole,
+    valid_path,
 )
 
 __all__ = [
-    "MOST",
-    "a_path",
+    "MAX_COUNT",
     "as_path",
     "flag",
+    "integer",
     "nearest",
     "number",
     "numbers",
     "one_of",
-    "shown",
+    "short_repr",
     "text",
-    "whole",
+    "valid_path",
 ]

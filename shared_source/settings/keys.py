@@ -22,17 +22,17 @@ class Key:
 
     name: str
     meaning: str
-    """As one line."""
+    """Help text on one line."""
     default: Any = None
     required: bool = False
     example: Any = None
-    """A value to begin with, where there is no default."""
+    """Sample value for the template, for a key without a default."""
     inner: "tuple[Key, ...]" = ()
-    """The settings of a table."""
+    """Keys of a table."""
     kind: str = ""
-    """Its type, as the source writes it."""
+    """Type annotation, as source text."""
     check: str = ""
-    """What checks a value, as the source writes it, constants filled in."""
+    """Validator, as source text with constants replaced by their values."""
 
 
 @frozen(kw_only=True)
@@ -43,21 +43,21 @@ class KeyGroup:
     keys: tuple[Key, ...]
 
 
-def place_of(kind: type) -> str:
+def class_path(cls: type) -> str:
     """Return the `module:Class` of a class in this package, for `groups_of`."""
-    return f"{kind.__module__.removeprefix(f'{PACKAGE.name}.')}:{kind.__name__}"
+    return f"{cls.__module__.removeprefix(f'{PACKAGE.name}.')}:{cls.__name__}"
 
 
-def groups_of(place: str, hidden: Collection[str] = ()) -> list[KeyGroup]:
+def groups_of(path: str, hidden: Collection[str] = ()) -> list[KeyGroup]:
     """Return the settings of a class and its base classes, one group per class, base classes last.
 
     Args:
-        place: `module:Class` within this package, such as `trainers.ppo:PPOTrainer`.
+        path: `module:Class` within this package, such as `trainers.ppo:PPOTrainer`.
         hidden: names of fields that are not keys of the run file.
     """
     groups: list[KeyGroup] = []
     seen: set[str] = set(hidden)
-    lineage = [(node, list(_keys(module, node))) for module, node in _lineage(place)]
+    lineage = [(node, list(_keys(module, node))) for module, node in _lineage(path)]
     meanings = {
         key.name: key.meaning for _, keys in reversed(lineage) for key in keys if key.meaning
     }
@@ -74,10 +74,10 @@ def groups_of(place: str, hidden: Collection[str] = ()) -> list[KeyGroup]:
     return groups
 
 
-def _lineage(place: str) -> Iterator[tuple[str, ast.ClassDef]]:
+def _lineage(path: str) -> Iterator[tuple[str, ast.ClassDef]]:
     """Yield a class, then its base classes depth first, without duplicates."""
     seen: set[str] = set()
-    pending = [place]
+    pending = [path]
     while pending:
         current = pending.pop(0)
         module, _, name = current.partition(":")
@@ -88,7 +88,7 @@ def _lineage(place: str) -> Iterator[tuple[str, ast.ClassDef]]:
         seen.add(current)
         yield module, node
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-        pending = [_named(module, base) for base in bases] + pending
+        pending = [_definition(module, base) for base in bases] + pending
 
 
 @cache
@@ -97,7 +97,7 @@ def _body(module: str) -> list[ast.stmt]:
     return ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
 
 
-def _named(module: str, name: str) -> str:
+def _definition(module: str, name: str) -> str:
     """Return the `module:name` that defines `name`: the module itself or one it imports from."""
     for node in _body(module):
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
@@ -148,7 +148,7 @@ def in_toml(text: str) -> str:
 def _kind(module: str, node: ast.expr) -> str:
     """Return the source of an annotation, with a type alias replaced by its definition."""
     if isinstance(node, ast.Name):
-        source_module, _, name = _named(module, node.id).partition(":")
+        source_module, _, name = _definition(module, node.id).partition(":")
         for statement in _body(source_module):
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
                 return ast.unparse(statement.value)
@@ -179,7 +179,7 @@ def _constant(module: str, node: ast.expr) -> Any:
         value = _value(module, node)
         if value is not None or not isinstance(node, ast.Name):
             return value
-        source_module, _, name = _named(module, node.id).partition(":")
+        source_module, _, name = _definition(module, node.id).partition(":")
         if source_module == module:
             return None
         module, node = source_module, ast.Name(id=name)
@@ -193,7 +193,7 @@ def _metadata(module: str, node: ast.expr | None) -> tuple[str, Any]:
         for key, value in zip(node.keys, node.values, strict=True):
             name = key.value if isinstance(key, ast.Constant) else None
             if name == "table" and isinstance(value, ast.Name):
-                table = _named(module, value.id)
+                table = _definition(module, value.id)
             if name == "example":
                 example = _value(module, value)
     return table, example

@@ -16,7 +16,7 @@ from ..entry import path_argument
 from ..errors import ConfigError
 from ..files.untrusted import read_toml
 from .synonyms import nearest_key
-from .validators import shown
+from .validators import short_repr
 
 T = TypeVar("T")
 NOT_IN_FILES = {"on_event"}
@@ -71,11 +71,11 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     return settings
 
 
-def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
+def build(cls: type[T], settings: Mapping[str, Any], *, where: str) -> T:
     """Build an attrs class from settings; tables are converted to the attrs class of their field.
 
     Args:
-        kind: attrs class to build.
+        cls: attrs class to build.
         settings: values by name.
         where: name of the file, for messages.
 
@@ -83,7 +83,7 @@ def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
         ConfigError: a key is unknown or missing, or a value is invalid.
     """
     init_fields = {
-        attribute.alias: attribute for attribute in fields(cast(Any, kind)) if attribute.init
+        attribute.alias: attribute for attribute in fields(cast(Any, cls)) if attribute.init
     }
     names = init_fields.keys() - NOT_IN_FILES
     for key in settings:
@@ -91,18 +91,18 @@ def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest_key(key, names)}")
     values = {key: _value_of(init_fields[key], value, where) for key, value in settings.items()}
     try:
-        return kind(**values)
+        return cls(**values)
     except FAILURE as error:
         raise type(error)(f"{where}: {error}") from error
     except TypeError as error:
         raise ConfigError(f"{where}: {_missing(error)}") from error
 
 
-def table_of(kind: type[T], name: str) -> Callable[[Any], T]:
-    """Build an attrs converter that accepts an instance of `kind` or a table of its settings.
+def table_of(cls: type[T], name: str) -> Callable[[Any], T]:
+    """Build an attrs converter that accepts an instance of `cls` or a table of its settings.
 
     Args:
-        kind: attrs class of the field.
+        cls: attrs class of the field.
         name: name of the field, for messages.
 
     Returns:
@@ -110,15 +110,13 @@ def table_of(kind: type[T], name: str) -> Callable[[Any], T]:
     """
 
     def converted(value: Any) -> T:
-        if isinstance(value, kind):
+        if isinstance(value, cls):
             return value
         if isinstance(value, Mapping):
-            return build(kind, value, where=name)
-        names = ", ".join(
-            attribute.alias for attribute in fields(cast(Any, kind)) if attribute.init
-        )
+            return build(cls, value, where=name)
+        names = ", ".join(attribute.alias for attribute in fields(cast(Any, cls)) if attribute.init)
         raise ConfigError(
-            f"{name} must be {kind.__name__} or a table of {names}, got {shown(value)}"
+            f"{name} must be {cls.__name__} or a table of {names}, got {short_repr(value)}"
         )
 
     return converted
@@ -142,20 +140,22 @@ def override(settings: dict[str, Any], text: str) -> None:
     target[last] = _parse(value)
 
 
-def _value_of(each: "Attribute[Any]", value: Any, where: str) -> Any:
-    nested = each.metadata.get("table")
+def _value_of(attribute: "Attribute[Any]", value: Any, where: str) -> Any:
+    nested = attribute.metadata.get("table")
     if nested is not None and not isinstance(value, nested):
         if not isinstance(value, dict):
-            raise ConfigError(f"{where}: {each.alias} is {shown(value)}; give a table of settings")
+            raise ConfigError(
+                f"{where}: {attribute.alias} must be a table of settings, got {short_repr(value)}"
+            )
         return build(nested, value, where=where)
-    if nested is not None or each.converter is None:
+    if nested is not None or attribute.converter is None:
         return value
     try:
-        return cast(Any, each.converter)(value)
+        return cast(Any, attribute.converter)(value)
     except FAILURE as error:
         raise type(error)(f"{where}: {error}") from error
     except TypeError as error:
-        raise ConfigError(f"{where}: {each.alias} is {shown(value)}; {error}") from error
+        raise ConfigError(f"{where}: {attribute.alias} is {short_repr(value)}; {error}") from error
 
 
 def _missing(error: TypeError) -> str:

@@ -29,26 +29,26 @@ def help_text(groups: Sequence[KeyGroup]) -> str:
     return "\n".join(lines)
 
 
-def template_text(title: str, groups: Sequence[KeyGroup], begin: Mapping[str, Any]) -> str:
-    """Format a run file with every key; keys that are not in `begin` are commented out.
+def template_text(title: str, groups: Sequence[KeyGroup], initial: Mapping[str, Any]) -> str:
+    """Format a run file with every key; keys that are not in `initial` are commented out.
 
     Args:
         title: first line of the file.
         groups: keys of the command.
-        begin: initial values by key; a mapping becomes a table.
+        initial: initial values by key; a mapping becomes a table.
     """
     lines = [f"# {title}", "# Commented-out keys show their defaults."]
     tables: list[str] = []
     for group in groups:
-        plain = [key for key in group.keys if not _is_table(key, begin)]
+        plain = [key for key in group.keys if not _is_table(key, initial)]
         lines += ["", f"# {group.title}"] if plain else []
         for key in plain:
-            value = begin.get(key.name)
+            value = initial.get(key.name)
             lines += _wrapped("# ", key.meaning)
             lines.append(_line(key.name, key.default if value is None else value, value is None))
         for key in group.keys:
-            if _is_table(key, begin):
-                tables += _table(key, begin.get(key.name, {}))
+            if _is_table(key, initial):
+                tables += _table(key, initial.get(key.name, {}))
     return "\n".join([*lines, *tables]) + "\n"
 
 
@@ -63,23 +63,25 @@ def write_template(text: str, out: Path | None) -> bool:
         sys.stdout.write(text)
         return False
     if os.path.lexists(out):
-        raise ConfigError(f"{out} exists; choose another name, or delete it")
+        raise ConfigError(f"{out} exists; delete it or use another name")
     write_file(out, text.encode())
     return True
 
 
-def _is_table(key: Key, begin: Mapping[str, Any]) -> bool:
-    return bool(key.inner) or isinstance(begin.get(key.name), Mapping)
+def _is_table(key: Key, initial: Mapping[str, Any]) -> bool:
+    return bool(key.inner) or isinstance(initial.get(key.name), Mapping)
 
 
-def _table(key: Key, begin: Mapping[str, Any]) -> list[str]:
-    lines = ["", *_wrapped("# ", key.meaning), f"[{key.name}]" if begin else f"# [{key.name}]"]
+def _table(key: Key, initial: Mapping[str, Any]) -> list[str]:
+    lines = ["", *_wrapped("# ", key.meaning), f"[{key.name}]" if initial else f"# [{key.name}]"]
     for inner in key.inner:
-        value = begin.get(inner.name)
+        value = initial.get(inner.name)
         lines += _wrapped("# ", inner.meaning)
         lines.append(_line(inner.name, inner.default if value is None else value, value is None))
     names = {inner.name for inner in key.inner}
-    return lines + [_line(name, value, False) for name, value in begin.items() if name not in names]
+    return lines + [
+        _line(name, value, False) for name, value in initial.items() if name not in names
+    ]
 
 
 def _line(name: str, value: Any, commented: bool) -> str:

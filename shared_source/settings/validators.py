@@ -15,44 +15,54 @@ from ..errors import ConfigError
 from ..files.untrusted import check_path
 
 Check = Callable[[Any, "Attribute[Any]", Any], None]
-MOST = 10**12
+MAX_COUNT = 10**12
 """Upper limit for counts of steps, tokens or samples; a larger number is a typo."""
-SHOWN_CHARACTERS = 200
+MAX_CHARACTERS = 200
 CUTOFF = 0.65
 """Similarity of a suggestion: 'bf16' finds 'bfloat16' (0.67), 'steps' not 'float_steps' (0.63)."""
-WRITTEN_IN_FILES = (str, bool, int, float, bytes, list, tuple, Mapping, date, time)
+FILE_TYPES = (str, bool, int, float, bytes, list, tuple, Mapping, date, time)
 """Types of values in a run file."""
 
 
-def whole(*, least: int = 1, most: int = MOST, optional: bool = False) -> Check:
-    """Require an integer from `least` to `most`; None is accepted if `optional`."""
+def integer(*, minimum: int = 1, maximum: int = MAX_COUNT, optional: bool = False) -> Check:
+    """Require an integer from `minimum` to `maximum`; None is accepted if `optional`."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if optional and value is None:
             return
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not least <= value <= most:  # type: ignore[operator]
-            too_large = is_whole and value > most  # type: ignore[operator]
-            upper = f" and at most {most}" if most < MOST or too_large else ""
-            got = f"{attribute.name} is {shown(value)}"
-            raise ConfigError(f"{got}; give a whole number of at least {least}{upper}")
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or not minimum <= value <= maximum:  # type: ignore[operator]
+            too_large = is_integer and value > maximum  # type: ignore[operator]
+            # The default upper limit is only worth mentioning to those who exceed it.
+            upper = f" and at most {maximum}" if maximum < MAX_COUNT or too_large else ""
+            raise ConfigError(
+                f"{attribute.name} must be an integer of at least {minimum}{upper}, "
+                f"got {short_repr(value)}"
+            )
 
     return check
 
 
 def number(
-    *, least: float = 0.0, most: float = math.inf, below: float = math.inf, optional: bool = False
+    *,
+    minimum: float = 0.0,
+    maximum: float = math.inf,
+    below: float = math.inf,
+    optional: bool = False,
 ) -> Check:
-    """Require a finite number from `least` to `most` and less than `below`."""
+    """Require a finite number from `minimum` to `maximum` and less than `below`."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if optional and value is None:
             return
-        if not (_is_finite(value) and least <= value <= most and value < below):  # type: ignore[operator]
-            upper = f" to {most:g}" if most < math.inf else " or more"
-            upper = f" up to, not including, {below:g}" if below < math.inf else upper
-            got = f"{attribute.name} is {shown(value)}"
-            raise ConfigError(f"{got}; give a number from {least:g}{upper}")
+        in_range = _is_finite(value) and minimum <= value <= maximum and value < below  # type: ignore[operator]
+        if not in_range:
+            upper = f" and at most {maximum:g}" if maximum < math.inf else ""
+            upper = f" and less than {below:g}" if below < math.inf else upper
+            raise ConfigError(
+                f"{attribute.name} must be a number of at least {minimum:g}{upper}, "
+                f"got {short_repr(value)}"
+            )
 
     return check
 
@@ -67,18 +77,21 @@ def numbers(*, optional: bool = False) -> Check:
             isinstance(value, Mapping)
             and all(_is_finite(item) and item >= 0 for item in value.values())
         ):
-            got = f"{attribute.name} is {shown(value)}"
-            raise ConfigError(f"{got}; give a table of numbers, 0 or more")
+            raise ConfigError(
+                f"{attribute.name} must be a table of numbers of at least 0, "
+                f"got {short_repr(value)}"
+            )
 
     return check
 
 
 def one_of(*choices: str) -> Check:
-    """Require one of `choices`."""
+    """Require a string from `choices`."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if value not in choices:
-            raise ConfigError(f"{attribute.name} is {shown(value)}; {nearest(str(value), choices)}")
+            remedy = nearest(str(value), choices)
+            raise ConfigError(f"{attribute.name} is {short_repr(value)}; {remedy}")
 
     return check
 
@@ -88,7 +101,9 @@ def text(*, optional: bool = False) -> Check:
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         if not ((isinstance(value, str) and value) or (optional and value is None)):
-            raise ConfigError(f"{attribute.name} is {shown(value)}; give a text that is not empty")
+            raise ConfigError(
+                f"{attribute.name} must be a non-empty string, got {short_repr(value)}"
+            )
 
     return check
 
@@ -96,14 +111,14 @@ def text(*, optional: bool = False) -> Check:
 def flag(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     """Require a bool."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{attribute.name} is {shown(value)}; give true or false")
+        raise ConfigError(f"{attribute.name} must be true or false, got {short_repr(value)}")
 
 
-def a_path(
+def valid_path(
     *,
     optional: bool = False,
     written: Literal["file", "folder"] | None = None,
-    several: bool = False,
+    multiple: bool = False,
     objects: bool = False,
 ) -> Check:
     """Require a valid path, as defined by `check_path`.
@@ -111,15 +126,15 @@ def a_path(
     Args:
         optional: accept None.
         written: kind of output that the run writes to the path, if any.
-        several: accept a list or table of paths.
+        multiple: accept a list or table of paths.
         objects: accept any Python object of a type that a run file cannot contain.
     """
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         is_path_or_none = value is None or isinstance(value, os.PathLike)
-        if objects and not is_path_or_none and not isinstance(value, WRITTEN_IN_FILES):
+        if objects and not is_path_or_none and not isinstance(value, FILE_TYPES):
             return
-        is_collection = several and isinstance(value, Mapping | list | tuple)
+        is_collection = multiple and isinstance(value, Mapping | list | tuple)
         for path in _texts_in(value) if is_collection else [value]:
             check_path(attribute.name, path, error=ConfigError, optional=optional, written=written)
 
@@ -127,26 +142,26 @@ def a_path(
 
 
 def as_path(value: Any) -> Any:
-    """Convert a string to a path; pass other values on to the check by `a_path`."""
+    """Convert a string to a path; leave other values for `valid_path` to reject."""
     return Path(value) if isinstance(value, str) and value else value
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the remedy for an unknown word: the nearest known word, or the full list."""
-    known = sorted(known)
-    by_lowercase = {choice.lower(): choice for choice in known}
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return the remedy for an unknown word: the nearest choice, or the list of choices."""
+    choices = sorted(choices)
+    by_lowercase = {choice.lower(): choice for choice in choices}
     matches = get_close_matches(word.lower(), by_lowercase, n=1, cutoff=CUTOFF)
     return (
-        f"did you mean {by_lowercase[matches[0]]!r}?" if matches else f"known: {', '.join(known)}"
+        f"did you mean {by_lowercase[matches[0]]!r}?" if matches else f"known: {', '.join(choices)}"
     )
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Format a value for a message, with bounded length."""
     if isinstance(value, int) and abs(value) > 10**40:  # Python formats at most 4,300 digits
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
 
 
 def _texts_in(value: object) -> Iterator[object]:

@@ -31,7 +31,7 @@ def _serve() -> None:
             modules[job["file"]] = _imported(job["file"])
         parent = os.fork()
         if parent == 0:
-            _be_parent(job, modules.get(job.get("file")))
+            _run_parent(job, modules.get(job.get("file")))
             os._exit(0)
         # The parent does this as well, and may have exited.
         with suppress(ProcessLookupError, PermissionError):
@@ -39,7 +39,7 @@ def _serve() -> None:
         os.write(1, f"{parent}\n".encode())
 
 
-def _be_parent(job: dict[str, Any], module: ModuleType | None) -> None:
+def _run_parent(job: dict[str, Any], module: ModuleType | None) -> None:
     """Set up the process group and log of a job and fork its processes."""
     os.setpgid(0, 0)  # a group that can be killed as a unit
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -48,10 +48,10 @@ def _be_parent(job: dict[str, Any], module: ModuleType | None) -> None:
     folder = Path(job["folder"])
     _redirect(folder / "log")
     if module is None:
-        _fork(folder, 1, lambda _: _be_command(job))
+        _fork(folder, 1, lambda _: _run_command(job))
         return
     os.environ.update(job["environment"])
-    _fork(folder, int(os.environ["WORLD_SIZE"]), lambda rank: _be(rank, module, job))
+    _fork(folder, int(os.environ["WORLD_SIZE"]), lambda rank: _run_rank(rank, module, job))
 
 
 def _reap(*_: object) -> None:
@@ -81,13 +81,13 @@ def _redirect(out: Path, err: Path | None = None) -> None:
         os.close(log)
 
 
-def _fork(folder: Path, count: int, be: Callable[[int], int]) -> None:
+def _fork(folder: Path, count: int, run: Callable[[int], int]) -> None:
     """Fork `count` children and write their pids and exit codes to files."""
     ranks = {}
     for rank in range(count):
         child = os.fork()
         if child == 0:
-            os._exit(be(rank))
+            os._exit(run(rank))
         ranks[child] = rank
         _note(folder / f"{rank}.pid", child)
     while ranks:
@@ -97,12 +97,12 @@ def _fork(folder: Path, count: int, be: Callable[[int], int]) -> None:
 
 def _note(path: Path, number: int) -> None:
     """Write a number to a file atomically."""
-    temporary = path.with_suffix(".aside")
+    temporary = path.with_suffix(".partial")
     temporary.write_text(str(number))
     temporary.replace(path)
 
 
-def _be(rank: int, module: ModuleType, job: dict[str, Any]) -> int:
+def _run_rank(rank: int, module: ModuleType, job: dict[str, Any]) -> int:
     """Run the job's function as one rank, with its output in a log; return the exit code."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     folder = Path(job["folder"])
@@ -118,7 +118,7 @@ def _be(rank: int, module: ModuleType, job: dict[str, Any]) -> int:
     return code
 
 
-def _be_command(job: dict[str, Any]) -> int:
+def _run_command(job: dict[str, Any]) -> int:
     """Run a command with its environment, folder and output files; return the exit code."""
     os.environ.clear()
     os.environ.update(job["environment"])
@@ -176,7 +176,7 @@ def _finish() -> None:
     sys.stderr.flush()
 
 
-def _be_rank_of_torchrun(words: list[str]) -> None:
+def _run_torchrun_rank(words: list[str]) -> None:
     """Run the command of a rank; exit immediately on a failure or after a signal.
 
     Otherwise torch's wrapper would lose the exit code and wait for its agent, which in turn waits
@@ -195,6 +195,6 @@ def _be_rank_of_torchrun(words: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        _be_rank_of_torchrun(sys.argv[1:])
+        _run_torchrun_rank(sys.argv[1:])
     else:
         _serve()

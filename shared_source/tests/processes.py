@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 NURSERY = Path(__file__).with_name("nursery.py")
-ASKING = threading.Lock()
+REQUEST_LOCK = threading.Lock()
 """Serializes requests to the fork server."""
 
 
@@ -96,7 +96,7 @@ def run_once(
 
 
 class Command:
-    """A running `python WORDS` in a forked process, which need not import torch again.
+    """A running `python WORDS` in a forked process, where torch is already imported.
 
     The interface is that of `subprocess.Popen`. For torchrun, torch's agent forks the ranks and
     makes them receive SIGINT when it dies. Tests that ranks end with their agent therefore cannot
@@ -191,7 +191,7 @@ def run_command(
 
 def _ask_nursery(job: dict[str, Any]) -> int:
     """Send a job to the fork server and return the pid of the job's parent process."""
-    with ASKING:
+    with REQUEST_LOCK:
         nursery = _nursery()
         assert nursery.stdin is not None
         assert nursery.stdout is not None
@@ -200,7 +200,9 @@ def _ask_nursery(job: dict[str, Any]) -> int:
         answer = nursery.stdout.readline()
     if not answer:
         _nursery.cache_clear()
-        raise ProcessesFailedError("something cannot be imported; the reason stands above")
+        raise ProcessesFailedError(
+            "the fork server cannot import a file or module; see its traceback above"
+        )
     return int(answer)
 
 

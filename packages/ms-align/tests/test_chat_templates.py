@@ -28,19 +28,25 @@ SOUND = {
 }
 _NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
 HOSTILE = {
-    "nested ranges": (_NESTED.replace("BODY", _NESTED.replace("BODY", "")), "more processor time"),
-    "power at compile time": ("{{ 10 ** (10 ** 9) % 7 }}", "more processor time|not a valid"),
+    "nested ranges": (
+        _NESTED.replace("BODY", _NESTED.replace("BODY", "")),
+        "exceeds the CPU time limit",
+    ),
+    "power at compile time": (
+        "{{ 10 ** (10 ** 9) % 7 }}",
+        "exceeds the CPU time limit|not a valid",
+    ),
     "wide format": ("{{ '%2000000000d' % 1 }}", "too much memory"),
     "JSON indent": ("{{ messages | tojson(indent=10**9) }}", "too much memory"),
-    "long text": ("{{ 'a' * 30000000 }}", "too long a text"),
+    "long text": ("{{ 'a' * 30000000 }}", "too much text"),
     "growing text": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'a' * 99999 }}"
         "{% endfor %}{% endfor %}",
-        "too long a text",
+        "too much text",
     ),
     "break outside a loop": ("{% break %}", "not a valid chat template: 'break' outside loop"),
-    "infinity": ("{{ 1e999 | round | int }}", "refuses the messages"),
-    "no file": ("{% include 'x' %}", "refuses the messages: no loader"),
+    "infinity": ("{{ 1e999 | round | int }}", "rejects the messages"),
+    "no file": ("{% include 'x' %}", "rejects the messages: no loader"),
     "half a character": ("{{ '\\ud800' }}", "half a character"),
     "endless source": (" " * (1 << 20) + TEMPLATE, "exceeds 1 MiB"),
 }

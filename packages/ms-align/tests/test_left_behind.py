@@ -301,19 +301,19 @@ def test_no_run_overwrites_a_model_or_another_run(
     assert main(["ppo", str(ppo)]) == 2
     assert "is in the output_dir" in capsys.readouterr().err
     assert main(["ppo", str(ppo), "--set", f"model={sets}/model", "--set", "tokenizer=bytes"]) == 2
-    assert "belongs to 'ms-align sft'" in (told := capsys.readouterr().err)
+    assert "belongs to a run of 'ms-align sft'" in (told := capsys.readouterr().err)
     assert "and this is 'ms-align ppo'" in told
     shutil.copytree(sets / "model", tmp_path / "other")
     assert main(["sft", str(run), "--set", f"model={tmp_path}/other"]) == 2
-    assert "whose model is" in capsys.readouterr().err
+    assert "whose model was" in capsys.readouterr().err
     assert (
         main(["dpo", str(run_file(sets, tmp_path, "dpo", output_dir=str(tmp_path / "sft")))]) == 2
     )
-    assert "belongs to 'ms-align sft'" in capsys.readouterr().err
+    assert "belongs to a run of 'ms-align sft'" in capsys.readouterr().err
     assert model.read_bytes() == before
     shutil.copytree(sets / "model", tmp_path / "mine" / "model")
     assert main(["sft", str(run), "--set", f"output_dir={tmp_path}/mine"]) == 2
-    assert "holds 'model' and nothing says" in capsys.readouterr().err
+    assert "contains 'model' but no record" in capsys.readouterr().err
 
 
 def test_a_resumed_run_reports_changed_settings(
@@ -328,7 +328,7 @@ def test_a_resumed_run_reports_changed_settings(
     assert "changed: learning_rate is 0.0005, was 0.001" in told
     assert "changed: steps is 2, was 1" in told
     assert main(["sft", str(run), "--set", "steps=3", "--set", "seed=5"]) == 2
-    assert "cannot go on with other settings: seed is 5, was 0" in capsys.readouterr().err
+    assert "cannot resume with changed settings: seed is 5, was 0" in capsys.readouterr().err
 
 
 def test_a_run_that_saved_nothing_does_not_block_its_folder(

@@ -328,18 +328,18 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["batch_size=0"], "at least 1"),
         (["layout.dat=2"], "layout has no axis 'dat'; did you mean 'data'?"),
         (["layout=3"], "layout must be a table such as { data = 2, tensor = 2 }, got 3"),
-        (["lora=3"], "lora is 3; give a table"),
+        (["lora=3"], "lora must be a table"),
         (["lora.targets='('"], "targets must be names or a regular expression, got '('"),
         (["lora.targets=5"], "targets must be layer names or a regular expression, got 5"),
-        (["dataset=3"], "dataset is 3; give a path"),
-        (["dataset={a=1}"], "dataset is 1; give a path"),
-        (["weights=x"], "weights is 'x'; give a table of numbers, 0 or more"),
-        (["task_weights=3"], "task_weights is 3; give a table of numbers"),
-        (["task_weights={a='x'}"], "task_weights is {'a': 'x'}; give a table of numbers"),
-        (["task_weights={a=-1}"], "task_weights is {'a': -1}; give a table of numbers"),
-        (["tasks={signal='given', given=5}"], "given is 5; give a table of numbers"),
+        (["dataset=3"], "dataset must be a path, got 3"),
+        (["dataset={a=1}"], "dataset must be a path, got 1"),
+        (["weights=x"], "weights must be a table of numbers of at least 0, got 'x'"),
+        (["task_weights=3"], "task_weights must be a table of numbers of at least 0, got 3"),
+        (["task_weights={a='x'}"], "task_weights must be a table of numbers"),
+        (["task_weights={a=-1}"], "task_weights must be a table of numbers"),
+        (["tasks={signal='given', given=5}"], "given must be a table of numbers"),
         (["betas=5"], "betas must be two numbers from 0 to below 1, got 5"),
-        (["output_dir=5"], "output_dir is 5; give a path"),
+        (["output_dir=5"], "output_dir must be a path, got 5"),
         (["data='x'"], "unknown key 'data'; did you mean 'dataset'?"),
     ],
 )
@@ -431,7 +431,7 @@ def test_an_unwritable_folder_is_reported(
     (tmp_path / "file").write_text("")
     run = run_file(sets, tmp_path, "sft", output_dir=str(tmp_path / "file" / "sft"))
     assert main(["sft", str(run)]) == 2
-    assert "is no folder; give another path" in capsys.readouterr().err
+    assert "is not a folder; use another path" in capsys.readouterr().err
 
 
 def test_silent_failures_are_errors(sets: Path, tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_bad_input_is_reported_before_training(tmp_path: Path) -> None:
     refused(ConfigError, "minibatch_size", minibatch_size=3)
     refused(ConfigError, "kl_estimator must be k1, k2, k3 .*got 'k9'", kl_estimator="k9")
     refused(ConfigError, "kl_target=0.5 needs kl_coeff > 0", kl_target=0.5, kl_coeff=0)
-    refused(ConfigError, "policy_model is 3; give a path", policy_model=3)
+    refused(ConfigError, "policy_model must be a path, got 3", policy_model=3)
     refused(ConfigError, "model must be a torch.nn.Module, .*got object", policy_model=object())
 
     class Other(ByteTokenizer):
@@ -303,9 +303,9 @@ def run_file(folder: Path, reward: str) -> Path:
         ("reward_model=':f'", "reward_model ':f' cannot be imported"),
         ("reward_model='.x:f'", "reward_model '.x:f' cannot be imported"),
         ("reward_model='no_python:f'", "reward_model 'no_python:f' cannot be imported"),
-        ("prompt_dataset=5", "prompt_dataset is 5; give a path"),
-        ("response_dataset=5", "response_dataset is 5; give a path"),
-        ("held_out=5", "held_out is 5; give a path"),
+        ("prompt_dataset=5", "prompt_dataset must be a path, got 5"),
+        ("response_dataset=5", "response_dataset must be a path, got 5"),
+        ("held_out=5", "held_out must be a path, got 5"),
         ("prompt_dataset=[[true]]", "prompt_dataset entry 0"),
         (
             "prompt_dataset=[[-3, 4]]",
@@ -313,7 +313,7 @@ def run_file(folder: Path, reward: str) -> Path:
         ),
         ("prompt_dataset=[[9223372036854775807]]", "entry 0 has the token id 9223372036854775807"),
         ("prompt_dataset='{0}/latin.jsonl'", "latin.jsonl line 1: not UTF-8 text"),
-        ("tokenizer=5", "tokenizer is 5; give a path"),
+        ("tokenizer=5", "tokenizer must be a path, got 5"),
         ("tokenizer='{0}/tokenizer'", "tokenizer cannot be read"),
         ("generator=x", "generator 'x' is unknown; known: policy"),
         ("reward_failure_penalty=x", "reward_failure_penalty is 'x'; give a number"),

@@ -100,17 +100,17 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
         ),
         (["scheme=3"], "scheme is 3; use the name of a scheme"),
         (["scheme=[1]"], "scheme is [1]; use the name of a scheme"),
-        (["scheme=ct.int4_g32", "model=5"], "model is 5; give a path"),
-        (["scheme=ct.int4_g32", "output_dir=5"], "output_dir is 5; give a path"),
-        (["scheme=ct.int4_g32", "dataset=5"], "dataset is 5; give a path"),
-        (["scheme=ct.int4_g32", "teacher=5"], "teacher is 5; give a path"),
+        (["scheme=ct.int4_g32", "model=5"], "model must be a path, got 5"),
+        (["scheme=ct.int4_g32", "output_dir=5"], "output_dir must be a path, got 5"),
+        (["scheme=ct.int4_g32", "dataset=5"], "dataset must be a path, got 5"),
+        (["scheme=ct.int4_g32", "teacher=5"], "teacher must be a path, got 5"),
         (["scheme=ct.int4_g32", "exceptions=3"], "exceptions is 3; use a list of name patterns"),
         (
             ["scheme=ct.int4_g32", "exceptions=[1]"],
             "exceptions is [1]; use a list of name patterns",
         ),
         (["scheme=ct.int4_g32", "exceptions=down"], "the exception 'down' matches no layer"),
-        (["scheme=ct.int4_g32", "tuning=3"], "tuning is 3; give a table of settings"),
+        (["scheme=ct.int4_g32", "tuning=3"], "tuning must be a table of settings, got 3"),
         (["scheme=ct.int4_g32", f"tuning.seed={2**63}"], f"at least 0 and at most {2**63 - 1}"),
         (
             ["scheme=ct.int4_g32", "tuning.batch_size=3000000000"],
@@ -118,7 +118,7 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
         ),
         (["scheme=ct.int4_g32", "float_steps=3"], "float_steps must be below tuning.steps=3"),
         (["scheme=ct.int4_g32", "sparse=true"], "needs weights that are zero"),
-        (["scheme=ct.int4_g32", "output_dir="], "output_dir is ''; give a path"),
+        (["scheme=ct.int4_g32", "output_dir="], "output_dir must be a path, got ''"),
         (
             ["scheme=ct.int4_g32", "output_dir=/"],
             "output_dir must end in the name of a new folder, got '/'",
@@ -129,19 +129,19 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
         ),
         (
             ["scheme=ct.int4_g32", 'output_dir="a\\u0000b"'],
-            "output_dir is 'a\\x00b', which holds a NUL; give another path",
+            "output_dir is 'a\\x00b', which contains a NUL; use another path",
         ),
         (
             ["scheme=ct.int4_g32", f"output_dir={'a' * 250}"],
-            "whose last part is longer than 240 bytes; give another path",
+            "whose last part is longer than 240 bytes; use another path",
         ),
         (
             ["scheme=ct.int4_g32", "output_dir=run.toml/x"],
-            "output_dir is 'run.toml/x', and run.toml is no folder; give another path",
+            "output_dir is 'run.toml/x', but run.toml is not a folder; use another path",
         ),
         (
             ["scheme=ct.int4_g32", "output_dir=run.toml/x/y"],
-            "output_dir is 'run.toml/x/y', and run.toml is no folder; give another path",
+            "output_dir is 'run.toml/x/y', but run.toml is not a folder; use another path",
         ),
         (["scheme=ct.int4_g32", "output_dir=/proc/no/x"], "cannot write /proc/no/x"),
     ],
@@ -301,5 +301,7 @@ def test_rows_are_counted_before_they_are_read(tmp_path: Path) -> None:
 
 def test_threads_beyond_those_of_any_host_are_refused() -> None:
     """A runtime that starts a hundred thousand ends the process."""
-    with pytest.raises(ConfigError, match=r"threads is 100000; .* at most 1024"):
+    with pytest.raises(
+        ConfigError, match=r"threads must be an integer of at least 1 and at most 1024, got 100000"
+    ):
         Evaluation(baseline="base", models={}, dataset="shards", threads=100000)

@@ -111,14 +111,14 @@ def test_evaluate_says_a_cut_file_in_one_line(
         (b"a = " + DEEP, "nested too deeply"),
         (b'model = "\xff"', "not UTF-8 text"),
         (b"learning_rate = " + b"9" * 5000, "run.toml: "),
-        (b'model = "a\\u0000b"\noutput_dir = "x"\nscheme = "ct.w8a8"', "which holds a NUL"),
+        (b'model = "a\\u0000b"\noutput_dir = "x"\nscheme = "ct.w8a8"', "which contains a NUL"),
         (
             b'model = "' + b"a" * 10**6 + b'"\noutput_dir = "x"\nscheme = "ct.w8a8"',
-            "which is longer than any that a system takes",
+            "which is longer than the system allows",
         ),
         (
             b"[tuning]\nlearning_rate = 1" + b"0" * 400,
-            "tuning.learning_rate is a whole number of more than 128 bits",
+            "tuning.learning_rate is an integer of more than 128 bits",
         ),
     ],
 )

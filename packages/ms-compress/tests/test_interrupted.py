@@ -199,8 +199,8 @@ MISSING = {"onnx": "ONNX files", "gguf": "GGUF files", "compressed_tensors": "ve
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["tokenizer=nowhere.json"], "there is no such tokenizer"),
-        (["tokenizer=model/config.json"], "model/config.json: it holds no tokenizer"),
+        (["tokenizer=nowhere.json"], "nowhere.json does not exist"),
+        (["tokenizer=model/config.json"], "model/config.json is not a tokenizer.json"),
         (["scheme=gguf.q4_0", "tokenizer=strange.json"], "must be byte-level BPE"),
         (["scheme=gguf.q4_0", "model=window"], "sliding_window must be null, as llama.cpp"),
         (["scheme=ort.matmulnbits"], "ONNX files need the onnx library"),

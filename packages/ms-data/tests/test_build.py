@@ -453,7 +453,7 @@ def test_an_occupied_folder_is_refused_and_an_empty_one_taken(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("keep")
     (tmp_path / "file").write_text("keep")
-    for name, said in (("full", "not empty"), ("file", "where a file stands")):
+    for name, said in (("full", "not empty"), ("file", "which is a file")):
         with pytest.raises(OutputError, match=said):
             build(corpus, tokenizer=tokenizer, out=tmp_path / name)
     assert (tmp_path / "full" / "mine").read_text() == "keep"

@@ -115,7 +115,9 @@ def test_an_answer_that_no_prefix_proves_is_refused() -> None:
     """A template that rewrites earlier answers; the last answer alone can be learnt."""
     thoughtful = [PLAIN[0], {"role": "assistant", "content": "Hm.</think>So."}, *PLAIN[2:]]
     template = ChatTemplate(FORGETFUL)
-    with pytest.raises(ValueError, match=r"cannot be proved.*mark the assistant's part"):
+    with pytest.raises(
+        ValueError, match=r"cannot locate the assistant's part.*mark the assistant's part"
+    ):
         template.render_for_training(thoughtful)
     assert template.render_for_training(thoughtful[:2]).spans
     assert template.render_for_training(PLAIN).spans
@@ -135,16 +137,16 @@ def test_an_answer_that_no_prefix_proves_is_refused() -> None:
         (
             "{% for m in messages %}{% set x %}{% generation %} {{ m.content }}{% endgeneration %}"
             "{% endset %}{{ x | trim }}{% endfor %}",
-            "changes what it marks",
+            "modifies text marked",
         ),
-        ("{{ raise_exception('not you') }}", "refuses the messages: not you"),
-        ("{{ messages[9].content }}", "refuses the messages"),
-        ("{{ 1 / 0 }}", "refuses the messages: division by zero"),
-        ("{{ 10.0 ** 400 }}", "refuses the messages"),
-        ("{{ messages[0].content | attr(3) }}", "refuses the messages"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses the messages"),
-        ("{{ messages.append(1) }}", "refuses the messages"),
-        ("{{ ''.__class__.__mro__ }}", "refuses the messages"),
+        ("{{ raise_exception('not you') }}", "rejects the messages: not you"),
+        ("{{ messages[9].content }}", "rejects the messages"),
+        ("{{ 1 / 0 }}", "rejects the messages: division by zero"),
+        ("{{ 10.0 ** 400 }}", "rejects the messages"),
+        ("{{ messages[0].content | attr(3) }}", "rejects the messages"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "rejects the messages"),
+        ("{{ messages.append(1) }}", "rejects the messages"),
+        ("{{ ''.__class__.__mro__ }}", "rejects the messages"),
     ],
 )
 def test_a_template_that_teaches_nothing_or_breaks_out_is_refused(source: str, says: str) -> None:

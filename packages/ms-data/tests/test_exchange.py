@@ -337,7 +337,7 @@ def test_an_export_may_stand_beside_what_has_its_name(place: Path, tmp_path: Pat
         assert (tmp_path / f"{name}.idx").stat().st_size
     with pytest.raises(OutputError, match="file exists; use another name"):
         export_dataset(place / "shards", out=tmp_path / "file", target="parquet")
-    with pytest.raises(OutputError, match="where a folder stands, and a file is to be written"):
+    with pytest.raises(OutputError, match="which is a folder, but a file will be written"):
         export_dataset(place / "shards", out=tmp_path / "folder", target="parquet")
 
 

@@ -304,7 +304,7 @@ def test_every_rule_is_in_the_template_and_says_its_source() -> None:
         ({}, "holds no rules"),
         ({"gopher": {}}, "did you mean 'gopher_quality'|gopher_repetition"),
         ({"gopher_quality": {"min_word": 3}}, "did you mean 'min_words'"),
-        ({"gopher_quality": {"min_words": -1}}, "whole number"),
+        ({"gopher_quality": {"min_words": -1}}, "must be an integer"),
         ({"gopher_quality": 3}, "must be a table"),
         ({"words": "nltk", "unicode": {}}, "words is 'nltk'"),
         ({"gopher_repetition": {"max_top_ngrams": [0.2]}}, "3 numbers"),

@@ -195,7 +195,7 @@ def test_the_command_builds_for_amd_and_refuses_what_it_does_not_know(tmp_path, 
     with pytest.raises(SystemExit) as ended:
         main([*arguments[:4], str(tmp_path / "file"), "--only", "scale_cast_bf16"])
     assert ended.value.code == 2
-    assert "where a file stands, and a folder is to be written" in capsys.readouterr().err
+    assert "which is a file, but a folder will be written" in capsys.readouterr().err
     assert main([*arguments, "--jobs", "0"]) == 2
 
 

@@ -41,20 +41,23 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ("schedule=none.csv", "schedule none.csv: cannot be read: No such file"),
         ("model=lama", "'lama'; did you mean 'llama'"),
         ("epochs=1", "set either epochs or steps, got both"),
-        ("steps=0", "steps is 0; give a whole number of at least 1"),
-        ("batch_size=2.5", "batch_size is 2.5; give a whole number"),
+        ("steps=0", "steps must be an integer of at least 1, got 0"),
+        ("batch_size=2.5", "batch_size must be an integer"),
         ("betas=0.9", "betas is 0.9; give two numbers"),
-        ("learning_rate=-1", "learning_rate is -1; give a number from 0"),
-        ("hold_out=1", "hold_out is 1; give a number from 0 up to, not including, 1"),
+        ("learning_rate=-1", "learning_rate must be a number of at least 0, got -1"),
+        ("hold_out=1", "hold_out must be a number of at least 0 and less than 1, got 1"),
         ("parallel_config.data=2", "needs 2 processes and this is one; type: torchrun"),
         ("parallel_config.expert=2", "expert=2 does not divide the 1 ranks of data and context"),
         ("sequence_length=8192", "longer than the model's 4096 positions"),
         ("model_config.vocab_size=300", "vocabulary of 300 does not match the shards"),
-        ("microbatch_size=0", "microbatch_size is 0; give a whole number of at least 1"),
+        ("microbatch_size=0", "microbatch_size must be an integer of at least 1, got 0"),
         ("schedule=serch", "schedule is 'serch'; did you mean 'search'?"),
-        ("schedule_memory_gib=-1", "schedule_memory_gib is -1; give a number from 0"),
-        ("schedule_memory_gib=[1, -1]", "schedule_memory_gib is -1; give a number from 0"),
-        ("model_config.hidden_size='x'", "hidden_size is 'x'; give a whole number"),
+        ("schedule_memory_gib=-1", "schedule_memory_gib must be a number of at least 0, got -1"),
+        (
+            "schedule_memory_gib=[1, -1]",
+            "schedule_memory_gib must be a number of at least 0, got -1",
+        ),
+        ("model_config.hidden_size='x'", "hidden_size must be an integer"),
         (
             "model_config.rope_scaling={kind='linear'}",
             "rope_scaling of kind 'linear' needs 'factor'",
@@ -112,7 +115,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert main(["train", str(run)]) == 0
     capsys.readouterr()
     said = complaint(capsys, run, "--set", "model_config.num_hidden_layers=3")
-    assert "other settings: model_config.num_hidden_layers is 3, was 2" in said
+    assert "changed settings: model_config.num_hidden_layers is 3, was 2" in said
     assert "resume=false" in complaint(capsys, run, "--set", "resume=false")
     assert "sequence_length is 16, was 32" in complaint(capsys, run, "--set", "sequence_length=16")
     assert checkpoint.complete_steps(run.with_suffix("") / "checkpoints") == [3]

@@ -99,7 +99,7 @@ def test_what_is_written_is_read_again(
         ("group_devices = 4", r"links.group is missing; add a table \[links.group\]"),
         ("nodes = 1000000", "8000000 devices are above"),
         ("memory_gib = 0", "memory_gib is 0"),
-        ("measured = 1", "measured is 1; give true or false"),
+        ("measured = 1", "measured must be true or false, got 1"),
     ],
 )
 def test_a_wrong_cluster_file_is_refused_in_a_line(

@@ -282,8 +282,8 @@ def test_to_make_a_trainer_changes_nothing_in_the_process() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_steps": 1.5}, "warmup_steps is 1.5; give a whole number"),
-        ({"decay_steps": True}, "decay_steps is True; give a whole number"),
+        ({"warmup_steps": 1.5}, "warmup_steps must be an integer"),
+        ({"decay_steps": True}, "decay_steps must be an integer"),
         ({"betas": 3}, "betas is 3; give two numbers"),
         ({"betas": (0.9,)}, "betas is .*; give two numbers"),
         ({"betas": (0.9, 1.0)}, "betas is .*; give two numbers"),

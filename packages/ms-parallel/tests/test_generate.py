@@ -46,12 +46,12 @@ def test_only_what_a_cut_leaves_is_drawn_and_as_often_as_it_says(cut, kept):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"top_p": 0.0}, "top_p is 0.0; give a number from 1e-30 to 1"),
-        ({"top_p": 1.5}, "top_p is 1.5; give a number from 1e-30 to 1"),
-        ({"min_p": -0.1}, "min_p is -0.1; give a number from 0 to 1"),
-        ({"min_p": float("nan")}, "min_p is nan; give a number from 0 to 1"),
+        ({"top_p": 0.0}, "top_p must be a number of at least 1e-30 and at most 1, got 0.0"),
+        ({"top_p": 1.5}, "top_p must be a number of at least 1e-30 and at most 1, got 1.5"),
+        ({"min_p": -0.1}, "min_p must be a number of at least 0 and at most 1, got -0.1"),
+        ({"min_p": float("nan")}, "min_p must be a number of at least 0 and at most 1, got nan"),
         ({"top_k": 0}, "at least 1"),
-        ({"temperature": -1.0}, "temperature is -1.0; give a number from 0 or more"),
+        ({"temperature": -1.0}, "temperature must be a number of at least 0, got -1.0"),
     ],
 )
 def test_a_cut_that_makes_no_sense_is_refused(settings, words):

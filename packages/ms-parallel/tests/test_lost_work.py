@@ -218,7 +218,7 @@ def test_planted_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(victim)
     with (
         pytest.raises(FolderError, match="lock is a symbolic link"),
-        locked(tmp_path / "lock", what="a folder"),
+        locked(tmp_path / "lock", resource="a folder"),
     ):
         pass
     (tmp_path / "file.partial").symlink_to(victim)

@@ -68,7 +68,7 @@ def test_wsd_stays_and_then_falls_over_the_last_share() -> None:
     ("value", "message"),
     [
         ("wsdd", "decay is 'wsdd'; did you mean 'wsd'"),
-        ({"name": "wsd", "share": 0}, "share is 0; give a number from"),
+        ({"name": "wsd", "share": 0}, "share must be a number of at least"),
         ({"name": "wsd", "shape": "root"}, "shape is 'root'"),
         ({"name": "wsd", "shar": 0.1}, "decay 'wsd' has unknown setting 'shar'; did you mean 'sh"),
         ({"share": 0.1}, "decay is .*; give a name, or a table of name and settings"),

@@ -9,7 +9,7 @@ from launching import events, training, wait_for, write_run
 
 from ms_parallel import checkpoint
 from ms_parallel.cli import main
-from ms_parallel.files.run_folder import hold, owner_of
+from ms_parallel.files.run_folder import lock_run_folder, read_seal
 from ms_parallel.training import ownership
 
 
@@ -62,11 +62,11 @@ def test_a_folder_of_another_command_is_refused(
     run = write_run(tmp_path / "run.toml", shards)
     folder = run.with_suffix("")
     identity = {"model": "llama", "dataset": "pairs"}
-    with hold(folder, kind="ms-align ppo", identity=identity, settings={}):
+    with lock_run_folder(folder, command="ms-align ppo", identity=identity, settings={}):
         if there == "shards":
             (folder / "shards").mkdir()
     line = refusal(capsys, run)
-    assert "belongs to 'ms-align ppo', begun " in line
+    assert "belongs to a run of 'ms-align ppo', started " in line
     assert "and this is 'ms-parallel train'" in line
     assert not (folder / "events.jsonl").exists()
 
@@ -77,7 +77,7 @@ def test_a_folder_whose_owner_is_unknown_is_refused(
     """A model that lies there is somebody's."""
     run = write_run(tmp_path / "run.toml", shards)
     (run.with_suffix("") / "model").mkdir(parents=True)
-    assert "holds 'model' and nothing says that 'ms-parallel train' made it" in refusal(capsys, run)
+    assert "contains 'model' but no record of a run of 'ms-parallel train'" in refusal(capsys, run)
 
 
 def test_a_model_in_the_folder_that_is_written_is_refused(
@@ -98,8 +98,8 @@ def test_other_data_and_another_model_are_refused(
     """What the run is of is named with both values; moved shards are the same shards."""
     run = write_run(tmp_path / "run.toml", shards, steps=2)
     assert main(["train", str(run)]) == 0
-    assert "whose dataset is" in refusal(capsys, run, "--set", f"dataset={corpus}")
-    assert 'whose model is "llama"' in refusal(capsys, run, "--set", "model=qwen3")
+    assert "whose dataset was" in refusal(capsys, run, "--set", f"dataset={corpus}")
+    assert 'whose model was "llama"' in refusal(capsys, run, "--set", "model=qwen3")
     moved = shutil.copytree(shards, tmp_path / "elsewhere")
     assert main(["train", str(run), "--set", f"dataset={moved}"]) == 0
 
@@ -134,8 +134,8 @@ def test_changed_settings_are_told_and_those_that_cannot_are_refused(
     assert "changed:" not in said
     assert "already trained to step 4; nothing left to do" in said
     line = refusal(capsys, run, *changed, "--set", "seed=3")
-    assert "cannot go on with other settings: seed is 3, was 0" in line
-    seal = owner_of(run.with_suffix(""))
+    assert "cannot resume with changed settings: seed is 3, was 0" in line
+    seal = read_seal(run.with_suffix(""))
     assert seal is not None
     assert seal.settings["seed"] == 0
 

@@ -26,14 +26,14 @@ from ms_align.files.tokenizer_source import (
     decode_source,
     end_of_documents,
     json_text,
-    read_beside,
+    read_optional_json,
     read_templates,
     source_difference,
     template_files,
     token_text,
 )
 from ms_align.files.untrusted import decode_json, decoding, read_bytes, read_json
-from ms_align.settings import shown
+from ms_align.settings import short_repr
 from ms_align.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 COPIED = (
@@ -270,8 +270,8 @@ def _special_token_ids(
 def _generation_config(
     folder: Path, token_ids: Mapping[str, Any], tokenizer: TokenizerFiles | None, base: Path | None
 ) -> dict[str, Any]:
-    settings = {} if base is None else read_beside(base, GENERATION, error=ModelError)
-    settings |= read_beside(folder, GENERATION, error=ModelError)
+    settings = {} if base is None else read_optional_json(base, GENERATION, error=ModelError)
+    settings |= read_optional_json(folder, GENERATION, error=ModelError)
     ends = list(tokenizer.ends) if tokenizer else _as_list(token_ids["eos_token_id"])
     if ends:
         settings["eos_token_id"] = ends if len(ends) > 1 else ends[0]
@@ -288,7 +288,7 @@ def _read(folder: Path) -> TokenizerFiles:
     }
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", SETTINGS):
-        config |= read_beside(folder, name, error=DataError)
+        config |= read_optional_json(folder, name, error=DataError)
     templates = read_templates(folder, config, error=DataError)
     config.pop("chat_template", None)
     template = templates.pop(DEFAULT, None)
@@ -306,11 +306,12 @@ def _read(folder: Path) -> TokenizerFiles:
 
 def _end_tokens(folder: Path, name: str) -> list[int]:
     """Read the end-of-text tokens from config.json or generation_config.json."""
-    ends = _as_list(read_beside(folder, name, error=DataError).get("eos_token_id"))
+    ends = _as_list(read_optional_json(folder, name, error=DataError).get("eos_token_id"))
     for end in ends:
         if not -(2**31) <= end < 2**31:  # some models use -1 for "none"
             raise DataError(
-                f"{folder / name}: eos_token_id must be a token id, got {shown(end)}; correct it"
+                f"{folder / name}: eos_token_id must be a token id, got {short_repr(end)};"
+                " correct it"
             )
     return ends
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from ms_compress.files.durable import whole_folder
+from ms_compress.files.durable import atomic_folder
 from ms_compress.files.run_folder import locked
 
 
@@ -21,7 +21,7 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     with (
         output_lock(folder.with_name(f"{folder.name}.partial")),
-        whole_folder(folder, overwrite=overwrite) as partial,
+        atomic_folder(folder, overwrite=overwrite) as partial,
     ):
         yield partial
 
@@ -35,4 +35,4 @@ def output_lock(path: Path) -> AbstractContextManager[None]:
     """
     lock = path.with_name(f"{path.name}.lock")
     remedy = "choose another output folder"
-    return locked(lock, what=str(path), state="being written", remedy=remedy, stays=False)
+    return locked(lock, resource=str(path), state="being written", remedy=remedy, keep=False)

@@ -18,7 +18,7 @@ from ms_compress.files.tokenizer_source import (
     TOKENIZER,
     TokenizerSource,
     json_text,
-    read_beside,
+    read_optional_json,
     read_source,
     token_text,
     tokenizer_difference,
@@ -75,7 +75,7 @@ def text_ends(
         }
         special = {token.content: token.id for token in files.added.values() if token.special}
         known_end = next((special[text] for text in KNOWN_ENDS if text in special), None)
-        generation = read_beside(files.path.parent, GENERATION, error=ExportError)
+        generation = read_optional_json(files.path.parent, GENERATION, error=ExportError)
         sources = [generation, config, by_role, {"eos_token_id": known_end}]
 
     def token_ids(key: str) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ def text_files(files: TokenizerSource | None, ends: TextEnds) -> dict[str, bytes
     if files is not None:
         tokens = (ends.begin, next(iter(ends.ends), None), ends.pad)
         contents = files.files(dict(zip(ROLES, tokens, strict=True)))
-        generation = read_beside(files.path.parent, GENERATION, error=ExportError)
+        generation = read_optional_json(files.path.parent, GENERATION, error=ExportError)
         copied = files.path.with_name(COPIED)
         if copied.is_file():
             contents[COPIED] = copied.read_bytes()

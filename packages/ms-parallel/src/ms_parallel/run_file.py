@@ -14,7 +14,7 @@ from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.model_name import missing_dataset, missing_model
 from ms_parallel.files.toml_text import toml_text
 from ms_parallel.planner.record.plan_file import Plan
-from ms_parallel.settings import a_path
+from ms_parallel.settings import valid_path
 from ms_parallel.settings.keys import groups_of
 from ms_parallel.settings.run_file import override, read_settings
 from ms_parallel.settings.synonyms import nearest_key
@@ -33,7 +33,7 @@ class RunFile:
     """What a file says: the options of a run, its dataset and its length."""
 
     options: Options
-    dataset: str = field(validator=a_path())
+    dataset: str = field(validator=valid_path())
     length: Length
 
 
@@ -95,7 +95,7 @@ def write_planned(path: Path, overrides: Sequence[str], out: Path, plan: Plan) -
         WriteError: it cannot be written.
     """
     if os.path.lexists(out):
-        raise ConfigError(f"{out} exists; choose another name, or delete it")
+        raise ConfigError(f"{out} exists; delete it or use another name")
     settings = read_settings(path)
     settings.pop(OTHER, None)
     for text in overrides:

@@ -5,7 +5,7 @@ from attrs import evolve, fields
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.settings import GROUPS, MODEL, EngineSettings
 from ms_parallel.run_file import NOT_IN_FILES
-from ms_parallel.settings.keys import Key, KeyGroup, groups_of, place_of
+from ms_parallel.settings.keys import Key, KeyGroup, class_path, groups_of
 from ms_parallel.settings.template import template_text
 from ms_parallel.training.options import Options
 
@@ -35,13 +35,13 @@ def key_groups() -> list[KeyGroup]:
     """Every key of a run file with its default and meaning, in groups."""
     axes = tuple(
         evolve(key, default=1, required=False)
-        for group in groups_of(place_of(Layout))
+        for group in groups_of(class_path(Layout))
         for key in group.keys
     )
     keys = {name: Key(name=name, kind=kind, meaning=text) for name, (kind, text) in LENGTH.items()}
     keys["layout"] = evolve(keys["layout"], inner=axes)
     keys |= {name: evolve(keys[name], required=True) for name in ("model", "dataset")}
-    keys |= {key.name: key for group in groups_of(place_of(Options)) for key in group.keys}
+    keys |= {key.name: key for group in groups_of(class_path(Options)) for key in group.keys}
     titles = dict.fromkeys(LENGTH, MODEL["group"])
     shared = {each.name for each in fields(EngineSettings)}
     for late in (False, True):  # a run's own settings first

@@ -19,7 +19,7 @@ from ms_align.files.model_name import missing_dataset, missing_model
 from ms_align.generation.sampling import Sampling
 from ms_align.rollouts.options import RolloutOptions
 from ms_align.run.options import RunOptions, check_length
-from ms_align.settings import a_path, flag, number, numbers, one_of, text, whole
+from ms_align.settings import flag, integer, number, numbers, one_of, text, valid_path
 from ms_align.settings.keys import Key
 from ms_align.settings.run_file import build
 from ms_align.settings.synonyms import nearest_key
@@ -37,8 +37,8 @@ DATASETS = {
     "held_out": "a folder of shards, or for prompts a JSON Lines file",
 }
 """Keys of datasets, with the expected value for error messages."""
-VALIDATORS = {"whole": whole, "number": number, "numbers": numbers, "one_of": one_of}
-VALIDATORS |= {"text": text, "a_path": a_path}
+VALIDATORS = {"integer": integer, "number": number, "numbers": numbers, "one_of": one_of}
+VALIDATORS |= {"text": text, "valid_path": valid_path}
 OPTIONS_CLASSES: tuple[type, ...] = (EngineOptions, ComputeOptions, DeviceOptions, OptimizerOptions)
 OPTIONS_CLASSES += (RunOptions, RolloutOptions, Sampling)
 """Base classes of commands' settings that do not need torch."""
@@ -66,7 +66,7 @@ def check_early(command: Command, settings: Mapping[str, Any], where: str) -> No
                 raise ConfigError("sequence_length is missing; add it")
         for key in DATASETS:
             if key in settings:
-                a_path(several=True)(None, _attribute(key), settings[key])
+                valid_path(multiple=True)(None, _attribute(key), settings[key])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     _check_options(command, names, settings, where)

@@ -14,7 +14,7 @@ from ms_align.evaluation import harness_model
 from ms_align.evaluation.tasks import run_tasks, shown_results
 from ms_align.files.durable import write_file, writing
 from ms_align.seeds import LARGEST_SEED
-from ms_align.settings import a_path, flag, whole
+from ms_align.settings import flag, integer, valid_path
 from ms_align.settings.run_file import build
 
 LM_EVAL_NAMES = {"include_path": "task_folder", "num_fewshot": "few_shot", "output_path": "out"}
@@ -40,32 +40,32 @@ def _ranks(instance: Any, attribute: Any, value: object) -> None:
 class Evaluation(ComputeOptions):
     """Settings of `ms-align evaluate`."""
 
-    model: str = field(validator=a_path())
+    model: str = field(validator=valid_path())
     """Folder of the model, or of a model exported by ms-compress."""
     tasks: list[str] = field(validator=_names)
     """Tasks, groups or tags of the harness, or task files in `task_folder`."""
-    task_folder: str | None = field(default=None, validator=a_path(optional=True))
+    task_folder: str | None = field(default=None, validator=valid_path(optional=True))
     """Folder with YAML files of custom tasks; these need no network."""
-    tokenizer: str | None = field(default=None, validator=a_path(optional=True))
+    tokenizer: str | None = field(default=None, validator=valid_path(optional=True))
     """Tokenizer: a folder, a `tokenizer.json`, or `bytes`. Default: the tokenizer of the model."""
     runtime: str | None = field(default=None)
     """Runtime of an exported model, such as `gguf`, `ort` or `ct`; opened by ms-compress.
     Default: the model runs on an engine."""
     layout: Any = field(default=None, validator=_ranks)
     """Ranks per ms-parallel axis, such as `{ data = 2, tensor = 2 }`. None: one process."""
-    few_shot: int | None = field(default=None, validator=whole(least=0, optional=True))
+    few_shot: int | None = field(default=None, validator=integer(minimum=0, optional=True))
     """Number of few-shot examples per question. Default: the task's own number."""
     chat: bool = field(default=False, validator=flag)
     """Format questions with the model's chat template."""
-    limit: int | None = field(default=None, validator=whole(optional=True))
+    limit: int | None = field(default=None, validator=integer(optional=True))
     """Maximum number of questions per task. Default: all."""
-    context: int | None = field(default=None, validator=whole(optional=True))
+    context: int | None = field(default=None, validator=integer(optional=True))
     """Maximum number of tokens per request. Default: the model's context length."""
-    batch_size: int = field(default=16, validator=whole())
+    batch_size: int = field(default=16, validator=integer())
     """Rows per forward pass, over all processes."""
-    seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
+    seed: int = field(default=0, validator=integer(minimum=0, maximum=LARGEST_SEED))
     """Seed for choosing few-shot examples and for sampling."""
-    out: str | None = field(default=None, validator=a_path(written="file", optional=True))
+    out: str | None = field(default=None, validator=valid_path(written="file", optional=True))
     """JSON file for the results. Default: results are only printed."""
 
 

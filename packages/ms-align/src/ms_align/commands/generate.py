@@ -17,7 +17,7 @@ from ms_align.generation.sampling import Sampling, token_ids
 from ms_align.generation.stops import resolve_tokenizer, with_stops
 from ms_align.rollouts.prompts import Prompt, read_prompts
 from ms_align.seeds import LARGEST_SEED
-from ms_align.settings import a_path, whole
+from ms_align.settings import integer, valid_path
 from ms_align.settings.run_file import build
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import check_same_tokenizer, files_of
@@ -27,21 +27,21 @@ from ms_align.tokenizer_files import check_same_tokenizer, files_of
 class Generation(Sampling, DeviceOptions):
     """Settings of `ms-align generate`, in addition to the sampling settings."""
 
-    model: str = field(validator=a_path())
+    model: str = field(validator=valid_path())
     """Folder of the model."""
-    tokenizer: str | None = field(default=None, validator=a_path(optional=True))
+    tokenizer: str | None = field(default=None, validator=valid_path(optional=True))
     """Tokenizer: a folder, a `tokenizer.json`, or `bytes`. Default: the tokenizer of the model."""
-    dataset: str = field(validator=a_path())
+    dataset: str = field(validator=valid_path())
     """File of prompts: JSON Lines, a JSON array, CSV or Parquet."""
     stop_tokens: Any = field(default=None, converter=optional(token_ids))
     """Token ids that end a response. Default: the end-of-text tokens of the model."""
-    out: str = field(validator=a_path(written="file"))
+    out: str = field(validator=valid_path(written="file"))
     """JSON Lines file to write."""
-    group_size: int = field(default=1, validator=whole())
+    group_size: int = field(default=1, validator=integer())
     """Responses per prompt."""
-    slots: int = field(default=64, validator=whole())
+    slots: int = field(default=64, validator=integer())
     """Responses generated at the same time."""
-    seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
+    seed: int = field(default=0, validator=integer(minimum=0, maximum=LARGEST_SEED))
     """Random seed."""
 
 

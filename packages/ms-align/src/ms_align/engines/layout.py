@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import fields
 
 from ms_align.errors import ConfigError
-from ms_align.settings import nearest, shown
+from ms_align.settings import nearest, short_repr
 
 if TYPE_CHECKING:
     from ms_parallel import Layout
@@ -20,7 +20,7 @@ def check_layout(value: Any) -> None:
     """
     if not (value is None or isinstance(value, Mapping) or hasattr(value, "world_size")):
         raise ConfigError(
-            f"layout must be a table such as {{ data = 2, tensor = 2 }}, got {shown(value)}; "
+            f"layout must be a table such as {{ data = 2, tensor = 2 }}, got {short_repr(value)}; "
             "correct it"
         )
 

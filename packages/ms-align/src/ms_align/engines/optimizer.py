@@ -5,7 +5,7 @@ from typing import Any
 from attrs import field, frozen
 
 from ms_align.errors import ConfigError
-from ms_align.settings import number, whole
+from ms_align.settings import integer, number
 
 
 def _betas(value: Any) -> tuple[float, float]:
@@ -24,19 +24,19 @@ class OptimizerOptions:
 
     learning_rate: float = field(default=3e-6, validator=number())
     """Peak learning rate."""
-    warmup_steps: int = field(default=0, validator=whole(least=0))
+    warmup_steps: int = field(default=0, validator=integer(minimum=0))
     """Updates of linear warmup."""
-    decay_steps: int | None = field(default=None, validator=whole(optional=True))
+    decay_steps: int | None = field(default=None, validator=integer(optional=True))
     """Updates of linear decay after warmup, to `final_learning_rate_ratio`. None: no decay."""
-    final_learning_rate_ratio: float = field(default=0.0, validator=number(most=1.0))
+    final_learning_rate_ratio: float = field(default=0.0, validator=number(maximum=1.0))
     """Final learning rate as a fraction of the peak."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), converter=_betas)
     """Decay rates of the first and second moments."""
-    epsilon: float = field(default=1e-8, validator=number(least=1e-20))
+    epsilon: float = field(default=1e-8, validator=number(minimum=1e-20))
     """Added to the denominator for numerical stability."""
     weight_decay: float = field(default=0.0, validator=number())
     """Decoupled weight decay; not applied to one-dimensional weights (norms, biases)."""
-    max_grad_norm: float | None = field(default=1.0, validator=number(least=1e-12, optional=True))
+    max_grad_norm: float | None = field(default=1.0, validator=number(minimum=1e-12, optional=True))
     """Maximum global gradient norm. None: no clipping."""
 
     def rate(self, step: int) -> float:

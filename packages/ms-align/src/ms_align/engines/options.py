@@ -10,7 +10,7 @@ from typing import Any, Literal
 from attrs import Attribute, field, frozen
 
 from ms_align.errors import ConfigError
-from ms_align.settings import flag, number, one_of, shown
+from ms_align.settings import flag, number, one_of, short_repr
 
 MixedPrecision = bool | Literal["float16"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -38,7 +38,7 @@ def _mixed_precision(value: Any) -> Any:
     if value == "bfloat16":
         return True
     raise ConfigError(
-        f"mixed_precision must be true (bfloat16), false or 'float16', got {shown(value)}"
+        f"mixed_precision must be true (bfloat16), false or 'float16', got {short_repr(value)}"
     )
 
 
@@ -46,13 +46,15 @@ def _recompute(instance: object, attribute: "Attribute[Any]", value: Any) -> Non
     if isinstance(value, str) and (value in RECOMPUTE or SIZE.fullmatch(value)):
         return
     known = ", ".join(map(repr, RECOMPUTE))
-    raise ConfigError(f"recompute must be {known} or a size such as '8GiB', got {shown(value)}")
+    raise ConfigError(
+        f"recompute must be {known} or a size such as '8GiB', got {short_repr(value)}"
+    )
 
 
 def _device(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     if value is not None and not (isinstance(value, str) and DEVICE.fullmatch(value)):
         raise ConfigError(
-            f"device must be 'cpu' or an accelerator such as 'cuda:0', got {shown(value)}"
+            f"device must be 'cpu' or an accelerator such as 'cuda:0', got {short_repr(value)}"
         )
 
 

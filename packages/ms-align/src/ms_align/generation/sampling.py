@@ -6,7 +6,7 @@ from typing import Any, cast
 from attrs import field, frozen
 
 from ms_align.errors import ConfigError
-from ms_align.settings import number, shown, whole
+from ms_align.settings import integer, number, short_repr
 
 TOKEN_ID_LIMIT = 2**31
 """Upper bound of token ids."""
@@ -18,7 +18,9 @@ def _is_token(value: object) -> bool:
 
 def _shown(value: object) -> str:
     """Format a value for a message, abbreviating huge numbers in lists as well."""
-    return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else shown(value)
+    return (
+        f"[{', '.join(map(short_repr, value))}]" if isinstance(value, list) else short_repr(value)
+    )
 
 
 def token_ids(value: object) -> tuple[int, ...]:
@@ -46,15 +48,15 @@ def _strings(value: object) -> tuple[str, ...]:
 class Sampling:
     """Sampling of responses."""
 
-    max_new_tokens: int = field(default=64, validator=whole())
+    max_new_tokens: int = field(default=64, validator=integer())
     """Maximum number of tokens in a response."""
     temperature: float = field(default=1.0, validator=number())
     """Sampling temperature; 0 for greedy decoding, with log-probabilities at temperature 1."""
-    top_k: int | None = field(default=None, validator=whole(optional=True))
+    top_k: int | None = field(default=None, validator=integer(optional=True))
     """Sample from the k most likely tokens. Default: no limit."""
-    top_p: float = field(default=1.0, validator=number(least=1e-6, most=1.0))
+    top_p: float = field(default=1.0, validator=number(minimum=1e-6, maximum=1.0))
     """Sample from the most likely tokens that together reach this probability."""
-    min_p: float = field(default=0.0, validator=number(most=1.0))
+    min_p: float = field(default=0.0, validator=number(maximum=1.0))
     """Minimum probability of a token, as a fraction of the most likely token's."""
     stop_tokens: tuple[int, ...] = field(default=(), converter=token_ids)
     """Token ids that end a response; the stop token is included."""

@@ -24,7 +24,7 @@ from ms_align.errors import ConfigError, ModelError, WriteError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import LARGEST_ALPHA, AdapterConfig, write_adapter
 from ms_align.models.language_model import copy_of
-from ms_align.settings import flag, number, whole
+from ms_align.settings import flag, integer, number
 from ms_align.settings.run_file import table_of
 
 ALL_LINEAR = "all-linear"
@@ -52,9 +52,9 @@ def _targets(value: Any) -> Any:
 class LoraOptions:
     """Adapted layers and rank."""
 
-    rank: int = field(default=8, validator=whole())
+    rank: int = field(default=8, validator=integer())
     """Rank of the adapters."""
-    alpha: float = field(default=16.0, validator=number(least=1e-6, most=LARGEST_ALPHA))
+    alpha: float = field(default=16.0, validator=number(minimum=1e-6, maximum=LARGEST_ALPHA))
     """LoRA alpha; updates are scaled by alpha / rank."""
     targets: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
     """Layers to adapt: a list of last parts of names, a regular expression for full names, or

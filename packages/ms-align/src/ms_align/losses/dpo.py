@@ -67,7 +67,7 @@ def pair_weights(batch: Batch) -> Tensor:
 class DPOOptions:
     """Settings of DPO."""
 
-    beta: float = field(default=0.1, validator=number(least=1e-6))
+    beta: float = field(default=0.1, validator=number(minimum=1e-6))
     """β: strength of the constraint to stay near the reference."""
     label_smoothing: float = field(default=0.0, validator=number(below=0.5))
     """Assumed fraction of pairs with swapped labels."""

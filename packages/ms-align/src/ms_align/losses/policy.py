@@ -19,7 +19,7 @@ from torch import Tensor
 from ms_align.errors import ConfigError
 from ms_align.losses import kl
 from ms_align.losses.protocol import IGNORED, Batch, Output
-from ms_align.settings import number, one_of, whole
+from ms_align.settings import integer, number, one_of
 
 Aggregation = Literal["token", "sequence", "constant"]
 
@@ -43,7 +43,7 @@ class PolicyLoss:
 
     clip_low: float = field(default=0.2, validator=number())
     clip_high: float = field(default=0.2, validator=number())
-    temperature: float = field(default=1.0, validator=number(least=1e-6))
+    temperature: float = field(default=1.0, validator=number(minimum=1e-6))
     """Sampling temperature of the responses."""
     entropy_coeff: float = field(default=0.0, validator=number())
     kl_coeff: float = field(default=0.0, validator=number())
@@ -52,7 +52,7 @@ class PolicyLoss:
     aggregation: Aggregation = field(
         default="token", validator=one_of("token", "sequence", "constant")
     )
-    longest: int | None = field(default=None, validator=whole(optional=True))
+    longest: int | None = field(default=None, validator=integer(optional=True))
     """Maximum response length in tokens, for `constant`."""
     ratio: Callable[[Tensor, Tensor], Tensor] = per_token
     """Maps the log-ratios of tokens (B, S), with their mask (B, S), to the surrogate's (B, S)."""

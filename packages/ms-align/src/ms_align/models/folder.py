@@ -20,7 +20,7 @@ from ms_align.files.model_name import missing_model
 from ms_align.files.tokenizer_source import json_text
 from ms_align.files.untrusted import check_file, check_parts, check_path, read_json
 from ms_align.models.finite import check_module, first_not_finite
-from ms_align.settings import shown
+from ms_align.settings import short_repr
 
 ADAPTER = "adapter_config.json"
 FLOATS = {
@@ -77,8 +77,8 @@ def _base_in_config(folder: Path) -> Path | None:
             if base.is_dir():
                 return base
     raise ModelError(
-        f"{path}: base_model_name_or_path must be the folder of the base model, got {shown(name)}; "
-        "set it to that folder"
+        f"{path}: base_model_name_or_path must be the folder of the base model, got "
+        f"{short_repr(name)}; set it to that folder"
     )
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ms_align.errors import DamageError, ModelError, WriteError
-from ms_align.files.durable import whole_folder, write_file
+from ms_align.files.durable import atomic_folder, write_file
 from ms_align.files.untrusted import check_file, check_path, read_bytes, read_json
 from ms_align.models.finite import check_tensors
 from ms_align.models.folder import load_model, save_model
@@ -102,7 +102,7 @@ class RewardModel(nn.Module):
         check_path("folder", folder, error=WriteError, written="folder")
         if base is not None:
             check_path("base", base, error=WriteError)
-        with whole_folder(Path(folder), overwrite=True) as partial:
+        with atomic_folder(Path(folder), overwrite=True) as partial:
             save_model(self.body, partial / BODY, dtype=dtype)
             write_tokenizer_files(partial / BODY, tokenizer, base=base)
             self._write_head(partial)

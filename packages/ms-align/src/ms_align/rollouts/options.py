@@ -8,7 +8,7 @@ from attrs import field, fields, frozen
 from ms_align.errors import ConfigError
 from ms_align.generation.sampling import Sampling
 from ms_align.losses.adaptive_kl import AdaptiveKL
-from ms_align.settings import flag, number, one_of, whole
+from ms_align.settings import flag, integer, number, one_of
 
 IN_LOSS = ("k2", "k3", "k3_weighted", "k1_to_go")
 
@@ -17,13 +17,13 @@ IN_LOSS = ("k2", "k3", "k3_weighted", "k1_to_go")
 class RolloutOptions(Sampling):
     """Rollouts and updates."""
 
-    batch_size: int = field(default=64, validator=whole())
+    batch_size: int = field(default=64, validator=integer())
     """Responses per rollout, over all processes."""
-    minibatch_size: int | None = field(default=None, validator=whole(optional=True))
+    minibatch_size: int | None = field(default=None, validator=integer(optional=True))
     """Responses per update. Default: the entire rollout."""
-    group_size: int = field(default=1, validator=whole())
+    group_size: int = field(default=1, validator=integer())
     """Responses per prompt."""
-    epochs: int = field(default=1, validator=whole())
+    epochs: int = field(default=1, validator=integer())
     """Passes over each rollout."""
     kl_coeff: float = field(default=0.0, validator=number())
     """Coefficient of the KL penalty (per nat)."""
@@ -35,7 +35,7 @@ class RolloutOptions(Sampling):
     kl_target: float | None = field(default=None, validator=number(optional=True))
     """Target KL per response in nats, towards which `kl_coeff` is adapted; it must start above 0.
     None: constant coefficient."""
-    kl_horizon: int = field(default=10_000, validator=whole())
+    kl_horizon: int = field(default=10_000, validator=integer())
     """Responses over which `kl_coeff` adapts to `kl_target`."""
     entropy_coeff: float = field(default=0.0, validator=number())
     """Coefficient of the entropy bonus (per nat)."""
@@ -53,14 +53,14 @@ class RolloutOptions(Sampling):
         default="stop", validator=one_of("stop", "skip", "penalise")
     )
     """If a reward fails: `stop` the run, `skip` the sample, or `penalise` it."""
-    reward_failure_penalty: float = field(default=-1.0, validator=number(least=-math.inf))
+    reward_failure_penalty: float = field(default=-1.0, validator=number(minimum=-math.inf))
     """Reward of a penalized sample."""
-    equal_rewards_limit: int = field(default=10, validator=whole())
+    equal_rewards_limit: int = field(default=10, validator=integer())
     """Rollouts in a row with equal rewards in every group after which the run fails."""
     recompute_logprobs: bool = field(default=False, validator=flag)
     """Recompute rollout log-probabilities with a training forward pass; always done if the
     generator does not return them."""
-    evaluate_samples: int = field(default=3, validator=whole(least=0))
+    evaluate_samples: int = field(default=3, validator=integer(minimum=0))
     """Held-out samples shown at each evaluation."""
 
     def __attrs_post_init__(self) -> None:

@@ -7,7 +7,7 @@ from attrs import field, frozen
 from ms_align.errors import ConfigError
 from ms_align.events import OnEvent
 from ms_align.seeds import LARGEST_SEED
-from ms_align.settings import a_path, as_path, flag, whole
+from ms_align.settings import as_path, flag, integer, valid_path
 
 
 def check_length(steps: int | None, epochs: int | None) -> None:
@@ -26,21 +26,21 @@ class RunOptions:
     """Output, checkpoints and logging."""
 
     output_dir: Path | None = field(
-        default=None, converter=as_path, validator=a_path(optional=True, written="folder")
+        default=None, converter=as_path, validator=valid_path(optional=True, written="folder")
     )
     """Folder for checkpoints, events and the trained model of this run. Default: `runs/sft`,
     `runs/ppo` and so on."""
-    seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
+    seed: int = field(default=0, validator=integer(minimum=0, maximum=LARGEST_SEED))
     """Random seed of the run."""
-    evaluate_every: int | None = field(default=None, validator=whole(optional=True))
+    evaluate_every: int | None = field(default=None, validator=integer(optional=True))
     """Updates between held-out evaluations. None: only before the first and after the last."""
-    checkpoint_every: int = field(default=50, validator=whole())
+    checkpoint_every: int = field(default=50, validator=integer())
     """Updates between checkpoints; the last update always saves one."""
-    keep_checkpoints: int = field(default=2, validator=whole())
+    keep_checkpoints: int = field(default=2, validator=integer())
     """Number of recent checkpoints to keep."""
     resume: bool = field(default=True, validator=flag)
     """Resume from the last complete checkpoint. false: fail if the folder has checkpoints."""
-    log_every: int = field(default=10, validator=whole())
+    log_every: int = field(default=10, validator=integer())
     """Updates between progress lines when output is not a terminal."""
     progress: bool = field(default=True, validator=flag)
     """Print steps and metrics."""

@@ -10,7 +10,7 @@ from attrs import field, fields, frozen, has
 
 from ms_align import processes
 from ms_align.errors import AlignError, FolderError
-from ms_align.files.run_folder import Change, hold, inside, locked, owner_of
+from ms_align.files.run_folder import Change, inside, lock_run_folder, locked, read_seal
 from ms_align.secret_text import without_secret, without_secrets
 
 WRITES = ("checkpoints", "model", "adapter")
@@ -54,9 +54,9 @@ class Ownership:
                     self._check_reads(folder)
                     self._clear(folder)
                     changes = stack.enter_context(
-                        hold(
+                        lock_run_folder(
                             folder,
-                            kind=self.command,
+                            command=self.command,
                             identity=self.identity,
                             settings=self.settings,
                             fixed=self.fixed,
@@ -74,10 +74,10 @@ class Ownership:
         for name, model in self.reads.items():
             if not isinstance(model, str | Path) or not inside(model, folder):
                 continue
-            owner = owner_of(folder)
+            owner = read_seal(folder)
             # A resumed run may read a model from its own folder, such as one it wrote before.
-            if owner is None or owner.kind != self.command or owner.identity != self.identity:
-                owner_text = "" if owner is None else f" of {owner.kind!r}"
+            if owner is None or owner.command != self.command or owner.identity != self.identity:
+                owner_text = "" if owner is None else f" of {owner.command!r}"
                 raise FolderError(
                     f"{name} is {str(model)!r}, which is in the output_dir {str(folder)!r}"
                     f"{owner_text} and would be overwritten; set another output_dir"
@@ -87,7 +87,7 @@ class Ownership:
         """Remove the run record of a run that ended before it saved anything."""
         if not folder.is_dir() or {path.name for path in folder.iterdir()} - UNSAVED_RUN_FILES:
             return
-        with locked(folder / "lock", what=str(folder), kind=self.command):
+        with locked(folder / "lock", resource=str(folder), command=self.command):
             (folder / "run.json").unlink(missing_ok=True)
 
 

@@ -17,7 +17,7 @@ from ms_align import processes
 from ms_align.engines.parallel import StageAdapters
 from ms_align.engines.protocol import Engine
 from ms_align.errors import NonFiniteError
-from ms_align.files.durable import whole_folder
+from ms_align.files.durable import atomic_folder
 from ms_align.models.finite import first_not_finite
 from ms_align.tokenizer_files import TokenizerFiles, write_tokenizer_files
 
@@ -101,7 +101,7 @@ def _atomic_folder_on_all_ranks(folder: Path) -> Iterator[Path]:
         yield folder.with_name(f"{folder.name}.partial")
         processes.barrier()
         return
-    with whole_folder(folder, overwrite=True) as partial:
+    with atomic_folder(folder, overwrite=True) as partial:
         processes.barrier()
         yield partial
         processes.barrier()

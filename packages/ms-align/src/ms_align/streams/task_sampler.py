@@ -20,7 +20,7 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from ms_align.errors import CheckpointError, ConfigError
-from ms_align.settings import number, numbers, one_of, whole
+from ms_align.settings import integer, number, numbers, one_of
 from ms_align.settings.run_file import table_of
 
 MIN_COMPLEXITY = 1e-6
@@ -39,17 +39,17 @@ class TaskOptions:
     """With `signal="given"`: complexity of each task."""
     base: Mapping[str, float] = field(factory=dict, validator=numbers())
     """Relative base frequency of each task. Default: equal."""
-    temperature: float = field(default=1.0, validator=number(least=1e-3))
+    temperature: float = field(default=1.0, validator=number(minimum=1e-3))
     """Below 1, the hardest tasks get more samples; above 1, all tasks are closer to `base`."""
     floor: float = field(default=0.05, validator=number(below=1.0))
     """Minimum probability of a task, as a fraction of 1 / (number of tasks)."""
-    correction: float = field(default=0.0, validator=number(most=1.0))
+    correction: float = field(default=0.0, validator=number(maximum=1.0))
     """Strength of importance weights: 1 keeps the expected gradient of `base`, 0 uses none."""
     smoothing: float = field(default=0.9, validator=number(below=1.0))
     """Decay of the moving average of each task's loss."""
     slow_smoothing: float = field(default=0.98, validator=number(below=1.0))
     """With `signal="progress"`: decay of the slower average that the loss is compared with."""
-    warmup_steps: int = field(default=10, validator=whole(least=0))
+    warmup_steps: int = field(default=10, validator=integer(minimum=0))
     """Updates sampled by `base`, until losses are known."""
 
 

@@ -12,7 +12,7 @@ from ms_align.engines.protocol import Engine
 from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
 from ms_align.losses.dpo import DPOLoss, DPOOptions, dpo_loss, row_logprobs
 from ms_align.run.initial_weights import weights_checksum
-from ms_align.settings import a_path
+from ms_align.settings import valid_path
 from ms_align.streams.protocol import next_batch
 from ms_align.streams.text_ends import TextEnds
 from ms_align.trainers.frame.offline import TrainingData
@@ -32,7 +32,7 @@ class DPOTrainer(DPOOptions, PairTrainer):
 
     algorithm = "dpo"
 
-    reference_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
+    reference_model: Any = field(default=None, validator=valid_path(optional=True, objects=True))
     """Reference: a folder; in Python also a module or an Engine. Default: a frozen copy of the
     initial model, or the model without its adapters."""
 

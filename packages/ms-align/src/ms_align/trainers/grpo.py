@@ -8,7 +8,7 @@ from torch import Tensor
 from ms_align.losses.advantage import group_relative
 from ms_align.losses.policy import Aggregation, PolicyLoss
 from ms_align.rollouts.experience import Experience, response_scores, spread_over_tokens
-from ms_align.settings import one_of, whole
+from ms_align.settings import integer, one_of
 from ms_align.trainers.frame.online import OnlineTrainer
 
 
@@ -23,7 +23,7 @@ class GRPOTrainer(OnlineTrainer):
     algorithm = "grpo"
     learns_from_groups = True
 
-    group_size: int = field(default=8, validator=whole(least=2))
+    group_size: int = field(default=8, validator=integer(minimum=2))
     """Responses per prompt, at least 2."""
     kl_in: Literal["reward", "loss"] = field(default="loss", validator=one_of("reward", "loss"))
     kl_estimator: str = "k3_weighted"

@@ -14,7 +14,7 @@ from ms_align.losses.advantage import gae, whiten
 from ms_align.losses.ppo import PPOLoss, ValueLoss
 from ms_align.losses.protocol import Loss
 from ms_align.rollouts.experience import Experience, token_rewards
-from ms_align.settings import a_path, flag, number, whole
+from ms_align.settings import flag, integer, number, valid_path
 from ms_align.trainers.frame.online import OnlineTrainer
 
 
@@ -31,16 +31,16 @@ class PPOTrainer(OnlineTrainer):
 
     algorithm = "ppo"
 
-    value_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
+    value_model: Any = field(default=None, validator=valid_path(optional=True, objects=True))
     """Value model. None: a value head on the policy's hidden states. `"copy"`: a separate copy of
     the initial policy, trained in full even with `lora`. Or a folder; in Python also a module, or
     an Engine with a head `value`."""
-    epochs: int = field(default=4, validator=whole())
+    epochs: int = field(default=4, validator=integer())
     """Passes over each rollout."""
     kl_coeff: float = field(default=0.05, validator=number())
-    gamma: float = field(default=1.0, validator=number(most=1.0))
+    gamma: float = field(default=1.0, validator=number(maximum=1.0))
     """Discount factor per token."""
-    lam: float = field(default=0.95, validator=number(most=1.0))
+    lam: float = field(default=0.95, validator=number(maximum=1.0))
     """λ of GAE."""
     value_coeff: float = field(default=0.1, validator=number())
     """Weight of the value loss if the value head shares the policy's model."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from ms_align.losses.advantage import has_baseline, leave_one_out, whiten
 from ms_align.losses.policy import PolicyLoss, per_response
 from ms_align.rollouts.experience import Experience, response_scores, spread_over_tokens
-from ms_align.settings import flag, number, whole
+from ms_align.settings import flag, integer, number
 from ms_align.trainers.frame.online import OnlineTrainer
 
 
@@ -23,7 +23,7 @@ class RLOOTrainer(OnlineTrainer):
     algorithm = "rloo"
     learns_from_groups = True
 
-    group_size: int = field(default=4, validator=whole(least=2))
+    group_size: int = field(default=4, validator=integer(minimum=2))
     """Responses per prompt, at least 2."""
     kl_coeff: float = field(default=0.05, validator=number())
     whiten_advantages: bool = field(default=False, validator=flag)

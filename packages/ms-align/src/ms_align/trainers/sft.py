@@ -15,7 +15,7 @@ from ms_align.losses.protocol import Batch, Output
 from ms_align.losses.sft import SFTLoss, token_weights
 from ms_align.run.initial_weights import frozen_checksum
 from ms_align.run.loop import RunLog
-from ms_align.settings import flag, number, numbers, one_of, whole
+from ms_align.settings import flag, integer, number, numbers, one_of
 from ms_align.streams.folders import instructions
 from ms_align.streams.protocol import HeldOut, TaskStream, next_batch
 from ms_align.streams.task_sampler import TaskOptions, TaskSampler, task_options
@@ -65,7 +65,7 @@ class SFTTrainer(SFTOptions, OfflineTrainer):
     """Sampling weight of each source. Default: its number of samples."""
     long: str = field(default="truncate", validator=one_of("truncate", "split"))
     """Samples longer than `sequence_length`: `truncate` them, or `split` them into several."""
-    open_rows: int = field(default=512, validator=whole(least=0))
+    open_rows: int = field(default=512, validator=integer(minimum=0))
     """Rows packed at the same time per source; 0 puts each sample in a row alone."""
     weighting: str = field(default="token", validator=one_of("token", "sample"))
     """Weigh every `token` or every `sample` equally in the loss."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from ms_compress.settings.keys import KeyGroup, groups_of, place_of
+from ms_compress.settings.keys import KeyGroup, class_path, groups_of
 from ms_compress.settings.template import template_text
 
 
@@ -38,7 +38,7 @@ class Command:
 
     def groups(self) -> list[KeyGroup]:
         """Return the keys of its run files: required ones first, then the others by class."""
-        groups = groups_of(place_of(self.options))
+        groups = groups_of(class_path(self.options))
         needed = tuple(key for group in groups for key in group.keys if key.required)
         optional = [evolve(g, keys=tuple(k for k in g.keys if not k.required)) for g in groups]
         return [KeyGroup(title="Needed", keys=needed), *(group for group in optional if group.keys)]

@@ -9,7 +9,7 @@ from ms_compress.errors import ConfigError
 from ms_compress.evaluation.options import Evaluation
 from ms_compress.methods.pattern import Pattern, parse_pattern
 from ms_compress.quantisation.scheme import Scheme
-from ms_compress.settings import a_path, as_path, flag, one_of, whole
+from ms_compress.settings import as_path, flag, integer, one_of, valid_path
 from ms_compress.targets.rules import scheme
 from ms_compress.training.options import Tuning
 
@@ -31,7 +31,7 @@ def named_scheme(value: Any) -> Scheme:
 
 def new_folder(instance: object, attribute: "Attribute[Any]", value: Path) -> None:
     """Check that the path can be created as a folder and ends in a name."""
-    a_path(written="folder")(instance, attribute, value)
+    valid_path(written="folder")(instance, attribute, value)
     if value.name in ("", ".."):
         raise ConfigError(
             f"{attribute.name} must end in the name of a new folder, got {str(value)!r}; add a name"
@@ -43,7 +43,7 @@ class ModelRun:
     """Settings of a run: model, text and output folder."""
 
     model: Path = field(
-        converter=as_path, validator=a_path(), metadata={"example": "runs/train/model"}
+        converter=as_path, validator=valid_path(), metadata={"example": "runs/train/model"}
     )
     """Model folder in Hugging Face format."""
     output_dir: Path = field(
@@ -53,12 +53,12 @@ class ModelRun:
     dataset: Path | None = field(
         default=None,
         converter=as_path,
-        validator=a_path(optional=True),
+        validator=valid_path(optional=True),
         metadata={"example": "shards", "needed": True},
     )
     """Shards from ms-data, a file of conversations (JSON, CSV or Parquet), or a JSON list of token
     lists."""
-    rows: int = field(default=256, validator=whole())
+    rows: int = field(default=256, validator=integer())
     """Number of rows to read from the dataset; training cycles through them."""
     exceptions: tuple[str, ...] = field(default=(), converter=names)
     """Name patterns of layers to leave unchanged."""
@@ -82,7 +82,7 @@ class SchemeRun(ModelRun):
     """Run the result in its runtime and fail unless it agrees with this model."""
     tokenizer: str | None = field(
         default=None,
-        validator=a_path(optional=True),
+        validator=valid_path(optional=True),
         metadata={"example": "runs/train/model"},
     )
     """tokenizer.json or its folder, to export with the model; default: the model folder's."""
@@ -96,14 +96,14 @@ class QatRun(SchemeRun):
     """Also learn the scales of the weights."""
     start: str = field(default="nearest", validator=one_of("nearest", "gptq"))
     """Initial codes: round to nearest, or GPTQ by the loss on the dataset's first rows."""
-    float_steps: int = field(default=0, validator=whole(least=0))
+    float_steps: int = field(default=0, validator=integer(minimum=0))
     """Steps of float training before quantization starts."""
     sparse: bool = field(default=False, validator=flag)
     """Keep zero weights at zero with a mask."""
     teacher: Path | None = field(
         default=None,
         converter=as_path,
-        validator=a_path(optional=True),
+        validator=valid_path(optional=True),
         metadata={"example": "runs/train/model"},
     )
     """Model folder of a teacher for logit distillation."""
@@ -159,11 +159,11 @@ class DistillRun(ModelRun):
     """Settings of `ms-compress distill`; `model` is the teacher."""
 
     layers: int | None = field(
-        default=None, validator=whole(optional=True), metadata={"example": 6}
+        default=None, validator=integer(optional=True), metadata={"example": 6}
     )
     """Number of layers of the student; default: all."""
     inner: int | None = field(
-        default=None, validator=whole(optional=True), metadata={"example": 1024}
+        default=None, validator=integer(optional=True), metadata={"example": 1024}
     )
     """Feed-forward width of the student; default: unchanged."""
 

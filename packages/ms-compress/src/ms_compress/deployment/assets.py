@@ -6,7 +6,7 @@ from typing import Any
 
 from ms_compress.errors import ExportError
 from ms_compress.files.durable import write_file, write_synced
-from ms_compress.files.tokenizer_source import json_text, read_beside
+from ms_compress.files.tokenizer_source import json_text, read_optional_json
 from ms_compress.files.untrusted import read_bytes
 from ms_compress.targets.target import Assets
 from ms_compress.text_ends import (
@@ -88,6 +88,6 @@ def carry_files(source: Path, folder: Path, *, tokenizer: bool = True) -> None:
             copy.parent.mkdir(exist_ok=True)
             write_file(copy, read_bytes(file, error=ExportError))
     if tokenizer and (source / GENERATION).is_file():
-        settings = read_beside(source, GENERATION, error=ExportError)
-        existing = read_beside(folder, GENERATION, error=ExportError)
+        settings = read_optional_json(source, GENERATION, error=ExportError)
+        existing = read_optional_json(folder, GENERATION, error=ExportError)
         write_file(folder / GENERATION, json_text({**settings, **existing}))

@@ -18,7 +18,7 @@ from msgspec import structs
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import ModelRun
 from ms_compress.errors import ConfigError, FolderError
-from ms_compress.files.run_folder import RunSeal, changes_between, owner_of, write_seal
+from ms_compress.files.run_folder import RunSeal, changes_between, read_seal, write_seal
 from ms_compress.place_lock import output_lock
 from ms_compress.training.checkpoint import read_header, saved_steps
 from ms_compress.training.identity import digest_of_path, is_digest
@@ -56,7 +56,7 @@ class RunOutput:
             for name, value in settings.items()
             if name not in excluded
         }
-        return {"command": self.run.kind, **texts}
+        return {"command": self.run.command, **texts}
 
     def steps_made(self) -> int | None:
         """Return the number of steps that an earlier run of this command saved, or None.
@@ -108,19 +108,19 @@ def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
 
 def _check_owner(output: RunOutput) -> None:
     """Raise unless the existing folder was written by this run."""
-    owner = owner_of(output.folder)
+    owner = read_seal(output.folder)
     if owner is None:
         raise ConfigError(f"{output.folder} exists; remove it, or choose another output_dir")
-    description = f"{output.folder} belongs to a run of {owner.kind!r}, started {owner.begun}"
-    if owner.kind != output.run.kind:
+    description = f"{output.folder} belongs to a run of {owner.command!r}, started {owner.started}"
+    if owner.command != output.run.command:
         raise FolderError(
-            f"{description}, and this is {output.run.kind!r}; choose another output_dir"
+            f"{description}, and this is {output.run.command!r}; choose another output_dir"
         )
     changes = changes_between(_flat(owner), _flat(output.run))
     if changes:
         # Digests are meaningless to users.
         differences = ", ".join(
-            f"{change.name} changed" if is_digest(change.now, change.before) else str(change)
+            f"{change.name} changed" if is_digest(change.after, change.before) else str(change)
             for change in changes
         )
         raise FolderError(
@@ -147,8 +147,8 @@ def _run(command: str, options: ModelRun) -> RunSeal:
         if value is not None:
             settings[CONTENTS.format(name)] = digest_of_path(Path(value))
     return RunSeal(
-        kind=f"ms-compress {command}",
-        begun=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=f"ms-compress {command}",
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
         identity={name: value for name, value in identity.items() if value is not None},
         settings=settings,
     )

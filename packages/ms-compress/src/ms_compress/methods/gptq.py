@@ -91,7 +91,7 @@ class _Rounding:
 
     model: nn.Module
     batches: Sequence[Tensor]
-    damping: float = field(validator=number(least=1e-12))
+    damping: float = field(validator=number(minimum=1e-12))
     act_order: bool
     by_loss: bool
     fit_scales: bool

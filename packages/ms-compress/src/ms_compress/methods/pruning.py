@@ -24,7 +24,7 @@ from ms_compress.quantisation.layers import (
     prepare_layer,
     prepared_layers,
 )
-from ms_compress.settings import whole
+from ms_compress.settings import integer
 
 
 def prune(
@@ -184,11 +184,11 @@ class GradualPruning:
 
     pattern: Pattern = field(converter=parse_pattern)
     """Final pattern, such as `"2:4"` or a sparsity of 0.5."""
-    begin: int = field(default=0, validator=whole(least=0))
+    begin: int = field(default=0, validator=integer(minimum=0))
     """Step at which pruning starts."""
-    end: int = field(validator=whole())
+    end: int = field(validator=integer())
     """Step from which the masks are final."""
-    every: int = field(default=10, validator=whole())
+    every: int = field(default=10, validator=integer())
     """Steps between mask updates."""
     exceptions: tuple[str, ...] = ()
 

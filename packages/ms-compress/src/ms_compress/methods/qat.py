@@ -24,7 +24,7 @@ from ms_compress.quantisation.layers import (
 )
 from ms_compress.quantisation.rounding import best_factor
 from ms_compress.quantisation.scheme import Scheme
-from ms_compress.settings import whole
+from ms_compress.settings import integer
 from ms_compress.targets.rules import NAMES, scheme
 
 M = TypeVar("M", bound=nn.Module)
@@ -129,7 +129,7 @@ def set_quantizing(model: nn.Module, on: bool) -> None:
 class FloatThenQuantised:
     """Schedule: some steps in float, then quantized."""
 
-    float_steps: int = field(validator=whole(least=0))
+    float_steps: int = field(validator=integer(minimum=0))
     """Number of float steps."""
 
     def apply(self, model: nn.Module, step: int) -> bool:

@@ -13,7 +13,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ms_compress.settings import number, one_of, whole
+from ms_compress.settings import integer, number, one_of
 from ms_compress.training.distillation import distillation_loss
 from ms_compress.training.options import Divergence
 
@@ -42,9 +42,9 @@ class DistillationLoss:
     teacher: Callable[[Mapping[str, Tensor]], Head]
     """Maps a batch to a function that returns the teacher's logits; see `engine_teacher`."""
     kind: Divergence = field(default="forward", validator=one_of("forward", "reverse", "skewed"))
-    temperature: float = field(default=1.0, validator=number(least=1e-3))
+    temperature: float = field(default=1.0, validator=number(minimum=1e-3))
     skew: float = field(default=0.1, validator=number(below=1.0))
-    chunk: int = field(default=64, validator=whole())
+    chunk: int = field(default=64, validator=integer())
     """Number of positions whose logits exist at the same time."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from ms_compress.settings import number, one_of, whole
+from ms_compress.settings import integer, number, one_of
 
 Divergence = Literal["forward", "reverse", "skewed"]
 
@@ -14,11 +14,11 @@ Divergence = Literal["forward", "reverse", "skewed"]
 class Tuning:
     """Settings of the training after compression."""
 
-    steps: int = field(default=100, validator=whole())
+    steps: int = field(default=100, validator=integer())
     """Number of training steps."""
-    batch_size: int = field(default=8, validator=whole())
+    batch_size: int = field(default=8, validator=integer())
     """Rows per step."""
-    sequence_length: int = field(default=256, validator=whole(least=2))
+    sequence_length: int = field(default=256, validator=integer(minimum=2))
     """Tokens per row."""
     learning_rate: float = field(default=1e-4, validator=number())
     """Peak learning rate: linear warmup over 10% of the steps, then cosine decay to zero."""
@@ -27,15 +27,15 @@ class Tuning:
     1 bring nothing within tens of steps, as Adam's first steps already have full size."""
     weight_decay: float = field(default=0.0, validator=number())
     """AdamW weight decay; not applied to learned scales."""
-    max_grad_norm: float = field(default=1.0, validator=number(least=1e-12))
+    max_grad_norm: float = field(default=1.0, validator=number(minimum=1e-12))
     """Gradient clipping norm."""
-    seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1))
+    seed: int = field(default=0, validator=integer(minimum=0, maximum=2**63 - 1))
     """Seed of the row order."""
     divergence: Divergence = field(
         default="forward", validator=one_of("forward", "reverse", "skewed")
     )
     """Divergence from the teacher, if there is one."""
-    distil_weight: float = field(default=1.0, validator=number(most=1.0))
+    distil_weight: float = field(default=1.0, validator=number(maximum=1.0))
     """Weight of the divergence in the loss; the text's loss has the rest."""
     hidden_weight: float = field(default=0.0, validator=number())
     """With a teacher, weight of `hidden_distance`, which pulls the layers' outputs to the

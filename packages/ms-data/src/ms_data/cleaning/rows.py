@@ -13,14 +13,14 @@ from ms_data.cleaning.rule import Rule
 from ms_data.cleaning.text import Text
 from ms_data.errors import ConfigError
 from ms_data.media.parts import MEDIA_TYPES, EncodedFile, MediaKind, extract_media
-from ms_data.settings import a_path
+from ms_data.settings import valid_path
 
 
 @frozen(kw_only=True)
 class RowRule(Rule):
     """A rule for the images or audio of a row; its text is the row's JSON."""
 
-    folder: str | None = field(default=None, validator=a_path(optional=True))
+    folder: str | None = field(default=None, validator=valid_path(optional=True))
     """Base folder of image and audio paths in rows."""
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ from attrs import Attribute, field, frozen
 
 from ms_data.cleaning.text import Text
 from ms_data.errors import ConfigError
-from ms_data.settings import shown
+from ms_data.settings import short_repr
 
 
 class Drop(NamedTuple):
@@ -46,7 +46,8 @@ Outcome = Drop | Change | None
 def _language_codes(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     if not isinstance(value, tuple) or not all(isinstance(code, str) and code for code in value):
         raise ConfigError(
-            f'{attribute.name} must be a list of codes such as ["en", "zh"], got {shown(value)}'
+            f'{attribute.name} must be a list of codes such as ["en", "zh"], got '
+            f"{short_repr(value)}"
         )
 
 
@@ -98,7 +99,7 @@ def fractions(*, count: int) -> Any:
         fits = isinstance(value, tuple) and len(value) == count
         if not fits or not all(type(item) in (int, float) and 0 <= item <= 1 for item in value):  # type: ignore[attr-defined]
             raise ConfigError(
-                f"{attribute.name} must be {count} numbers from 0 to 1, got {shown(value)}"
+                f"{attribute.name} must be {count} numbers from 0 to 1, got {short_repr(value)}"
             )
 
     return check
@@ -107,7 +108,7 @@ def fractions(*, count: int) -> Any:
 def texts(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     """Validate a tuple of non-empty strings."""
     if not isinstance(value, tuple) or not all(isinstance(item, str) and item for item in value):
-        raise ConfigError(f"{attribute.name} must be a list of strings, got {shown(value)}")
+        raise ConfigError(f"{attribute.name} must be a list of strings, got {short_repr(value)}")
 
 
 def over(setting: str, value: float, limit: float) -> Drop | None:

@@ -13,7 +13,7 @@ from ms_data.cleaning.words import SPLITTERS
 from ms_data.errors import ConfigError
 from ms_data.files.untrusted import read_toml
 from ms_data.settings import nearest, one_of
-from ms_data.settings.keys import Key, KeyGroup, groups_of, place_of
+from ms_data.settings.keys import Key, KeyGroup, class_path, groups_of
 from ms_data.settings.run_file import build
 from ms_data.settings.template import template_text
 
@@ -93,7 +93,7 @@ def rules_template() -> str:
     """Return the initial rule file: rules for English and Chinese, with all settings."""
     keys = []
     for name in _ORDER:
-        groups = groups_of(place_of(RULES[name]), hidden=("name", "shown"))
+        groups = groups_of(class_path(RULES[name]), hidden=("name", "shown"))
         inner = {key.name: key for group in groups for key in group.keys}
         inner["languages"] = _languages(inner["languages"], name)
         keys.append(Key(name=name, meaning=groups[0].title + ".", inner=tuple(inner.values())))
@@ -134,7 +134,7 @@ def _languages(key: Key, name: str) -> Key:
 
 
 def _meaning(name: str) -> str:
-    groups = groups_of(place_of(RuleSet))
+    groups = groups_of(class_path(RuleSet))
     return next(key.meaning for group in groups for key in group.keys if key.name == name)
 
 

@@ -23,7 +23,7 @@ from ms_parallel.models.huggingface.config import TransformersModel
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
 from ms_parallel.models.staged import StagedModel
-from ms_parallel.settings import a_path
+from ms_parallel.settings import valid_path
 from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.memory.recompute_choice import Recompute
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own, check_stages
@@ -42,7 +42,7 @@ Given = str | Path | ModelConfig | TransformersModel | nn.Module
 class EngineArguments(EngineOptions):
     """Arguments of an `Engine`: the positional ones and its options."""
 
-    model: Given = field(validator=a_path(objects=True))
+    model: Given = field(validator=valid_path(objects=True))
     layout: Layout | None = None
 
 

@@ -14,7 +14,7 @@ from ms_parallel.engine.loss import Output
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.batch import Batch, check_tokens
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.settings import number, shown, whole
+from ms_parallel.settings import integer, number, short_repr
 from ms_parallel.split.part import drop_gathered
 
 
@@ -56,11 +56,11 @@ class Sampling:
 
     temperature: float = field(default=1.0, validator=number())
     """Divides the logits; 0 always takes the likeliest."""
-    top_k: int | None = field(default=None, validator=whole(optional=True))
+    top_k: int | None = field(default=None, validator=integer(optional=True))
     """Only so many likeliest tokens are ever chosen; None for all."""
-    top_p: float = field(default=1.0, validator=number(least=1e-30, most=1.0))
+    top_p: float = field(default=1.0, validator=number(minimum=1e-30, maximum=1.0))
     """Only the likeliest tokens that together reach this probability are ever chosen."""
-    min_p: float = field(default=0.0, validator=number(most=1.0))
+    min_p: float = field(default=0.0, validator=number(maximum=1.0))
     """Only tokens of at least this share of the likeliest one's probability are ever chosen."""
     seed: int = 0
     """Seed of the random numbers; the same seed gives the same tokens under every layout."""
@@ -94,7 +94,7 @@ def generate(
     """
     if type(max_new_tokens) is not int or max_new_tokens < 0:
         raise ConfigError(
-            f"max_new_tokens must be a whole number of at least 0, got {shown(max_new_tokens)}"
+            f"max_new_tokens must be a whole number of at least 0, got {short_repr(max_new_tokens)}"
         )
     window = _Window(_rows_of(prompts), engine.sequence_parts)
     caches = {stage: KeyValueCache() for stage in engine.stages}
@@ -145,7 +145,7 @@ def _row_of(prompt: Any, index: int) -> list[int]:
     try:
         tokens = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):
-        got = f"{type(prompt).__name__} {shown(prompt)}"
+        got = f"{type(prompt).__name__} {short_repr(prompt)}"
     else:
         integers = not (tokens.is_floating_point() or tokens.is_complex())
         if tokens.ndim == 1 and (not len(tokens) or (integers and tokens.dtype != torch.bool)):

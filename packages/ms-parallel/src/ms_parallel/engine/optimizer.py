@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from attrs import Attribute, evolve, field, fields, frozen
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings import nearest, number, shown, whole
+from ms_parallel.settings import integer, nearest, number, short_repr
 from ms_parallel.settings.keys import groups_of
 
 if TYPE_CHECKING:  # a run file's keys are known without torch
@@ -135,12 +135,12 @@ def _chosen(what: str, value: object, known: Iterable[str]) -> tuple[str, dict[s
     table = {"name": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
         raise ConfigError(
-            f"{what} is {shown(value)}; give a name, or a table of name and settings, such as"
+            f"{what} is {short_repr(value)}; give a name, or a table of name and settings, such as"
             f" {{name = {next(iter(sorted(known)))!r}}}"
         )
     name = _spelled(table["name"], known)
     if name is None:
-        raise ConfigError(f"{what} is {shown(table['name'])}; {nearest(table['name'], known)}")
+        raise ConfigError(f"{what} is {short_repr(table['name'])}; {nearest(table['name'], known)}")
     return name, {key: setting for key, setting in table.items() if key != "name"}
 
 
@@ -154,7 +154,7 @@ def _check_known(what: str, given: Mapping[str, Any], keys: Iterable[str] | None
     for key in given:
         if keys is not None and key not in keys:
             known = nearest(str(key), keys) if keys else "it has no settings"
-            raise ConfigError(f"{what} has unknown setting {shown(key)}; {known}")
+            raise ConfigError(f"{what} has unknown setting {short_repr(key)}; {known}")
 
 
 def decay_of(value: object) -> Decay:
@@ -237,7 +237,7 @@ def betas(value: Sequence[float]) -> tuple[float, float]:
     fits = [isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in pair]
     if len(pair) != 2 or not all(fits):
         raise ConfigError(
-            f"betas is {shown(value)}; give two numbers from 0 up to, not including, 1"
+            f"betas is {short_repr(value)}; give two numbers from 0 up to, not including, 1"
         )
     return pair
 
@@ -248,14 +248,14 @@ def _groups(instance: "OptimizerConfig", attribute: "Attribute[Any]", value: obj
     allowed = [*OF_A_GROUP, *specific]
     if not isinstance(value, Mapping) or not all(isinstance(g, Mapping) for g in value.values()):
         raise ConfigError(
-            f"{attribute.name} is {shown(value)}; give a table of settings for each pattern of"
+            f"{attribute.name} is {short_repr(value)}; give a table of settings for each pattern of"
             " names, such as {'*.bias' = {learning_rate = 1e-4}}"
         )
     for pattern, settings in value.items():
         for key in settings:
             if key not in allowed:
                 raise ConfigError(
-                    f"group {pattern!r} has unknown setting {shown(key)};"
+                    f"group {pattern!r} has unknown setting {short_repr(key)};"
                     f" {nearest(str(key), allowed)}"
                 )
 
@@ -285,17 +285,17 @@ class OptimizerConfig(ABC):
 
     learning_rate: float = field(default=3e-4, validator=number())
     """The highest rate, reached at the end of the warm-up."""
-    warmup_steps: int = field(default=0, validator=whole(least=0))
+    warmup_steps: int = field(default=0, validator=integer(minimum=0))
     """Updates over which the rate rises in a straight line."""
     decay: str | Mapping[str, Any] = field(default="cosine", validator=decay)
     """How the rate then falls: `cosine`, `linear` or `wsd`; or a table of `name` and settings."""
-    decay_steps: int | None = field(default=None, validator=whole(optional=True))
+    decay_steps: int | None = field(default=None, validator=integer(optional=True))
     """Updates, with the warm-up's, after which it has reached its floor; None keeps the highest."""
-    final_ratio: float = field(default=0.1, validator=number(most=1.0))
+    final_ratio: float = field(default=0.1, validator=number(maximum=1.0))
     """The floor, as a share of `learning_rate`."""
     weight_decay: float = field(default=0.1, validator=number())
     """Decoupled decay of matrices; norms' weights and biases (one dim) are never decayed."""
-    max_grad_norm: float | None = field(default=1.0, validator=number(least=LEAST, optional=True))
+    max_grad_norm: float | None = field(default=1.0, validator=number(minimum=LEAST, optional=True))
     """Gradients of a greater global norm are scaled down to it; None never scales."""
     groups: Mapping[str, Mapping[str, Any]] = field(factory=dict, validator=_groups)
     """Settings of their own for parameters whose names fit a pattern, in which `*` stands for

@@ -8,7 +8,7 @@ from attrs import field, frozen
 from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.updates.settings import LossScale, check_loss_scale, loss_scale_of
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings import flag, number, one_of, shown, whole
+from ms_parallel.settings import flag, integer, number, one_of, short_repr
 from ms_parallel.split.context.kinds import BALANCES, KINDS, ContextKind
 from ms_parallel.split.context.kinds import Balance as ContextBalance
 from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
@@ -37,7 +37,7 @@ def _loss_scale(instance: Any, attribute: Any, value: Any) -> None:
 
 def _flag_or_auto(instance: Any, attribute: Any, value: Any) -> None:
     if value != "auto" and not isinstance(value, bool):
-        raise ConfigError(f"{attribute.name} is {shown(value)}; give true, false or 'auto'")
+        raise ConfigError(f"{attribute.name} is {short_repr(value)}; give true, false or 'auto'")
 
 
 @frozen(kw_only=True)
@@ -59,7 +59,7 @@ class EngineSettings:
     """Loss scaling in float16: a table of initial (65536), growth_interval (2000) and hysteresis
     (1)."""
     audit_every: int | None = field(
-        default=None, validator=whole(optional=True), metadata=EXECUTION
+        default=None, validator=integer(optional=True), metadata=EXECUTION
     )
     """Recompute every N-th step in float32 and report the difference. None: never."""
     recompute: Recompute = field(default="none", validator=recompute_setting, metadata=EXECUTION)
@@ -100,6 +100,8 @@ class EngineSettings:
     """Change of an expert's bias per step with `bias`."""
     router_z_coefficient: float = field(default=0.0, validator=number(), metadata=EXPERTS)
     """Weight of the mean squared logsumexp of the routers, which keeps their logits small."""
-    seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1), metadata=OPTIMIZATION)
+    seed: int = field(
+        default=0, validator=integer(minimum=0, maximum=2**63 - 1), metadata=OPTIMIZATION
+    )
     """Random seed of initial weights and of the order of samples; both are the same under every
     layout."""

@@ -7,7 +7,7 @@ from attrs import Attribute, field, frozen
 
 from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError, ModelError
-from ms_parallel.settings import flag, number, whole
+from ms_parallel.settings import flag, integer, number
 
 TokenId = int | tuple[int, ...] | None
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -33,10 +33,10 @@ SIZE_LIMITS: Mapping[str, int] = {
 def size(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     """Check for an integer from 1 to the setting's limit; None passes if it is the default."""
     limit, optional = SIZE_LIMITS.get(attribute.name, (1 << 62) - 1), attribute.default is None
-    whole(most=limit, optional=optional)(instance, attribute, value)
+    integer(maximum=limit, optional=optional)(instance, attribute, value)
 
 
-above_zero = number(least=1e-30)
+above_zero = number(minimum=1e-30)
 
 
 @frozen(kw_only=True)

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings import shown
+from ms_parallel.settings import short_repr
 
 MixedPrecision = bool | Literal["float16"]
 """False computes in float32, True in bfloat16; weights, moments and sums are float32 in all."""
@@ -21,7 +21,7 @@ def mixed_precision(value: Any) -> MixedPrecision:
     if not isinstance(value, str) or value not in NAMES:
         names = " or ".join(map(repr, NAMES))
         raise ConfigError(
-            f"mixed_precision is {shown(value)}; give true (bfloat16), false, {names}"
+            f"mixed_precision is {short_repr(value)}; give true (bfloat16), false, {names}"
         )
     return NAMES[value]  # type: ignore[return-value]
 

@@ -26,7 +26,17 @@ from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of, shown, text, whole
+from ms_parallel.settings import (
+    as_path,
+    flag,
+    integer,
+    nearest,
+    number,
+    one_of,
+    short_repr,
+    text,
+    valid_path,
+)
 from ms_parallel.split.memory.recompute_choice import budget_bytes
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
 from ms_parallel.training.shares.setting import Shares, as_tuple, check_kind
@@ -69,21 +79,21 @@ def _device(instance: object, attribute: Any, value: Any) -> None:
         return
     raise ConfigError(
         f"{attribute.name} must be 'cpu' or an accelerator such as 'npu' or 'cuda:1', got"
-        f" {shown(value)}"
+        f" {short_repr(value)}"
     )
 
 
 def _devices(instance: Any, attribute: Any, value: Devices | None) -> None:
     if value is not None and instance.device is not None:
         raise ConfigError(
-            f"device = {shown(instance.device)} and [devices] both set the ranks' devices; set"
+            f"device = {short_repr(instance.device)} and [devices] both set the ranks' devices; set"
             " only one"
         )
 
 
 def _of_each_rank(instance: Any, attribute: Any, value: Any) -> None:
     for limit in value if isinstance(value, tuple) and value else (value,):
-        number(least=0, optional=limit is value)(instance, attribute, limit)
+        number(minimum=0, optional=limit is value)(instance, attribute, limit)
 
 
 def _schedule(instance: Any, attribute: Any, value: Any) -> None:
@@ -91,12 +101,12 @@ def _schedule(instance: Any, attribute: Any, value: Any) -> None:
     if getattr(instance, "microbatch_size", None) == AUTO and not named:
         raise ConfigError(
             "microbatch_size='auto' chooses the number of microbatches, but"
-            f" schedule={shown(str(value))} is fixed to one number; use a named schedule such as"
-            " 1f1b, or set microbatch_size"
+            f" schedule={short_repr(str(value))} is fixed to one number; use a named schedule such"
+            " as 1f1b, or set microbatch_size"
         )
     if isinstance(value, Schedule):
         return
-    a_path()(instance, attribute, value)
+    valid_path()(instance, attribute, value)
     if isinstance(value, os.PathLike):
         return
     names = [*GENERATORS, SEARCH]
@@ -107,15 +117,17 @@ def _schedule(instance: Any, attribute: Any, value: Any) -> None:
 def _microbatch(instance: Any, attribute: Any, value: Any) -> None:
     if value != AUTO:
         if isinstance(value, str):
-            raise ConfigError(f"{attribute.name} must be a number or 'auto', got {shown(value)}")
-        whole(optional=True)(instance, attribute, value)
+            raise ConfigError(
+                f"{attribute.name} must be a number or 'auto', got {short_repr(value)}"
+            )
+        integer(optional=True)(instance, attribute, value)
 
 
 @frozen(eq=False)
 class _Positional(EngineSettings):
     """Settings that `DistributedTrainer` also takes by position."""
 
-    model_arch: str = field(converter=_text, validator=a_path(), metadata=MODEL)
+    model_arch: str = field(converter=_text, validator=valid_path(), metadata=MODEL)
     """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
     parallel_config: Parallel = field(default=None, converter=_layout, metadata=MODEL)
     """Layout: a table of axes such as `{"tensor_parallel": 2}`, in which data may be `"rest"` for
@@ -138,7 +150,7 @@ class Options(_Positional):
     """
 
     cluster: Path | None = field(
-        default=None, converter=as_path, validator=a_path(optional=True), metadata=MODEL
+        default=None, converter=as_path, validator=valid_path(optional=True), metadata=MODEL
     )
     """Cluster file for `parallel_config = "auto"`. None: measure these machines."""
     model_config: dict[str, Any] = field(factory=dict, converter=_model_config, metadata=MODEL)
@@ -147,7 +159,7 @@ class Options(_Positional):
     learning_rate: float = field(default=3e-4, validator=number(), metadata=OPTIMIZATION)
     """Peak learning rate, reached after the warm-up."""
     warmup_steps: int | None = field(
-        default=None, validator=whole(least=0, optional=True), metadata=OPTIMIZATION
+        default=None, validator=integer(minimum=0, optional=True), metadata=OPTIMIZATION
     )
     """Steps of linear warm-up. None: 5% of all steps."""
     learning_rate_decay: str | Mapping[str, Any] = field(
@@ -156,22 +168,24 @@ class Options(_Positional):
     """Learning rate decay until the last step: `cosine`, `linear` or `wsd` (over the last fifth);
     or a table of its `name` and settings, such as share = 0.1."""
     final_learning_rate_ratio: float = field(
-        default=0.1, validator=number(most=1.0), metadata=OPTIMIZATION
+        default=0.1, validator=number(maximum=1.0), metadata=OPTIMIZATION
     )
     """Learning rate at the end of the decay, as a fraction of learning_rate."""
     weight_decay: float = field(default=0.1, validator=number(), metadata=OPTIMIZATION)
     """Weight decay of matrices; norms and biases are never decayed."""
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas, metadata=OPTIMIZATION)
     """Betas of AdamW, including the AdamW that Muon uses for vectors."""
-    epsilon: float = field(default=1e-8, validator=number(least=1e-30), metadata=OPTIMIZATION)
+    epsilon: float = field(default=1e-8, validator=number(minimum=1e-30), metadata=OPTIMIZATION)
     """Epsilon of AdamW, including the AdamW that Muon uses for vectors."""
     max_grad_norm: float | None = field(
-        default=1.0, validator=number(least=1e-30, optional=True), metadata=OPTIMIZATION
+        default=1.0, validator=number(minimum=1e-30, optional=True), metadata=OPTIMIZATION
     )
     """Clip gradients to this global L2 norm. None: no clipping."""
-    batch_size: int = field(default=8, validator=whole(most=MAX_BATCH_ROWS), metadata=OPTIMIZATION)
+    batch_size: int = field(
+        default=8, validator=integer(maximum=MAX_BATCH_ROWS), metadata=OPTIMIZATION
+    )
     """Samples per step over all processes."""
-    sequence_length: int = field(default=512, validator=whole(least=2), metadata=OPTIMIZATION)
+    sequence_length: int = field(default=512, validator=integer(minimum=2), metadata=OPTIMIZATION)
     """Tokens per sample."""
     mtp_weight: float = field(default=0.3, validator=number(), metadata=OPTIMIZATION)
     """Weight of the multi-token-prediction loss, for models with such layers; 0 does not train
@@ -191,11 +205,11 @@ class Options(_Positional):
         metadata=BAD_STEPS,
     )
     """Response to a loss or gradient norm far above the previous ones; `ignore` takes the step."""
-    spike_factor: float = field(default=12.0, validator=number(least=1.0), metadata=BAD_STEPS)
+    spike_factor: float = field(default=12.0, validator=number(minimum=1.0), metadata=BAD_STEPS)
     """Standard deviations above the median from which a number is a spike, estimated from the
     median distance."""
     spike_window: int = field(
-        default=100, validator=whole(least=4, most=10_000), metadata=BAD_STEPS
+        default=100, validator=integer(minimum=4, maximum=10_000), metadata=BAD_STEPS
     )
     """Steps in the median; nothing is a spike before there are this many."""
 
@@ -205,7 +219,7 @@ class Options(_Positional):
     """Samples per forward pass on each data rank; `auto`: as many as fit into memory. None: all at
     once, or with a pipeline the most that leave twice as many microbatches as ranks."""
     memory_gib: float | None = field(
-        default=None, validator=number(least=1e-6, optional=True), metadata=EXECUTION
+        default=None, validator=number(minimum=1e-6, optional=True), metadata=EXECUTION
     )
     """Memory limit per rank for `microbatch_size = "auto"`, in GiB. None: the device's free
     memory."""
@@ -232,15 +246,15 @@ class Options(_Positional):
     """Devices of different kinds: a table of the ranks on each, such as `cpu = "0-3"` and
     `"npu:0" = "4"`; `npu` alone numbers the devices of a machine. None: `device` on all ranks."""
     timeout_s: float = field(
-        default=600.0, validator=number(least=1.0, most=1e7), metadata=EXECUTION
+        default=600.0, validator=number(minimum=1.0, maximum=1e7), metadata=EXECUTION
     )
     """Seconds after which a silent process counts as lost."""
 
     tokenizer: Path | None = field(
-        default=None, converter=as_path, validator=a_path(optional=True), metadata=RAW_TEXT
+        default=None, converter=as_path, validator=valid_path(optional=True), metadata=RAW_TEXT
     )
     """A `tokenizer.json` for raw text. None: train one."""
-    vocab_size: int = field(default=8192, validator=whole(least=257), metadata=RAW_TEXT)
+    vocab_size: int = field(default=8192, validator=integer(minimum=257), metadata=RAW_TEXT)
     """Vocabulary size of the tokenizer that is trained if none is given."""
     hold_out: float = field(default=0.02, validator=number(below=1.0), metadata=RAW_TEXT)
     """Fraction of documents that is held out for evaluation when raw text is built into shards."""
@@ -250,35 +264,37 @@ class Options(_Positional):
     output_dir: Path = field(
         default=Path("runs/train"),
         converter=as_path,
-        validator=a_path(written="folder"),
+        validator=valid_path(written="folder"),
         metadata=OUTPUT,
     )
     """Folder for shards, checkpoints, events and the trained model. The same folder resumes."""
     resume: bool = field(default=True, validator=flag, metadata=OUTPUT)
     """Resume from the last complete checkpoint of output_dir; false: fail if output_dir has any."""
     checkpoint_every: int | None = field(
-        default=100, validator=whole(optional=True), metadata=OUTPUT
+        default=100, validator=integer(optional=True), metadata=OUTPUT
     )
     """Steps between checkpoints. None: only after the last step."""
     async_checkpoints: bool = field(default=False, validator=flag, metadata=OUTPUT)
     """Write checkpoints in a background process per rank; training continues once the state is
     copied."""
-    keep_checkpoints: int = field(default=3, validator=whole(), metadata=OUTPUT)
+    keep_checkpoints: int = field(default=3, validator=integer(), metadata=OUTPUT)
     """Number of checkpoints to keep; with more than one, a damaged one can be passed over."""
     evaluate_every: int | None = field(
-        default=None, validator=whole(optional=True), metadata=OUTPUT
+        default=None, validator=integer(optional=True), metadata=OUTPUT
     )
     """Steps between evaluations on held-out text. None: only before the first and after the last
     step."""
-    evaluate_batches: int = field(default=8, validator=whole(), metadata=OUTPUT)
+    evaluate_batches: int = field(default=8, validator=integer(), metadata=OUTPUT)
     """Maximum number of held-out batches per evaluation."""
-    record_every: int | None = field(default=None, validator=whole(optional=True), metadata=OUTPUT)
+    record_every: int | None = field(
+        default=None, validator=integer(optional=True), metadata=OUTPUT
+    )
     """Steps between recordings of when each pipeline rank computes what. None: never."""
     sample_prompt: str | None = field(default=None, validator=text(optional=True), metadata=OUTPUT)
     """Prompt that the trained model continues at the end. None: no sample."""
-    sample_tokens: int = field(default=96, validator=whole(), metadata=OUTPUT)
+    sample_tokens: int = field(default=96, validator=integer(), metadata=OUTPUT)
     """Maximum number of tokens in that sample."""
-    log_every: int = field(default=10, validator=whole(), metadata=OUTPUT)
+    log_every: int = field(default=10, validator=integer(), metadata=OUTPUT)
     """Steps between progress lines without a terminal."""
     progress: bool = field(default=True, validator=flag, metadata=OUTPUT)
     """Show progress on standard output of rank 0."""
@@ -326,10 +342,10 @@ class Length:
     """
 
     epochs: float | None = field(
-        default=None, validator=number(least=1e-9, most=MAX_EPOCHS, optional=True)
+        default=None, validator=number(minimum=1e-9, maximum=MAX_EPOCHS, optional=True)
     )
     """Passes over the training text. Batches may straddle epochs."""
-    steps: int | None = field(default=None, validator=whole(optional=True))
+    steps: int | None = field(default=None, validator=integer(optional=True))
     """Optimizer steps."""
 
     def __attrs_post_init__(self) -> None:

@@ -12,7 +12,7 @@ from ms_parallel import checkpoint
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.engine.optimizer import named_optimizer
 from ms_parallel.errors import ConfigError
-from ms_parallel.files.run_folder import SEAL, hold, inside, owner_of
+from ms_parallel.files.run_folder import SEAL, inside, lock_run_folder, read_seal
 from ms_parallel.files.untrusted import read_bytes
 from ms_parallel.progress import RunDisplay
 from ms_parallel.training.options import Options
@@ -67,9 +67,9 @@ def output_lock(
         def lock() -> list[str]:
             settings = _settings(options) | {"epochs": epochs, "steps": steps}
             changes = stack.enter_context(
-                hold(
+                lock_run_folder(
                     folder,
-                    kind=KIND,
+                    command=KIND,
                     identity={"model": _model(options), "dataset": _dataset(dataset)},
                     settings=settings,
                     fixed=_fixed(folder, settings),
@@ -93,7 +93,7 @@ def _fixed(folder: Path, settings: dict[str, Any]) -> list[str]:
     """List the settings that must not change once the run has a checkpoint."""
     if not checkpoint.was_begun(folder / "checkpoints"):
         return []
-    seal = owner_of(folder)
+    seal = read_seal(folder)
     names = [*settings, *(seal.settings if seal is not None else ())]
     return [*FIXED, *(name for name in names if name.startswith(MODEL))]
 

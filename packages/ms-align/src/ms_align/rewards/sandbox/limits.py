@@ -2,20 +2,20 @@
 
 from attrs import field, frozen
 
-from ms_align.settings import flag, number, whole
+from ms_align.settings import flag, integer, number
 
 
 @frozen(kw_only=True)
 class Limits:
     """Resource limits of a program; its tests have the same limits on top."""
 
-    wall_s: float = field(default=5.0, validator=number(least=0.01))
+    wall_s: float = field(default=5.0, validator=number(minimum=0.01))
     """Wall-clock limit in seconds; the program is dead half a second later at most."""
-    cpu_s: int = field(default=4, validator=whole())
+    cpu_s: int = field(default=4, validator=integer())
     """CPU time limit in seconds, over all threads."""
-    memory_mib: int = field(default=512, validator=whole(least=64))
+    memory_mib: int = field(default=512, validator=integer(minimum=64))
     """Address space limit in MiB, including some 40 MiB of the interpreter."""
-    output_kib: int = field(default=1024, validator=whole())
+    output_kib: int = field(default=1024, validator=integer())
     """Output limit in KiB; a program that prints more is killed."""
     unconfined: bool = field(default=False, validator=flag)
     """Run even if this machine lacks some of the sandbox's protections."""

@@ -18,7 +18,7 @@ from ms_align.run.initial_weights import model_name
 from ms_align.run.loop import Notice, Result, RunLog
 from ms_align.run.options import check_length
 from ms_align.run.samples import SamplePrompts
-from ms_align.settings import a_path, whole
+from ms_align.settings import integer, valid_path
 from ms_align.streams.folders import (
     first_batches,
     folders_of,
@@ -95,22 +95,22 @@ def data_notices(data: TrainingData, evaluate_every: int | None) -> list[Notice]
 class OfflineTrainer(Trainer):
     """Data and length of training."""
 
-    model: Any = field(validator=a_path(objects=True))
+    model: Any = field(validator=valid_path(objects=True))
     """Base model: a folder; in Python also a torch.nn.Module or an Engine."""
-    tokenizer: Any = field(default=None, validator=a_path(optional=True, objects=True))
+    tokenizer: Any = field(default=None, validator=valid_path(optional=True, objects=True))
     """Tokenizer to save with the trained model: a folder or a tokenizer. Default: the tokenizer of
     the data."""
-    sequence_length: int | None = field(default=None, validator=whole(least=2, optional=True))
+    sequence_length: int | None = field(default=None, validator=integer(minimum=2, optional=True))
     """Maximum row length in tokens; required when the dataset is a folder."""
-    batch_size: int = field(default=8, validator=whole())
+    batch_size: int = field(default=8, validator=integer())
     """Rows, or pairs, per update over all processes."""
-    steps: int | None = field(default=None, validator=whole(optional=True))
+    steps: int | None = field(default=None, validator=integer(optional=True))
     """Total updates; alternative to epochs."""
-    epochs: int | None = field(default=None, validator=whole(optional=True))
+    epochs: int | None = field(default=None, validator=integer(optional=True))
     """Passes over the data; alternative to steps."""
-    evaluate_samples: int = field(default=3, validator=whole(least=0))
+    evaluate_samples: int = field(default=3, validator=integer(minimum=0))
     """Held-out prompts whose responses are shown at each evaluation."""
-    held_out_batches: int | None = field(default=None, validator=whole(optional=True))
+    held_out_batches: int | None = field(default=None, validator=integer(optional=True))
     """Batches per evaluation. Default: the entire `held_out` split."""
 
     def __attrs_post_init__(self) -> None:

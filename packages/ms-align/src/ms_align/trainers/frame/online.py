@@ -33,7 +33,7 @@ from ms_align.rollouts.options import RolloutOptions
 from ms_align.rollouts.prompts import Prompt, prompts_checksum, read_prompts
 from ms_align.run.initial_weights import model_name, weights_checksum
 from ms_align.run.loop import Notice, Result
-from ms_align.settings import a_path, whole
+from ms_align.settings import integer, valid_path
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, check_same_tokenizer, files_of
 from ms_align.trainers.frame.trainer import Trainer
@@ -42,7 +42,7 @@ from ms_align.trainers.frame.trainer import Trainer
 def _prompts(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     """Check that the value is an iterable of prompts or the path of a file."""
     if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable | None):
-        a_path()(instance, attribute, value)
+        valid_path()(instance, attribute, value)
 
 
 @frozen(kw_only=True, slots=False)
@@ -51,15 +51,15 @@ class OnlineTrainer(RolloutOptions, Trainer):
 
     learns_from_groups = False
 
-    policy_model: Any = field(validator=a_path(objects=True))
+    policy_model: Any = field(validator=valid_path(objects=True))
     """Policy model to train: a folder; in Python also a torch.nn.Module or an Engine."""
-    reward_model: Any = field(validator=a_path(several=True, objects=True))
+    reward_model: Any = field(validator=valid_path(multiple=True, objects=True))
     """Reward: a reward model's folder or `module:function`, a list of these, or a table of names
     to these, optionally with weights; in Python also callables and torch.nn.Modules."""
-    reference_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
+    reference_model: Any = field(default=None, validator=valid_path(optional=True, objects=True))
     """Reference of the KL penalty: a folder, `"adapter_off"` for the policy without its adapters,
     or None for the initial policy; in Python also a module or an Engine."""
-    tokenizer: Any = field(default=None, validator=a_path(optional=True, objects=True))
+    tokenizer: Any = field(default=None, validator=valid_path(optional=True, objects=True))
     """Tokenizer: a folder, a file or `bytes`; in Python also an object with `encode` and `decode`.
     Needed for text prompts; saved with the trained model. Default: the policy's."""
     stop_tokens: Any = field(default=None, converter=optional(token_ids))
@@ -67,9 +67,9 @@ class OnlineTrainer(RolloutOptions, Trainer):
     generator: Any = "policy"
     """Rollout engine: `policy` for the policy's own engine, or another module of
     `ms_align.rollouts.generators`; in Python also any `Generator`."""
-    slots: int = field(default=64, validator=whole())
+    slots: int = field(default=64, validator=integer())
     """Responses generated at the same time."""
-    steps: int = field(default=100, validator=whole())
+    steps: int = field(default=100, validator=integer())
     """Total updates."""
     held_out: Any = field(default=None, validator=_prompts)
     """Held-out prompts for evaluation, in the format of the training prompts."""

@@ -19,7 +19,7 @@ from ms_align.run.loop import Learner, Loop, Notice, Result
 from ms_align.run.options import RunOptions
 from ms_align.run.ownership import Ownership, plain
 from ms_align.run.saving import check_finite, result_folder, write_result
-from ms_align.settings import flag, whole
+from ms_align.settings import flag, integer
 from ms_align.tokenizer_files import TokenizerFiles
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Trainer(OptimizerOptions, RunOptions, EngineOptions):
     alone_remedy = "set `layout = { data = 1 }`"
     """Remedy for a setting that one process without a layout cannot honor."""
 
-    microbatch_size: int | None = field(default=None, validator=whole(optional=True))
+    microbatch_size: int | None = field(default=None, validator=integer(optional=True))
     """Rows per forward pass on each data rank. Default: all rows at once."""
     lora: LoraOptions | None = field(
         default=None,

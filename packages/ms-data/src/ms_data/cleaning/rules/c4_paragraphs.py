@@ -4,7 +4,7 @@ from attrs import field, frozen
 
 from ms_data.cleaning.rule import Outcome, Rule, under
 from ms_data.cleaning.text import Text
-from ms_data.settings import whole
+from ms_data.settings import integer
 
 
 @frozen(kw_only=True)
@@ -13,9 +13,9 @@ class C4Paragraphs(Rule):
 
     name = "c4_paragraphs"
 
-    min_long_lines: int = field(default=3, validator=whole(least=0))
+    min_long_lines: int = field(default=3, validator=integer(minimum=0))
     """Minimum number of long lines."""
-    long_line_characters: int = field(default=200, validator=whole(least=0))
+    long_line_characters: int = field(default=200, validator=integer(minimum=0))
     """Minimum characters of a long line."""
 
     def apply(self, text: Text, /) -> Outcome:

@@ -7,7 +7,7 @@ from attrs import field, frozen
 
 from ms_data.cleaning.rule import Change, Cut, Drop, Outcome, Rule
 from ms_data.cleaning.text import Text, count_sentences
-from ms_data.settings import flag, whole
+from ms_data.settings import flag, integer
 
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 _ENDS = (".", "?", "!", '"', "'")
@@ -31,9 +31,9 @@ class C4Quality(Rule):
     """Remove Wikipedia citation marks from lines."""
     ended_lines: bool = field(default=True, validator=flag)
     """Cut lines that end without punctuation or with an ellipsis."""
-    min_words_a_line: int = field(default=3, validator=whole(least=0))
+    min_words_a_line: int = field(default=3, validator=integer(minimum=0))
     """Cut lines with fewer words, counted between spaces."""
-    max_word_characters: int = field(default=1000, validator=whole())
+    max_word_characters: int = field(default=1000, validator=integer())
     """Cut lines with a longer word."""
     javascript: bool = field(default=True, validator=flag)
     """Cut lines that mention JavaScript."""
@@ -43,7 +43,7 @@ class C4Quality(Rule):
     """Drop documents with lorem ipsum."""
     curly_brackets: bool = field(default=True, validator=flag)
     """Drop documents with a curly bracket."""
-    min_sentences: int = field(default=5, validator=whole(least=0))
+    min_sentences: int = field(default=5, validator=integer(minimum=0))
     """Minimum number of remaining sentences."""
 
     def apply(self, text: Text, /) -> Outcome:

@@ -8,7 +8,7 @@ from ms_data.cleaning.ngrams import Ngrams
 from ms_data.cleaning.rule import Outcome, Rule, as_tuple, over, texts, under
 from ms_data.cleaning.text import SIGNS, Text, repeats
 from ms_data.cleaning.words import HAN, plain_words
-from ms_data.settings import number, whole
+from ms_data.settings import integer, number
 
 _HAN = re.compile(f"[{HAN}]")
 _LETTERS = re.compile(r"[^\W\d_]+")
@@ -25,29 +25,29 @@ class ChineseQuality(Rule):
 
     languages: tuple[str, ...] = field(default=("zh",), converter=as_tuple, validator=texts)
     """Languages that the rule applies to, as ISO 639-1 codes; empty: all."""
-    min_characters: int = field(default=75, validator=whole(least=0))
+    min_characters: int = field(default=75, validator=integer(minimum=0))
     """Minimum number of Chinese characters."""
-    max_characters: int = field(default=200_000, validator=whole())
+    max_characters: int = field(default=200_000, validator=integer())
     """Maximum number of Chinese characters."""
-    min_chinese: float = field(default=0.3, validator=number(most=1))
+    min_chinese: float = field(default=0.3, validator=number(maximum=1))
     """Minimum fraction of Chinese characters among all letters."""
-    max_signs: float = field(default=0.35, validator=number(most=1))
+    max_signs: float = field(default=0.35, validator=number(maximum=1))
     """Maximum fraction of punctuation and other signs among non-space characters."""
-    min_ended_lines: float = field(default=0.12, validator=number(most=1))
+    min_ended_lines: float = field(default=0.12, validator=number(maximum=1))
     """Minimum fraction of lines that end like a sentence."""
-    min_sentences: int = field(default=3, validator=whole(least=0))
+    min_sentences: int = field(default=3, validator=integer(minimum=0))
     """Minimum number of sentence ends."""
     max_mean_sentence_characters: float = field(default=200, validator=number())
     """Maximum average number of Chinese characters per sentence end."""
-    max_short_lines: float = field(default=0.67, validator=number(most=1))
+    max_short_lines: float = field(default=0.67, validator=number(maximum=1))
     """Maximum fraction of short lines."""
-    short_line_characters: int = field(default=10, validator=whole(least=0))
+    short_line_characters: int = field(default=10, validator=integer(minimum=0))
     """Maximum characters of a short line."""
-    max_repeated_line_characters: float = field(default=0.2, validator=number(most=1))
+    max_repeated_line_characters: float = field(default=0.2, validator=number(maximum=1))
     """Maximum fraction of characters in repeated lines."""
-    repeated_ngram_characters: int = field(default=10, validator=whole(least=2, most=100))
+    repeated_ngram_characters: int = field(default=10, validator=integer(minimum=2, maximum=100))
     """Length of the character n-grams to check; a word of letters counts as one character."""
-    max_repeated_ngrams: float = field(default=0.15, validator=number(most=1))
+    max_repeated_ngrams: float = field(default=0.15, validator=number(maximum=1))
     """Maximum fraction of characters in repeated n-grams."""
 
     def apply(self, text: Text, /) -> Outcome:

@@ -14,7 +14,7 @@ from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import plain_words
 from ms_data.corpus.find import find_corpus
 from ms_data.errors import SettingError
-from ms_data.settings import a_path, text, whole
+from ms_data.settings import integer, text, valid_path
 
 _HASHES = WordHashCache()
 
@@ -25,13 +25,13 @@ class Decontaminate(Rule):
 
     name = "decontaminate"
 
-    benchmarks: str = field(metadata={"example": "benchmarks.jsonl"}, validator=a_path())
+    benchmarks: str = field(metadata={"example": "benchmarks.jsonl"}, validator=valid_path())
     """File or folder with the benchmark texts, in any corpus format."""
     text_column: str = field(default="text", validator=text())
     """Column or JSON key with the text of a row."""
-    ngram_words: int = field(default=13, validator=whole(most=100))
+    ngram_words: int = field(default=13, validator=integer(maximum=100))
     """Words per n-gram; case and punctuation are ignored, and a Chinese character is a word."""
-    min_words: int = field(default=8, validator=whole(most=100))
+    min_words: int = field(default=8, validator=integer(maximum=100))
     """A benchmark text shorter than an n-gram is matched as one, if it has this many words."""
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ from attrs import field, frozen
 
 from ms_data.cleaning.rule import Drop, Outcome, Rule, over, under
 from ms_data.cleaning.text import SENTENCE_ENDS, Text, repeats
-from ms_data.settings import number, whole
+from ms_data.settings import integer, number
 
 _ENDS = tuple(sorted(SENTENCE_ENDS))
 
@@ -15,13 +15,13 @@ class FineWebQuality(Rule):
 
     name = "fineweb_quality"
 
-    min_ended_lines: float = field(default=0.12, validator=number(most=1))
+    min_ended_lines: float = field(default=0.12, validator=number(maximum=1))
     """Minimum fraction of lines that end like a sentence."""
-    max_short_lines: float = field(default=0.67, validator=number(most=1))
+    max_short_lines: float = field(default=0.67, validator=number(maximum=1))
     """Maximum fraction of short lines."""
-    short_line_characters: int = field(default=30, validator=whole(least=0))
+    short_line_characters: int = field(default=30, validator=integer(minimum=0))
     """Maximum characters of a short line."""
-    max_repeated_line_characters: float = field(default=0.01, validator=number(most=1))
+    max_repeated_line_characters: float = field(default=0.01, validator=number(maximum=1))
     """Maximum fraction of characters in repeated lines."""
     max_lines_a_word: float = field(default=0.3, validator=number())
     """Maximum number of line ends per word."""

@@ -4,7 +4,7 @@ from attrs import field, frozen
 
 from ms_data.cleaning.rule import Drop, Outcome, Rule, as_tuple, over, texts, under
 from ms_data.cleaning.text import SIGNS, Text
-from ms_data.settings import number, whole
+from ms_data.settings import integer, number
 
 _STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 
@@ -15,9 +15,9 @@ class GopherQuality(Rule):
 
     name = "gopher_quality"
 
-    min_words: int = field(default=50, validator=whole(least=0))
+    min_words: int = field(default=50, validator=integer(minimum=0))
     """Minimum number of words, not counting punctuation."""
-    max_words: int = field(default=100_000, validator=whole())
+    max_words: int = field(default=100_000, validator=integer())
     """Maximum number of words."""
     min_mean_word_length: float = field(default=3, validator=number())
     """Minimum average word length in characters."""
@@ -27,13 +27,13 @@ class GopherQuality(Rule):
     """Maximum number of # signs per word."""
     max_ellipses_a_word: float = field(default=0.1, validator=number())
     """Maximum number of ellipses per word."""
-    max_bullet_lines: float = field(default=0.9, validator=number(most=1))
+    max_bullet_lines: float = field(default=0.9, validator=number(maximum=1))
     """Maximum fraction of lines that start with a bullet or a dash."""
-    max_ellipsis_lines: float = field(default=0.3, validator=number(most=1))
+    max_ellipsis_lines: float = field(default=0.3, validator=number(maximum=1))
     """Maximum fraction of lines that end with an ellipsis."""
-    min_alphabetic_words: float = field(default=0.8, validator=number(most=1))
+    min_alphabetic_words: float = field(default=0.8, validator=number(maximum=1))
     """Minimum fraction of words, including signs, that contain a letter."""
-    min_stop_words: int = field(default=2, validator=whole(least=0))
+    min_stop_words: int = field(default=2, validator=integer(minimum=0))
     """Minimum number of different stop words."""
     stop_words: tuple[str, ...] = field(default=_STOP_WORDS, converter=as_tuple, validator=texts)
     """Very common words, several of which occur in nearly every text."""

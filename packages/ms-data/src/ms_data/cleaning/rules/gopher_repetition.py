@@ -20,13 +20,13 @@ class GopherRepetition(Rule):
 
     name = "gopher_repetition"
 
-    max_repeated_paragraphs: float = field(default=0.3, validator=number(most=1))
+    max_repeated_paragraphs: float = field(default=0.3, validator=number(maximum=1))
     """Maximum fraction of repeated paragraphs."""
-    max_repeated_paragraph_characters: float = field(default=0.2, validator=number(most=1))
+    max_repeated_paragraph_characters: float = field(default=0.2, validator=number(maximum=1))
     """Maximum fraction of characters in repeated paragraphs."""
-    max_repeated_lines: float = field(default=0.3, validator=number(most=1))
+    max_repeated_lines: float = field(default=0.3, validator=number(maximum=1))
     """Maximum fraction of repeated lines."""
-    max_repeated_line_characters: float = field(default=0.2, validator=number(most=1))
+    max_repeated_line_characters: float = field(default=0.2, validator=number(maximum=1))
     """Maximum fraction of characters in repeated lines."""
     max_top_ngrams: tuple[float, ...] = field(
         default=_TOP, converter=as_tuple, validator=fractions(count=3)

@@ -12,7 +12,7 @@ from ms_data.cleaning.rows import RowRule, decode_row
 from ms_data.cleaning.rule import Drop, Outcome, library_version, over, under
 from ms_data.cleaning.text import Text
 from ms_data.media.pictures import check_pillow, decode_picture
-from ms_data.settings import flag, number, whole
+from ms_data.settings import flag, integer, number
 
 _SIZE = re.compile(
     r"(?<![\d.])(\d{2,5})\s?[x\u00d7*]\s?(\d{2,5})(?:\s?(?:px|pixels|像素))", re.IGNORECASE
@@ -25,13 +25,15 @@ class Pictures(RowRule):
 
     name = "pictures"
 
-    min_side: int = field(default=28, validator=whole(least=1))
+    min_side: int = field(default=28, validator=integer(minimum=1))
     """Minimum pixels of the shorter side; a token of Qwen-VL covers 28."""
-    max_ratio: float = field(default=20.0, validator=number(least=1))
+    max_ratio: float = field(default=20.0, validator=number(minimum=1))
     """Maximum ratio of the longer to the shorter side."""
-    min_contrast: float = field(default=2.0, validator=number(most=127))
+    min_contrast: float = field(default=2.0, validator=number(maximum=127))
     """Minimum standard deviation of the brightness (0 to 255); near 0 for a blank image."""
-    near_bits: int | None = field(default=None, validator=whole(least=0, most=16, optional=True))
+    near_bits: int | None = field(
+        default=None, validator=integer(minimum=0, maximum=16, optional=True)
+    )
     """Drop a row with an image whose 64-bit perceptual hash differs from an earlier one in at most
     this many bits; 3 finds copies of another size or quality. None: keep near-duplicates."""
     match_size: bool = field(default=True, validator=flag)

@@ -25,9 +25,9 @@ class Sound(RowRule):
     """Minimum length in seconds."""
     max_s: float = field(default=30.0, validator=number())
     """Maximum length in seconds; Whisper processes 30."""
-    silence_db: float = field(default=60.0, validator=number(most=200))
+    silence_db: float = field(default=60.0, validator=number(maximum=200))
     """Audio with an average level more than this many decibels below full scale is silent."""
-    max_clipped: float = field(default=0.01, validator=number(most=1))
+    max_clipped: float = field(default=0.01, validator=number(maximum=1))
     """Maximum fraction of samples at full scale."""
 
     def check(self) -> None:

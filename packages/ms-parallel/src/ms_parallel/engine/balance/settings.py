@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import Attribute, evolve, field, frozen
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings import nearest, number, shown
+from ms_parallel.settings import nearest, number, short_repr
 
 if TYPE_CHECKING:  # a run file's keys are known without torch
     from ms_parallel.models.experts.router_config import Mixture
@@ -27,7 +27,9 @@ def method(instance: object, attribute: "Attribute[Any]", value: object) -> None
             " update before), 'sequence' (a token's own document) or 'bias'"
         )
     if value is not None and value not in METHODS:
-        raise ConfigError(f"{attribute.name} is {shown(value)}; {nearest(str(value), METHODS)}")
+        raise ConfigError(
+            f"{attribute.name} is {short_repr(value)}; {nearest(str(value), METHODS)}"
+        )
 
 
 @frozen(kw_only=True)

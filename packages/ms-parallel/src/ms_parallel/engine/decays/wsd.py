@@ -18,7 +18,7 @@ class Decay:
         ConfigError: a value is out of range.
     """
 
-    share: float = field(default=0.2, validator=number(least=1e-9, most=1.0))
+    share: float = field(default=0.2, validator=number(minimum=1e-9, maximum=1.0))
     """Share of the updates after the warm-up over which the rate falls."""
     shape: Literal["linear", "sqrt"] = field(default="linear", validator=one_of("linear", "sqrt"))
     """A straight line, or 1 - sqrt(t), which falls faster at first (Hägele et al., 2024)."""

@@ -25,11 +25,11 @@ class AdafactorConfig(OptimizerConfig):
 
     decay_power: float = field(default=0.8, validator=number())
     """The second moment's decay after t updates is 1 - t^-power."""
-    least_root: float | None = field(default=None, validator=number(least=LEAST, optional=True))
+    least_root: float | None = field(default=None, validator=number(minimum=LEAST, optional=True))
     """Least root of the second moment; None for the smallest step of a float32 at 1."""
     least_scale: float = field(default=1e-3, validator=number())
     """Least size of weights that a step is relative to."""
-    clip: float = field(default=1.0, validator=number(least=1.0))
+    clip: float = field(default=1.0, validator=number(minimum=1.0))
     """Updates of a greater root mean square are scaled down to it."""
 
     def rules(self, held: Held) -> list[Rule]:

@@ -33,7 +33,7 @@ class AdamWConfig(OptimizerConfig):
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
     """Decay of the first and second moment."""
     offloads: ClassVar[bool] = True
-    epsilon: float = field(default=1e-8, validator=number(least=LEAST))
+    epsilon: float = field(default=1e-8, validator=number(minimum=LEAST))
     """Added to the root of the second moment."""
 
     def rules(self, held: Held) -> list[Rule]:

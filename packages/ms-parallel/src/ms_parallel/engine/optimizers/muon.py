@@ -21,7 +21,7 @@ from ms_parallel.engine.optimizers.adamw import adamw_rules
 from ms_parallel.engine.rules.rule import Held, Moments, Rule
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.weight_names import Box, slices_of
-from ms_parallel.settings import flag, number, one_of, shown, whole
+from ms_parallel.settings import flag, integer, number, one_of, short_repr
 from ms_parallel.split.owners import OwnerExchange
 from ms_parallel.split.part import local_part
 
@@ -42,7 +42,7 @@ def _patterns(value: Any) -> Any:
     if not isinstance(value, list | tuple) or not all(
         isinstance(pattern, str) for pattern in value
     ):
-        raise ConfigError(f"adamw is {shown(value)}; give a list of patterns of names")
+        raise ConfigError(f"adamw is {short_repr(value)}; give a list of patterns of names")
     return tuple(value)
 
 
@@ -52,8 +52,8 @@ def _fused(instance: object, attribute: Any, value: Any) -> None:
         counts = row_counts if isinstance(row_counts, list | tuple) else [0]
         if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts):
             raise ConfigError(
-                f"{attribute.name} is {shown(value)}; give the rows of each matrix for a pattern of"
-                " names, such as {'*.qkv_proj.weight' = [64, 32, 32]}"
+                f"{attribute.name} is {short_repr(value)}; give the rows of each matrix for a"
+                " pattern of names, such as {'*.qkv_proj.weight' = [64, 32, 32]}"
             )
 
 
@@ -69,7 +69,7 @@ class MuonConfig(OptimizerConfig):
     """Decay of the mean of gradients."""
     nesterov: bool = field(default=True, validator=flag)
     """Look one step ahead along the momentum."""
-    iterations: int = field(default=5, validator=whole(most=99))
+    iterations: int = field(default=5, validator=integer(maximum=99))
     """Steps of the Newton-Schulz iteration."""
     scale: Literal["match_rms_adamw", "original"] = field(
         default="match_rms_adamw", validator=one_of("match_rms_adamw", "original")
@@ -82,7 +82,7 @@ class MuonConfig(OptimizerConfig):
     """AdamW's highest rate; None for the same."""
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
     """AdamW's decay of the first and second moment."""
-    epsilon: float = field(default=1e-8, validator=number(least=LEAST))
+    epsilon: float = field(default=1e-8, validator=number(minimum=LEAST))
     """Added to the root of AdamW's second moment."""
     fused: Mapping[str, Sequence[int]] = field(factory=dict, validator=_fused)
     """Rows of each of the matrices that lie one below the other in a weight, by pattern of names;

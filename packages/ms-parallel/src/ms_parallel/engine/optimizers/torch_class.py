@@ -13,7 +13,7 @@ from ms_parallel.engine.optimizer import OptimizerConfig, OptimizerKind
 from ms_parallel.engine.rules.rule import Held, Rule
 from ms_parallel.engine.rules.torch_rule import PartsRule, is_elementwise
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings import nearest, shown
+from ms_parallel.settings import nearest, short_repr
 
 OURS = ("params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable")
 """Arguments that are not settings, or that are set elsewhere."""
@@ -39,12 +39,12 @@ class TorchConfig(OptimizerConfig):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if not (isinstance(self.kind, type) and issubclass(self.kind, Optimizer)):
-            raise ConfigError(f"kind is {shown(self.kind)}; give a class of torch.optim")
+            raise ConfigError(f"kind is {short_repr(self.kind)}; give a class of torch.optim")
         keys = keys_of(self.kind)
         for key in self.settings:
             if key not in keys:
                 raise ConfigError(
-                    f"optimizer {self.kind.__name__!r} has unknown setting {shown(key)};"
+                    f"optimizer {self.kind.__name__!r} has unknown setting {short_repr(key)};"
                     f" {nearest(str(key), keys)}"
                 )
         try:

@@ -7,7 +7,7 @@ from typing import Any
 from attrs import Attribute, field, fields, frozen
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings import nearest, shown, whole
+from ms_parallel.settings import integer, nearest, short_repr
 
 LEAST = 1.0
 """Lowest scale: a loss that overflows unscaled cannot be rescued."""
@@ -17,8 +17,8 @@ def _power_of_two(instance: object, attribute: "Attribute[Any]", value: object) 
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not LEAST <= value <= 2.0**40 or math.frexp(value)[0] != 0.5:  # type: ignore[operator,arg-type]
         raise ConfigError(
-            f"{attribute.name} is {shown(value)}; give a power of two from 1 to 2**40, by which"
-            " gradients are multiplied and divided without an error"
+            f"{attribute.name} is {short_repr(value)}; give a power of two from 1 to 2**40, by"
+            " which gradients are multiplied and divided without an error"
         )
 
 
@@ -32,9 +32,9 @@ class LossScale:
 
     initial: float = field(default=2.0**16, validator=_power_of_two)
     """The scale to begin with, a power of two."""
-    growth_interval: int = field(default=2000, validator=whole())
+    growth_interval: int = field(default=2000, validator=integer())
     """Updates in a row without an overflow after which it is doubled."""
-    hysteresis: int = field(default=1, validator=whole())
+    hysteresis: int = field(default=1, validator=integer())
     """Overflows, since it was last doubled or halved, that halve it; each is skipped."""
 
 
@@ -49,13 +49,13 @@ def loss_scale_of(value: "LossScale | Mapping[str, Any] | None") -> "LossScale |
     known = [f.name for f in fields(LossScale)]
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"loss_scale is {shown(value)}; give a table of {', '.join(known)}, such as"
+            f"loss_scale is {short_repr(value)}; give a table of {', '.join(known)}, such as"
             " {initial = 65536}"
         )
     for key in value:
         if key not in known:
             raise ConfigError(
-                f"loss_scale has unknown setting {shown(key)}; {nearest(str(key), known)}"
+                f"loss_scale has unknown setting {short_repr(key)}; {nearest(str(key), known)}"
             )
     return LossScale(**value)
 

@@ -20,7 +20,7 @@ from ms_parallel.models.parts.block import Block
 from ms_parallel.models.parts.feed_forward import FeedForward
 from ms_parallel.models.plan import Style
 from ms_parallel.operators.protocol import Ops
-from ms_parallel.settings import flag, whole
+from ms_parallel.settings import flag, integer
 
 ALIASES = {
     "num_local_experts": "n_routed_experts",
@@ -68,9 +68,9 @@ class DeepseekMoEConfig(DecoderConfig):
     """Normalize the weights of the selected experts to sum to 1."""
     routed_scaling_factor: float = field(default=1.0, validator=above_zero)
     """Scale of the final weights."""
-    first_k_dense_replace: int = field(default=1, validator=whole(least=0))
+    first_k_dense_replace: int = field(default=1, validator=integer(minimum=0))
     """Number of dense first layers."""
-    num_nextn_predict_layers: int = field(default=0, validator=whole(least=0, most=16))
+    num_nextn_predict_layers: int = field(default=0, validator=integer(minimum=0, maximum=16))
     """Number of multi-token prediction layers."""
 
     def __attrs_post_init__(self) -> None:

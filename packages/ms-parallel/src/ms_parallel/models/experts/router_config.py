@@ -5,7 +5,7 @@ from typing import Literal
 from attrs import field, frozen
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings.validators import flag, number, one_of, whole
+from ms_parallel.settings.validators import flag, integer, number, one_of
 
 Scores = Literal["softmax", "sigmoid", "softmax_of_topk"]
 
@@ -21,9 +21,9 @@ class RouterConfig:
         ConfigError: top-k exceeds the number of experts, or groups do not divide it.
     """
 
-    num_experts: int = field(validator=whole(most=MAX_EXPERTS))
+    num_experts: int = field(validator=integer(maximum=MAX_EXPERTS))
     """Number of experts per layer."""
-    num_experts_per_tok: int = field(validator=whole(most=MAX_EXPERTS))
+    num_experts_per_tok: int = field(validator=integer(maximum=MAX_EXPERTS))
     """Number of experts per token (top-k)."""
     scores: Scores = field(
         default="softmax", validator=one_of("softmax", "sigmoid", "softmax_of_topk")
@@ -32,11 +32,11 @@ class RouterConfig:
     the top-k."""
     normalized: bool = field(default=True, validator=flag)
     """Normalize the top-k weights to sum to 1."""
-    factor: float = field(default=1.0, validator=number(least=1e-30))
+    factor: float = field(default=1.0, validator=number(minimum=1e-30))
     """Scale of the final weights."""
-    groups: int = field(default=1, validator=whole(most=MAX_EXPERTS))
+    groups: int = field(default=1, validator=integer(maximum=MAX_EXPERTS))
     """Number of equal expert groups for group-limited routing."""
-    topk_groups: int = field(default=1, validator=whole(most=MAX_EXPERTS))
+    topk_groups: int = field(default=1, validator=integer(maximum=MAX_EXPERTS))
     """Number of groups that a token may use, ranked by the sum of their two best scores."""
     corrected: bool = field(default=False, validator=flag)
     """Add a bias per expert to the scores for selection only, not to the weights."""

@@ -37,7 +37,7 @@ OPTIONAL: Mapping[str, tuple[str, ...]] = {
 }
 """Optional settings by kind."""
 
-_number = number(least=1e-30, optional=True)
+_number = number(minimum=1e-30, optional=True)
 
 
 def _factors(instance: object, attribute: "Attribute[Any]", value: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from attrs import Attribute, field, frozen
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings import flag, nearest, number, numbers, shown, text, whole
+from ms_parallel.settings import flag, integer, nearest, number, numbers, short_repr, text
 
 DTYPES: Final = ("float32", "tf32", "bfloat16", "float16", "float8")
 """What rates are given for."""
@@ -36,7 +36,7 @@ def _rates(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
         if dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r} in peak_tflops; {nearest(dtype, DTYPES)}")
         if not 0 < rate <= MOST_RATE:
-            raise ConfigError(f"peak_tflops.{dtype} is {shown(rate)}; give a number above 0")
+            raise ConfigError(f"peak_tflops.{dtype} is {short_repr(rate)}; give a number above 0")
 
 
 @frozen(kw_only=True)
@@ -47,9 +47,9 @@ class Link:
         ConfigError: a number is out of range.
     """
 
-    latency_us: float = field(validator=number(most=1e9))
+    latency_us: float = field(validator=number(maximum=1e9))
     """Microseconds that an empty message takes one way."""
-    bandwidth_gb_per_s: float = field(validator=number(least=1e-9, most=MOST_RATE))
+    bandwidth_gb_per_s: float = field(validator=number(minimum=1e-9, maximum=MOST_RATE))
     """10⁹ bytes that a device sends in a second while all others send too, one way."""
 
 
@@ -95,24 +95,24 @@ class Cluster:
     """What the devices are, such as `h100-sxm`; a file need not give what is known of it."""
     device: str = field(default="cuda", validator=text())
     """What torch calls its devices: `cuda`, `npu`, or `cpu`, where a device is one process."""
-    nodes: int = field(default=1, validator=whole(most=MOST_DEVICES))
+    nodes: int = field(default=1, validator=integer(maximum=MOST_DEVICES))
     """Machines."""
-    devices_per_node: int = field(default=1, validator=whole(most=MOST_DEVICES))
+    devices_per_node: int = field(default=1, validator=integer(maximum=MOST_DEVICES))
     """Devices of a machine."""
-    group_devices: int | None = field(default=None, validator=whole(optional=True))
+    group_devices: int | None = field(default=None, validator=integer(optional=True))
     """Neighbours in a node that talk over `links.group`; None where all of a node are equal."""
     mesh: bool = field(default=False, validator=flag)
     """Whether devices of a node are joined pair by pair, without a switch: some of them have only
     their share of `links.node`."""
-    cores_per_node: int | None = field(default=None, validator=whole(optional=True))
+    cores_per_node: int | None = field(default=None, validator=integer(optional=True))
     """Processor cores that the processes of a node share where they compute; None where each device
     computes by itself."""
-    message_us: float | None = field(default=None, validator=number(optional=True, most=1e9))
+    message_us: float | None = field(default=None, validator=number(optional=True, maximum=1e9))
     """Microseconds that a process works to send a message and take one; None where it was not
     measured, or where messages leave beside what a device computes."""
-    memory_gib: float = field(validator=number(least=1e-6, most=1e7))
+    memory_gib: float = field(validator=number(minimum=1e-6, maximum=1e7))
     """Memory of a device that a run may take, in 2³⁰ bytes."""
-    memory_bandwidth_gb_per_s: float = field(validator=number(least=1e-6, most=MOST_RATE))
+    memory_bandwidth_gb_per_s: float = field(validator=number(minimum=1e-6, maximum=MOST_RATE))
     """10⁹ bytes that a device reads or writes of its memory in a second."""
     peak_tflops: Mapping[str, float] = field(validator=_rates)
     """10¹² operations of a device in a second in dense matrix products, by dtype."""

@@ -12,7 +12,7 @@ def _kept(values: Mapping[str, float]) -> Mapping[str, float]:
     return MappingProxyType(dict(values))
 
 
-_share = number(least=1e-6, most=2.0)
+_share = number(minimum=1e-6, maximum=2.0)
 
 
 @frozen(kw_only=True)
@@ -27,18 +27,18 @@ class Efficiency:
     """The same of its backward."""
     memory: float = field(default=1.0, validator=_share)
     """Share of the memory's bandwidth that element-wise steps reach."""
-    traffic: float = field(default=0.0, validator=number(least=0.0, most=4.0))
+    traffic: float = field(default=0.0, validator=number(minimum=0.0, maximum=4.0))
     """Share of a product's own reads and writes that is not hidden behind its operations: what
     makes small products slow."""
     node: float = field(default=1.0, validator=_share)
     """Share of the bandwidth inside a node that collectives reach."""
     network: float = field(default=1.0, validator=_share)
     """The same between nodes."""
-    hidden: float = field(default=1.0, validator=number(least=0.0, most=1.0))
+    hidden: float = field(default=1.0, validator=number(minimum=0.0, maximum=1.0))
     """Share of communication issued beside computation that costs no time."""
-    step_ms: float = field(default=0.0, validator=number(least=0.0, most=1e6))
+    step_ms: float = field(default=0.0, validator=number(minimum=0.0, maximum=1e6))
     """Milliseconds of a step in which nothing else is done: the optimizer's launches, checks."""
-    waiting: float = field(default=0.0, validator=number(least=0.0, most=1.0))
+    waiting: float = field(default=0.0, validator=number(minimum=0.0, maximum=1.0))
     """Share by which a step grows with each doubling of the nodes: devices that wait for the
     slowest one."""
 

@@ -5,9 +5,9 @@ from typing import Final, Literal
 
 from attrs import field, frozen
 
-from ms_parallel.settings import flag, number, one_of, whole
+from ms_parallel.settings import flag, integer, number, one_of
 
-_share = number(least=0.0, most=1.0)
+_share = number(minimum=0.0, maximum=1.0)
 Sharding = Literal["replicate", "zero1", "zero2", "zero3"]
 SHARDINGS: Final = ("replicate", "zero1", "zero2", "zero3")
 
@@ -53,18 +53,18 @@ class StepSettings:
         ConfigError: a value is out of range.
     """
 
-    sequence: int = field(validator=whole())
+    sequence: int = field(validator=integer())
     """Positions of a row."""
-    rows: int = field(default=1, validator=whole())
+    rows: int = field(default=1, validator=integer())
     """Rows of a microbatch."""
-    microbatches: int = field(default=1, validator=whole())
+    microbatches: int = field(default=1, validator=integer())
     """Microbatches that each reader passes in a step."""
     dtype: str = field(default="bfloat16", validator=one_of("bfloat16", "float16", "float32"))
     """Dtype of weights and activations as they are computed with."""
     product_dtype: str | None = None
     """What matrices are cast to for their products, `float8` or None; attention is not."""
     repeated: Repeated = field(factory=Repeated)
-    virtual_stages: int = field(default=1, validator=whole())
+    virtual_stages: int = field(default=1, validator=integer())
     """Stages of each pipeline rank, as interleaved 1F1B has them."""
     stage_layers: tuple[int, ...] | None = None
     """Layers of each pipeline rank; None for equal shares, rounded up."""
@@ -74,13 +74,13 @@ class StepSettings:
     """Whether each pipeline rank has the stages of its mirror image too, as DualPipe has it."""
     sharding: Sharding = field(default="replicate", validator=one_of(*SHARDINGS))
     """What ranks that hold different tokens share out."""
-    gradient_bytes: int = field(default=4, validator=whole())
+    gradient_bytes: int = field(default=4, validator=integer())
     """Bytes of a weight's gradient as it is reduced."""
     fused_attention: bool = field(default=True, validator=flag)
     """Whether attention's scores stay on the chip (Dao et al. 2022) and its masked half is left
     out; otherwise they are written and read, and dropped out of at random, as in 2021."""
     sequence_split: bool = field(default=True, validator=flag)
     """Whether tensor ranks share out positions between matrices (Korthikanti et al. 2022)."""
-    passes: float = field(default=1.0, validator=number(least=0.1, most=10.0))
+    passes: float = field(default=1.0, validator=number(minimum=0.1, maximum=10.0))
     """How often element-wise steps read and write beyond fused kernels: 1 for those."""
     overlap: Overlap = field(factory=Overlap)

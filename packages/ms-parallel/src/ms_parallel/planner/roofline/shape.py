@@ -2,17 +2,17 @@
 
 from attrs import field, frozen
 
-from ms_parallel.settings import flag, whole
+from ms_parallel.settings import flag, integer
 
-_size = whole(most=1 << 40)
-_number = whole(least=0, most=1 << 40)
+_size = integer(maximum=1 << 40)
+_number = integer(minimum=0, maximum=1 << 40)
 
 
 @frozen(kw_only=True)
 class Latents:
     """Widths of latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1)."""
 
-    query: int | None = field(validator=whole(most=1 << 40, optional=True))
+    query: int | None = field(validator=integer(maximum=1 << 40, optional=True))
     """Width of what queries are made from; None for the hidden state itself."""
     key: int = field(validator=_size)
     """Width of what keys and values are made from."""
@@ -49,7 +49,7 @@ class DecoderSizes:
     key_value_heads: int = field(validator=_size)
     head_dim: int = field(validator=_size)
     """Width of a head's query and key."""
-    value_dim: int | None = field(default=None, validator=whole(optional=True))
+    value_dim: int | None = field(default=None, validator=integer(optional=True))
     """Width of a head's value; None for `head_dim`."""
     inner: int = field(validator=_size)
     """Width of a dense feed-forward."""
@@ -60,7 +60,7 @@ class DecoderSizes:
     """Whether the head's weight is the embedding's."""
     experts: ExpertSizes | None = None
     latents: Latents | None = None
-    window: int | None = field(default=None, validator=whole(optional=True))
+    window: int | None = field(default=None, validator=integer(optional=True))
     """Positions that a token sees at most; None for all before it."""
     mtp_layers: int = field(default=0, validator=_number)
     """Further layers, each with one more pass of the head."""

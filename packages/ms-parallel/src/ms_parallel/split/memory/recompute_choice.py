@@ -4,7 +4,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings import nearest, shown
+from ms_parallel.settings import nearest, short_repr
 
 if TYPE_CHECKING:
     from attrs import Attribute
@@ -46,7 +46,7 @@ def check_recompute(recompute: Any, name: str = "recompute") -> None:
     if sized and (budget_bytes(recompute) or 0) > 0:
         return
     advice = nearest(str(recompute), KINDS)
-    raise ConfigError(f"{name} is {shown(recompute)}; {advice}, or a budget, such as '8GiB'")
+    raise ConfigError(f"{name} is {short_repr(recompute)}; {advice}, or a budget, such as '8GiB'")
 
 
 def recompute_setting(instance: object, attribute: "Attribute[Any]", value: object) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
-from ms_parallel.settings import shown
+from ms_parallel.settings import short_repr
 from ms_parallel.split.data_axis import Sharding
 
 Shares = Literal["equal", "measured"] | tuple[int, ...]
@@ -23,7 +23,7 @@ def check_kind(instance: object, attribute: Any, value: Any) -> None:
         return
     raise ConfigError(
         "shares must be 'equal', 'measured' or a list of rows per data rank such as [8, 4], got"
-        f" {shown(value)}"
+        f" {short_repr(value)}"
     )
 
 
@@ -63,8 +63,8 @@ def check_shares(
         counts = {1, 2}  # measured speeds may lead to any counts
     if layout.pipeline > 1 and fixed_schedule and ranks > 1:
         raise ConfigError(
-            f"shares={shown(shares)} gives data ranks different numbers of microbatches, but the"
-            " schedule is fixed to one number; use a named schedule such as 1f1b"
+            f"shares={short_repr(shares)} gives data ranks different numbers of microbatches, but"
+            " the schedule is fixed to one number; use a named schedule such as 1f1b"
         )
     independent = sharding == "replicate" or layout.replicate == layout.token_ranks
     gathers_once = sharding == "zero1" or (sharding == "auto" and layout.pipeline > 1)
@@ -88,8 +88,8 @@ def check_shares(
             payload = f"weights (sharding={sharding!r})"
             remedy = "set sharding to 'replicate' or 'zero1'"
         raise ConfigError(
-            f"shares={shown(shares)} gives data ranks different numbers of microbatches, in each of"
-            f" which they exchange {payload}; {remedy}, or remove microbatch_size"
+            f"shares={short_repr(shares)} gives data ranks different numbers of microbatches, in"
+            f" each of which they exchange {payload}; {remedy}, or remove microbatch_size"
         )
 
 

@@ -22,7 +22,7 @@ from ms_parallel.cluster.doctor.recording.recording import (
     Recording,
 )
 from ms_parallel.errors import ConfigError
-from ms_parallel.files.durable import whole_folder, writing
+from ms_parallel.files.durable import atomic_folder, writing
 from ms_parallel.files.untrusted import check_path, read_bytes, read_json
 
 LIMIT_BYTES = 1 << 20
@@ -40,7 +40,7 @@ def write_recording(folder: Path, examined: Examined) -> None:
         WriteError: the folder exists or cannot be written.
     """
     check_path("the recording", folder, error=ConfigError, written="folder")
-    with whole_folder(folder) as partial, writing(folder):
+    with atomic_folder(folder) as partial, writing(folder):
         (partial / MEASURED).write_bytes(_json(examined.measured))
         for recording in examined.ranks:
             rank_folder = partial / f"rank-{recording.machine.rank}"

@@ -24,7 +24,7 @@ NORMS = Norms(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
-_softcap = number(least=1e-30, optional=True)
+_softcap = number(minimum=1e-30, optional=True)
 
 
 @frozen(kw_only=True)

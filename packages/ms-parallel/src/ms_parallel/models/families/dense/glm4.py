@@ -30,7 +30,7 @@ class Glm4Config(DecoderConfig):
     """
 
     model_type: str = "glm4"
-    partial_rotary_factor: float = field(default=0.5, validator=number(least=1e-3, most=1.0))
+    partial_rotary_factor: float = field(default=0.5, validator=number(minimum=1e-3, maximum=1.0))
     """Fraction of the head dims that are rotated."""
 
     @property

@@ -30,7 +30,7 @@ class Phi3Config(DecoderConfig):
     model_type: str = "phi3"
     original_max_position_embeddings: int = field(default=4096, validator=size)
     """Context length of the first pre-training phase; longer sequences use the long factors."""
-    partial_rotary_factor: float = field(default=1.0, validator=number(least=1e-3, most=1.0))
+    partial_rotary_factor: float = field(default=1.0, validator=number(minimum=1e-3, maximum=1.0))
     """Fraction of the head dims that are rotated."""
 
     def __attrs_post_init__(self) -> None:

@@ -24,7 +24,7 @@ from ms_parallel.models.parts.mtp import with_mtp_layers
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.positions.rope_format import SHARED_ROPE
 from ms_parallel.operators.protocol import Ops
-from ms_parallel.settings import flag, whole
+from ms_parallel.settings import flag, integer
 
 
 @frozen(kw_only=True)
@@ -35,7 +35,7 @@ class DeepseekV3Config(DeepseekMoEConfig):
         ConfigError: a size is not a positive integer, or sizes are inconsistent.
     """
 
-    q_lora_rank: int | None = field(default=1536, validator=whole(most=1 << 20, optional=True))
+    q_lora_rank: int | None = field(default=1536, validator=integer(maximum=1 << 20, optional=True))
     """Rank of the query latent; None to project queries from the hidden state directly."""
     kv_lora_rank: int = field(default=512, validator=size)
     """Rank of the key-value latent."""
@@ -50,7 +50,7 @@ class DeepseekV3Config(DeepseekMoEConfig):
     n_group: int = field(default=8, validator=size)
     topk_group: int = field(default=4, validator=size)
     routed_scaling_factor: float = field(default=2.5, validator=above_zero)
-    first_k_dense_replace: int = field(default=3, validator=whole(least=0))
+    first_k_dense_replace: int = field(default=3, validator=integer(minimum=0))
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
