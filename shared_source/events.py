@@ -20,7 +20,7 @@ class OnEvent(Protocol):
     and the metrics of the loss, if any, by name.
     """
 
-    def __call__(self, event: str, fields: Fields, /) -> None:
+    def __call__(self, kind: str, fields: Fields, /) -> None:
         """Receive an event."""
 
 
@@ -47,9 +47,9 @@ class JsonLines:
                 if self._file.read(1) != b"\n":
                     self._file.write(b"\n")
 
-    def __call__(self, event: str, fields: Fields, /) -> None:
+    def __call__(self, kind: str, fields: Fields, /) -> None:
         """Append an event as one line."""
-        line = msgspec.json.encode({"time_s": round(time.time(), 3), "kind": event, **fields})
+        line = msgspec.json.encode({"time_s": round(time.time(), 3), "kind": kind, **fields})
         with writing(self._path):
             self._file.write(line + b"\n")
 
