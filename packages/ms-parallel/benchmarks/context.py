@@ -27,7 +27,7 @@ from ms_parallel.split.context.assignment import (
     token_costs,
 )
 from ms_parallel.split.context.kinds import BALANCES
-from ms_parallel.split.context.rows import attend_in_pieces
+from ms_parallel.split.context.rows import attend_ranges
 
 LIMIT = 1.1
 """Most that ours may be, as seen and computed; the noise of a shared machine adds to times."""
@@ -60,7 +60,7 @@ def seconds(found: Assignment, documents: Tensor, ranks: int, window: int | None
         pieces = query_ranges(part, starts)
         q = torch.randn(ROWS, LENGTH // ranks, HEADS, WIDTH, requires_grad=True)
         began = process_time()
-        out = attend_in_pieces(operators.attention, q, k, v, pieces, documents, window=window)
+        out = attend_ranges(operators.attention, q, k, v, pieces, documents, window=window)
         out.sum().backward()
         taken.append(process_time() - began)
     return taken

@@ -134,7 +134,7 @@ def kept_by_blocks(engine: Engine, batch: Mapping[str, Tensor]) -> list[int]:
 def kinds_of(engine: Engine) -> list[str]:
     """How each block of this process is recomputed."""
     stages: Any = engine.stages.values()
-    return [block.kind for stage in stages for block in recomputed_blocks(stage)]
+    return [block.mode for stage in stages for block in recomputed_blocks(stage)]
 
 
 weightless = nn.Parameter(torch.empty(0))
@@ -217,7 +217,7 @@ class CountingRuntime(Runtime):
         hooks = [
             each.block.register_forward_pre_hook(share, with_kwargs=True)
             for each in blocks
-            if each.kind != "none"
+            if each.mode != "none"
         ]
         with saved_tensors_hooks(keep, look):
             super()._forward(key, step, schedule)
@@ -225,7 +225,7 @@ class CountingRuntime(Runtime):
         for hook in hooks:
             hook.remove()
         for block in blocks:
-            kept |= storages(block.kept_results)
+            kept |= storages(block.saved_results)
         gathered = [getattr(each, "_unsharded_param", None) for each in self.sharded]
         weights = [*self.stages[key[0]].parameters(), *(g for g in gathered if g is not None)]
         for place in storages(weights):

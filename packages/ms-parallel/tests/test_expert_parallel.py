@@ -211,7 +211,11 @@ def test_what_any_layout_saves_any_other_loads(tmp_path: Path) -> None:
             "needs a mixture of experts, and transformer-xl is dense",
         ),
         ("qwen3_moe", Layout(data=3, expert=3), "the model's 16 experts; use 1, 2, 4"),
-        (nn.Embedding(2, 2), Layout(data=2, expert=2), "whose modules are its own; set expert=1"),
+        (
+            nn.Embedding(2, 2),
+            Layout(data=2, expert=2),
+            "cannot split the experts of Embedding, a user-defined module; set expert=1",
+        ),
     ],
 )
 def test_what_cannot_share_out_experts_is_refused_with_the_reason(

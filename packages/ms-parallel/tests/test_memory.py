@@ -27,8 +27,8 @@ from ms_parallel.models.experts.router import Router
 from ms_parallel.planner.largest_microbatch import largest_predicted, sizes_of
 from ms_parallel.schedules.generators.registry import named_schedule
 from ms_parallel.split.memory.block_costs import BlockCosts, storages
-from ms_parallel.split.memory.budget import choose_kinds, held_at_once, peak_bytes
-from ms_parallel.split.memory.recompute_choice import KINDS, budget_bytes
+from ms_parallel.split.memory.budget import choose_modes, peak_bytes, peak_microbatches
+from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES, budget_bytes
 from ms_parallel.training.memory import run_memory
 from ms_parallel.training.options import Options
 
@@ -56,7 +56,7 @@ def trained(groups: Groups, settings: dict[str, Any], **options: Any) -> Engine:
 def test_every_kind_gives_the_same_bits(family: str, groups: Groups) -> None:
     """Weights after two updates are those without recomputation, in every family."""
     plain = trained(groups, FAMILIES[family])
-    for kind in (*KINDS[1:], "24KiB"):
+    for kind in (*RECOMPUTE_MODES[1:], "24KiB"):
         other = trained(groups, FAMILIES[family], recompute=kind)
         for name, weight in plain.parameters.items():
             assert torch.equal(weight, other.parameters[name]), (family, kind, name)
@@ -71,7 +71,7 @@ def test_kept_bytes_fall_as_the_measured_costs_say(groups: Groups) -> None:
     assert measured is not None
     batch = {name: each[:2] for name, each in global_batch(0).items()}
     alive = {}
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(RECOMPUTE_MODES):
         engine = build(WIDE, groups, recompute=kind)
         alive[kind] = kept_by_blocks(engine, batch)[1]
         assert alive[kind] == measured.kept_bytes[number], kind
@@ -98,11 +98,11 @@ def test_a_budget_is_kept_and_used(groups: Groups) -> None:
         assert budget.peak_bytes <= kib * KIB
         kept.append(budget.peak_bytes)
         (blocks,) = budget.blocks.values()
-        counted = [b.costs.kept_bytes[KINDS.index(b.kind)] for b in blocks if b.costs]
+        counted = [b.costs.kept_bytes[RECOMPUTE_MODES.index(b.mode)] for b in blocks if b.costs]
         assert sum(counted) == budget.peak_bytes
         # The first block also makes what all share: the signs of rotary positions.
         assert kept_by_blocks(engine, batch)[1:] == counted[1:]
-        work.append(sum(b.costs.work[KINDS.index(b.kind)] for b in blocks if b.costs))
+        work.append(sum(b.costs.flops[RECOMPUTE_MODES.index(b.mode)] for b in blocks if b.costs))
     assert kept == sorted(kept)
     assert work == sorted(work, reverse=True)
     assert len(set(work)) > 4
@@ -133,7 +133,7 @@ def test_experts_are_chosen_once(groups: Groups, monkeypatch: pytest.MonkeyPatch
         return choose(self, *args, **kwargs)
 
     monkeypatch.setattr(Router, "_choose", counted)
-    for kind in (*KINDS, "24KiB"):
+    for kind in (*RECOMPUTE_MODES, "24KiB"):
         calls.clear()
         engine = trained(groups, FAMILIES["olmoe"], recompute=kind)
         assert len(calls) == 2 * 2 * 3, kind  # updates, microbatches, layers
@@ -144,9 +144,9 @@ def test_experts_are_chosen_once(groups: Groups, monkeypatch: pytest.MonkeyPatch
 
 def costs_of(chance: random.Random) -> BlockCosts:
     """A block of drawn costs."""
-    kept = sorted((chance.randint(1, 100) for _ in KINDS), reverse=True)
+    kept = sorted((chance.randint(1, 100) for _ in RECOMPUTE_MODES), reverse=True)
     return BlockCosts(
-        kept_bytes=tuple(kept), work=tuple(sorted(chance.randint(0, 100) for _ in KINDS))
+        kept_bytes=tuple(kept), flops=tuple(sorted(chance.randint(0, 100) for _ in RECOMPUTE_MODES))
     )
 
 
@@ -163,14 +163,14 @@ def test_a_choice_leaves_no_change_that_fits() -> None:
     chance = random.Random(0)
     for _ in range(200):
         schedule = named_schedule("interleaved-1f1b", 2, 4)
-        held = held_at_once(schedule.actions[0])
+        held = peak_microbatches(schedule.actions[0])
         costs = {
             stage: [costs_of(chance) for _ in range(chance.randint(1, 4))]
             for stage in schedule.stages_of(0)
         }
-        least = {s: [len(KINDS) - 1] * len(blocks) for s, blocks in costs.items()}
+        least = {s: [len(RECOMPUTE_MODES) - 1] * len(blocks) for s, blocks in costs.items()}
         budget = chance.randint(1, 5000)
-        kinds = choose_kinds(costs, held, budget)
+        kinds = choose_modes(costs, held, budget)
         if peak_bytes(costs, least, held) > budget:
             continue
         assert peak_bytes(costs, kinds, held) <= budget
@@ -178,10 +178,10 @@ def test_a_choice_leaves_no_change_that_fits() -> None:
             most = max(each.get(stage, 0) for each in held)
             for number, block in enumerate(blocks):
                 now = kinds[stage][number]
-                for kind in range(len(KINDS)):
+                for kind in range(len(RECOMPUTE_MODES)):
                     more = (block.kept_bytes[kind] - block.kept_bytes[now]) * most
                     fits = peak_bytes(costs, kinds, held) + more <= budget
-                    assert block.work[kind] >= block.work[now] or not fits
+                    assert block.flops[kind] >= block.flops[now] or not fits
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_many_blocks_are_chosen_for_in_no_time() -> None:
     chance = random.Random(1)
     costs = {0: [costs_of(chance)] * 100}
     begun = time.process_time()
-    choose_kinds(costs, [{0: 8}], 8 * 4000)
+    choose_modes(costs, [{0: 8}], 8 * 4000)
     assert time.process_time() - begun < 1.0
 
 
@@ -203,10 +203,10 @@ def test_what_cannot_be_is_said(groups: Groups) -> None:
             build({}, groups, recompute=wrong)
     with pytest.raises(ConfigError, match="did you mean 'attention'"):
         build({}, groups, recompute="atention")
-    with pytest.raises(ConfigError, match=r"is less than the 0\.0 MiB .*; raise it, or lower"):
+    with pytest.raises(ConfigError, match=r"must be at least the 0\.0 MiB .*; raise it, or lower"):
         trained(groups, WIDE, recompute="1KiB")
     own = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Sequential(torch.nn.Linear(4, 8)))
-    with pytest.raises(ConfigError, match="finds no attention in Sequential, whose parts are 0"):
+    with pytest.raises(ConfigError, match="needs an attention submodule in Sequential, got 0"):
         Engine(own, plan=ModelPlan(blocks="1"), device="cpu", recompute="attention")
 
 
@@ -243,7 +243,7 @@ def test_layouts_give_the_same_bits() -> None:
 @pytest.mark.slow
 def test_all_kinds_give_the_same_bits_under_layouts() -> None:
     """Under every axis, schedules with split backwards, and bfloat16."""
-    check_layouts(LAYOUTS, [*KINDS[1:], "40KiB"])
+    check_layouts(LAYOUTS, [*RECOMPUTE_MODES[1:], "40KiB"])
 
 
 LARGER = {
@@ -295,7 +295,7 @@ def drawn_memory(count: int) -> list[dict[str, Any]]:
             "settings": OLMOE if experts else {},
             "options": {
                 "schedule": chance.choice(schedules),
-                "recompute": chance.choice((*KINDS, "600KiB")),
+                "recompute": chance.choice((*RECOMPUTE_MODES, "600KiB")),
                 "mixed_precision": chance.random() < 0.3,
                 "sharding": chance.choice(("auto", "zero1", "zero2", "zero3")),
                 "optimizer": chance.choice(("AdamW", "Muon", "SGD", "Adafactor")),

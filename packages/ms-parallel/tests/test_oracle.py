@@ -18,7 +18,7 @@ from runs import FAMILIES, VARIANTS
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.proof.draw import CONTEXT_KINDS
 from ms_parallel.split.data_axis import SHARDINGS
-from ms_parallel.split.memory.recompute_choice import KINDS
+from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 ROWS = 4
 PARTS = 10
@@ -85,7 +85,7 @@ def drawn_job(chance: random.Random, most: int = 8) -> dict[str, Any]:
     settings = chance.choice(fitting)
     options: dict[str, Any] = {
         "sharding": chance.choice(_shardings(layout)),
-        "recompute": chance.choice(KINDS),
+        "recompute": chance.choice(RECOMPUTE_MODES),
         "microbatch_size": chance.choice(range(1, ROWS // layout.data + 1)),
         **(SEQUENCE if mixture and chance.random() < 0.5 else {}),
     }

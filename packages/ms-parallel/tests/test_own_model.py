@@ -94,7 +94,7 @@ def test_what_cannot_be_split_says_so() -> None:
     pipeline, tensor = refusals(["pipeline=2", "tensor=2"])
     assert "pipeline=2 cannot cut Mine" in pipeline
     assert "tensor=2 cannot split Mine without a plan" in tensor
-    with pytest.raises(ConfigError, match="recompute='full' needs the blocks of Mine"):
+    with pytest.raises(ConfigError, match="recompute='full' needs to know the blocks of Mine"):
         Engine(Mine(), device="cpu", recompute="full")
     with pytest.raises(ConfigError, match="plan is for a module of your own"):
         Engine("llama", device="cpu", plan=PLAN)
@@ -143,13 +143,13 @@ def test_a_module_that_would_compute_something_else_is_refused() -> None:
     """One that knows no documents, no cache, or returns no logits."""
     engine = Engine(Rude(VOCABULARY), device="cpu")
     batch = global_batch(0)
-    with pytest.raises(ModelError, match="takes no documents, so that attention would cross them"):
+    with pytest.raises(ModelError, match="the batch has packed documents, which Rude"):
         engine.step(batch, NextTokenLoss())
     alone = {name: batch[name] for name in ("tokens", "targets")}
     assert engine.step(alone, NextTokenLoss()).loss > 0
-    with pytest.raises(ModelError, match="takes no cache, without which it cannot generate"):
+    with pytest.raises(ModelError, match="generation needs a cache argument"):
         engine.generate([[1, 2]], max_new_tokens=2)
-    with pytest.raises(ModelError, match="did not fill its cache"):
+    with pytest.raises(ModelError, match="did not append its keys"):
         Engine(Mine(), device="cpu").generate([[1, 2]], max_new_tokens=2)
 
 
@@ -198,9 +198,9 @@ def test_a_forward_without_documents_is_warned_of_when_the_engine_is_built(
 ) -> None:
     """Before the first row with two documents, which may come late."""
     Engine(Chain(between=False), device="cpu")
-    assert "takes no documents" not in caplog.text
+    assert "accepts no documents" not in caplog.text
     Engine(Rude(VOCABULARY), device="cpu")
-    assert "Rude.forward takes no documents: an update is refused as soon as" in caplog.text
+    assert "Rude.forward accepts no documents: a step fails" in caplog.text
 
 
 def test_frozen_weights_stay_as_they_are() -> None:

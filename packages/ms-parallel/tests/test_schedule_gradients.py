@@ -10,7 +10,7 @@ from processes import run_processes
 from torch import nn
 
 from ms_parallel.schedules import GENERATORS, Costs, breadth_first, interleaved_one_f_one_b, search
-from ms_parallel.split.weight_gradients import Later, putting_off
+from ms_parallel.split.weight_gradients import DeferredWeightGrads, defer_weight_grads
 
 SPLITS = Path(__file__).parent / "splits.py"
 # Weights add up to 13 microbatches' gradients, in another order than one process does: a few ulps
@@ -212,15 +212,15 @@ def test_actions_that_only_a_file_names_are_performed_where_they_stand() -> None
 def test_gradients_of_weights_wait_until_they_are_asked_for() -> None:
     """The input's and the bias's gradient come first; the weight's equals that of one backward."""
     linear, x = nn.Linear(3, 2), torch.randn(4, 5, 3, requires_grad=True)
-    later = Later()
-    with putting_off(later):
+    deferred = DeferredWeightGrads()
+    with defer_weight_grads(deferred):
         linear(x).square().sum().backward()
     assert linear.weight.grad is None
-    assert len(later.factors) == 1
+    assert len(deferred.factors) == 1
     expected = torch.autograd.grad(linear(x).square().sum(), [x, linear.bias, linear.weight])
     assert x.grad is not None
     assert torch.allclose(x.grad, expected[0])
     assert torch.allclose(linear.bias.grad, expected[1])
-    later.settle()
+    deferred.flush()
     assert torch.allclose(linear.weight.grad, expected[2])  # type: ignore[arg-type]
-    assert not later.factors
+    assert not deferred.factors

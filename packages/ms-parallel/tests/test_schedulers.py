@@ -41,7 +41,9 @@ def test_a_launcher_that_names_no_meeting_place_is_refused(name: str, tmp_path: 
     task = start(run, **{name: "2", "SLURM_PROCID": "0"})
     _, said = task.communicate(timeout=200)
     assert task.returncode == 2
-    assert f"{name} is 2 but there is no rendezvous address; start the processes with `srun" in said
+    assert (
+        f"{name} is 2 but the rendezvous address is missing; start the processes with `srun" in said
+    )
     assert not run.with_suffix("").exists()
 
 

@@ -18,8 +18,9 @@ from ms_parallel.interruption import StopSignal, started_by_torchrun
 
 T = TypeVar("T")
 WAIT_S, PAUSE_S = 5.0, 0.01
+"""Maximum wait for the launcher's signal, and polling interval."""
 LONG_TIMEOUT = timedelta(days=30)
-"""Rank 0 may take as long as it needs; if it dies, waiting ends at once."""
+"""Effectively no limit for rank 0's action; if rank 0 dies, the others stop waiting at once."""
 
 
 def run_on_rank_zero(action: Callable[[], T]) -> T:
@@ -77,7 +78,7 @@ def sums(*values: float) -> list[float]:
 class StopRequest(StopSignal):
     """Request to stop the run: SIGTERM, or Ctrl-C once.
 
-    Processes receive a signal at different times; `agreed` is the same on all of them.
+    Processes receive a signal at different times; `agreed` gives the same answer on every rank.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class StopRequest(StopSignal):
         """Wait a few seconds for torchrun's signal, which other machines may receive earlier.
 
         Agents notice changes of the membership one after the other. If the ranks of an agent exit
-        by themselves before that, it assumes that the run has finished, and leaves.
+        before that, the agent assumes that the run has finished, and leaves.
         """
         deadline = monotonic() + WAIT_S
         while started_by_torchrun() and not self.signalled and monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Connects the processes of a layout; if they were not launched, tells the user how."""
+"""Connects the processes of a layout, or explains how to launch them."""
 
 import atexit
 import errno
@@ -29,6 +29,7 @@ from ms_parallel.errors import LaunchError
 from ms_parallel.interruption import end_with_launcher
 
 SHUTDOWN_S = 0.2
+"""Time for gloo's threads to finish before the interpreter exits."""
 PROCESSES_PER_CORE = 4
 """Processes per core on hosts without accelerators, where layouts are only tried out."""
 
@@ -89,7 +90,7 @@ def join(layout: Layout, *, device: DeviceSpec = None, timeout_s: float = 600.0)
         store, _, _ = next(iter(rendezvous("env://", number, size, timeout=timeout)))
         position.start = agree_on_start(store, number, size, timeout_s)
         store = PrefixStore(f"ms-parallel/attempt-{position.start}", store)
-        # Mixed kinds communicate through host memory; each kind then gets a group of its own.
+        # Mixed kinds communicate through host memory; `create_kind_groups` adds native groups.
         _initialise(HOST if mixed else local_device, store, number, size, timeout_s)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(_failure_text(error, number, timeout_s)) from error
@@ -115,7 +116,7 @@ def _initialise(
 
 
 def disconnect() -> None:
-    """Destroy the process group, so that no thread of it outlives the interpreter.
+    """Destroy the process group, so that its threads do not outlive the interpreter.
 
     A gloo thread that frees its last tensors while the interpreter exits aborts the process, and a
     sharded model keeps its group alive, so these threads get a moment to finish.

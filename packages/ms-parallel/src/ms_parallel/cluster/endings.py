@@ -1,6 +1,6 @@
 """Ends a failed run with one line from one process, and an exit code for the cause.
 
-Exit code 2 is for errors that the user can fix (a setting, a file, a full disk), 1 for the rest.
+Exit code 2 is for errors that the user can fix (a setting, a file, a full disk), 1 for all others.
 """
 
 import re

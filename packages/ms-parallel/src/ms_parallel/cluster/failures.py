@@ -1,7 +1,7 @@
 """A stage that raises during a step: every rank stops and names that stage.
 
 The failing rank leaves a message in the store and raises. When its process exits, its connections
-close; ranks that wait for it raise in turn, and find the message.
+close; waiting ranks then raise as well, and find the message.
 """
 
 import re
@@ -20,7 +20,7 @@ LOST = re.compile(
     r"|timed out waiting|remote error|store.*(closed|failed)|socket",
     re.IGNORECASE,
 )
-"""Torch's messages for a process that has gone."""
+"""Torch's messages for a lost connection to another process."""
 
 ORIGINAL = re.compile(r", microbatch \S+: (\w+): ")
 """Class of the original error in the failing rank's message."""
@@ -44,6 +44,7 @@ def explain(error: Exception, action: Action, groups: Groups) -> Exception:
     if groups.layout.pipeline == 1 or isinstance(error, StageError):
         return error
     first = _first_failure()
+    # Another process died without a message; the heartbeat explains which.
     if first is None and isinstance(error, RuntimeError) and LOST.search(str(error)):
         return error
     if first is None:
@@ -62,7 +63,7 @@ def _key() -> str:
 
 
 def _first_failure() -> str | None:
-    """Return the message of the stage that failed first; None if there is none."""
+    """Return the message of the stage that failed first; None if no stage has failed."""
     store = _get_default_store()
     try:
         return store.get(_key()).decode() if store.check([_key()]) else None

@@ -69,11 +69,12 @@ class Groups:
         return self.replicas is None or self.replicas.get_local_rank() == 0
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the group along `axis`, or over one of the meshes above by name.
+        """Return the group along `axis`, or over the mesh field of that name.
 
         The first request for the group of a `stage` is collective over all processes.
         """
         if axis == "stage":
+            # A stage is all axes but the pipeline.
             other_axes = tuple(axis for axis in AXES if axis != "pipeline")
             return self.mesh[other_axes]._flatten("stage").get_group()
         joined_meshes = {"rows": self.rows, "tokens": self.tokens, "shards": self.shards}
@@ -92,8 +93,9 @@ class Groups:
         if self.kinds is None:
             return Channel(rank=rank, group=self.group("pipeline"), wire=self.device)
         assert self.devices is not None
-        if self.kinds.line is not None and self.devices.kinds[rank] == self.device.type:
-            return Channel(rank=rank, group=self.kinds.line, wire=self.device)
+        # Native messages within a kind, messages through host memory between kinds.
+        if self.kinds.pipeline_group is not None and self.devices.kinds[rank] == self.device.type:
+            return Channel(rank=rank, group=self.kinds.pipeline_group, wire=self.device)
         return Channel(rank=rank, group=self.group("pipeline"), wire=HOST)
 
     def all_reduce(
@@ -108,6 +110,7 @@ class Groups:
             return self.kinds.all_reduce(tensor, op)
         group = None if axis is None else self.group(axis)
         if dist.get_world_size(group) > 1:
+            # A copy only with mixed kinds, where the wire is the CPU.
             buffer = tensor.to(self.wire)
             dist.all_reduce(buffer, op=op, group=group)
             if buffer is not tensor:
@@ -128,16 +131,20 @@ def create_groups(layout: Layout, device: torch.device, devices: Devices | None 
     """
     mixed = devices is not None and devices.are_mixed
     shape = tuple(getattr(layout, axis) for axis in AXES)
+    # With mixed kinds the mesh uses gloo on the CPU; native groups are created separately.
     mesh = init_device_mesh(HOST.type if mixed else device.type, shape, mesh_dim_names=AXES)
     tokens = _join_axes("tokens", token_axes(), mesh, layout)
     replicas, shards = None, tokens
     if layout.replicate > 1:
+        # Replicas are the outer dim, so that the shards of a replica are neighbors.
         sizes = (layout.replicate, layout.shards)
         replicas, shards = unflatten_mesh(tokens, sizes, ("replicas", "shards"))
     if mixed:
+        # Mixed kinds do not shard weights, see `check_mixed`.
         shards = single_process_mesh(device)
     expert_shards, experts = shards, None
     if layout.expert > 1:
+        # Ranks with different experts are neighbors, as they exchange tokens in every layer.
         sizes = (layout.expert_shards, layout.expert)
         expert_shards, experts = unflatten_mesh(shards, sizes, ("expert_shards", "expert"))
     return Groups(
@@ -158,5 +165,6 @@ def create_groups(layout: Layout, device: torch.device, devices: Devices | None 
 
 def _join_axes(name: str, axes: tuple[str, ...], mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     """Flatten some axes of the mesh into one."""
+    # Axes of size 1 add nothing; if all have size 1, any of them will do.
     split = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
     return mesh[split[0]] if len(split) == 1 else mesh[split]._flatten(name)

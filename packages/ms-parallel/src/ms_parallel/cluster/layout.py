@@ -22,14 +22,17 @@ class Axis:
     """An axis of parallelism."""
 
     splits: Splits
-    """What the axis splits. Ranks that split `rows` read different rows of a batch; ranks that
-    split the `sequence` have different positions of the same rows. Both have different tokens: they
-    shard the weights and reduce gradients. Ranks that split `experts` are neighbors among these
-    with different experts, each sharded and reduced over the remaining ones. Ranks that split
-    `copies` have different tokens and the same weights, and reduce gradients without sharding."""
+    """Dimension that the axis splits.
+
+    Ranks that split `rows` read different rows of a batch; ranks that split the `sequence` have
+    different positions of the same rows. Both have different tokens: they shard the weights and
+    reduce gradients. Ranks that split `experts` are neighbors among these ranks; each expert is
+    sharded and reduced over the ranks that have it. Ranks that split `copies` have different tokens
+    and the same weights, and reduce gradients without sharding.
+    """
     outermost: int | None
-    """Position of the axis in the mesh, 0 for the outermost; None for an axis that has no ranks of
-    its own."""
+    """Position of the axis in the mesh, 0 for the outermost; None for an axis that only groups the
+    ranks of other axes."""
 
 
 def _axis(splits: Splits, outermost: int | None) -> Any:
@@ -70,7 +73,7 @@ class Place:
 
     @property
     def is_loss_rank(self) -> bool:
-        """Whether its loss counts, among processes that compute it for the same rows."""
+        """Whether this process's loss counts, among those that compute it for the same rows."""
         return self.tensor == 0 and self.context == 0
 
     def __eq__(self, other: object) -> bool:
@@ -112,11 +115,12 @@ class Layout:
     """Context parallelism: ranks that split the positions of each row, with attention over all
     positions, and shard the weights like data ranks."""
     expert: int = _axis("experts", None)
-    """Expert parallelism: ranks that split the experts of a layer. They are neighbors among the
-    data and context ranks, whose product it must divide, so it needs no ranks of its own."""
+    """Expert parallelism: ranks that split the experts of a layer. It groups neighbors
+    among the data and context ranks, whose product it must divide, and adds no ranks."""
     replicate: int = _axis("copies", None)
-    """Groups of data and context ranks with the same weights, each sharded within its group. It
-    divides their product and needs no ranks of its own; all of them is plain data parallelism."""
+    """Replication: groups of data and context ranks with a full copy of the weights, sharded within
+    the group. It must divide their product and adds no ranks; the full product is plain data
+    parallelism."""
 
     def __attrs_post_init__(self) -> None:
         axes = " and ".join(token_axes())
@@ -155,7 +159,7 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """Number of these with the same experts, over which those are sharded."""
+        """Number of ranks with the same experts, over which each expert is sharded."""
         return self.shards // self.expert
 
     @property
@@ -207,24 +211,27 @@ class Layout:
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside 0..{self.world_size - 1} of {self}")
         coordinates: dict[str, int] = {}
+        # The innermost axis varies fastest.
         for axis in reversed(AXES):
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        # Index among the data ranks, with the outermost axis varying slowest.
         reader = 0
         for axis in row_axes():
             reader = reader * getattr(self, axis) + coordinates[axis]
         return Place(rank=reader, count=self.readers, **coordinates)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, coordinates: Place) -> int:
         """Rank at the given coordinates; the inverse of `place`.
 
         Raises:
-            LayoutError: the place is outside the layout.
+            LayoutError: a coordinate is outside the layout.
         """
         rank = 0
         for axis in AXES:
-            size, coordinate = getattr(self, axis), getattr(place, axis)
+            size, coordinate = getattr(self, axis), getattr(coordinates, axis)
             if not 0 <= coordinate < size:
                 raise LayoutError(f"{axis} coordinate {coordinate} is outside 0..{size - 1}")
+            # Horner's rule, from the outermost axis.
             rank = rank * size + coordinate
         return rank
 
@@ -283,7 +290,7 @@ AXES = tuple(
     )
     if axis_field.metadata["axis"].outermost is not None
 )
-"""Axes that have ranks of their own, outermost first."""
+"""Axes that multiply to the world size, outermost first."""
 
 
 def row_axes() -> tuple[str, ...]:
@@ -302,6 +309,7 @@ def _axes_that_split(*splits: Splits) -> tuple[str, ...]:
 
 
 def _unknown_axis(key: str, names: list[str]) -> str:
+    # Both `tensor` and `tensor_parallel` are accepted.
     spellings = [*names, *(f"{axis}_parallel" for axis in names)]
     close_matches = get_close_matches(key, spellings, n=1, cutoff=0.5)
     remedy = (

@@ -1,4 +1,4 @@
-"""A layout whose data axis takes all remaining processes."""
+"""Layouts with `data = "rest"`: the data axis takes all remaining processes."""
 
 from collections.abc import Mapping
 
@@ -29,6 +29,7 @@ class RestOnData:
         if not any(config.get(name) == REST for name in DATA):
             return None
         axes = {key: value for key, value in config.items() if value != REST or key not in DATA}
+        # Validates names and sizes now; `fill` checks divisibility.
         Layout.from_config({**_without_grouping(axes), DATA[0]: 1})
         return cls(axes)
 

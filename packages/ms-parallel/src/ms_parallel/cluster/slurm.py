@@ -11,7 +11,7 @@ from ms_parallel.cluster.process import VARIABLES, launched, variable
 from ms_parallel.errors import LaunchError
 
 PORTS = range(20_000, 32_000)
-"""Below the range that Linux uses for outgoing connections."""
+"""Ports below the range that Linux uses for outgoing connections."""
 COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 """Set by launchers that start several processes without a rendezvous address."""
 
@@ -33,14 +33,14 @@ def adopt_scheduler() -> None:
     for name in COUNTS:
         if variable(name, 1) > 1:
             raise LaunchError(
-                f"{name} is {os.environ[name]} but there is no rendezvous address; start the"
+                f"{name} is {os.environ[name]} but the rendezvous address is missing; start the"
                 " processes with `srun COMMAND` or `torchrun --nproc-per-node N COMMAND`, or unset"
                 f" {name} to train with this process only"
             )
 
 
 def _check_alone() -> None:
-    """Reject training alone as one of several processes that cannot connect."""
+    """Raise if WORLD_SIZE is above 1 but the rendezvous address is missing."""
     size = variable("WORLD_SIZE")
     missing = " and ".join(name for name in VARIABLES if name not in os.environ)
     if size > 1:
@@ -58,6 +58,7 @@ def _adopt_step() -> None:
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     job, step = variable("SLURM_JOB_ID", 0), variable("SLURM_STEP_ID", 0)
     os.environ.setdefault("MASTER_ADDR", first_node(nodes))
+    # All ranks derive the same port; steps that share a node mostly get different ones.
     os.environ.setdefault("MASTER_PORT", str(PORTS[(131 * job + step) % len(PORTS)]))
     os.environ["RANK"] = str(variable("SLURM_PROCID", 0))
     os.environ["WORLD_SIZE"] = str(size)

@@ -1,9 +1,9 @@
-"""Distinguishes the ranks of one start from those of earlier ones, in a store that outlives them.
+"""Distinguishes the ranks of the current start from earlier ones, in a store that outlives them.
 
 torchrun keeps one store over restarts, so keys of dead ranks (addresses, positions, error messages)
 must not be mistaken for current ones. torchrun's restart count does not help: each agent counts its
-own restarts, and one that joins later starts at 0. So rank 0 draws a name for the start and sends
-it to every rank that asks; all keys of the start then have this prefix.
+own restarts, and an agent that joins later starts at 0. So rank 0 draws a random name for the start
+and sends it to every rank that asks; all keys of the start then have this prefix.
 
 No rank of an earlier start is alive by then: agents end their ranks before the next rendezvous, and
 ranks exit with their agent.
@@ -28,16 +28,17 @@ def agree_on_start(store: Any, rank: int, world: int, timeout_s: float) -> str:
         timeout_s: seconds within which all ranks must connect.
 
     Raises:
-        RuntimeError: they have not.
+        RuntimeError: a rank did not connect in time.
     """
     if rank > 0:
-        question = uuid4().hex  # rank 0 may first see that of this rank in an earlier start
+        question = uuid4().hex  # rank 0 may first see a question left by an earlier start
         store.set(f"{KEY_PREFIX}/asks-{rank}", question)
         store.wait([f"{KEY_PREFIX}/answer-{question}"], timedelta(seconds=timeout_s))
         name: str = store.get(f"{KEY_PREFIX}/answer-{question}").decode()
         store.set(f"{KEY_PREFIX}/{name}/has-{rank}", "1")
         return name
     name, deadline = uuid4().hex, time.monotonic() + timeout_s
+    # Answer until every rank confirms: a stale question may be answered before the current one.
     answered, missing = dict.fromkeys(range(1, world), b""), set(range(1, world))
     while missing:
         for peer in sorted(missing):

@@ -26,7 +26,13 @@ from ms_parallel.models.staged import StagedModel
 from ms_parallel.settings import valid_path
 from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.memory.recompute_choice import Recompute
-from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own, check_stages
+from ms_parallel.split.own_model import (
+    UNSPLIT_PLAN,
+    OwnModelConfig,
+    build_own,
+    check_own,
+    check_stages,
+)
 from ms_parallel.split.stages import build_stage, cut_layers
 from ms_parallel.weights.initial import initialise
 from ms_parallel.weights.load import has_weights, load_weights
@@ -57,7 +63,7 @@ def describe(
         ModelError: the folder's model cannot be read.
     """
     if isinstance(model, nn.Module):
-        plan = plan or WHOLE
+        plan = plan or UNSPLIT_PLAN
         check_own(model, plan, layout, recompute)
         # OwnModelConfig lacks sizes, such as head counts, that only our own models are split by.
         config = OwnModelConfig.of(model, plan)

@@ -62,7 +62,7 @@ from ms_parallel.split.context.splitter import Splitter
 from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
 from ms_parallel.split.memory.budget import Budget
 from ms_parallel.split.memory.recompute_choice import budget_bytes
-from ms_parallel.split.own_model import OwnModelConfig, check_generates, warn_of_no_documents
+from ms_parallel.split.own_model import OwnModelConfig, check_accepts_cache, warn_without_documents
 from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
 from ms_parallel.split.precision_choice import precision_name
@@ -111,7 +111,7 @@ class Engine:
             check_audit(settings, "a module of your own, which cannot be built a second time")
         self.groups = settings.groups or connect(layout, device=settings.device)
         if isinstance(model, nn.Module) and dist.get_rank() == 0:
-            warn_of_no_documents(model)
+            warn_without_documents(model)
         if self.groups.layout != layout:
             self.groups = create_groups(layout, self.device, self.groups.devices)
         if settings.mixed_precision is True and dist.get_rank() == 0:
@@ -398,7 +398,7 @@ class Engine:
         """
         if self.runner.own:
             for stage in cast(Mapping[int, nn.Module], self.stages).values():
-                check_generates(stage)
+                check_accepts_cache(stage)
         return generate(
             self.runner,
             prompts,

@@ -9,7 +9,7 @@ from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.updates.settings import LossScale, check_loss_scale, loss_scale_of
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import flag, integer, number, one_of, short_repr
-from ms_parallel.split.context.kinds import BALANCES, KINDS, ContextKind
+from ms_parallel.split.context.kinds import BALANCES, CONTEXT_MODES, ContextKind
 from ms_parallel.split.context.kinds import Balance as ContextBalance
 from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
 from ms_parallel.split.memory.recompute_choice import Recompute, recompute_setting
@@ -81,7 +81,7 @@ class EngineSettings:
     """Bitwise the same weights for any number of data ranks, sharding and pipeline: rows are
     computed one at a time and summed in a fixed order."""
     context_attention: ContextKind = field(
-        default="auto", validator=one_of(*KINDS), metadata=EXECUTION
+        default="auto", validator=one_of(*CONTEXT_MODES), metadata=EXECUTION
     )
     """Attention over rows that are split over context ranks: `all_gather` of keys and values,
     `ulysses`, `ring`, `ulysses_ring`, or `auto`, which sends least."""

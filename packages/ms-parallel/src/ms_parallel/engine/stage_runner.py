@@ -146,13 +146,13 @@ class StageRunner:
 
         schedule = self.tables.training(len(batches))
         if self.budget is not None:
-            self.budget.begin(batches)
+            self.budget.start_step(batches)
         with self.stopwatch.of([len(batch["tokens"]) for batch in batches]):
             self.runtime.run(
                 schedule, batches, compute_loss, row_splits=row_splits, take=reduction.take
             )
         if self.budget is not None:
-            self.budget.settle(schedule)
+            self.budget.end_step(schedule)
         return [results[number] for number in sorted(results)]
 
     def forward(

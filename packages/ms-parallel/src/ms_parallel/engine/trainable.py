@@ -12,7 +12,7 @@ from ms_parallel.engine.rules.rule import Held
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.split.part import is_whole_here
-from ms_parallel.split.tensor_parallel import is_whole
+from ms_parallel.split.tensor_parallel import has_partial_gradient
 
 
 class Trainable:
@@ -55,7 +55,9 @@ class Trainable:
         }
         # Cached: matching hundreds of names against patterns is too slow for every step.
         self.whole = [
-            name for name in self.parameters if groups.layout.tensor > 1 and is_whole(name, plan)
+            name
+            for name in self.parameters
+            if groups.layout.tensor > 1 and has_partial_gradient(name, plan)
         ]
         replicated = {
             name: parameter

@@ -45,6 +45,7 @@ class ScheduleTables:
         self.choice = choice
         self.ranks = ranks
         if not isinstance(choice, Schedule):
+            # Any number of microbatches will do, as the placement does not depend on it.
             self.placement = _generated(
                 str(choice), ranks, MIN_MICROBATCHES_PER_RANK * ranks
             ).placement

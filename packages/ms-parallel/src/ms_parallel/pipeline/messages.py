@@ -123,6 +123,7 @@ class Mailbox:
         if self.groups.layout.pipeline == 1:
             assert tensor is not None
             return tensor
+        # dtype and shape first, as other ranks cannot know them.
         source, group = self.groups.peer("pipeline", owner), self.groups.group("pipeline")
         header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=self.groups.wire)
         if tensor is not None:

@@ -70,6 +70,7 @@ class Recorder:
         if not self.on_cpu:
             torch.accelerator.synchronize()
             first, *events = self.events
+            # Events give milliseconds since the first; `origin_ns` anchors it to the host clock.
             marks = [self.origin_ns + round(1e6 * first.elapsed_time(event)) for event in events]
         return list(zip(marks[::2], marks[1::2], strict=True))
 
@@ -101,6 +102,7 @@ def gather_times(recorder: Recorder, groups: Groups) -> list[list[tuple[int, int
     local = recorder.times_ns()
     if groups.layout.pipeline == 1:
         return [local]
+    # Processes on one host share the monotonic clock.
     shift = 0 if _share_clock(groups) else offset_ns(groups)
     return _gather([(begin + shift, end + shift) for begin, end in local], groups)
 
@@ -120,6 +122,7 @@ def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> i
         torch.zeros(1, dtype=torch.int64, device=groups.wire),
     )
     best: tuple[int, int] | None = None
+    # One rank at a time, so that rank 0 answers without delay.
     for other_rank in range(1, groups.layout.pipeline):
         for _ in range(ROUND_TRIPS):
             if local_rank == other_rank:
@@ -128,6 +131,7 @@ def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> i
                 dist.recv(buffer, first, group=group)
                 received, remote = clock(), int(buffer)
                 round_trip = received - sent
+                # The remote clock was read about halfway through the round trip.
                 best = min(best or (round_trip, 0), (round_trip, remote - (sent + received) // 2))
             elif local_rank == 0:
                 peer = groups.peer("pipeline", other_rank)

@@ -22,7 +22,7 @@ from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.memory.offload import offloading
 from ms_parallel.split.part import drop_gathered
 from ms_parallel.split.sharding import after_weight_gradients, gather_weights, set_last_backward
-from ms_parallel.split.weight_gradients import Later, putting_off
+from ms_parallel.split.weight_gradients import DeferredWeightGrads, defer_weight_grads
 
 Finish = Callable[[int, Tensor], Tensor]
 """Maps a microbatch index and the last stage's hidden states to a result, such as the loss."""
@@ -63,7 +63,7 @@ class Step:
     """Start of the backward; keeps the graph alive but not the output."""
     gradients: dict[Key, Tensor] = field(factory=dict)
     """Gradient of a stage's output and, after its backward, of its input."""
-    deferred: dict[Key, Later] = field(factory=dict)
+    deferred: dict[Key, DeferredWeightGrads] = field(factory=dict)
     """Weight gradients that a split backward has not computed yet."""
     results: dict[int, Tensor] = field(factory=dict)
 
@@ -109,7 +109,7 @@ class Runtime:
 
         Actions run in table order: UNSHARD gathers a stage's sharded weights and RESHARD frees
         them, REDUCE_GRAD reduces its gradients over the data axis, and a WAIT waits for its
-        message. What a table leaves out is implied: weights are gathered for a stage's first
+        message. Actions that a table omits are implied: weights are gathered for a stage's first
         microbatch, reduced and freed after its last, and sends are waited for at the end. The two
         actions of an overlapped pair run one after the other.
 
@@ -131,6 +131,7 @@ class Runtime:
                 stage: sum(a.stage == stage and a.kind in WEIGHTS for a in computations)
                 for stage in self.stages
             },
+            # Microbatches with an I action have their W later.
             split=frozenset(
                 (a.stage, a.microbatch) for a in computations if a.kind is Kind.BACKWARD_INPUT
             ),
@@ -158,6 +159,7 @@ class Runtime:
     def _perform(self, action: Action, step: Step, schedule: Schedule) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = (stage, microbatch)
+        # Consecutive sends and receives are posted as one batch before the next computation.
         if action.kind not in SENDS | RECEIVES:
             self.mailbox.flush()
         match action.kind:
@@ -168,7 +170,7 @@ class Runtime:
             case Kind.BACKWARD_WEIGHT:
                 last = self._count_backward(stage, step)
                 with self.recorder or UNTIMED:
-                    step.deferred.pop(key).settle()
+                    step.deferred.pop(key).flush()
                     self._after_weight_gradients(key, last, step)
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 self._send(key, action.kind is Kind.SEND_FORWARD, step, schedule)
@@ -238,12 +240,13 @@ class Runtime:
         else:
             stage_input = self.mailbox.take((*key, "F"))
         if stage > 0 and torch.is_grad_enabled():
+            # A leaf of the graph, so that its gradient can be sent to the previous stage.
             stage_input = step.inputs[key] = stage_input.detach().requires_grad_()
         if key in step.split:
-            step.deferred[key] = Later()
+            step.deferred[key] = DeferredWeightGrads()
         with (
             self.recorder or UNTIMED,
-            putting_off(step.deferred[key]) if key in step.split else UNTIMED,
+            defer_weight_grads(step.deferred[key]) if key in step.split else UNTIMED,
             offloading(self.stages[stage]) if self.offload else UNTIMED,
         ):
             row_split, pictures = step.row_splits[microbatch], pictures_of(batch)
@@ -258,6 +261,7 @@ class Runtime:
             if stage + 1 == schedule.stages:
                 hidden = step.finish(microbatch, hidden)
         if hidden.requires_grad:
+            # The edge keeps the graph alive, while the output can be freed once it is sent.
             step.roots[key] = get_gradient_edge(hidden)
         if stage + 1 == schedule.stages:
             step.results[microbatch] = hidden.detach()
@@ -268,6 +272,7 @@ class Runtime:
         stage, microbatch = key
         gradient: Tensor | None = None
         if stage + 1 < schedule.stages:
+            # A neighboring stage on this rank hands over its gradient without a message.
             same_rank = schedule.placement[stage + 1] == schedule.placement[stage]
             next_key = (stage + 1, microbatch)
             gradient = step.gradients.pop(next_key) if same_rank else self.mailbox.take((*key, "B"))
@@ -275,8 +280,12 @@ class Runtime:
         # With deferred weight gradients, `_after_weight_gradients` reduces over the data axis.
         last = not split and self._count_backward(stage, step)
         summed = step.take is None
-        set_last_backward(self.stages[stage], last, self.sharding, whole=not split, summed=summed)
-        recomputation = putting_off(step.deferred[key]) if split else UNTIMED  # reruns blocks
+        set_last_backward(
+            self.stages[stage], last, self.sharding, complete=not split, summed=summed
+        )
+        recomputation = (
+            defer_weight_grads(step.deferred[key]) if split else UNTIMED
+        )  # reruns blocks
         with self.recorder or UNTIMED, recomputation:
             torch.autograd.backward(step.roots.pop(key), gradient)
             if step.take is not None:

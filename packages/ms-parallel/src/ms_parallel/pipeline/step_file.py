@@ -65,7 +65,7 @@ def write_step(path: Path, step: RecordedStep) -> None:
 
 
 def is_recording(path: str | Path) -> bool:
-    """Return whether a path is that of a recorded step rather than a table."""
+    """Return whether a path names a recorded step rather than a schedule table."""
     return str(path).lower().endswith(".json")
 
 
@@ -94,6 +94,7 @@ def _shift_to_zero(
     for rank, row in enumerate(times):
         available_from = 0
         for begin, end in row:
+            # Computations of a rank must be in order and must not overlap.
             if not available_from <= begin - origin <= end - origin:
                 raise ScheduleError(f"rank {rank} has overlapping or negative times")
             available_from = end - origin

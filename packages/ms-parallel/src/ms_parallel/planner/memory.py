@@ -24,22 +24,22 @@ from ms_parallel.models.staged import StagedModel
 from ms_parallel.planner.fake_cluster import fake_groups, fake_pipeline
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.schedules.table.action import Action, Kind
-from ms_parallel.split.context.rows import SharedRows
+from ms_parallel.split.context.rows import ContextRowSplit
 from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
 from ms_parallel.split.memory.block_costs import BlockCosts, storages, weights_of
-from ms_parallel.split.memory.budget import choose_kinds, held_at_once, peak_bytes
+from ms_parallel.split.memory.budget import choose_modes, peak_bytes, peak_microbatches
 from ms_parallel.split.memory.gathered import (
     FLOAT32_BYTES,
     gathered_stage,
     gradient_bytes,
-    most_weights,
+    peak_gathered_weights,
 )
 from ms_parallel.split.memory.recompute import RecomputedBlock, recomputed_blocks
-from ms_parallel.split.memory.recompute_choice import KINDS, Recompute, budget_bytes
+from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES, Recompute, budget_bytes
 from ms_parallel.split.part import local_part
 from ms_parallel.torch_private import FakeTensorMode
 
-UNUSED = BlockCosts(kept_bytes=(0,) * len(KINDS), work=(0,) * len(KINDS))
+UNUSED = BlockCosts(kept_bytes=(0,) * len(RECOMPUTE_MODES), flops=(0,) * len(RECOMPUTE_MODES))
 """Costs of a block that no forward passes, such as a layer that predicts further without a loss."""
 ENDLESS = 1 << 60
 """A budget that marks blocks to be measured."""
@@ -227,7 +227,7 @@ def _rank(
     every = [*engine.optimizer.moments.values(), *engine.optimizer.whole.values()]
     moments = sum(each.nbytes for moment in every for each in moment.values())
     row = engine.tables.training(microbatches).actions[engine.groups.place.pipeline]
-    held = held_at_once(row)
+    held = peak_microbatches(row)
     gathered = _gathered(engine, microbatches, row)
     wrapped = engine.groups.layout.shards > 1 or engine.options.mixed_precision
     unsplit = 0 if wrapped else _unsplit(engine)  # FSDP keeps a rank's part
@@ -274,7 +274,7 @@ def _stage_costs(
     # Entered late, as FSDP and DTensor find a process's place in numbers while they are set up.
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device=device)
-        if isinstance(row_split, SharedRows) and row_split.documents is not None:
+        if isinstance(row_split, ContextRowSplit) and row_split.documents is not None:
             row_split.documents = batch["documents"].to(device)  # the fake groups' have no place
         saved = _saved(engine, number, batch, device, row_split, loss)
     costs = {name: block.costs or UNUSED for name, block in kept.items()}
@@ -350,9 +350,9 @@ def _kinds(
 ) -> dict[int, list[int]]:
     budget = budget_bytes(recompute)
     if budget is None:
-        kind = KINDS.index(str(recompute))
+        kind = RECOMPUTE_MODES.index(str(recompute))
         return {stage: [kind] * len(mine) for stage, mine in blocks.items()}
-    return choose_kinds(blocks, held, budget)
+    return choose_modes(blocks, held, budget)
 
 
 def _unsplit(engine: Engine) -> int:
@@ -389,10 +389,20 @@ def _gathered(engine: Engine, microbatches: int, row: Sequence[Action]) -> int:
     }
     once = microbatches == 1
     split = any(a.kind is Kind.BACKWARD_INPUT for each in row for a in each.computations)
-    weights = most_weights(
-        stages, options.sharding, piped=groups.layout.pipeline > 1, once=once, split=split
+    weights = peak_gathered_weights(
+        stages,
+        options.sharding,
+        pipelined=groups.layout.pipeline > 1,
+        one_microbatch=once,
+        split_backward=split,
     )
-    sums = gradient_bytes(stages, options.sharding, once=once, split=split, element_bytes=width)
+    sums = gradient_bytes(
+        stages,
+        options.sharding,
+        one_microbatch=once,
+        split_backward=split,
+        element_bytes=width,
+    )
     if sums:  # a rank's share of them counts as gradients
         held = sum(local_part(each).numel() for each in engine.parameters.values())
         sums = max(0, sums + (_unsplit(engine) - held) * FLOAT32_BYTES)

@@ -94,7 +94,7 @@ class MemoryRuntime(Runtime):
         entering = step.inputs.get(key, step.microbatches[key[1]]["tokens"])
         kept[_place(entering)] = _size(entering)
         for block in recomputed_blocks(self.stages[key[0]]):
-            kept |= {_place(result): _size(result) for result in block.kept_results}
+            kept |= {_place(result): _size(result) for result in block.saved_results}
         for weight in self.stages[key[0]].parameters():
             kept.pop(_place(weight), None)
         self.kept_bytes[key[0]] = sum(kept.values())

@@ -11,7 +11,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.proof.batches import LENGTH, ROWS
 from ms_parallel.proof.records import Case
 from ms_parallel.split.context.kinds import ContextKind
-from ms_parallel.split.memory.recompute_choice import KINDS
+from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 CONTEXT_KINDS: tuple[ContextKind, ...] = ("all_gather", "ulysses", "ring")
@@ -93,6 +93,6 @@ def _random_case(layout: Layout, rng: random.Random) -> Case:
         processes=layout.world_size,
         schedule=schedule,
         microbatch_size=rng.choice(sizes),
-        recompute=rng.choice(KINDS),
+        recompute=rng.choice(RECOMPUTE_MODES),
         context_attention=rng.choice(CONTEXT_KINDS) if layout.context > 1 else "auto",
     )

@@ -1,4 +1,4 @@
-"""Compiles the forward and backward of each block by itself, with torch.compile.
+"""Compiles the forward and backward pass of each block with torch.compile.
 
 Equal blocks are compiled once. The code around them, such as gathering weights and recomputation,
 is not compiled.
@@ -32,39 +32,41 @@ class CompileOptions(Protocol):
         """Whether weights are bitwise the same under every layout."""
 
 
-def check_compiled(config: Any, layout: Layout, chosen: CompileOptions, schedule: Schedule) -> None:
+def check_compiled(
+    config: Any, layout: Layout, options: CompileOptions, schedule: Schedule
+) -> None:
     """Check that blocks may be compiled.
 
     Args:
         config: model configuration.
         layout: parallel layout.
-        chosen: the engine's options.
+        options: the engine's options.
         schedule: any schedule of the run.
 
     Raises:
         ConfigError: they may not, with the reason.
     """
-    problem = compile_problem(config, layout, chosen, schedule)
+    problem = compile_problem(config, layout, options, schedule)
     if problem is not None:
         raise ConfigError(f"compile=True {problem}")
 
 
 def compiles_by_default(
-    config: Any, layout: Layout, chosen: CompileOptions, schedule: Schedule, device: torch.device
+    config: Any, layout: Layout, options: CompileOptions, schedule: Schedule, device: torch.device
 ) -> bool:
     """Whether `compile="auto"` compiles: on a GPU with Triton, where nothing forbids it."""
     return (
         device.type == "cuda"
-        and compile_problem(config, layout, chosen, schedule) is None
+        and compile_problem(config, layout, options, schedule) is None
         and has_triton()
     )
 
 
 def compile_problem(
-    config: Any, layout: Layout, chosen: CompileOptions, schedule: Schedule
+    config: Any, layout: Layout, options: CompileOptions, schedule: Schedule
 ) -> str | None:
     """Return why blocks may not be compiled, with the remedy, or None."""
-    recompute = chosen.recompute
+    recompute = options.recompute
     for axis in ("tensor", "context", "expert"):
         if getattr(layout, axis) > 1:
             return (
@@ -76,16 +78,17 @@ def compile_problem(
             "supports only the dense decoders of ms-parallel, whose blocks have no data-dependent"
             " branches; set compile to False"
         )
-    if chosen.reproducible:
+    if options.reproducible:
         return (
             "cannot be combined with reproducible=True: compiled blocks may sum in another order;"
-            " set one of them to False"
+            " set compile or reproducible to False"
         )
     if recompute not in ("none", "full"):
         return (
             f"cannot be combined with recompute={recompute!r}, which selects single operators; set"
             " recompute to none or full, or compile to False"
         )
+    # Deferring weight gradients intercepts linear layers, which a compiled block hides.
     if any(a.kind is Kind.BACKWARD_INPUT for row in schedule.computations() for a in row):
         return (
             f"cannot be combined with schedule={schedule.name!r}, which splits the backward pass;"

@@ -18,5 +18,5 @@ Offload = Literal["none", "moments", "activations", "all"]
 OFFLOADS = get_args(Offload)
 MOMENTS, ACTIVATIONS = ("moments", "all"), ("activations", "all")
 """Modes that offload moments, and modes that offload activations."""
-EACH = ("zero2", "zero3")
+REDUCE_EACH_MICROBATCH = ("zero2", "zero3")
 """Modes that reduce gradients after each microbatch."""

@@ -2,7 +2,7 @@
 
 Each process sorts its tokens by expert, so rows for one receiver are contiguous. Received rows are
 sorted by expert, then by sender. Expert outputs return by the same route, and the sender combines
-the rows of a token in the order of its choices, so the result equals that of a single process.
+the rows of a token in the order of its choices, so the result is the same as on a single process.
 """
 
 from typing import Any
@@ -37,15 +37,15 @@ def split_experts(model: nn.Module, groups: Groups) -> None:
     for experts in [module for module in model.modules() if isinstance(module, Experts)]:
         for linear in (experts.gate_up_proj, experts.down_proj):
             for name, parameter in list(linear.named_parameters(recurse=False)):
-                linear.register_parameter(name, _own_share(parameter, mesh))
+                linear.register_parameter(name, _local_experts(parameter, mesh))
         experts.dispatch = lambda rows, counts: _dispatch(rows, counts, group)
         experts.register_forward_hook(_no_view)
 
 
 def _no_view(_: nn.Module, inputs: object, out: Tensor) -> Tensor:
     """Return the output as a non-view tensor: FSDP warns that hooks on views may be lost."""
-    same: Tensor = unsafe_view(out, out.shape)
-    return same
+    plain: Tensor = unsafe_view(out, out.shape)
+    return plain
 
 
 def shard_dim(parameter: Tensor, parts: int) -> int:
@@ -61,17 +61,19 @@ def shard_dim(parameter: Tensor, parts: int) -> int:
     split = set()
     local = parameter
     if isinstance(parameter, DTensor):
-        split = {place.dim for place in parameter.placements if isinstance(place, Shard)}
+        split = {p.dim for p in parameter.placements if isinstance(p, Shard)}
         local = parameter.to_local()
     free = (dim for dim in range(1, local.ndim) if dim not in split)
     fits = [dim for dim in (0, *free) if local.shape[dim] % parts == 0]
+    # Uneven shards along the expert dim are the fallback.
     return fits[0] if fits else 0
 
 
-def _own_share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return this process's experts of a parameter (experts, ...), as a DTensor of all of it."""
+def _local_experts(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a DTensor of a parameter (experts, ...) that stores only this process's experts."""
     local: Tensor = parameter.detach()
     meshes, placements = [mesh], list[Placement]([Shard(0)])
+    # Already split over tensor ranks: a DTensor over both meshes.
     if isinstance(local, DTensor):
         meshes.append(local.device_mesh)
         placements += local.placements
@@ -92,88 +94,99 @@ class _Route:
     """All-to-all route of token rows in one layer of one forward pass."""
 
     group: dist.ProcessGroup
-    sent: list[int]
+    sent_counts: list[int]
     """Number of rows for each receiver."""
-    got: list[int]
+    received_counts: list[int]
     """Number of rows from each sender."""
     order: Tensor
     """Permutation of received rows from sender order to expert order."""
     inverse: Tensor
 
-    def there(self, rows: Tensor) -> Tensor:
+    def send(self, rows: Tensor) -> Tensor:
         """Send rows sorted by receiver; return the received rows sorted by expert."""
-        return self._exchange(rows, self.sent, self.got).index_select(0, self.order)
+        return self._exchange(rows, self.sent_counts, self.received_counts).index_select(
+            0, self.order
+        )
 
-    def back(self, rows: Tensor) -> Tensor:
+    def send_back(self, rows: Tensor) -> Tensor:
         """Return rows to their senders, in the original order."""
-        return self._exchange(rows.index_select(0, self.inverse), self.got, self.sent)
+        return self._exchange(
+            rows.index_select(0, self.inverse), self.received_counts, self.sent_counts
+        )
 
-    def _exchange(self, rows: Tensor, sent: list[int], got: list[int]) -> Tensor:
-        come = rows.new_empty(sum(got), *rows.shape[1:])
-        dist.all_to_all_single(come, rows.contiguous(), got, sent, group=self.group)
-        return come
+    def _exchange(self, rows: Tensor, sent_counts: list[int], received_counts: list[int]) -> Tensor:
+        received = rows.new_empty(sum(received_counts), *rows.shape[1:])
+        dist.all_to_all_single(
+            received, rows.contiguous(), received_counts, sent_counts, group=self.group
+        )
+        return received
 
 
-class _Travel(torch.autograd.Function):
-    """Differentiable transfer along a route; gradients take the opposite direction."""
+class _Exchange(torch.autograd.Function):
+    """Differentiable exchange along a route; gradients travel in the opposite direction."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: _Route, home: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, route: _Route, reverse: bool) -> Tensor:
         """Send rows (T, H) and return the received rows."""
-        ctx.route, ctx.home = route, home
-        return route.back(rows) if home else route.there(rows)
+        ctx.route, ctx.reverse = route, reverse
+        return route.send_back(rows) if reverse else route.send(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of the rows."""
         route: _Route = ctx.route
-        return route.there(gradient) if ctx.home else route.back(gradient), None, None
+        return route.send(gradient) if ctx.reverse else route.send_back(gradient), None, None
 
 
 def _dispatch(
     rows: Tensor, counts: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Back]:
-    """Send rows to the processes of their experts, as `Dispatch` says.
+    """Send rows to the processes of their experts; implements `Dispatch`.
 
-    All processes of the group call it, also those without a row. A recomputation takes over what
-    was counted, as it does what was chosen.
+    Collective: processes without rows call it too. A recomputed block replays the counts, like the
+    router's choices, so it needs no second exchange of counts.
     """
-    both = replayed(lambda: _counts(counts, group))
-    if has_no_values(both):  # as many rows come as go
-        sent = got = [len(part) for part in rows.tensor_split(both.shape[1])]
+    all_counts = replayed(lambda: _counts(counts, group))
+    if has_no_values(all_counts):  # fake tensors: assume equal numbers of rows in and out
+        sent_counts = received_counts = [
+            len(part) for part in rows.tensor_split(all_counts.shape[1])
+        ]
         order = torch.empty(len(rows), dtype=torch.int64)
     else:
-        sent, got = both.sum(2).tolist()
-        experts = torch.arange(both.shape[2]).repeat(both.shape[1])
-        order = experts.repeat_interleave(both[1].flatten()).argsort(stable=True)
+        # Rows per peer, summed over its experts.
+        sent_counts, received_counts = all_counts.sum(2).tolist()
+        # Rows arrive by sender, then expert; a stable sort by expert gives expert order.
+        experts = torch.arange(all_counts.shape[2]).repeat(all_counts.shape[1])
+        order = experts.repeat_interleave(all_counts[1].flatten()).argsort(stable=True)
+    # inverse[order[i]] = i
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     route = _Route(
         group=group,
-        sent=sent,
-        got=got,
+        sent_counts=sent_counts,
+        received_counts=received_counts,
         order=order.to(rows.device),
         inverse=inverse.to(rows.device),
     )
 
-    def back(made: Tensor) -> Tensor:
-        home: Tensor = _Travel.apply(made, route, True)  # type: ignore[no-untyped-call]
-        return home
+    def back(outputs: Tensor) -> Tensor:
+        returned: Tensor = _Exchange.apply(outputs, route, True)  # type: ignore[no-untyped-call]
+        return returned
 
-    came: Tensor = _Travel.apply(rows, route, False)  # type: ignore[no-untyped-call]
-    return came, both[1].sum(0).to(counts.device), back
+    received: Tensor = _Exchange.apply(rows, route, False)  # type: ignore[no-untyped-call]
+    return received, all_counts[1].sum(0).to(counts.device), back
 
 
 def _counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Count this process's rows by receiver and its expert, and by sender and expert those for it.
+    """Count the rows that this process sends to each expert and receives for each of its experts.
 
     Args:
-        counts: (E,) of this process's rows, by expert.
-        group: of N processes that share out the experts.
+        counts: (E,) number of this process's rows by expert.
+        group: the N processes over which experts are split.
 
     Returns:
-        (2, N, E/N) int64 on the CPU.
+        (2, N, E/N) int64 on the CPU: sent by receiver and expert, received by sender and expert.
     """
-    sent = counts.view(dist.get_world_size(group), -1)
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=group)
-    return torch.stack((sent, got)).cpu()
+    sent_counts = counts.view(dist.get_world_size(group), -1)
+    received_counts = torch.empty_like(sent_counts)
+    dist.all_to_all_single(received_counts, sent_counts, group=group)
+    return torch.stack((sent_counts, received_counts)).cpu()

@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 TRIAL_TOLERANCE = 1e-5
 """Relative tolerance; the same operations on the same weights differ by rounding only."""
 
-WHOLE = ModelPlan()
-"""The plan of a module that nothing is known of: one unit of sharding."""
+UNSPLIT_PLAN = ModelPlan()
+"""Plan of a module without one: a single FSDP unit, no tensor parallelism."""
 
 
 class LanguageModel(Protocol):
@@ -56,29 +56,29 @@ class LanguageModel(Protocol):
     ) -> Tensor:
         """Compute logits (B, S, V) from tokens (B, S) int64.
 
-        One that sees also takes `pictures`, what a batch holds of them; see `models.batch`.
+        A multimodal module also accepts `pictures`; see `models.batch` for their format.
         """
 
 
 @frozen(kw_only=True)
 class OwnModelConfig:
-    """What is known of a module of the user's own: enough to distinguish it from another."""
+    """Configuration of a user-defined module, which identifies it in checkpoints."""
 
     model_type: str
-    """The name of its class."""
+    """Class name."""
     weights: str
-    """Digest of the names and shapes of its parameters."""
+    """Digest of parameter names and shapes."""
     num_hidden_layers: int = 1
-    """Blocks that stages are made of; 1 where none are known."""
+    """Number of blocks that the plan names; 1 if it names none."""
     vocab_size: int = 0
-    """Tokens that it knows; 0 where it has no `config` that says."""
+    """Vocabulary size from the module's `config`; 0 if unknown."""
     bos_token_id: None = None
     eos_token_id: None = None
     pad_token_id: None = None
 
     @classmethod
     def of(cls, module: nn.Module, plan: ModelPlan) -> "OwnModelConfig":
-        """Make the configuration of a module that is not split yet."""
+        """Derive the configuration from a module before it is split."""
         shapes = [(name, tuple(value.shape)) for name, value in module.named_parameters()]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:32]
         blocks = max(1, len(block_names(module, plan)))
@@ -92,11 +92,11 @@ class OwnModelConfig:
 
 
 class OwnStage(ModuleWrapper):
-    """One stage of a module of the user's own, whose parameters keep their names.
+    """One pipeline stage of a user-defined module; parameter names are unchanged.
 
     Args:
-        module: whole; its parts are replaced.
-        plan: how it is split.
+        module: full module, modified in place.
+        plan: names its blocks and ends.
         layers: numbers of the blocks to keep.
     """
 
@@ -106,48 +106,52 @@ class OwnStage(ModuleWrapper):
         self.__dict__["gate"] = extract_stage(module, plan, layers)
 
     def forward(self, x: Tensor, *, positions: Tensor, **context: Any) -> Tensor:
-        """Turn tokens (on later stages, hidden states) into logits (on earlier ones, hidden).
+        """Map tokens or hidden states to hidden states, or to logits on the last stage.
 
         Args:
             x: (B, S) int64 on the first stage, (B, S, H) on others.
             positions: (B, S) int64.
-            context: documents and cache.
+            context: documents, cache and pictures.
         """
+        # Later stages still run the module's forward; the gate replaces its embedding by `x`.
         tokens = x if self.first else positions.new_zeros(positions.shape)
-        made: Tensor = self.gate.run(
+        output: Tensor = self.gate.run(
             lambda: call_own(self.inner, tokens, positions=positions, **context),
             None if self.first else x,
         )
-        return made
+        return output
 
 
-def takes(module: nn.Module, name: str) -> bool:
-    """Return whether a module's forward takes a keyword argument."""
+def accepts(module: nn.Module, name: str) -> bool:
+    """Return whether a module's forward accepts a keyword argument."""
+    # A stage accepts whatever its wrapped module does.
     inner = module.inner if isinstance(module, OwnStage) else module
-    named = inspect.signature(inner.forward).parameters
-    return name in named or any(each.kind is each.VAR_KEYWORD for each in named.values())
+    parameters = inspect.signature(inner.forward).parameters
+    return name in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
-def check_generates(module: nn.Module) -> None:
-    """Check that a module takes a cache: before a pipeline starts, so that all ranks agree.
+def check_accepts_cache(module: nn.Module) -> None:
+    """Check that a module accepts a KV cache; call it before a pipeline starts, on all ranks.
 
     Raises:
         ModelError: it does not.
     """
-    if not takes(module, "cache"):
+    if not accepts(module, "cache"):
         raise ModelError(
-            f"{_name(module)}.forward takes no cache, without which it cannot generate;"
-            " take cache=None, a KeyValueCache"
+            f"generation needs a cache argument, which {_name(module)}.forward does not accept;"
+            " add cache=None, a KeyValueCache"
         )
 
 
-def warn_of_no_documents(module: nn.Module) -> None:
-    """Warn where a module cannot tell documents in packed rows apart, before any row has two."""
-    if not takes(module, "documents"):
+def warn_without_documents(module: nn.Module) -> None:
+    """Warn if a module accepts no documents, so that packed rows will be rejected."""
+    if not accepts(module, "documents"):
         logger.warning(
-            "%s.forward takes no documents: an update is refused as soon as a row has more than"
-            " one, and TokenStream and `ms-parallel train` always send them; take documents=None"
-            " and mask attention by it, or leave 'documents' out of the batch",
+            "%s.forward accepts no documents: a step fails if a row has more than one, and"
+            " TokenStream and `ms-parallel train` always send them; add documents=None and mask"
+            " attention with it, or leave 'documents' out of the batch",
             _name(module),
         )
 
@@ -157,58 +161,58 @@ def _name(module: nn.Module) -> str:
 
 
 def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
-    """Call a module with as much of positions, documents, cache, pictures as its forward names."""
+    """Call a module with the positions, documents, cache and pictures that it accepts."""
     if isinstance(module, OwnStage):
         stage: Tensor = module(tokens, **context)
         return stage
-    passed = {name: value for name, value in context.items() if takes(module, name)}
+    passed = {name: value for name, value in context.items() if accepts(module, name)}
     _check_passed(module, context, passed)
     cache = passed.get("cache")
-    held = cache.length if cache is not None else 0
-    made: Tensor = module(tokens, **passed)
-    if cache is not None and cache.length != held + tokens.shape[1]:
+    cached = cache.length if cache is not None else 0
+    logits: Tensor = module(tokens, **passed)
+    if cache is not None and cache.length != cached + tokens.shape[1]:
         raise ModelError(
-            f"{type(module).__name__} did not fill its cache, without which it cannot generate; see"
-            " ms_parallel.models.KeyValueCache"
+            f"generation needs a filled cache, and {type(module).__name__} did not append its keys"
+            " and values; see ms_parallel.models.KeyValueCache"
         )
-    if made.ndim != 3 or made.shape[:2] != tokens.shape:
+    if logits.ndim != 3 or logits.shape[:2] != tokens.shape:
         raise ModelError(
-            f"{type(module).__name__} returned a tensor {tuple(made.shape)} for tokens"
-            f" {tuple(tokens.shape)}; return logits (rows, positions, vocabulary)"
+            f"{type(module).__name__} must return logits (rows, positions, vocabulary) for tokens"
+            f" {tuple(tokens.shape)}, got {tuple(logits.shape)}"
         )
-    return made
+    return logits
 
 
 def _check_passed(module: nn.Module, context: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
-    """Check that a module takes all of the context on which its result depends."""
+    """Check that a module accepts every argument on which its result depends."""
     documents, cache = context.get("documents"), context.get("cache")
     if "pictures" in context and "pictures" not in passed:
         raise ModelError(
-            f"{type(module).__name__}.forward takes no pictures, and the batch has some; take"
-            " pictures=None, or leave them out of the data"
+            f"the batch has pictures, which {type(module).__name__}.forward does not accept; add"
+            " pictures=None, or remove them from the data"
         )
     if cache is not None:
-        check_generates(module)
+        check_accepts_cache(module)
     if (
         "documents" not in passed
         and documents is not None
         and bool((documents != documents[:, :1]).any())
     ):
         raise ModelError(
-            f"{type(module).__name__}.forward takes no documents, so that attention would cross"
-            " them in packed rows; take documents=None, or leave them out of the batch"
+            f"the batch has packed documents, which {type(module).__name__}.forward does not"
+            " accept, so attention would cross them; add documents=None, or leave them out"
         )
 
 
 def check_stages(module: nn.Module, plan: ModelPlan, layers: Sequence[range]) -> None:
-    """Check that the stages of a module, one after another, compute what the whole module does.
+    """Check that running a module's stages in order gives the logits of the full module.
 
     Each stage runs the module's own forward around its blocks, so an operation between blocks
-    (`x = block(x).tanh()`) would run once in each stage. Tries a row of 8 tokens with the module's
-    own weights, which the stages share, before they are split.
+    (`x = block(x).tanh()`) would run once in each stage. Runs a row of 8 tokens through stages that
+    share the module's weights, before they are split.
 
     Args:
-        module: whole.
+        module: full module.
         plan: names its blocks and ends.
         layers: block numbers of each stage, in order.
 
@@ -222,24 +226,26 @@ def check_stages(module: nn.Module, plan: ModelPlan, layers: Sequence[range]) ->
         "documents": torch.zeros(1, 8, dtype=torch.int32, device=device),
         "cache": None,
     }
-    shared = {id(each): each for each in (*module.parameters(), *module.buffers())}
-    whole = deepcopy(module, dict(shared)).eval()
+    # deepcopy's memo makes the copies share parameters and buffers.
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    full = deepcopy(module, dict(shared)).eval()
     try:
         with torch.no_grad():
-            expected = call_own(whole, tokens, **context)
-    except Exception:  # it needs other inputs, such as pictures; the first update shows it
+            expected = call_own(full, tokens, **context)
+    except Exception:  # needs other inputs, such as pictures; real errors appear in the first step
         return
+    # Tokens for the first stage, then hidden states.
     hidden = tokens
-    for part in layers:
-        stage = OwnStage(deepcopy(module, dict(shared)), plan, part).eval()
-        with torch.enable_grad():  # by gradients a stage knows what an earlier one's weights made
+    for stage_layers in layers:
+        stage = OwnStage(deepcopy(module, dict(shared)), plan, stage_layers).eval()
+        with torch.enable_grad():  # the gate finds earlier stages' results by their autograd graph
             hidden = call_own(stage, hidden, **context).detach()
-    apart = float((hidden - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
-    if not apart <= TRIAL_TOLERANCE:
+    difference = float((hidden - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    if not difference <= TRIAL_TOLERANCE:
         raise ModelError(
-            f"pipeline stages of {type(module).__name__} must compute the logits of the whole"
-            f" module, and differ by {apart:.1e} in a trial: its forward computes something between"
-            " its blocks; move that into the blocks, or set pipeline=1"
+            f"pipeline stages of {type(module).__name__} must give the logits of the full module,"
+            f" but differ by {difference:.1e} in a trial run: its forward computes something"
+            " between its blocks; move that into the blocks, or set pipeline=1"
         )
 
 
@@ -254,30 +260,31 @@ def build_own(
     sharding: Sharding,
     prepare: Callable[[Any], object] | None = None,
 ) -> dict[int, nn.Module]:
-    """Take a module over, in place: every process the first one's weights, then each its part.
+    """Split a user-defined module in place, starting from the weights of rank 0.
 
     Args:
-        module: whole, on every process.
+        module: full module, on every process.
         plan: how it may be split.
-        layers: numbers of the blocks of each stage that this process has.
-        groups: the layout's processes.
-        mixed_precision: compute in bfloat16 or float16.
-        recompute: what each block runs again in the backward.
-        sharding: what processes share out.
-        prepare: what is done to each stage before it is sharded.
+        layers: block numbers of each stage of this process.
+        groups: process groups of the layout.
+        mixed_precision: compute dtype.
+        recompute: activation checkpointing.
+        sharding: sharding mode.
+        prepare: called with each stage before it is sharded.
 
     Returns:
-        The stages, by number; where the whole is one stage, the module itself.
+        This process's stages by number; without a pipeline, the module itself as stage 0.
     """
     module.to(groups.device)
     with torch.no_grad():
-        _share(module, groups)
+        _broadcast_weights(module, groups)
     stages: dict[int, nn.Module] = {0: module}
     if groups.layout.pipeline > 1:
+        # Every stage cuts its own copy of the module; the last one cuts the module itself.
         copies = [*(deepcopy(module) for _ in range(len(layers) - 1)), module]
         stages = {
-            number: OwnStage(whole, plan, layers[number])
-            for number, whole in zip(layers, copies, strict=True)
+            number: OwnStage(copy, plan, layers[number])
+            for number, copy in zip(layers, copies, strict=True)
         }
     for stage in stages.values():
         split_model(stage, plan, groups, gather_logits=True)
@@ -289,54 +296,54 @@ def build_own(
 
 
 def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Recompute) -> None:
-    """Check that a layout asks nothing of a module that its plan does not say.
+    """Check that a module's plan supports the layout.
 
     Raises:
-        LayoutError: the layout splits what the plan does not.
-        ConfigError: the plan names what the module has not, there is nothing to train, or no block
-            to recompute.
+        LayoutError: the layout splits something that the plan does not.
+        ConfigError: the plan names missing modules, no parameter is trainable, or recomputation
+            needs blocks and the plan names none.
     """
     name = type(module).__name__
     plan.check_names(module)
     if layout.context > 1:
         raise LayoutError(
-            f"context={layout.context} cannot share out rows of {name}: its attention is its own"
-            " and would see a part of each; set context=1 and give its processes to data"
+            f"context={layout.context} cannot split the rows of {name}, whose own attention would"
+            " see only a part of each row; set context=1 and raise data instead"
         )
     if layout.expert > 1:
         raise LayoutError(
-            f"expert={layout.expert} cannot share out experts of {name}, whose modules are its own;"
-            " set expert=1: data shards them too"
+            f"expert={layout.expert} cannot split the experts of {name}, a user-defined module; set"
+            " expert=1: the data axis shards them too"
         )
     if layout.pipeline > 1:
         check_stage_plan(module, plan, layout.pipeline)
     parameters = dict(module.named_parameters())
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(f"{name} has no parameter that requires a gradient, so none to train")
+        raise ConfigError(f"{name} has no parameter to train; unfreeze at least one")
     check_recompute(recompute)
-    if recompute != "none" and not any(plan.is_block(each) for each, _ in module.named_modules()):
+    if recompute != "none" and not any(plan.is_block(path) for path, _ in module.named_modules()):
         raise ConfigError(
-            f"recompute={recompute!r} needs the blocks of {name}; name them:"
+            f"recompute={recompute!r} needs to know the blocks of {name}; name them:"
             " ModelPlan(blocks='layers.*')"
         )
     if layout.tensor == 1:
         return
     if not plan.tensor:
         raise LayoutError(
-            f"tensor={layout.tensor} cannot split {name} without a plan; give"
-            " plan=ModelPlan(tensor={...}), or set tensor=1 and give its processes to data"
+            f"tensor={layout.tensor} cannot split {name} without a plan; pass"
+            " plan=ModelPlan(tensor={...}), or set tensor=1 and raise data instead"
         )
-    for each, parameter in parameters.items():
-        dim = plan.split_dim(each)
+    for param_name, parameter in parameters.items():
+        dim = plan.split_dim(param_name)
         if dim is not None and parameter.shape[dim] % layout.tensor:
             raise LayoutError(
-                f"tensor={layout.tensor} does not divide dim {dim % parameter.ndim} of {each!r} of"
-                f" {name}, which is {parameter.shape[dim]}"
+                f"tensor={layout.tensor} must divide dim {dim % parameter.ndim} of {param_name!r}"
+                f" of {name}, which has size {parameter.shape[dim]}; set tensor to a divisor"
             )
 
 
-def _share(module: nn.Module, groups: Groups) -> None:
-    """Give all processes the weights of the first, whatever each has drawn."""
+def _broadcast_weights(module: nn.Module, groups: Groups) -> None:
+    """Broadcast the weights of rank 0; each process may have initialized its own."""
     if groups.layout.world_size == 1:
         return
     for tensor in (*module.parameters(), *module.buffers()):

@@ -26,7 +26,7 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part:
-    """Return this process's part of a tensor; all of it for a plain tensor.
+    """Return this process's part of a tensor; a plain tensor is its own part.
 
     Supports placements whose local values form one box: replicas, even and uneven shards, and FSDP
     shards of a tensor-parallel shard. Call it under `torch.no_grad`.
@@ -52,10 +52,10 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Wrap `local` as this process's part of a tensor with the placement of `tensor`."""
+    """Wrap `local` as this process's part of a DTensor placed like `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
-    if local.device != tensor.to_local().device:  # which `from_local` would copy
+    if local.device != tensor.to_local().device:  # `from_local` would copy it to the mesh's device
         return with_spec(local, spec_of(tensor))
     return DTensor.from_local(
         local,
@@ -68,10 +68,11 @@ def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this process's part of a parameter's gradient; zeros if there is none."""
+    """Return this process's part of a parameter's gradient; zeros without a gradient."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(local_part(parameter))
+    # A gradient may be placed differently from its parameter.
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)
     return local_part(gradient)

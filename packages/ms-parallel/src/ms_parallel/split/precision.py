@@ -15,7 +15,7 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.precision_choice import MixedPrecision, precision_name
 
 logger = logging.getLogger(__name__)
-WORTH_TELLING = 1.5
+SLOWDOWN_TO_WARN = 1.5
 """Ratio of bfloat16 to float32 time to warn at; about 0.5 on CPUs with bfloat16 matmul."""
 
 
@@ -35,6 +35,7 @@ def cast_hidden_states(block: nn.Module, dtype: torch.dtype) -> None:
     """
 
     def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The first input is positional or, in some blocks, a keyword argument.
         name = None if args else next(iter(kwargs), None)
         hidden = args[0] if args else kwargs.get(name or "")
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
@@ -47,10 +48,10 @@ def cast_hidden_states(block: nn.Module, dtype: torch.dtype) -> None:
 
 
 def compute_in(stage: Decoder, plan: ModelPlan, dtype: torch.dtype) -> None:
-    """Compute a whole model of one process in `dtype`; its weights stay float32.
+    """Compute an unsharded model on one process in `dtype`; its weights stay float32.
 
     Each block casts its weights where it uses them, so that torch.compile fuses the casts, and
-    gradients are float32 as they leave the backward pass. FSDP would copy both once more.
+    gradients leave the backward pass in float32. FSDP would copy both once more.
     """
     stage.compute_dtype = dtype
     blocks = tuple(f"{name}." for name, _ in stage.named_modules() if plan.is_block(name))
@@ -61,31 +62,32 @@ def compute_in(stage: Decoder, plan: ModelPlan, dtype: torch.dtype) -> None:
 
 
 def _cast_weights_of(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the forward of a module by one that computes with its weights in `dtype`."""
-    held = _Held(module)
+    """Wrap a module's forward to cast the module's weights to `dtype`."""
+    original = _OriginalForward(module)
     cached: dict[str, Tensor] = {}
     versions: dict[str, int] = {}
     module.weights_in_compute_dtype = cached  # type: ignore[assignment]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            cast = {name: weight.to(dtype) for name, weight in held.named_parameters()}
-        else:  # such as generation, whose forwards all use the same weights
-            cast = kept()
-        return functional_call(held, cast, args, kwargs)
+            cast = {name: weight.to(dtype) for name, weight in original.named_parameters()}
+        else:  # generation, for example, runs many forward passes on the same weights
+            cast = cached_weights()
+        return functional_call(original, cast, args, kwargs)
 
-    def kept() -> dict[str, Tensor]:
-        weights = dict(held.named_parameters())
-        now = {name: weight._version for name, weight in weights.items()}
-        if not cached or now != versions:
+    def cached_weights() -> dict[str, Tensor]:
+        weights = dict(original.named_parameters())
+        # In-place updates by the optimizer increase a weight's version.
+        current = {name: weight._version for name, weight in weights.items()}
+        if not cached or current != versions:
             cached.update({name: weight.to(dtype) for name, weight in weights.items()})
-            versions.update(now)
+            versions.update(current)
         return cached
 
     module.forward = wraps(module.forward)(forward)
 
 
-class _Held(nn.Module):
+class _OriginalForward(nn.Module):
     """Calls a module's original forward, without its hooks, and gives access to its weights."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -105,7 +107,7 @@ def warn_of_slow_bfloat16(device: torch.device) -> None:
     if device.type != "cpu":
         return
     # The measured ratio is not shown: a few milliseconds under load give a different one each time.
-    if bfloat16_slowdown() > WORTH_TELLING:
+    if bfloat16_slowdown() > SLOWDOWN_TO_WARN:
         logger.warning(
             "warning: mixed_precision is slow here: this processor has no bfloat16 matrix product,"
             " so bfloat16 takes longer than float32; set mixed_precision to false"

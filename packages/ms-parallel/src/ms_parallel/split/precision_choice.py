@@ -1,4 +1,4 @@
-"""What a model may compute in, as settings name it; without torch."""
+"""The `mixed_precision` setting. Needs no torch."""
 
 from typing import Any, Literal
 
@@ -6,15 +6,17 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.settings import short_repr
 
 MixedPrecision = bool | Literal["float16"]
-"""False computes in float32, True in bfloat16; weights, moments and sums are float32 in all."""
+"""Compute in float32 (False), bfloat16 (True) or float16.
+
+Weights, optimizer state and reductions are always float32."""
 NAMES = {"bfloat16": True, "float16": "float16"}
 
 
 def mixed_precision(value: Any) -> MixedPrecision:
-    """Return the choice that a flag or a name stands for.
+    """Parse a flag or a dtype name.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or the name is unknown.
     """
     if isinstance(value, bool):
         return value
@@ -27,5 +29,5 @@ def mixed_precision(value: Any) -> MixedPrecision:
 
 
 def precision_name(choice: MixedPrecision) -> str:
-    """Return the name of the precision that is computed in."""
+    """Return the name of the compute dtype."""
     return choice if isinstance(choice, str) else "bfloat16" if choice else "float32"

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.experts.grouped import Experts
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.split.data_axis import EACH, Sharding
+from ms_parallel.split.data_axis import REDUCE_EACH_MICROBATCH, Sharding
 from ms_parallel.split.expert_parallel import shard_dim
 from ms_parallel.split.precision import cast_hidden_states, precision_policy
 from ms_parallel.split.precision_choice import MixedPrecision
@@ -30,7 +30,7 @@ def shard_model(
     mixed_precision: MixedPrecision,
     sharding: Sharding = "auto",
 ) -> None:
-    """Wrap each block, then the root, in place. Gradients are summed over ranks, not averaged.
+    """Wrap each block, then the root, with FSDP2 in place. Gradients are summed, not averaged.
 
     With one data-parallel process in float32 nothing is wrapped. Under expert parallelism, experts
     are wrapped before their block, over the processes with the same experts.
@@ -38,26 +38,27 @@ def shard_model(
     if groups.layout.shards == 1 and not mixed_precision:
         return
     sharded = groups.layout.shards > 1
-    freed = sharding == "zero3" or (sharding == "auto" and groups.layout.pipeline == 1)
+    reshard = sharding == "zero3" or (sharding == "auto" and groups.layout.pipeline == 1)
     policy = precision_policy(mixed_precision)
     settings: dict[str, Any] = {
         "mesh": groups.shards,
         "mp_policy": policy,
-        "reshard_after_forward": freed and sharded,  # one process would only cast weights again
+        "reshard_after_forward": reshard and sharded,  # a single shard would only be cast again
     }
     # Block inputs include tensors that must not be rounded: rotary tables, masks, router weights.
     # The inputs of the root are tokens or pixels, which may be cast.
-    inner = {**settings, "mp_policy": replace(policy, cast_forward_inputs=False)}
-    own = {
-        **inner,
+    block_settings = {**settings, "mp_policy": replace(policy, cast_forward_inputs=False)}
+    expert_settings = {
+        **block_settings,
         "mesh": groups.expert_shards,
         "shard_placement_fn": lambda weight: Shard(shard_dim(weight, groups.expert_shards.size())),
     }
     for module in _blocks(model, plan):
+        # Inner units first, as `fully_shard` excludes parameters of units that are already wrapped.
         for experts in module.modules() if groups.experts is not None else ():
             if isinstance(experts, Experts):
-                _wrap(experts, own)
-        _wrap(module, inner)
+                _wrap(experts, expert_settings)
+        _wrap(module, block_settings)
         if policy.param_dtype is not None:
             cast_hidden_states(module, policy.param_dtype)
     _wrap(model, {**settings, "reshard_after_forward": False})  # the loss still needs the head
@@ -73,7 +74,8 @@ def _blocks(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
 
 def _wrap(module: nn.Module, settings: dict[str, Any]) -> None:
     wrapped: Any = fully_shard(module, **settings)
-    if settings["mesh"].size() > 1:  # else FSDP divides nothing; a factor would cost a pass
+    # A single rank has nothing to divide, and a divide factor would cost a pass over gradients.
+    if settings["mesh"].size() > 1:
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
 
@@ -81,7 +83,7 @@ def _wrap(module: nn.Module, settings: dict[str, Any]) -> None:
 def gather_weights(model: nn.Module) -> None:
     """Start all-gathering sharded weights; the next forward or backward pass waits for them."""
     if isinstance(model, FSDPModule):
-        start_fsdp_streams(model)  # before the first forward there are no streams yet
+        start_fsdp_streams(model)  # streams do not exist before the first forward pass
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard(async_op=True)
@@ -92,7 +94,7 @@ def set_last_backward(
     last: bool,
     sharding: Sharding = "auto",
     *,
-    whole: bool = True,
+    complete: bool = True,
     summed: bool = True,
 ) -> None:
     """Set whether the next backward pass is the last of the step, which reduces gradients.
@@ -101,27 +103,29 @@ def set_last_backward(
         model: a stage.
         last: whether the backward pass is the last.
         sharding: sharding mode; some modes reduce after every backward pass.
-        whole: whether the backward pass computes all weight gradients, with none delayed.
+        complete: whether the backward pass computes all weight gradients and defers none.
         summed: whether gradients are reduced over the data axis at all.
     """
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)
-        model.set_requires_gradient_sync(summed and (last or (whole and sharding in EACH)))
-        model.set_reshard_after_backward(last or (whole and sharding == "zero3"))
-        # The losses of microbatches that have passed forwards wait for the head.
+        model.set_requires_gradient_sync(
+            summed and (last or (complete and sharding in REDUCE_EACH_MICROBATCH))
+        )
+        model.set_reshard_after_backward(last or (complete and sharding == "zero3"))
+        # The root holds the head, which losses of later microbatches still need.
         model.set_reshard_after_backward(last, recurse=False)
 
 
 def after_weight_gradients(
     model: nn.Module, last: bool, sharding: Sharding = "auto", *, summed: bool = True
 ) -> None:
-    """Do what FSDP does at the end of a backward, for gradients that were added outside of one.
+    """Run FSDP's end-of-backward work for weight gradients accumulated outside a backward pass.
 
     Args:
-        model: the stage whose weights' gradients were put off, and are now added.
-        last: whether they were the step's last, so that they are to be summed over the data axis.
-        sharding: which may sum after each.
-        summed: whether they are summed at all.
+        model: a stage whose deferred weight gradients have been accumulated.
+        last: they are the last of the step, so gradients are reduced over the data axis.
+        sharding: sharding mode; some modes reduce after every backward pass.
+        summed: whether gradients are reduced over the data axis at all.
     """
     if isinstance(model, FSDPModule):
         set_last_backward(model, last, sharding, summed=summed)
@@ -132,11 +136,11 @@ def after_weight_gradients(
 
 
 def _widen_gradients(module: FSDPModule) -> None:
-    """Take gradients to the dtype in which they are summed.
+    """Cast gradients to the reduction dtype.
 
-    FSDP2 leaves that to the backward that sums, and there all have one dtype. Here some have been
-    widened already behind an earlier backward, such as those of norms.
+    FSDP2 casts in the backward pass that reduces, and expects one dtype for all. Here an earlier
+    backward pass has already cast some, such as gradients of norms.
     """
-    for each in fsdp_parameters(module):
-        if each.unsharded_accumulated_grad is None and gathered_weight(each) is not None:
-            each.to_accumulated_grad_if_needed()
+    for param in fsdp_parameters(module):
+        if param.unsharded_accumulated_grad is None and gathered_weight(param) is not None:
+            param.to_accumulated_grad_if_needed()

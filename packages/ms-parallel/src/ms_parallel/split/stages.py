@@ -1,4 +1,4 @@
-"""Cuts a model into pipeline stages and builds those of this process, split and sharded."""
+"""Cuts a model into pipeline stages, and builds a stage split and sharded."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -26,9 +26,9 @@ from ms_parallel.split.tensor_parallel import split_model
 def cut_layers(
     layers: int, stages: int, cuts: Sequence[int], split: Sequence[int] | None = None
 ) -> list[range]:
-    """Cut layers into stages by `split`, or as evenly as `cuts` allow with extra layers first.
+    """Cut layers into stages by `split`, or as evenly as `cuts` allow.
 
-    The last stage also has the head, so it does not get the extra layers.
+    Leftover layers go to the first stages, since the last one also has the head.
 
     Args:
         layers: number of layers of the model.
@@ -40,7 +40,7 @@ def cut_layers(
         LayoutError: there are fewer cuts than stages, or the split does not match.
     """
     if split is not None:
-        return _as_chosen(layers, stages, cuts, split)
+        return _cut_by_split(layers, stages, cuts, split)
     if stages > len(cuts):
         raise LayoutError(
             f"the model can be split into at most {len(cuts)} pipeline stages, got {stages}; use"
@@ -48,25 +48,30 @@ def cut_layers(
         )
     starts: list[int] = []
     for stage in range(stages):
+        # Rounded up, so that leftover layers go to the first stages.
         ideal = -(-layers * stage // stages)
+        # Leave at least one cut for each earlier and later stage.
         earliest = stage if not starts else cuts.index(starts[-1]) + 1
         latest = len(cuts) - (stages - stage)
         starts.append(min(cuts[earliest : latest + 1], key=lambda cut: abs(cut - ideal)))
     return [range(a, b) for a, b in zip(starts, [*starts[1:], layers], strict=True)]
 
 
-def _as_chosen(layers: int, stages: int, cuts: Sequence[int], split: Sequence[int]) -> list[range]:
+def _cut_by_split(
+    layers: int, stages: int, cuts: Sequence[int], split: Sequence[int]
+) -> list[range]:
     ends = list(accumulate(split))
     starts = [0, *ends[:-1]]
     if len(split) != stages or ends[-1] != layers or min(split) < 1:
         raise LayoutError(
-            f"a split of {tuple(split)} layers does not share out {layers} over {stages} stages; "
-            "give each stage at least one, and all of them"
+            f"a layer split must give each of {stages} stages at least one of the {layers} layers,"
+            f" got {tuple(split)}; change it to sum to {layers}"
         )
     for start in starts:
         if start not in cuts:
             raise LayoutError(
-                f"no stage may begin at layer {start}; this model can be cut at {tuple(cuts)}"
+                f"pipeline stages of this model must start at one of the layers {tuple(cuts)}, got"
+                f" {start}; change the layer split"
             )
     return [range(a, b) for a, b in zip(starts, ends, strict=True)]
 
@@ -84,10 +89,10 @@ def build_stage(
     allocate: bool = True,
     casts_weights: bool = False,
 ) -> StagedModel:
-    """Build one stage on this process's device; its weights are allocated if asked, but not set.
+    """Build one stage on this process's device. Weights are not initialized.
 
-    It is built without storage, then split, prepared, marked for recomputation and sharded in that
-    order, so that no process ever holds more than its part.
+    It is built on the meta device, then split, prepared, wrapped for recomputation and sharded, in
+    that order, so no process ever allocates more than its shard.
 
     Args:
         config: model configuration.
@@ -95,10 +100,10 @@ def build_stage(
         groups: process groups of the layout.
         mixed_precision: compute dtype.
         recompute: activation checkpointing.
-        sharding: what data ranks shard.
+        sharding: sharding mode.
         ops: operators.
         prepare: called with the stage before it is sharded.
-        allocate: allocate weights; otherwise they stay without storage.
+        allocate: allocate weights; otherwise they stay on the meta device.
         casts_weights: in one process, cast weights inside compiled blocks instead of with FSDP.
     """
     plan = model_plan(config)

@@ -24,19 +24,19 @@ from ms_parallel.models.plan import ModelPlan, Style
 def split_model(
     model: nn.Module, plan: ModelPlan, groups: Groups, *, gather_logits: bool = False
 ) -> None:
-    """Replace, in place, the parameters that the plan splits by DTensors on the tensor axis.
+    """Split the parameters that the plan names over the tensor axis, in place, as DTensors.
 
-    Between blocks each rank holds its part of the sequence. What feeds `column` modules gathers
-    it once for all of them; `row` modules and the embedding sum and scatter it again. Parameters
-    that stay whole stay plain tensors, so that any operator takes them; each rank then has only
-    its own share of their gradient, see `is_whole`.
+    Between blocks each rank holds a slice of the sequence. The parent of `column` modules gathers
+    the sequence once for its children; `row` modules and the embedding reduce-scatter it again.
+    Replicated parameters stay plain tensors, so that any operator accepts them; each rank then has
+    only a partial sum of their gradient, see `has_partial_gradient`.
 
     Args:
-        model: to be split.
-        plan: how.
-        groups: the layout's processes.
-        gather_logits: a linear map over the vocabulary gives whole logits on each rank, where its
-            module is called; else who uses its weight asks for the local part.
+        model: model to split.
+        plan: parallel plan of the model.
+        groups: process groups of the layout.
+        gather_logits: the head's module returns full logits on each rank. Otherwise its weight is
+            only split, and the loss uses the local rows.
     """
     if groups.layout.tensor == 1:
         return
@@ -45,7 +45,7 @@ def split_model(
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         if not plan.split_sequence:
-            styles |= _of_whole_sequence(plan, name)
+            styles |= _full_sequence_style(plan, name)
             continue
         match plan.style(f"{name}.weight"):
             case "column":
@@ -53,11 +53,13 @@ def split_model(
                 styles[name.rpartition(".")[0]] = PrepareModuleInput(
                     input_layouts=Shard(1), desired_input_layouts=Replicate()
                 )
+            # MLA: these modules gather their own input, and the parent the key that heads share.
             case "gathering_column":
                 styles[name] = ColwiseParallel(input_layouts=Shard(1))
-                styles[name.rpartition(".")[0]] = ShowWhole()
+                styles[name.rpartition(".")[0]] = GatherSequenceFunction()
             case "row":
                 styles[name] = RowwiseParallel(output_layouts=Shard(1))
+            # Each rank looks up its part of the vocabulary; partial sums are reduce-scattered.
             case "vocabulary" if isinstance(module, nn.Embedding):
                 styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
             case "vocabulary" if gather_logits:
@@ -69,20 +71,21 @@ def split_model(
             case "split_width":
                 styles[name] = SplitWidth()
             case "router":
-                styles[name] = SpreadChoices()
+                styles[name] = GatherRouterChoices()
             case "expert_column" | "expert_row" as style:
                 styles[name] = SplitExperts(rows=style == "expert_column")
                 styles[name.rpartition(".")[0]] = GatherTokens()
+            # Replicated parameters on a slice of the sequence, or on the local heads.
             case "sequence" | "heads":
                 pass
             case style:
-                raise _misfit(name, style, plan)
+                raise _unsupported_style(name, style, plan)
     # None: every rank slices locally without communication, since weights are filled later.
     parallelize_module(model, groups.mesh["tensor"], styles, src_data_rank=None)
 
 
-def _of_whole_sequence(plan: ModelPlan, name: str) -> dict[str, ParallelStyle]:
-    """Choose a module's style without sequence parallelism."""
+def _full_sequence_style(plan: ModelPlan, name: str) -> dict[str, ParallelStyle]:
+    """Return a module's parallel style without sequence parallelism."""
     match plan.style(f"{name}.weight"):
         case "column":
             return {name: ColwiseParallel()}
@@ -93,11 +96,11 @@ def _of_whole_sequence(plan: ModelPlan, name: str) -> dict[str, ParallelStyle]:
         case "row_of_whole":
             return {name: RowwiseParallel(input_layouts=Replicate())}
         case "summed":
-            return {name: SumOfParts(plan, name)}
+            return {name: PartialSumModule(plan, name)}
         case "heads" | "replicated":
             return {}
         case style:
-            raise _misfit(name, style, plan)
+            raise _unsupported_style(name, style, plan)
 
 
 SEQUENCE_STYLES = tuple(
@@ -105,13 +108,21 @@ SEQUENCE_STYLES = tuple(
     for style in get_args(Style)
     if style not in ("column_to_whole", "replicated", "row_of_whole", "summed")
 )
-"""Styles with sequence parallelism: each rank has its part of the sequence between blocks."""
-WHOLE_STYLES = ("column", "column_to_whole", "heads", "replicated", "row", "row_of_whole", "summed")
+"""Styles with sequence parallelism: each rank has a slice of the sequence between blocks."""
+FULL_SEQUENCE_STYLES = (
+    "column",
+    "column_to_whole",
+    "heads",
+    "replicated",
+    "row",
+    "row_of_whole",
+    "summed",
+)
 """Styles without sequence parallelism: each rank has the full sequence between blocks."""
 
 
-def _misfit(name: str, style: str, plan: ModelPlan) -> ModelError:
-    styles = SEQUENCE_STYLES if plan.split_sequence else WHOLE_STYLES
+def _unsupported_style(name: str, style: str, plan: ModelPlan) -> ModelError:
+    styles = SEQUENCE_STYLES if plan.split_sequence else FULL_SEQUENCE_STYLES
     return ModelError(
         f"the style of {name!r} must be one of {', '.join(styles)} in a plan with"
         f" split_sequence={plan.split_sequence}, got {style!r}; change it, or set split_sequence"
@@ -119,7 +130,7 @@ def _misfit(name: str, style: str, plan: ModelPlan) -> ModelError:
     )
 
 
-def is_whole(name: str, plan: ModelPlan) -> bool:
+def has_partial_gradient(name: str, plan: ModelPlan) -> bool:
     """Whether tensor ranks have the full parameter but only a partial sum of its gradient."""
     style = plan.style(name)
     return style in ("sequence", "heads", "router") or (
@@ -129,22 +140,22 @@ def is_whole(name: str, plan: ModelPlan) -> bool:
 
 def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
     """All-gather the sequence on every tensor rank; the backward pass sums the gradients."""
-    return _gathered(hidden, groups.mesh["tensor"])
+    return _all_gather_sequence(hidden, groups.mesh["tensor"])
 
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
     """All-gather logits (B, S, V) of the full vocabulary on every tensor rank."""
-    spread = DTensor.from_local(logits, groups.mesh["tensor"], [Shard(2)], run_check=False)
-    return spread.redistribute(placements=[Replicate()]).to_local()
+    sharded = DTensor.from_local(logits, groups.mesh["tensor"], [Shard(2)], run_check=False)
+    return sharded.redistribute(placements=[Replicate()]).to_local()
 
 
 def local_view(weight: Tensor) -> Tensor:
-    """Return this process's rows of a weight, differentiably."""
+    """Return this process's rows of a weight; differentiable."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class SplitRows(ParallelStyle):
-    """Splits dim 0 of a module's parameters; who uses them asks for their local part."""
+    """Splits dim 0 of a module's parameters; the module's users take their local part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -157,10 +168,10 @@ class SplitRows(ParallelStyle):
         return module
 
 
-class SumOfParts(ParallelStyle):
-    """Splits a module's own parameters as the plan says of each, and sums the module's output.
+class PartialSumModule(ParallelStyle):
+    """Splits each parameter of a module by the plan, and all-reduces the module's output.
 
-    Who uses them asks for their local part. Each rank has a share of the inputs' gradient.
+    The module computes with local parts, so each rank has a partial sum of the inputs' gradient.
     """
 
     def __init__(self, plan: ModelPlan, name: str) -> None:
@@ -168,39 +179,44 @@ class SumOfParts(ParallelStyle):
         self.plan, self.name = plan, name
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for own, parameter in list(module.named_parameters(recurse=False)):
-            dim = self.plan.split_dim(f"{self.name}.{own}")
+        for param_name, parameter in list(module.named_parameters(recurse=False)):
+            dim = self.plan.split_dim(f"{self.name}.{param_name}")
             assert dim is not None
             split: DTensor = distribute_tensor(
                 parameter, device_mesh, [Shard(dim % parameter.ndim)], src_data_rank=None
             )
-            module._parameters[own] = nn.Parameter(split, requires_grad=parameter.requires_grad)
+            module._parameters[param_name] = nn.Parameter(
+                split, requires_grad=parameter.requires_grad
+            )
 
-        def shared(value: Any) -> Any:
+        # Each rank computes a part of the output, so it gets a partial input gradient.
+        def mark_partial_grad(value: Any) -> Any:
             if not (isinstance(value, Tensor) and value.is_floating_point()):
                 return value
-            whole = DTensor.from_local(value, device_mesh, [Replicate()], run_check=False)
-            return whole.to_local(grad_placements=[Partial()])
+            replicated = DTensor.from_local(value, device_mesh, [Replicate()], run_check=False)
+            return replicated.to_local(grad_placements=[Partial()])
 
-        def share(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            return tuple(map(shared, args)), {key: shared(value) for key, value in named.items()}
+        def mark_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return tuple(map(mark_partial_grad, args)), {
+                key: mark_partial_grad(value) for key, value in kwargs.items()
+            }
 
-        def total(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-            part = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
-            return part.redistribute(placements=[Replicate()]).to_local()
+        def all_reduce_output(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            partial = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            return partial.redistribute(placements=[Replicate()]).to_local()
 
-        module.register_forward_pre_hook(share, with_kwargs=True)
-        module.register_forward_hook(total)
+        module.register_forward_pre_hook(mark_inputs, with_kwargs=True)
+        module.register_forward_hook(all_reduce_output)
         return module
 
 
-class ShowWhole(ParallelStyle):
-    """Gives a module on a part of the sequence a function that gathers the full sequence."""
+class GatherSequenceFunction(ParallelStyle):
+    """Sets a module's `whole` function, which gathers the full sequence from its slice."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        shown: Any = module
-        assert callable(shown.whole)
-        shown.whole = lambda part: _gathered(part, device_mesh)
+        typed: Any = module
+        assert callable(typed.whole)
+        typed.whole = lambda part: _all_gather_sequence(part, device_mesh)
         return module
 
 
@@ -210,10 +226,10 @@ class SplitHeads(SplitRows):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
 
-        def spread(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        def sharded(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
             return (DTensor.from_local(inputs[0], device_mesh, [Shard(2)], run_check=False),)
 
-        module.register_forward_pre_hook(spread)
+        module.register_forward_pre_hook(sharded)
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
 
@@ -223,30 +239,30 @@ class SplitWidth(SplitRows):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, FullWidthNorm)
-        module.across = _Mesh(device_mesh)
+        module.across = _NormReduction(device_mesh)
         return super()._apply(module, device_mesh)
 
 
-class _Mesh:
-    """Sum over the processes of a mesh, for norms over a split width."""
+class _NormReduction:
+    """All-reduce of sums of squares, for norms over a split width."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
 
     def total(self, sums: Tensor) -> Tensor:
-        spread = DTensor.from_local(sums, self.mesh, [Partial()], run_check=False)
-        return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        sharded = DTensor.from_local(sums, self.mesh, [Partial()], run_check=False)
+        return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def local(self, weight: Tensor) -> Tensor:
         return local_view(weight)
 
 
-class SpreadChoices(ParallelStyle):
-    """Gives a router on a part of the sequence the choices of the full sequence."""
+class GatherRouterChoices(ParallelStyle):
+    """Sets a router's `whole` function, which gathers the choices of the full sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Router)
-        module.whole = lambda part: _gathered(part, device_mesh)
+        module.whole = lambda part: _all_gather_sequence(part, device_mesh)
         module.part = device_mesh.get_local_rank()
         return module
 
@@ -261,9 +277,11 @@ class SplitExperts(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, GroupedLinear)
         for name, parameter in list(module.named_parameters(recurse=False)):
+            # Every rank adds the bias to its partial sum, so each adds its share of it.
             if name == "bias" and not self.rows:
                 module.share = 1.0 / device_mesh.size()
                 continue
+            # Dim 2 is the expert width I of both gate_up_proj (E, 2, I, H) and down_proj (E, H, I).
             split = distribute_tensor(parameter, device_mesh, [Shard(2)], src_data_rank=None)
             module.register_parameter(
                 name, nn.Parameter(split, requires_grad=parameter.requires_grad)
@@ -276,18 +294,18 @@ class GatherTokens(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return tuple(_gathered(part, device_mesh) for part in inputs)
+            return tuple(_all_gather_sequence(part, device_mesh) for part in inputs)
 
-        def scatter(_: nn.Module, inputs: object, share: Tensor) -> Tensor:
-            spread = DTensor.from_local(share, device_mesh, [Partial()], run_check=False)
-            return spread.redistribute(placements=[Shard(1)]).to_local()
+        def scatter(_: nn.Module, inputs: object, partial_sum: Tensor) -> Tensor:
+            sharded = DTensor.from_local(partial_sum, device_mesh, [Partial()], run_check=False)
+            return sharded.redistribute(placements=[Shard(1)]).to_local()
 
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(scatter)
         return module
 
 
-def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather all positions (B, S, ...) from each rank's (B, part of S, ...); sum the gradients."""
-    spread = DTensor.from_local(part, mesh, [Shard(1)], run_check=False)
-    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+def _all_gather_sequence(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All-gather (B, S, ...) from the (B, S/tensor, ...) of each rank; sum the gradients."""
+    sharded = DTensor.from_local(part, mesh, [Shard(1)], run_check=False)
+    return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

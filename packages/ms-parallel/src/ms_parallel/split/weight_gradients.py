@@ -1,13 +1,16 @@
-"""Delays gradients of weights, so that a backward first gives what another rank awaits.
+"""Defers weight gradients, so that a backward pass first computes the gradient of its input.
 
-Nearly all of a weight's gradient is one product a linear map: its output's gradient with its input.
-Where a schedule splits a backward, that product is not formed in I but kept as its two factors
-until W. All else (norms, biases, embeddings) is cheap and has its gradient in I; so has a head
-whose loss forms the gradient itself, as the vocabulary-parallel one and the chunked one do.
+Nearly all of a weight's gradient is one product per linear layer: output gradient times input.
+Where a schedule splits the backward pass into I (input) and W (weight), I does not compute that
+product but saves its two factors until W. All other gradients (norms, biases, embeddings) are cheap
+and computed in I. So is the head's gradient if the loss computes it (vocabulary-parallel and
+chunked loss).
 
-This differs from cutting the graph in two, as torch.distributed.pipelining does: nothing is walked
-twice, so a recomputed block is recomputed once, and FSDP and DTensor see one common backward. The
-first stage too has something to put off.
+Differences from torch.distributed.pipelining, which cuts the autograd graph in two:
+
+1. The graph is traversed once, so a checkpointed block is recomputed once.
+2. FSDP and DTensor see one ordinary backward pass.
+3. The first stage, which needs no input gradient, also has weight gradients to defer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,36 +23,36 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 
-class Later:
-    """Weight-gradient products delayed by one backward pass."""
+class DeferredWeightGrads:
+    """Factors of the weight gradients deferred by one backward pass."""
 
     def __init__(self) -> None:
         self.factors: list[tuple[Tensor, Tensor, Tensor]] = []
         """(weight (out, in), gradient (..., out), input (..., in))."""
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Accumulate all delayed weight gradients and free their factors."""
+    def flush(self) -> None:
+        """Accumulate all deferred weight gradients and free their factors."""
         while self.factors:
             weight, gradient, x = self.factors.pop()
-            left, right = gradient.flatten(0, -2).t(), x.flatten(0, -2)
+            dy_t, x = gradient.flatten(0, -2).t(), x.flatten(0, -2)  # (out, T), (T, in)
             if weight.grad is None:
-                weight.grad = left @ right
+                weight.grad = dy_t @ x
             elif isinstance(weight.grad, DTensor):
-                weight.grad.add_(left @ right)
+                weight.grad.add_(dy_t @ x)
             else:
-                weight.grad.addmm_(left, right)  # no temporary of the weight's size
+                weight.grad.addmm_(dy_t, x)  # no temporary of the weight's size
 
 
-class putting_off(TorchFunctionMode):  # noqa: N801 - a context manager, read as a verb
-    """While it lasts, linear maps that run leave their weights' gradients to `later`.
+class defer_weight_grads(TorchFunctionMode):  # noqa: N801 - a context manager, read as a verb
+    """Defer the weight gradients of linear layers whose forward runs inside the context.
 
-    Autograd hands modes on to its threads, so a block that is recomputed within it is as it was.
+    Autograd propagates function modes to its threads, so recomputed blocks defer as well.
     """
 
-    def __init__(self, later: Later) -> None:
+    def __init__(self, deferred: DeferredWeightGrads) -> None:
         super().__init__()
-        self.later = later
+        self.deferred = deferred
 
     def __torch_function__(
         self,
@@ -58,30 +61,33 @@ class putting_off(TorchFunctionMode):  # noqa: N801 - a context manager, read as
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace linear maps with a trainable weight; run other functions unchanged."""
+        """Replace linear layers with a trainable weight; run other functions unchanged."""
+        # Leaf weights only: a view or cast of a weight has no `grad` to accumulate into.
         if func is F.linear and not kwargs and torch.is_grad_enabled() and args[1].is_leaf:
             x, weight, bias = (*args, None)[:3]
             if weight.requires_grad:
-                return _Linear.apply(x, weight, bias, self.later)  # type: ignore[no-untyped-call]
+                return _Linear.apply(x, weight, bias, self.deferred)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` whose backward computes only the gradients of input and bias."""
+    """`F.linear` whose backward pass computes only the gradients of input and bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeightGrads
+    ) -> Tensor:
         """Map x (..., in) and weight (out, in) to (..., out)."""
         ctx.save_for_backward(x)
-        # Not saved as a tensor: the gradient must go to this object itself.
-        ctx.weight, ctx.later = weight, later
+        # Not saved by `save_for_backward`: the gradient must be set on this very parameter.
+        ctx.weight, ctx.deferred = weight, deferred
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        """Return the gradients of x and bias; store the weight-gradient factors in `later`."""
+        """Return the gradients of x and bias; save the factors of the weight gradient."""
         (x,) = ctx.saved_tensors
-        of_x = gradient @ ctx.weight.detach() if ctx.needs_input_grad[0] else None
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        ctx.later.factors.append((ctx.weight, gradient, x.detach()))
-        return of_x, None, of_bias, None
+        dx = gradient @ ctx.weight.detach() if ctx.needs_input_grad[0] else None
+        dbias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        ctx.deferred.factors.append((ctx.weight, gradient, x.detach()))
+        return dx, None, dbias, None

@@ -1,4 +1,4 @@
-"""Full local gradients of one backward pass, before any reduction over processes."""
+"""Unsharded local gradients of one backward pass, before the reduction over data ranks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,35 +10,44 @@ from ms_parallel.torch_private import fsdp_parameters, gathered_weight
 
 
 def take_gradients(stage: nn.Module, names: Mapping[int, str]) -> dict[str, Tensor]:
-    """Take from each parameter its gradient of this process's tokens alone.
+    """Detach the gradients of this process's tokens from the parameters.
 
     Args:
-        stage: whose backward was told not to sum over the data axis.
-        names: of the parameters that are wanted, by `id`.
+        stage: a stage whose backward pass skipped the reduction over the data axis.
+        names: names of the requested parameters, by `id`.
 
     Returns:
-        By name, those that some gradient has reached, in the precision that sums have.
+        Gradients by parameter name, in the reduction dtype; parameters without one are left out.
     """
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     for parameter in stage.parameters():
         name = names.get(id(parameter))
         if name is not None and parameter.grad is not None:
-            found[name], parameter.grad = parameter.grad, None
-    for held in _sharded(stage):
-        name = names.get(id(held.sharded_param))
-        whole = gathered_weight(held)
-        summed, held.unsharded_accumulated_grad = held.unsharded_accumulated_grad, None
-        gradient = summed
-        if whole is not None and whole.grad is not None:
-            late = whole.grad if held.reduce_dtype is None else whole.grad.to(held.reduce_dtype)
-            gradient, whole.grad = late if summed is None else summed.add_(late), None
+            gradients[name], parameter.grad = parameter.grad, None
+    for state in _sharded(stage):
+        name = names.get(id(state.sharded_param))
+        gathered = gathered_weight(state)
+        accumulated, state.unsharded_accumulated_grad = state.unsharded_accumulated_grad, None
+        # FSDP2 accumulates earlier backward passes in the reduction dtype, and leaves the latest
+        # gradient on the gathered weight.
+        gradient = accumulated
+        if gathered is not None and gathered.grad is not None:
+            latest = (
+                gathered.grad
+                if state.reduce_dtype is None
+                else gathered.grad.to(state.reduce_dtype)
+            )
+            gradient, gathered.grad = (
+                latest if accumulated is None else accumulated.add_(latest),
+                None,
+            )
         if name is not None and gradient is not None:
-            found[name] = gradient
-    return found
+            gradients[name] = gradient
+    return gradients
 
 
 def _sharded(stage: nn.Module) -> Iterator[Any]:
-    """Yield FSDP's state of each sharded parameter."""
+    """Yield the FSDP state of each sharded parameter."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             yield from fsdp_parameters(module)

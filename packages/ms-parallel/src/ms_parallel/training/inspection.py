@@ -18,8 +18,8 @@ from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FILE, read_found
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.split.context.assignment import document_starts
-from ms_parallel.split.context.kinds import HeadSizes, choose, traders
-from ms_parallel.split.context.splitter import ContextLoad, share_out, windows_of
+from ms_parallel.split.context.kinds import HeadSizes, resolve_context_mode, ulysses_size
+from ms_parallel.split.context.splitter import ContextLoad, assign_positions, windows_of
 from ms_parallel.split.stages import cut_layers
 from ms_parallel.training.fitting import first_documents, fit_model, microbatch
 from ms_parallel.training.options import Options
@@ -127,10 +127,12 @@ def _context_load(
     documents = first_documents(options, rows, shards)
     sizes = HeadSizes.of(config, layout.tensor)
     dtype_bytes = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
-    kind = choose(options.context_attention, layout.context, sizes, rows * length, dtype_bytes)
-    nodes = layout.context // traders(kind, layout.context, sizes)
+    kind = resolve_context_mode(
+        options.context_attention, layout.context, sizes, rows * length, dtype_bytes
+    )
+    nodes = layout.context // ulysses_size(kind, layout.context, sizes)
     starts = document_starts(documents, rows, length)
-    return share_out(starts, windows_of(config), nodes, kind, options.context_balance)[1]
+    return assign_positions(starts, windows_of(config), nodes, kind, options.context_balance)[1]
 
 
 def _expert_facts(layout: Layout, config: Any) -> ExpertInspection:

@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from ms_parallel.errors import ConfigError, LayoutError
 
-KINDS = ("cpu", "cuda", "npu", "xpu", "hpu", "mtia", "mps", "maia")
+DEVICE_TYPES = ("cpu", "cuda", "npu", "xpu", "hpu", "mtia", "mps", "maia")
 NAME = re.compile(r"([a-z]{1,32})(:[0-9]{1,3})?")
 RANGE = re.compile(r"([0-9]{1,7})(?:-([0-9]{1,7}))?")
 MAX_RANKS = 1 << 20
@@ -19,7 +19,7 @@ MAX_RANKS = 1 << 20
 class Devices:
     """Device names such as `cpu`, `npu` or `cuda:1`, in rank order.
 
-    A name without an index means the next device of that machine.
+    A name without an index is the next free device of its kind on that machine.
     """
 
     names: tuple[str, ...] = field()
@@ -53,6 +53,7 @@ class Devices:
                         f"devices names rank {rank} twice, under {first}; name each rank once"
                     )
                 names_by_rank[rank] = name
+        # n distinct ranks are 0 to n-1 unless one below n is missing.
         for rank in range(len(names_by_rank)):
             if rank not in names_by_rank:
                 raise ConfigError(
@@ -72,10 +73,10 @@ class Devices:
         return len(set(self.kinds)) > 1
 
     def check_world(self, processes: int) -> None:
-        """Check that there is one device per process.
+        """Check that the numbers of devices and processes are equal.
 
         Raises:
-            LayoutError: the numbers differ.
+            LayoutError: they are not.
         """
         if len(self.names) != processes:
             raise LayoutError(
@@ -93,6 +94,7 @@ class Devices:
         name = self.names[rank]
         if name == "cpu" or ":" in name:
             return name
+        # Earlier ranks of this machine have taken the first devices of their kind.
         earlier = self.kinds[rank - local_rank : rank]
         return f"{name}:{earlier.count(name)}"
 
@@ -105,14 +107,16 @@ def devices_of(value: Any) -> Devices | None:
 def _check_name(name: Any) -> None:
     from ms_parallel.torch_private import privateuse1_name  # imported here to keep `--help` fast
 
-    known_kinds = (*KINDS, privateuse1_name())
+    known_kinds = (*DEVICE_TYPES, privateuse1_name())
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         raise ConfigError(f"devices: {_shown(name)} is not a device; use a name such as 'npu:0'")
-    kind, number = match.groups()
-    if kind not in known_kinds:
-        raise ConfigError(f"devices: {name!r} is not a known kind of device; {_nearest(kind)}")
-    if kind == "cpu" and number is not None:
+    device_type, number = match.groups()
+    if device_type not in known_kinds:
+        raise ConfigError(
+            f"devices: {name!r} is not a known kind of device; {_nearest(device_type)}"
+        )
+    if device_type == "cpu" and number is not None:
         raise ConfigError(f"devices: {name!r} is not a device, as a machine has one CPU; use 'cpu'")
 
 
@@ -139,9 +143,13 @@ def _ranks(name: str, selection: int | str | Sequence[int | str]) -> list[int]:
     return ranks
 
 
-def _nearest(kind: str) -> str:
-    close_matches = get_close_matches(kind, KINDS, n=1, cutoff=0.4)
-    return f"did you mean {close_matches[0]!r}?" if close_matches else f"known: {', '.join(KINDS)}"
+def _nearest(device_type: str) -> str:
+    close_matches = get_close_matches(device_type, DEVICE_TYPES, n=1, cutoff=0.4)
+    return (
+        f"did you mean {close_matches[0]!r}?"
+        if close_matches
+        else f"known: {', '.join(DEVICE_TYPES)}"
+    )
 
 
 def _shown(value: object) -> str:

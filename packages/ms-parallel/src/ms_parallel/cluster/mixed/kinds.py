@@ -25,27 +25,29 @@ class KindGroups:
     """Groups of one process for reductions over ranks with the same weights."""
 
     device: torch.device
-    inside: Any
-    """Processes of the same kind, with native collectives; None if there is only this one."""
-    first: int
-    """Leader of this kind."""
+    same_kind_group: Any
+    """Processes of the same kind, with native collectives; None if this is the only process."""
+    leader: int
+    """Global rank of this kind's leader."""
     leaders: Any
     """Leaders of all kinds, with gloo; None on other ranks, and with one kind."""
-
-    line: Any = None
+    pipeline_group: Any = None
     """Processes of the same kind in this pipeline, with native messages; None to use gloo."""
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """Reduce `tensor` in place over all ranks with the same weights."""
-        if self.inside is not None:
-            dist.all_reduce(tensor, op=op, group=self.inside)
+        # 1. Within each kind.
+        if self.same_kind_group is not None:
+            dist.all_reduce(tensor, op=op, group=self.same_kind_group)
+        # 2. Between the leaders of the kinds.
         if self.leaders is not None:
             host = tensor.to(HOST)
             dist.all_reduce(host, op=op, group=self.leaders)
             if host is not tensor:
                 tensor.copy_(host)
-        if self.inside is not None:
-            dist.broadcast(tensor, self.first, group=self.inside)
+        # 3. From each leader to its kind, so that all ranks have the same bits.
+        if self.same_kind_group is not None:
+            dist.broadcast(tensor, self.leader, group=self.same_kind_group)
         return tensor
 
     def align(self, tensor: torch.Tensor) -> None:
@@ -55,12 +57,12 @@ class KindGroups:
             dist.broadcast(host, group_src=0, group=self.leaders)
             if host is not tensor:
                 tensor.copy_(host)
-        if self.inside is not None:
-            dist.broadcast(tensor, self.first, group=self.inside)
+        if self.same_kind_group is not None:
+            dist.broadcast(tensor, self.leader, group=self.same_kind_group)
 
 
 def check_mixed(layout: Layout) -> None:
-    """Check that devices of several kinds support a layout.
+    """Check that mixed kinds of devices support a layout.
 
     Raises:
         LayoutError: devices of different kinds would have to exchange tensors within a block.
@@ -82,6 +84,7 @@ def check_mixed(layout: Layout) -> None:
 
 def create_kind_groups(layout: Layout, devices: Devices, device: torch.device) -> KindGroups:
     """Create the groups of all kinds on all stages. Collective."""
+    # `new_group` is collective: every process takes part in creating every group.
     rank_here = dist.get_rank()
     groups: KindGroups | None = None
     for stage in range(layout.pipeline):
@@ -91,22 +94,25 @@ def create_kind_groups(layout: Layout, devices: Devices, device: torch.device) -
             by_kind.setdefault(devices.kinds[rank], []).append(rank)
         stage_groups = _groups(by_kind)
         if rank_here in ranks:
-            kind = devices.kinds[rank_here]
+            device_type = devices.kinds[rank_here]
             groups = KindGroups(
                 device=device,
-                inside=stage_groups[kind],
-                first=by_kind[kind][0],
-                leaders=stage_groups["leaders"] if rank_here == by_kind[kind][0] else None,
+                same_kind_group=stage_groups[device_type],
+                leader=by_kind[device_type][0],
+                leaders=stage_groups["leaders"] if rank_here == by_kind[device_type][0] else None,
             )
     assert groups is not None
+    # Ranks of one data rank's pipeline that have the same kind send each other native messages.
     for reader in range(layout.readers):
         ranks = [rank for rank in range(layout.world_size) if layout.place(rank).rank == reader]
-        for kind in dict.fromkeys(devices.kinds[rank] for rank in ranks):
-            same_kind = [rank for rank in ranks if devices.kinds[rank] == kind]
-            if kind == "cpu" or len(same_kind) == 1:
+        for device_type in dict.fromkeys(devices.kinds[rank] for rank in ranks):
+            same_kind = [rank for rank in ranks if devices.kinds[rank] == device_type]
+            if device_type == "cpu" or len(same_kind) == 1:
                 continue
-            line = dist.new_group(same_kind, backend=_backend(kind))
-            groups = evolve(groups, line=line) if rank_here in same_kind else groups
+            pipeline_group = dist.new_group(same_kind, backend=_backend(device_type))
+            groups = (
+                evolve(groups, pipeline_group=pipeline_group) if rank_here in same_kind else groups
+            )
     return groups
 
 
@@ -119,23 +125,23 @@ def single_process_mesh(device: torch.device) -> DeviceMesh:
 
 
 def _groups(by_kind: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Create a group for each kind with several ranks, and one of the kinds' first ranks."""
+    """Create a group per kind with several ranks, and a group of the kinds' leaders."""
     groups: dict[str, Any] = {}
-    for kind, ranks in by_kind.items():
-        groups[kind] = None
+    for device_type, ranks in by_kind.items():
+        groups[device_type] = None
         if len(ranks) > 1:
-            groups[kind] = dist.new_group(list(ranks), backend=_backend(kind))
+            groups[device_type] = dist.new_group(list(ranks), backend=_backend(device_type))
     leaders = [ranks[0] for ranks in by_kind.values()]
     groups["leaders"] = dist.new_group(leaders, backend="gloo") if len(leaders) > 1 else None
     return groups
 
 
-def _backend(kind: str) -> str:
+def _backend(device_type: str) -> str:
     """Backend that exchanges tensors of a kind; only its members need to have it."""
-    if kind == "cpu":
+    if device_type == "cpu":
         return "gloo"
-    registered = dist.Backend.default_device_backend_map.get(kind)
-    return f"cpu:gloo,{kind}:{registered or NATIVE.get(kind, kind)}"
+    registered = dist.Backend.default_device_backend_map.get(device_type)
+    return f"cpu:gloo,{device_type}:{registered or NATIVE.get(device_type, device_type)}"
 
 
 NATIVE = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}

@@ -1,4 +1,4 @@
-"""Reports the position of each rank (step, collective, line) when one of them is missing."""
+"""Reports each rank's position (step, collective, line) when a rank is missing."""
 
 from ms_parallel.cluster.watch.heartbeat import Heartbeat, lost_contact
 from ms_parallel.cluster.watch.record import position

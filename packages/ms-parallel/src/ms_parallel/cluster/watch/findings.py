@@ -26,6 +26,7 @@ def explain(records: Mapping[int, Record], states: Mapping[int, State], world: i
         states: state of each of these ranks.
         world: number of ranks.
     """
+    # 1. Processes that never started, are gone, stopped or silent.
     unseen = [rank for rank in range(world) if rank not in records]
     missing = [
         rank
@@ -39,6 +40,7 @@ def explain(records: Mapping[int, Record], states: Mapping[int, State], world: i
         if unseen:
             clauses.append(f"{ranks_text(unseen)} never started")
         return _sentence(clauses, len(missing) - MAX_NAMED, records, missing)
+    # 2. All are alive: a rank that does not wait holds up those that do.
     busy = [rank for rank, record in records.items() if not (record.waits_in or record.lost)]
     if busy and len(busy) < world:
         clauses = [
@@ -47,11 +49,13 @@ def explain(records: Mapping[int, Record], states: Mapping[int, State], world: i
             for rank in busy[:MAX_NAMED]
         ]
         return _sentence(clauses, len(busy) - MAX_NAMED, records, busy)
+    # 3. All wait: a rank at an earlier step holds up the others.
     min_step = min((record.step for record in records.values()), default=0)
-    behind = [rank for rank, record in records.items() if record.step == min_step]
-    if 0 < len(behind) < world:
-        clauses = [f"{ranks_text(behind)} only reached step {min_step}"]
+    lagging = [rank for rank, record in records.items() if record.step == min_step]
+    if 0 < len(lagging) < world:
+        clauses = [f"{ranks_text(lagging)} only reached step {min_step}"]
         return _sentence(clauses, 0, records, [])
+    # 4. All wait at the same step: a rank that skipped a collective waits in another one.
     if not busy and (odd := _odd_ranks(records)) is not None:
         clauses = [f"{_who(records[rank])} differs from the others" for rank in odd[:MAX_NAMED]]
         clauses[:0] = ["the ranks wait in different collectives because some rank has skipped one"]

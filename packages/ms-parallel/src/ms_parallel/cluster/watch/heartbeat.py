@@ -1,10 +1,10 @@
-"""A thread in each rank that shares its position, and reads those of others if one is missing.
+"""A thread in each rank that publishes its position, and reads all positions if a rank is missing.
 
 Each rank writes its record to the launcher's store once a second; a rank that waits in vain reads
 all records. Processes on the same machine are looked up in /proc, which distinguishes stopped and
 killed ones at once. A rank on another machine counts as silent when its record stops changing.
 
-The thread has its own connection, as the process group's is blocked by whoever waits on it.
+The thread has its own connection, since a waiting collective blocks the process group's connection.
 """
 
 import os
@@ -35,7 +35,7 @@ LOST = (dist.DistError, OSError, RuntimeError, ValueError)
 
 
 class Heartbeat:
-    """Sends this rank's position periodically, and reads those of all ranks on demand.
+    """Publishes this rank's position periodically, and reads all positions on demand.
 
     Args:
         rank: rank of this process.

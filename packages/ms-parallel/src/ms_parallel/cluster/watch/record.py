@@ -1,7 +1,7 @@
-"""Records what this process is doing, for the heartbeat to read.
+"""Current position of this process, for the heartbeat to read.
 
-A note is an attribute assignment of about 30 ns, cheap enough for every action of a schedule. The
-line of code is not noted; it is read from the thread's stack on demand.
+An update is an attribute assignment of about 30 ns, cheap enough for every action of a schedule.
+The line of code is not stored but read from the thread's stack on demand.
 """
 
 import os
@@ -50,7 +50,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="position.v1"):
 
 
 class Position:
-    """What this process is doing; the instance is `position`."""
+    """Current position of this process; the only instance is `position`."""
 
     def __init__(self) -> None:
         self.start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -84,6 +84,7 @@ class Position:
         self._beat += 1
         lines = self._raised
         if lines is None:
+            # The stack of the main thread, read from the heartbeat's thread.
             lines = list(_frame_lines(sys._current_frames().get(self.thread or 0)))
         return Record(
             rank=rank,
@@ -110,6 +111,7 @@ class Position:
                 f"recv of the {tensor_name} of stage {stage}, microbatch {microbatch},"
                 f" from rank {peer}"
             )
+        # Waiting in a collective if the innermost frame is torch.distributed's, but not DTensor's.
         if not lines or DISTRIBUTED not in lines[0][0] or TENSORS in lines[0][0]:
             return ""
         return _collective(list(_torch_frames(lines)))
@@ -118,6 +120,7 @@ class Position:
 def _collective(lines: list[Line]) -> str:
     """Function that was called, from torch's frames, innermost first."""
     for module in COLLECTIVES:
+        # Innermost first, so the last is the function that the program called.
         calls = [name for file, _, name in lines if file.endswith(module) and name not in WRAPPERS]
         if calls:
             return calls[-1]
@@ -127,6 +130,7 @@ def _collective(lines: list[Line]) -> str:
 
 def _machine() -> str:
     try:
+        # Boot ID and PID namespace: containers on one host cannot see each other's processes.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -138,6 +142,7 @@ def _born() -> int:
         stat = Path("/proc/self/stat").read_text()
     except OSError:
         return 0
+    # Field 22 (starttime). The command name before `)` may contain spaces.
     return int(stat[stat.rindex(")") + 2 :].split()[19])
 
 

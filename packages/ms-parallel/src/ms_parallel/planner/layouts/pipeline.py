@@ -12,7 +12,7 @@ from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.placements import looped
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.simulate import simulate
-from ms_parallel.split.memory.budget import held_at_once
+from ms_parallel.split.memory.budget import peak_microbatches
 
 ENOUGH = 2
 """Microbatches a rank after which a schedule repeats itself: each further one takes what the
@@ -160,7 +160,7 @@ def held(name: str, ranks: int, microbatches: int) -> tuple[tuple[tuple[int, flo
 def _most_held(name: str, ranks: int, microbatches: int) -> list[dict[int, int]]:
     made = table(name, ranks, microbatches)
     assert isinstance(made, Schedule), made
-    return [max(held_at_once(row), key=_all) for row in made.actions]
+    return [max(peak_microbatches(row), key=_all) for row in made.actions]
 
 
 def _all(counts: Mapping[int, int]) -> int:

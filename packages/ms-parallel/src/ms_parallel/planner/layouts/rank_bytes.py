@@ -8,8 +8,8 @@ from ms_parallel.planner.layouts.pipeline import held
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.stages import RankWeights, Stage, Stages
 from ms_parallel.planner.rank_memory import RankMemory
-from ms_parallel.split.data_axis import ACTIVATIONS, EACH, MOMENTS
-from ms_parallel.split.memory.recompute_choice import KINDS
+from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS, REDUCE_EACH_MICROBATCH
+from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 FLOAT32_BYTES = 4
 
@@ -57,7 +57,7 @@ def rank_bytes(
 
 def _again(candidate: Candidate, kept: KeptBytes) -> int:
     """Count the bytes of the block that is computed again."""
-    kind = KINDS.index(candidate.recompute)
+    kind = RECOMPUTE_MODES.index(candidate.recompute)
     return max(0, kept.block[0] - kept.block[kind]) * candidate.split.rows
 
 
@@ -76,7 +76,7 @@ def _activations(
 ) -> int:
     if candidate.offload in ACTIVATIONS:
         return 0
-    block, total = kept.block[KINDS.index(candidate.recompute)], 0.0
+    block, total = kept.block[RECOMPUTE_MODES.index(candidate.recompute)], 0.0
     for stage, layers in stages:
         own = len(layers) * block
         own += kept.ends if layers.stop == len(model.sizes.layers) else 0
@@ -102,5 +102,5 @@ def _gathered(candidate: Candidate, sizes: ModelSizes, rank: RankWeights, width:
         largest = max(layer.held(layout.tensor, layout.expert) for layer in sizes.layers)
         ends = max(sizes.first.held(layout.tensor, 1), sizes.last.held(layout.tensor, 1))
         weights = min(rank.own, ends + 2 * largest)
-    gradients = 0 if sharding in EACH else rank.own - rank.held
+    gradients = 0 if sharding in REDUCE_EACH_MICROBATCH else rank.own - rank.held
     return weights * width + gradients * FLOAT32_BYTES

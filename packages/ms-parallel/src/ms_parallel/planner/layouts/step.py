@@ -17,7 +17,7 @@ from ms_parallel.planner.layouts.pipeline import (
 from ms_parallel.planner.layouts.shared_cores import shared_makespan_s
 from ms_parallel.planner.layouts.stages import RankWeights, Stages
 from ms_parallel.planner.roofline.collectives import MICRO, collective_s
-from ms_parallel.split.data_axis import ACTIVATIONS, EACH, MOMENTS
+from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS, REDUCE_EACH_MICROBATCH
 
 FLOAT32_BYTES = 4
 HOST_BYTES_PER_S = 20e9
@@ -208,7 +208,7 @@ class StepTimes:
         gather, scatter = self._travel(candidate, weights)
         freed = sharding == "zero3" or (sharding == "auto" and layout.pipeline == 1)
         gather *= 2 * count if freed else 1
-        several = sharding in EACH
+        several = sharding in REDUCE_EACH_MICROBATCH
         scatter *= count if several else 1
         if not hides:
             return gather + scatter

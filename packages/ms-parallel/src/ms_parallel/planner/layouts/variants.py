@@ -11,7 +11,7 @@ from ms_parallel.planner.layouts.enumeration import Reasons
 from ms_parallel.planner.layouts.pipeline import stage_ranks
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.split.data_axis import OFFLOADS, Offload, Sharding
-from ms_parallel.split.memory.recompute_choice import KINDS
+from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 PLAIN = "1f1b"
 """The schedule of one rank, where all schedules are the same."""
@@ -53,7 +53,7 @@ class Choices:
     def candidates(self, split: Split, schedule: str) -> Iterator[Candidate]:
         """Yield the candidates of a split and a schedule, one for each way to run them."""
         for recompute, sharding, offload in product(
-            self._of("recompute", KINDS), self._shardings(split), self._offloads()
+            self._of("recompute", RECOMPUTE_MODES), self._shardings(split), self._offloads()
         ):
             yield Candidate(
                 split=split,

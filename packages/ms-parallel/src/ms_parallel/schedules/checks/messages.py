@@ -51,6 +51,8 @@ def check_progress(schedule: Schedule) -> None:
         ScheduleError: describes the shortest cycle of ranks that wait for each other.
     """
     rows = [[a for a in row if a.kind in SENDS or a.kind in RECEIVES] for row in schedule.actions]
+    # Both ends pass a message together. The result does not depend on the order in which ranks
+    # advance, so a worklist suffices.
     cursor = [0] * len(rows)
     pending = list(range(len(rows)))
     while pending:
@@ -61,6 +63,7 @@ def check_progress(schedule: Schedule) -> None:
                 break
             cursor[rank] += 1
             cursor[peer] += 1
+            # The peer may have been blocked at this message.
             pending.append(peer)
     stuck = [rank for rank, row in enumerate(rows) if cursor[rank] < len(row)]
     if stuck:
@@ -87,4 +90,4 @@ def _describe_deadlock(
             f"rank {rank} is at {action} (action {schedule.actions[rank].index(action)}) and "
             f"waits for rank {peer} to reach {match}"
         )
-    return f"deadlock: {'; '.join(parts)}; move one of these actions after the one it waits for"
+    return f"deadlock: {'; '.join(parts)}; move one of these actions after the action it waits for"

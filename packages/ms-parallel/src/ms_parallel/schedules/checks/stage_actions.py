@@ -15,6 +15,7 @@ def check_stage_actions(rank: int, row: tuple[Action, ...]) -> None:
     Raises:
         ScheduleError: an action is repeated or in the wrong place.
     """
+    # Stages without UNSHARD and RESHARD are gathered implicitly.
     sharded = {action.stage for action in row if action.kind in (Kind.UNSHARD, Kind.RESHARD)}
     gathered: set[int] = set()
     reduced: set[int] = set()

@@ -81,12 +81,13 @@ def _check_membership(schedule: Schedule) -> None:
 
 def _required(schedule: Schedule, stage: int, microbatch: int, split: bool) -> list[Action]:
     """List the actions that (stage, microbatch) must have exactly once."""
-    kinds = [_F, _I, _W] if split else [_F, _B]
+    required_kinds = [_F, _I, _W] if split else [_F, _B]
     if stage + 1 < schedule.stages and schedule.placement[stage + 1] != schedule.placement[stage]:
-        kinds += [Kind.SEND_FORWARD, Kind.RECV_BACKWARD]
+        # Messages exist only between stages on different ranks.
+        required_kinds += [Kind.SEND_FORWARD, Kind.RECV_BACKWARD]
     if stage > 0 and schedule.placement[stage - 1] != schedule.placement[stage]:
-        kinds += [Kind.RECV_FORWARD, Kind.SEND_BACKWARD]
-    return [Action(kind, stage, microbatch) for kind in kinds]
+        required_kinds += [Kind.RECV_FORWARD, Kind.SEND_BACKWARD]
+    return [Action(required_kind, stage, microbatch) for required_kind in required_kinds]
 
 
 def _count_error(action: Action, count: int, rank: int) -> str:
@@ -112,7 +113,7 @@ def _check_complete(schedule: Schedule) -> None:
             if split and counts[Action(_B, stage, microbatch)]:
                 raise ScheduleError(
                     f"microbatch {microbatch} has two backwards on stage {stage} on rank {rank}: a "
-                    "full B, and I or W; keep one of them"
+                    "full B, and I or W; keep either the B, or I and W"
                 )
             for action in _required(schedule, stage, microbatch, split):
                 count = counts[action]
@@ -169,6 +170,7 @@ def _disorder(
         position[action] = index
         if action.kind is _B:
             unsplit.add((action.stage, action.microbatch))
+            # A full backward also provides the input gradient.
             position[action._replace(kind=_I)] = index
     for index, action in _flat(row):
         context = f"{action} (rank {rank}, action {index})"

@@ -7,7 +7,7 @@ the paper:
 1. Blocks use real times and message delays instead of a grid of equal passes.
 2. The delay of each leg is a free parameter instead of coming from a list of known blocks.
 3. Only the order of forwards and input backwards is used. When the order is played, gaps close and
-   weight backwards fill idle time; the block only ensures that there is room for them.
+   weight backwards fill idle time; the block only leaves room for them.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class BuildingBlock:
                 row.append((self.forward[stage] + shift, 0, stage, number))
                 row.append((self.backward[stage] + shift, 1, stage, number))
         return tuple(
-            tuple((kind, stage, number) for _, kind, stage, number in sorted(row)) for row in rows
+            tuple((phase, stage, number) for _, phase, stage, number in sorted(row)) for row in rows
         )
 
     def peak_memory(self, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -52,6 +52,7 @@ class BuildingBlock:
         peaks = []
         for stages in stages_by_rank(self.placement):
             peak = 0
+            # Memory can only peak at the start of a forward.
             for reference in stages:
                 time, live = forward[reference] % interval, 0
                 for stage in stages:
@@ -81,9 +82,9 @@ def building_block(
     Args:
         placement: rank of each stage, with the same number of stages on every rank.
         ticks: costs of the stages.
-        interval: ticks between consecutive microbatches, at least the work of the busiest rank.
-        delays: ticks to wait on arrival at another rank, for each leg of the path: first the legs
-            of the forward (one per stage of a rank), then those of the backward.
+        interval: ticks between consecutive microbatches; at least the busiest rank's work.
+        delays: ticks to wait on arrival at another rank, for each leg of the path: first the
+            forward legs (one per stage of a rank), then the backward legs.
 
     Returns:
         The block, or None if some times collide.
@@ -97,20 +98,21 @@ def building_block(
             ticks.backward_weight[stage],
         ]
     starts: list[list[int]] = [[0] * stages, [0] * stages]
+    # The path of a microbatch: F0, F1, ..., I1, I0.
     path = [(0, s) for s in range(stages)] + [(1, s) for s in reversed(range(stages))]
-    now = 0
-    for step, (kind, stage) in enumerate(path):
+    time = 0
+    for step, (phase, stage) in enumerate(path):
         rank = placement[stage]
         previous_stage = path[step - 1][1]
         if step and placement[previous_stage] != rank:
-            now += ticks.transfer[min(previous_stage, stage)] + ticks.latency
-            now += delays[(step - 1) * legs // (2 * stages)]
-        length = (ticks.forward if kind == 0 else ticks.backward_input)[stage]
-        start = timelines[rank].place(now, length)
+            time += ticks.transfer[min(previous_stage, stage)] + ticks.latency
+            time += delays[(step - 1) * legs // (2 * stages)]
+        length = (ticks.forward if phase == 0 else ticks.backward_input)[stage]
+        start = timelines[rank].place(time, length)
         if start is None:
             return None
-        starts[kind][stage] = start
-        now = start + length
+        starts[phase][stage] = start
+        time = start + length
     return BuildingBlock(
         placement=tuple(placement),
         interval=interval,
@@ -135,6 +137,7 @@ class _ModularTime:
         """
         self.remaining.remove(length)
         remaining = sorted(self.remaining, reverse=True)
+        # The first pass may start at any time; it fixes the phase of the rank's timeline.
         if self.empty:
             self.empty = False
             self.gaps = [((earliest + length) % self.interval, self.interval - length)]
@@ -149,8 +152,9 @@ class _ModularTime:
                 continue
             options += [
                 ((gap_start + offset - earliest) % self.interval, index, offset)
-                for offset in {0, size - length}
+                for offset in {0, size - length}  # at an end of the gap, not in its middle
             ]
+        # Earliest start first.
         for delay, index, offset in sorted(options):
             if self._take(index, offset, length, remaining):
                 return earliest + delay
@@ -179,11 +183,12 @@ def _fits(gaps: list[int], lengths: list[int]) -> bool:
     if len(lengths) < 2:
         return not lengths or max(gaps, default=0) >= lengths[0]
     longest, others, tried = lengths[0], lengths[1:], set()
+    # Try the longest pass in each distinct gap, then pack the others recursively.
     for index, gap in enumerate(gaps):
         if gap >= longest and gap not in tried:
             tried.add(gap)
-            rest_gaps = gaps.copy()
-            rest_gaps[index] = gap - longest
-            if _fits(rest_gaps, others):
+            smaller_gaps = gaps.copy()
+            smaller_gaps[index] = gap - longest
+            if _fits(smaller_gaps, others):
                 return True
     return False

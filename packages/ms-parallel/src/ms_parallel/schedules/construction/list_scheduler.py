@@ -36,6 +36,7 @@ def arrange(problem: Problem, policy: ListPolicy, *, limit: int | None = None) -
     scheduler = _ListScheduler(problem, policy, _NEVER if limit is None else limit)
     scheduler.run()
     for rank, row in enumerate(scheduler.rows):
+        # An order that deadlocks or exceeds a cap leaves its rank stuck before the end.
         if len(row) < 3 * problem.microbatches * len(scheduler.stages_by_rank[rank]):
             raise ScheduleError(f"rank {rank} cannot keep the order after {len(row)} actions")
     return Arrangement(
@@ -49,25 +50,26 @@ class _Head:
     """Next forward, or next input backward, of a stage."""
 
     __slots__ = (
-        "arrived", "consumer", "delay", "due", "freed", "kind", "length", "link", "need", "number",
-        "rank", "stage",
+        "arrived", "consumer", "delay", "due", "freed", "length", "link", "need", "number",
+        "phase", "rank", "stage",
     )  # fmt: skip
 
-    def __init__(self, problem: Problem, policy: ListPolicy, kind: int, stage: int) -> None:
-        ticks, self.kind, self.stage, self.number = problem.ticks, kind, stage, 0
+    def __init__(self, problem: Problem, policy: ListPolicy, phase: int, stage: int) -> None:
+        ticks, self.phase, self.stage, self.number = problem.ticks, phase, stage, 0
         self.rank = problem.placement[stage]
-        self.length = problem.lengths[kind][stage]
-        self.due = (policy.backward if kind else policy.forward)[stage]
+        self.length = problem.lengths[phase][stage]
+        self.due = (policy.backward if phase else policy.forward)[stage]
         """Due time of the next microbatch."""
         later_stages = [
             s for s in range(stage + 1, ticks.stages) if problem.placement[s] == self.rank
         ]
+        # Room for this microbatch in the rank's later stages, without which it could not finish.
         reserve = 0 if policy.order else sum(ticks.activation[s] for s in later_stages)
         self.need = ticks.activation[stage] + reserve
         """Free memory that is required to start a forward."""
         self.freed = ticks.activation[stage] - ticks.retained[stage]
         """Memory freed by a backward."""
-        self.arrived: list[int] = [0] * problem.microbatches if not kind and not stage else []
+        self.arrived: list[int] = [0] * problem.microbatches if not phase and not stage else []
         """Arrival time of the input of each microbatch."""
         self.consumer: _Head | None = None
         """Head that consumes the result `delay` ticks later, over `link` if on another rank."""
@@ -89,12 +91,12 @@ class _ListScheduler:
         self.stages_by_rank: list[list[int]] = [[] for _ in range(ranks)]
         for stage, rank in enumerate(problem.placement):
             self.stages_by_rank[rank].append(stage)
-        heads = [[_Head(problem, policy, kind, stage) for stage in stages] for kind in (_F, _I)]
+        heads = [[_Head(problem, policy, phase, stage) for stage in stages] for phase in (_F, _I)]
         self.heads = heads
         for head in (*heads[_F], *heads[_I]):
             self._connect(head, problem)
         self.heads_by_rank = [
-            [heads[kind][s] for s in row for kind in (_I, _F)] for row in self.stages_by_rank
+            [heads[phase][s] for s in row for phase in (_I, _F)] for row in self.stages_by_rank
         ]
         self.weights: list[deque[Operation]] = [deque() for _ in range(ranks)]
         self.rows: list[list[Operation]] = [[] for _ in range(ranks)]
@@ -104,9 +106,10 @@ class _ListScheduler:
         ]
         """Ticks that each rank still has to compute."""
         self.links: dict[tuple[int, int], int] = {}
+        # Candidates under a fixed order: one-element tuples, built once for speed.
         single = [[(head,) for head in row] for row in heads]
         self.order = [
-            [single[kind][stage] for kind, stage, _ in row if kind != _W]
+            [single[phase][stage] for phase, stage, _ in row if phase != _W]
             for row in policy.order or ()
         ]
         self.done = [0] * ranks
@@ -116,7 +119,7 @@ class _ListScheduler:
     def _connect(self, head: _Head, problem: Problem) -> None:
         """Set the consumer of the result and its delay."""
         stage, last = head.stage, len(problem.placement) - 1
-        if head.kind == _F:
+        if head.phase == _F:
             head.consumer = self.heads[_F][stage + 1] if stage < last else self.heads[_I][stage]
         elif stage:
             head.consumer = self.heads[_I][stage - 1]
@@ -130,6 +133,7 @@ class _ListScheduler:
             self.call(rank, 0)
         while events:
             time, rank = heappop(events)
+            # Skip an event that an earlier one has replaced.
             if wake[rank] == time:
                 wake[rank] = _NEVER
                 self.decide(rank, time)
@@ -151,8 +155,11 @@ class _ListScheduler:
             if head.number >= len(head.arrived):
                 continue
             arrival = head.arrived[head.number]
-            if head.kind == _F and head.need > room:
+            # Out of memory: a pending weight backward may free some first.
+            if head.phase == _F and head.need > room:
                 blocked = blocked or arrival <= time
+            # Not ready: note the next arrival, and the most urgent head that arrives within
+            # patience.
             elif arrival > time:
                 if arrival < next_arrival:
                     next_arrival = arrival
@@ -161,12 +168,14 @@ class _ListScheduler:
             elif head.due < best_key:
                 best_key, choice = head.due, head
         queue = self.weights[rank]
+        # A weight backward runs if it is due first, if memory is full, or if it fills an idle gap.
         if queue and (choice is None or queue[0][0] < best_key):
             length = self.weight_length[queue[0][1]]
             if choice or blocked or time + length <= next_arrival + self.policy.weight_overrun:
                 self.start_weight(rank, time, length)
                 return
-        if choice is not None and not (choice.kind == _F and next_key < best_key):
+        # Idle instead of starting a forward if a more urgent message is about to arrive.
+        if choice is not None and not (choice.phase == _F and next_key < best_key):
             self.done[rank] += 1
             self.start(choice, time)
         elif next_arrival < _NEVER:
@@ -181,10 +190,11 @@ class _ListScheduler:
 
     def start(self, head: _Head, time: int) -> None:
         rank, stage, number, end = head.rank, head.stage, head.number, time + head.length
-        self.rows[rank].append((head.kind, stage, number))
+        self.rows[rank].append((head.phase, stage, number))
         head.number = number + 1
+        # Microbatch i + 1 is due one period after microbatch i.
         head.due += self.period
-        if head.kind == _F:
+        if head.phase == _F:
             self.memory[rank] += self.activation[stage]
             if self.memory[rank] > self.peak[rank]:
                 self.peak[rank] = self.memory[rank]
@@ -206,12 +216,14 @@ class _ListScheduler:
         """Mark `rank` as busy until `end`, when it decides again."""
         self.free[rank] = end
         self.remaining[rank] -= length
+        # Even without further idle time this rank would end too late.
         if end + self.remaining[rank] >= self.limit:
             raise ScheduleError(f"rank {rank} cannot finish before {self.limit} ticks")
         self.call(rank, end)
 
     def deliver(self, head: _Head, consumer: _Head, end: int) -> None:
         if head.link is not None:
+            # A link carries one message at a time.
             end = max(end, self.links.get(head.link, 0)) + head.delay
             self.links[head.link] = end
             end += self.latency

@@ -17,7 +17,7 @@ def follow(problem: Problem, block: BuildingBlock) -> ListPolicy:
 
 
 def keep_order(problem: Problem, order: Sequence[Sequence[Operation]]) -> ListPolicy:
-    """Return a policy that keeps an order of forwards and input backwards, whatever the costs."""
+    """Return a policy that keeps an order of forwards and input backwards under any costs."""
     return ListPolicy(
         period=0,
         forward=(0,) * problem.ticks.stages,

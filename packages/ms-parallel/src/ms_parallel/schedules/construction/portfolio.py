@@ -1,8 +1,8 @@
 """Candidate policies for the list scheduler: building blocks with many delays.
 
 The delays determine a block's memory, how long the pipeline takes to fill, and how late a message
-may arrive without effect. No choice is best for all costs and caps, so many are tried: first with
-few microbatches and, for a long pipeline, on a coarse model of it; then the best ones in full.
+may arrive without effect. No choice is best for all costs and caps. Many are tried with few
+microbatches and, for a long pipeline, on a coarse model; the best are then scheduled in full.
 """
 
 from collections.abc import Sequence
@@ -45,6 +45,7 @@ class Recipe:
         ticks, work = problem.ticks, problem.longest_work
         block: BuildingBlock | None
         if self.stretch:
+            # Half an average pass: a rank has three passes and two legs per stage.
             half_slot = work // (3 * len(self.delays))
             delays = [delay * half_slot for delay in self.delays]
             interval = work * self.stretch // 100
@@ -58,8 +59,10 @@ def recipes(problem: Problem) -> list[Recipe]:
     """List all recipes to try, regardless of the caps."""
     legs = 2 * (len(problem.placement) // problem.ranks)
     ticks = problem.ticks
+    # Unit-time blocks need whole passes as delays, so half passes come in twos.
     unit = _delays(legs, {2: range(0, 18, 2), 4: range(0, 10, 2)}.get(legs, range(0, 6, 2)))
     candidates = [Recipe(0, delays) for delays in unit]
+    # With equal times and free messages, blocks in real time would repeat the unit-time blocks.
     times = set(ticks.forward + ticks.backward_input + ticks.backward_weight)
     if len(times) > 1 or ticks.latency or any(ticks.transfer):
         real = _delays(legs, [0, 1, 2, 4])
@@ -116,6 +119,7 @@ def best(problem: Problem, budget: int) -> Arrangement:
     """
     shortest = arrange(problem, _eager(problem))
     finalists = max(2, min(24, budget // (4 * problem.actions)))
+    # Each finalist is scheduled once per overrun.
     overruns = (0, max(problem.ticks.backward_weight) // 3)[: 1 if finalists < 4 else 2]
     for recipe, keep in _shortlist(
         problem, min(max(budget // 1000, _BLOCKS[0]), _BLOCKS[1]), finalists
@@ -128,6 +132,7 @@ def best(problem: Problem, budget: int) -> Arrangement:
             policy = keep_order(problem, block.order(problem.microbatches))
         for overrun in overruns:
             with suppress(ScheduleError):
+                # Raises as soon as it cannot beat the shortest arrangement so far.
                 variant = evolve(policy, weight_overrun=overrun)
                 shortest = arrange(problem, variant, limit=shortest.makespan)
     return shortest
@@ -142,6 +147,7 @@ def _shortlist(problem: Problem, count_blocks: int, count: int) -> list[tuple[Re
         evolve(small, caps=_NO_LIMIT * small.ranks), tuple(recipes(problem))
     ):
         if _fits(small, block):
+            # Recipes with the same order on the small model would give the same schedules.
             by_pattern.setdefault(pattern, (recipe, block))
     scored = []
     for index, (recipe, block) in enumerate(_spread(list(by_pattern.values()), count_blocks)):
@@ -149,6 +155,7 @@ def _shortlist(problem: Problem, count_blocks: int, count: int) -> list[tuple[Re
         for keep, policy in ((True, ordered), (False, follow(small, block))):
             with suppress(ScheduleError):
                 scored.append((arrange(small, policy).makespan, index, keep, recipe))
+    # The index breaks ties, as recipes cannot be compared.
     scored.sort(key=lambda item: item[:3])
     return [(recipe, keep) for _, _, keep, recipe in scored[:count]]
 
@@ -173,12 +180,14 @@ def _coarse(problem: Problem) -> Problem:
         return problem
     loops = len(problem.placement) // problem.ranks
     ranks, coarse_ranks = problem.ranks, _COARSE_RANKS
+    # Only the regular placements have a shorter version.
     if problem.placement == vee(ranks):
         placement = vee(coarse_ranks)
     elif problem.placement == looped(ranks, loops):
         placement = looped(coarse_ranks, loops)
     else:
         return problem
+    # Evenly spaced ranks keep their costs and caps.
     sampled = [rank * ranks // coarse_ranks for rank in range(coarse_ranks)]
     stages, coarse_stages = stages_by_rank(problem.placement), stages_by_rank(placement)
     sampled_stages = [

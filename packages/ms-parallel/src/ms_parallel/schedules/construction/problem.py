@@ -123,17 +123,21 @@ def problem_of(
     problem = Problem(
         ticks=ticks, placement=placement, microbatches=microbatches, caps=[0] * ranks, split=split
     )
+    # No limit: all microbatches live in every stage at once.
     caps = [problem.min_memory(rank) * microbatches for rank in range(ranks)]
     if memory_cap is None:
         return evolve(problem, caps=caps)
+    # One cap for all ranks, or one per rank.
     limits = [memory_cap] * ranks if isinstance(memory_cap, Number) else list(memory_cap)
     if len(limits) != ranks:
         raise ScheduleError(
             f"{len(limits)} memory caps for {ranks} ranks; use one for all ranks or one per rank"
         )
+    # Largest minimum first, so that the error names a cap that suffices for every rank.
     for rank in sorted(range(ranks), key=problem.min_memory, reverse=True):
         cap = _cap(limits[rank])
         problem.check_cap(rank, cap)
+        # Rounding down is safe: memory in ticks is an integer.
         caps[rank] = min(caps[rank], int(cap * ticks.memory_per_unit))
     return evolve(problem, caps=caps)
 
@@ -143,7 +147,7 @@ def _cap(value: Number) -> Fraction:
         return as_fraction(value)
     except ScheduleError:
         raise ScheduleError(
-            f"a memory cap must be a number above 0, got {value}; leave it out for no limit"
+            f"a memory cap must be a number above 0, got {value}; use None for no limit"
         ) from None
 
 

@@ -24,11 +24,12 @@ def _actions(row: Sequence[Operation], split: bool) -> list[Action]:
     """Convert operations to actions; I directly followed by W on stage 0 becomes B."""
     if not split:
         kinds = (Kind.FORWARD, Kind.BACKWARD)
-        return [Action(kinds[kind], stage, number) for kind, stage, number in row if kind < 2]
+        return [Action(kinds[phase], stage, number) for phase, stage, number in row if phase < 2]
     fused: list[Action] = []
-    for kind, stage, number in row:
-        if kind == 2 and stage == 0 and fused[-1] == (Kind.BACKWARD_INPUT, 0, number, ()):
+    for phase, stage, number in row:
+        # Stage 0 sends no gradient, so an unsplit backward there delays nobody.
+        if phase == 2 and stage == 0 and fused[-1] == (Kind.BACKWARD_INPUT, 0, number, ()):
             fused[-1] = Action(Kind.BACKWARD, 0, number)
         else:
-            fused.append(Action(_KINDS[kind], stage, number))
+            fused.append(Action(_KINDS[phase], stage, number))
     return fused

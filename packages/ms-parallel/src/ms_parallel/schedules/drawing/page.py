@@ -28,7 +28,7 @@ def draw_html(
         lines: timelines to draw.
         titles: title of each timeline.
         width: width of the picture, in pixels.
-        unit: unit of time, such as "ms"; by default that of the costs is not named.
+        unit: unit of time, such as "ms"; by default no unit is shown.
     """
     paths = "".join(
         f"<h2>{escape(summary(line, titles, index))}</h2>"

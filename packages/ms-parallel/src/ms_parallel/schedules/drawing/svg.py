@@ -89,11 +89,12 @@ def draw_svg(
         lines: timelines to draw.
         titles: title of each timeline, such as "simulated" and "measured".
         width: width of the picture, in pixels.
-        unit: unit of time, such as "ms"; by default that of the costs is not named.
+        unit: unit of time, such as "ms"; by default "unit of the costs".
     """
     longest = max(float(line.makespan) for line in lines)
     parts, top, page = [], 0, _Page(width)
     for index, line in enumerate(lines):
+        # Pixels per tick; all timelines share the scale of the longest.
         scale = page.plot_width / longest / line.ticks.per_unit if longest else 0.0
         words = page.title(summary(line, titles, index))
         begin = top + _HEAD + _TITLE * (len(words) - 1)
@@ -119,7 +120,11 @@ def draw_svg(
 def _legend(lines: Sequence[Timeline], top: int, page: _Page) -> tuple[list[str], int]:
     """Draw the legend of the kinds that occur; return it with the y coordinate of its end."""
     kinds = {span.action.kind for line in lines for row in line.spans for span in row}
-    swatches = [(_COLORS[kind], "", name) for kind, name in _NAMES.items() if kind in kinds]
+    swatches = [
+        (_COLORS[action_kind], "", name)
+        for action_kind, name in _NAMES.items()
+        if action_kind in kinds
+    ]
     has_later_stages = any(len(line.schedule.stages_of(0)) > 1 for line in lines)
     if has_later_stages:
         swatches = [(shades, shades[1], name) for shades, _, name in swatches]
@@ -128,8 +133,10 @@ def _legend(lines: Sequence[Timeline], top: int, page: _Page) -> tuple[list[str]
     for (dark, _), light, name in entries:
         text = f"{name} (lighter: later stages)" if light and name == entries[0][2] else name
         entry_width = 22 + (16 if light else 0) + _LETTER * len(text) + 12
+        # Start a new line.
         if x > 8 and x + entry_width > page.width - 8:
             x, y = 8.0, y + _LEGEND
+        # The swatch of the critical path is an empty box with a red edge.
         edge = "#d93025" if dark == "#ffffff" else "#ffffff"
         for index, color in enumerate(filter(None, (dark, light))):
             parts.append(
@@ -146,6 +153,7 @@ def _axis(longest: float, rows: tuple[int, int], page: _Page, unit: str) -> list
     begin, end = rows
     step = _round_step(longest * _CLOSEST_MARKS / page.plot_width) if longest else 1.0
     marks = []
+    # The tolerance keeps a mark at the very end.
     for index in range(int(longest / step * (1 + 1e-9)) + 1):
         x = page.left + (index * step * page.plot_width / longest if longest else 0.0)
         marks.append(
@@ -190,10 +198,10 @@ def _panel(line: Timeline, top: int, scale: float, page: _Page) -> list[str]:
 def _box(
     line: Timeline, rank: int, span: Span, corner: tuple[int, int], scale: float, critical: bool
 ) -> str:
-    y, left = corner
-    x, width = left + span.start * scale, (span.end - span.start) * scale
-    later = is_later_stage(line, rank, span)
-    color, ink = _COLORS[span.action.kind][later], "#202124" if later else "#ffffff"
+    y, plot_left = corner
+    x, width = plot_left + span.start * scale, (span.end - span.start) * scale
+    is_later = is_later_stage(line, rank, span)
+    color, ink = _COLORS[span.action.kind][is_later], "#202124" if is_later else "#ffffff"
     edge = ' stroke="#d93025" stroke-width="2"' if critical else ' stroke="#ffffff"'
     unit = line.ticks.per_unit
     tooltip = f"{span.action}: {number(span.start / unit)} to {number(span.end / unit)}"

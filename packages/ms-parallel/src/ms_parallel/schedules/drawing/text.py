@@ -58,10 +58,10 @@ def _cells(line: Timeline, rank: int, slices: int, color: bool) -> str:
         if index == len(row) or row[index].start * 2 * slices > middle:
             cells.append("·")
             continue
-        kind = row[index].action.kind
-        letter = _LETTERS[kind]
+        action_kind = row[index].action.kind
+        letter = _LETTERS[action_kind]
         letter = letter.lower() if is_later_stage(line, rank, row[index]) else letter
-        cells.append(f"\x1b[{_ANSI[kind]}m{letter}\x1b[0m" if color else letter)
+        cells.append(f"\x1b[{_ANSI[action_kind]}m{letter}\x1b[0m" if color else letter)
     return "".join(cells)
 
 

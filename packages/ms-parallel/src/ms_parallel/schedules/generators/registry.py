@@ -38,6 +38,7 @@ class Generator:
     def start(self, placement: tuple[int, ...], microbatches: int) -> Schedule | None:
         """Generate the initial schedule of a search on this placement; None if not applicable."""
         ranks = max(placement) + 1
+        # Looped placements with one stage per rank are covered by the one-stage schedules.
         rounds = (len(placement) // ranks,) if self.placement is looped else ()
         if not self.seeds_search or rounds == (1,) or self.placement(ranks, *rounds) != placement:
             return None

@@ -27,14 +27,15 @@ _SHORTEST_WALK = 40
 def anneal_blocks(problem: Problem, start: Arrangement, budget: int, seed: int) -> Arrangement:
     """Try blocks with a separate delay per hop, for intervals from tight to loose.
 
-    Building a block costs about as much as scheduling its actions twice, whatever the number of
-    microbatches, so walks over blocks can be much longer than over schedules.
+    Building a block costs about twice as much as scheduling its actions once, independent of the
+    number of microbatches, so walks over blocks can be much longer than over schedules.
     """
     actions = 3 * problem.ticks.stages
     steps = budget // (2 * actions * len(_STRETCHES))
     best = start
     for stretch in _STRETCHES:
         interval = problem.longest_work * stretch // 100
+        # Start without delays, then with a uniform one.
         for patience in (0, 1):
             block = _walk(problem, interval, patience, steps // 2, seed)
             if block is None:
@@ -61,14 +62,17 @@ def _walk(
     block, cost = _cost(problem, interval, delays)
     best, best_cost = block, cost
     for step in range(steps):
+        # Linear cooling to zero.
         temperature = interval * 0.5 * (1 - step / steps)
         trial = list(delays)
         first_hop, second_hop = random.randrange(hops), random.randrange(hops)
         change = random.choice((-2, -1, 1, 2)) * step_size
         trial[first_hop] = max(0, trial[first_hop] + change)
+        # Move the delay from one hop to another instead of adding it.
         if random.random() < 0.4:
             trial[second_hop] = max(0, trial[second_hop] - change)
         candidate, candidate_cost = _cost(problem, interval, trial)
+        # Metropolis rule: accept some changes for the worse while it is warm.
         if candidate_cost <= cost or random.random() < exp((cost - candidate_cost) / temperature):
             delays, cost = trial, candidate_cost
             if candidate_cost < best_cost:
@@ -94,7 +98,9 @@ def _cost(
         lifespan = block.backward[stage] - block.forward[stage]
         mean_memory[rank] += lifespan * problem.ticks.activation[stage]
     for peak, area, cap in zip(peaks, mean_memory, problem.caps, strict=True):
+        # Peak memory above the cap, and with less weight the mean, which changes more smoothly.
         excess += max(0, peak - cap) * interval + 0.2 * max(0, area - cap * interval)
+    # Memory above the caps dominates; otherwise a short path is better.
     return block, excess / max(problem.ticks.activation) + 0.01 * block.backward[0]
 
 
@@ -127,10 +133,11 @@ class _Walker:
         self.problem = problem
         self.player = player = Player(problem)
         ticks = problem.ticks
-        self.family = [kind * ticks.stages + stage for kind, stage, _ in player.ops]
+        self.family = [phase * ticks.stages + stage for phase, stage, _ in player.ops]
         sizes = [(a, r) for a, r in zip(ticks.activation, ticks.retained, strict=True)]
+        # F adds the activation, I reduces it to the retained part, W frees that.
         change = [lambda a, r: a, lambda a, r: r - a, lambda a, r: -r]
-        self.memory = [change[kind](*sizes[stage]) for kind, stage, _ in player.ops]
+        self.memory = [change[phase](*sizes[stage]) for phase, stage, _ in player.ops]
 
     def walk(
         self, start: Arrangement, steps: int, initial_temperature: float, random: Random
@@ -157,6 +164,7 @@ class _Walker:
             trial = [*rows[:rank], swapped, *rows[rank + 1 :]]
             pairwise = zip(rows[rank], swapped, strict=True)
             first = next(index for index, (old, new) in enumerate(pairwise) if old != new)
+            # Everything that starts earlier is unaffected, so only the rest is replayed.
             change_time = played.starts[rows[rank][first]]
             replayed = player.replay(trial, played, rank, first, change_time)
             if replayed is None:
@@ -177,14 +185,16 @@ class _Walker:
         """(rank, index) of critical actions that start when their left neighbor ends."""
         player, starts, end = self.player, played.starts, played.end
         length, source, rank_of = player.length, player.source, player.rank
+        # Follow a critical path back from an action that ends last.
         op = min(row[-1] for row in rows if row and starts[row[-1]] + length[row[-1]] == end)
         pairs = []
         while op >= 0:
             rank, index = rank_of[op], positions[op]
-            left = rows[rank][index - 1] if index else -1
-            if left >= 0 and starts[left] + length[left] == starts[op]:
+            previous = rows[rank][index - 1] if index else -1
+            # It waited for its rank, so a swap with its neighbor may help; otherwise for its input.
+            if previous >= 0 and starts[previous] + length[previous] == starts[op]:
                 pairs.append((rank, index))
-                op = left
+                op = previous
             else:
                 op = source[op]
         return pairs
@@ -210,6 +220,7 @@ class _Walker:
         )
         stages = self.player.stages
         distance = second % count - first % count
+        # The same pass of two microbatches, or two passes of one microbatch: the order is fixed.
         if first_family == second_family or (
             distance == 0 and first_family % stages == second_family % stages
         ):
@@ -218,6 +229,7 @@ class _Walker:
         if choice < 0.6:
             new[position - 1 : position + 1] = second, first
             return new
+        # Swap all such pairs from here on, or in the entire row.
         index, family = position - 1 if choice > 0.8 else 0, self.family
         while index + 1 < len(row):
             a, b = new[index], new[index + 1]

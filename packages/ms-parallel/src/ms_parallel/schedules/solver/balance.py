@@ -91,7 +91,7 @@ def _climb(
 
     def cost(candidate: tuple[int, ...]) -> Fraction | None:
         if candidate not in cost_of:
-            cost_of[candidate] = None
+            cost_of[candidate] = None  # stays None if a stage does not fit under the cap
             with suppress(ScheduleError):
                 costs = segments.stages(candidate, placement)
                 problem = problem_of(costs, memory_cap, microbatches, placement, split_backwards)
@@ -101,6 +101,7 @@ def _climb(
 
     split = split_by_work(segments, placement)
     best = cost(split)
+    # A split costs `_GLANCES` schedules of three actions per stage and microbatch.
     max_splits = _BUDGET // (_GLANCES * 3 * len(placement) * microbatches)
     for _ in range(4 * len(placement)):
         if len(cost_of) > max_splits:
@@ -133,9 +134,11 @@ def split_by_work(segments: SegmentCosts, placement: Sequence[int]) -> tuple[int
         next_worst: list[Fraction | None] = [None] * (segments.count + 1)
         cut = [0] * (segments.count + 1)
         for end in range(1, segments.count + 1):
+            # From short to long last stages: only a strict improvement replaces a shorter one.
             for begin in range(end - 1, -1, -1):
                 largest, stage_time = worst[begin], (prefix[end] - prefix[begin]) * slowness
                 best_known = next_worst[end]
+                # Longer last stages only take more time.
                 if best_known is not None and stage_time > best_known:
                     break
                 if largest is not None and (
@@ -145,6 +148,7 @@ def split_by_work(segments: SegmentCosts, placement: Sequence[int]) -> tuple[int
         worst = next_worst
         cuts.append(cut)
     split, end = [], segments.count
+    # Read the split backwards from the cuts.
     for cut in reversed(cuts):
         split.append(end - cut[end])
         end = cut[end]
@@ -160,6 +164,7 @@ def _neighbors(
     for stage, rank in enumerate(placement):
         busy[rank] += costs.forward[stage]
         busy[rank] += costs.backward_input[stage] + costs.backward_weight[stage]
+    # The busiest rank may give a segment to any stage.
     busiest = [stage for stage, rank in enumerate(placement) if busy[rank] == max(busy)]
     stages = range(len(split))
     moves = {

@@ -1,12 +1,12 @@
-"""Lower bounds on the makespan, whatever the order.
+"""Lower bounds on the makespan of any order of actions: the larger of two bounds.
 
-The larger of two bounds counts:
 1. Work. A rank's work must fit between the earliest times at which its inputs can exist and the
    minimum time that other ranks need after its outputs. The relaxation to a preemptive one-machine
    problem with heads and tails is solved exactly by Jackson's rule.
-2. Memory. The integral of a rank's memory over time is at least that of its microbatches on their
-   shortest path from forward to backward, so a cap implies a minimum length. It is longer because
-   memory fills at most as fast as forwards run, and empties at most as fast as backwards do.
+2. Memory. The integral of a rank's memory over time is at least the sum over its microbatches on
+   their shortest paths from forward to backward, so a cap implies a minimum length. Memory also
+   fills at most at the rate of forwards and empties at most at the rate of backwards, which makes
+   the bound tighter.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def lower_bound(problem: Problem) -> int:
 
 @lru_cache(maxsize=8)
 def _by_work(problem: Problem) -> int:
-    """Bound without memory caps; cached, as it is the same throughout a search."""
+    """Bound without memory caps; cached, since it does not change during a search."""
     paths = _Paths(problem)
     return max(_one_machine(paths.jobs(rank)) for rank in range(problem.ranks))
 
@@ -69,14 +69,15 @@ class _Paths:
     def jobs(self, rank: int) -> list[_Job]:
         """List the computations of a rank, with heads and tails.
 
-        Whatever the order, the k-th start of a computation is preceded by k passes through every
-        earlier one on the path, and followed by the remaining passes through every later one.
+        In any order, the k-th start of a computation is preceded by k passes through every earlier
+        computation on the path, and followed by the remaining passes through every later one.
         """
         count, ticks = self.problem.microbatches, self.problem.ticks
         jobs = []
         for stage, stage_rank in enumerate(self.problem.placement):
             if stage_rank != rank:
                 continue
+            # Forward and input backward of the stage, by their index on the path.
             for step in (stage, 2 * ticks.stages - 1 - stage):
                 slow_before = max(self.lengths[:step], default=0)
                 slow_after = max(self.lengths[step + 1 :], default=0)
@@ -90,16 +91,17 @@ class _Paths:
                 ]
             step = 2 * ticks.stages - 1 - stage
             slowest = max(self.lengths[: step + 1])
-            ready = self.starts[step] + self.lengths[step]
+            # Weight backwards: ready after the input backward, and nothing has to follow them.
+            ready_time = self.starts[step] + self.lengths[step]
             length = ticks.backward_weight[stage]
-            jobs += [(ready + k * slowest, length, 0) for k in range(count)]
+            jobs += [(ready_time + k * slowest, length, 0) for k in range(count)]
         return jobs
 
     def memory(self, rank: int, bound: int) -> int:
         """Minimum end, at least `bound`, at which the cap has room for the memory of a rank.
 
-        A microbatch needs its activation from its forward to its input backward, and what the
-        weight backward needs while that runs. The available area is the integral of the maximum
+        A microbatch needs its activation from its forward to its input backward, and its retained
+        memory while the weight backward runs. The available area is the integral of the maximum
         memory at each time: the cap, limited at the start by what consecutive forwards can have
         built up, and at the end by what consecutive backwards can still free.
         """
@@ -107,9 +109,11 @@ class _Paths:
         stages = [
             stage for stage, stage_rank in enumerate(self.problem.placement) if stage_rank == rank
         ]
+        # Areas are memory times ticks, summed over microbatches.
         activation_area = retained_area = 0
         for stage in stages:
             largest = 2 * ticks.stages - 1 - stage
+            # Shortest time from the start of F to the end of I.
             lifespan = self.starts[largest] + self.lengths[largest] - self.starts[stage]
             activation_area += lifespan * ticks.activation[stage] * count
             retained_area += ticks.backward_weight[stage] * ticks.retained[stage] * count
@@ -120,12 +124,13 @@ class _Paths:
         largest = max(ticks.activation[stage] for stage in stages)
 
         def rate(passes: Sequence[tuple[int, int]]) -> Fraction | None:
-            """Maximum memory per tick, of (memory, ticks) pairs; None for unlimited."""
+            """Maximum memory per tick, of (memory, ticks) pairs; None for no limit."""
             if any(size and not length for size, length in passes):
                 return None
             return max((Fraction(size, length) for size, length in passes if size), default=None)
 
         size, retained = ticks.activation, ticks.retained
+        # Steepest rise by forwards, and steepest falls by input and by full backwards.
         rise_rate = rate([(size[s], ticks.forward[s]) for s in stages])
         input_rate = rate([(size[s], ticks.backward_input[s]) for s in stages])
         full_rate = rate(
@@ -148,7 +153,7 @@ class _Paths:
 class _Slope(NamedTuple):
     """Maximum memory as a function of the distance from the first start or the last end.
 
-    0 before `after`, then `step`, then growing by `rate` per tick; unlimited if `rate` is None.
+    0 before `after`, then `step`, then growing by `rate` per tick; no limit if `rate` is None.
     """
 
     step: int
@@ -172,6 +177,7 @@ def _min_length(bound: int, area: int, cap: int, rise: _Slope, falls: Sequence[_
     """Bisect the minimum length, at least `bound`, whose area is at least `area`."""
     if not area or (bound and _area(bound, cap, rise, falls) >= area):
         return bound
+    # Double the length until the area suffices, then bisect.
     low, high = bound, 2 * bound or 1
     while _area(high, cap, rise, falls) < area:
         low, high = high, 2 * high
@@ -228,21 +234,23 @@ def _crossings(line: _Slope, line_falls: bool, fall: _Slope, end: Fraction) -> s
 def _one_machine(jobs: Sequence[_Job]) -> int:
     """Minimum makespan of a machine with preemption: run the ready job with the longest tail."""
     by_start = sorted(jobs)
-    ready: list[list[int]] = []
+    ready_jobs: list[list[int]] = []
     time = bound = index = 0
-    while index < len(by_start) or ready:
-        if not ready:
+    while index < len(by_start) or ready_jobs:
+        if not ready_jobs:
             time = max(time, by_start[index][0])
         while index < len(by_start) and by_start[index][0] <= time:
-            heappush(ready, [-by_start[index][2], by_start[index][1]])
+            heappush(ready_jobs, [-by_start[index][2], by_start[index][1]])
             index += 1
-        job = ready[0]
+        job = ready_jobs[0]
         end = time + job[1]
         if index < len(by_start) and by_start[index][0] < end:
+            # Preempted: a job that has just arrived may have a longer tail.
             job[1] -= by_start[index][0] - time
             time = by_start[index][0]
             continue
-        heappop(ready)
+        heappop(ready_jobs)
         time = end
+        # Tails are stored negated, so this adds the tail.
         bound = max(bound, time - job[0])
     return bound

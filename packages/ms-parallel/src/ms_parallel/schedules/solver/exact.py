@@ -50,8 +50,10 @@ def prove(
             "pip install 'ms-parallel[search]', or set exact_search=False"
         ) from None
     grain = max(1, incumbent.makespan // _MAX_STEPS)
+    # Costs are rounded down, so that a bound for the coarse problem holds for the true one.
     coarse = evolve(problem, ticks=_round_down(problem.ticks, grain))
     model = cp_model.CpModel()
+    # The incumbent itself must fit below the horizon.
     horizon = -(-incumbent.makespan // grain)
     starts = _formulate(model, coarse, horizon, lower_bound // grain)
     _hint(model, coarse, incumbent, starts)
@@ -62,12 +64,13 @@ def prove(
     solver.parameters.interleave_search = True
     solver.parameters.num_workers = 8
     status = solver.solve(model)
+    # Back from steps of the solver to ticks.
     bound = max(lower_bound, int(solver.best_objective_bound) * grain)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return ExactResult(rows=None, lower_bound=lower_bound)
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(problem.ranks)]
-    for (kind, stage, number), variable in starts.items():
-        rows[problem.placement[stage]].append((solver.value(variable), kind, stage, number))
+    for (phase, stage, number), variable in starts.items():
+        rows[problem.placement[stage]].append((solver.value(variable), phase, stage, number))
     return ExactResult(
         rows=tuple(tuple((k, s, n) for _, k, s, n in sorted(row)) for row in rows),
         lower_bound=min(bound, incumbent.makespan),
@@ -88,14 +91,16 @@ def _formulate(
     starts: dict[Operation, Any] = {}
     busy: list[list[Any]] = [[] for _ in range(problem.ranks)]
     for stage, rank in enumerate(problem.placement):
-        for kind in range(3):
-            length = problem.lengths[kind][stage]
+        for phase in range(3):
+            length = problem.lengths[phase][stage]
             for number in range(problem.microbatches):
                 start = model.new_int_var(0, horizon - length, "")
-                starts[kind, stage, number] = start
+                starts[phase, stage, number] = start
                 busy[rank].append(model.new_fixed_size_interval_var(start, length, ""))
                 if number:
-                    model.add(start >= starts[kind, stage, number - 1] + length)
+                    # Microbatches in order, which loses nothing and removes symmetry.
+                    model.add(start >= starts[phase, stage, number - 1] + length)
+            # `start` is the last microbatch's, which ends last.
             model.add(makespan >= start + length)
     for intervals in busy:
         model.add_no_overlap(intervals)
@@ -118,6 +123,7 @@ def _connect(model: Any, problem: Problem, starts: dict[Operation, Any], horizon
         transfer = ticks.transfer[min(stage, target_stage)]
         if transfer:
             transfer_start = model.new_int_var(0, horizon, "")
+            # A message may wait for its link.
             model.add(transfer_start >= end)
             interval = model.new_fixed_size_interval_var(transfer_start, transfer, "")
             links.setdefault((placement[stage], placement[target_stage]), []).append(interval)
@@ -126,7 +132,7 @@ def _connect(model: Any, problem: Problem, starts: dict[Operation, Any], horizon
 
     for number in range(problem.microbatches):
         for stage in range(last + 1):
-            f, i, w = (starts[kind, stage, number] for kind in range(3))
+            f, i, w = (starts[phase, stage, number] for phase in range(3))
             model.add(i >= f + ticks.forward[stage])
             model.add(w >= i + ticks.backward_input[stage])
             if stage < last:
@@ -143,14 +149,16 @@ def _limit_memory(model: Any, problem: Problem, starts: dict[Operation, Any], ho
     ticks = problem.ticks
     for rank, cap in enumerate(problem.caps):
         stages = [stage for stage, stage_rank in enumerate(problem.placement) if stage_rank == rank]
+        # The cap cannot bind.
         if cap >= sum(ticks.activation[stage] for stage in stages) * problem.microbatches:
             continue
         intervals, demands = [], []
         for stage in stages:
             for number in range(problem.microbatches):
-                f, i, w = (starts[kind, stage, number] for kind in range(3))
+                f, i, w = (starts[phase, stage, number] for phase in range(3))
                 input_done = i + ticks.backward_input[stage]
                 weight_done = w + ticks.backward_weight[stage]
+                # Full activation until I ends, then the retained part until W ends.
                 for begin, end, demand in (
                     (f, input_done, ticks.activation[stage]),
                     (input_done, weight_done, ticks.retained[stage]),

@@ -30,12 +30,12 @@ class Player:
         stages = ticks.stages
         self.ranks, self.count, self.stages = problem.ranks, count, stages
         self.ops: list[Operation] = [
-            (kind, stage, number)
-            for kind in range(3)
+            (phase, stage, number)
+            for phase in range(3)
             for stage in range(stages)
             for number in range(count)
         ]
-        self.length = [problem.lengths[kind][stage] for kind, stage, _ in self.ops]
+        self.length = [problem.lengths[phase][stage] for phase, stage, _ in self.ops]
         self.rank = [placement[stage] for _, stage, _ in self.ops]
         self.target = [self._target(op) for op in self.ops]
         """Action that consumes the result of each action; -1 for none."""
@@ -45,15 +45,18 @@ class Player:
             if target >= 0:
                 self.source[target] = op
         for op in range(stages * count):
+            # A weight backward consumes the result of its input backward.
             self.source[op + 2 * stages * count] = op + stages * count
         self.crosses_ranks = [
             t >= 0 and self.rank[t] != r for t, r in zip(self.target, self.rank, strict=True)
         ]
         self.transfer = [
-            ticks.transfer[stage - kind] if crosses else 0
-            for (kind, stage, _), crosses in zip(self.ops, self.crosses_ranks, strict=True)
+            # The link after stage s carries F of stage s and I of stage s + 1.
+            ticks.transfer[stage - phase] if crosses else 0
+            for (phase, stage, _), crosses in zip(self.ops, self.crosses_ranks, strict=True)
         ]
         self.latency, self.uses_links = ticks.latency, any(self.transfer)
+        # Arrival of each input before the start: 0 for forwards of stage 0, else -1 for unknown.
         self.ready = [0 if op < count else -1 for op in range(len(self.ops))]
         inputs = range(stages * count, 2 * stages * count)
         self._action_data = [
@@ -70,14 +73,14 @@ class Player:
 
     def number(self, op: Operation) -> int:
         """Number of an action."""
-        kind, stage, microbatch = op
-        return (kind * self.stages + stage) * self.count + microbatch
+        phase, stage, microbatch = op
+        return (phase * self.stages + stage) * self.count + microbatch
 
     def _target(self, op: Operation) -> int:
-        kind, stage, number = op
-        if kind == 0:
+        phase, stage, number = op
+        if phase == 0:
             return self.number((0, stage + 1, number) if stage + 1 < self.stages else (1, *op[1:]))
-        return self.number((1, stage - 1, number)) if kind == 1 and stage else -1
+        return self.number((1, stage - 1, number)) if phase == 1 and stage else -1
 
     def play(self, rows: Sequence[Sequence[int]]) -> Played | None:
         """Play rows from the start; None if they deadlock."""
@@ -100,6 +103,7 @@ class Player:
             change_time: start of the action that was there before.
         """
         if self.uses_links:
+            # The state of a link depends on all earlier messages, so play everything again.
             return self.play(rows)
         starts, arrived, action_data = before.starts[:], before.arrived[:], self._action_data
         cursor, free = [0] * self.ranks, [0] * self.ranks
@@ -109,10 +113,12 @@ class Player:
                 if other_rank == rank
                 else bisect_left(row, change_time, key=starts.__getitem__)
             )
+            # Actions that started before the change keep their times.
             cursor[other_rank] = index
             if index:
                 free[other_rank] = starts[row[index - 1]] + self.length[row[index - 1]]
             for op in row[index:]:
+                # The results of replayed actions are unknown again.
                 _, weights, target, _ = action_data[op]
                 if weights >= 0:
                     arrived[weights] = -1
@@ -140,6 +146,7 @@ class Player:
                 op = row[index]
                 arrival = arrived[op]
                 if arrival < 0:
+                    # The producer puts this rank back into `pending`.
                     waiting_for[rank] = op
                     break
                 index += 1
@@ -152,6 +159,7 @@ class Player:
                     arrived[weights] = time
                 if target < 0:
                     continue
+                # The consumer is on this rank.
                 if peer < 0:
                     arrived[target] = time
                     continue

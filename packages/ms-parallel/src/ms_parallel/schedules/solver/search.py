@@ -77,8 +77,8 @@ def search(
     """Search for the schedule with the smallest makespan whose activations fit under the cap.
 
     The result depends only on the arguments, not on the machine or its load. Without
-    `exact_search` it is never longer than that of the same search under a smaller cap of 1, 2, 4,
-    ... times the minimum. Under other smaller caps the search may happen to find a shorter
+    `exact_search` its makespan never exceeds the makespan of the same search under a smaller cap of
+    1, 2, 4, ... times the minimum. Under other smaller caps the search may happen to find a shorter
     schedule, by at most the `gap` of this one.
 
     Args:
@@ -107,14 +107,17 @@ def search(
             errors.append(error)
     if not problems:
         raise errors[0]
+    # Lower bounds are in ticks, one per placement.
     budget, lowers = int(_BUDGET * effort), list(map(lower_bound, problems))
     index, arrangement = _best_at(dict(enumerate(problems)), dict(enumerate(lowers)), budget, seed)
+    # A tighter cap can lead to a shorter schedule; stop at a proven optimum.
     for tighter in _tighter(problems):
         if arrangement.makespan == min(lowers):
             break
         tighter_lowers = {
             candidate_index: lower_bound(problem) for candidate_index, problem in tighter.items()
         }
+        # Skip caps under which no schedule can beat the best one.
         if min(tighter_lowers.values()) < arrangement.makespan:
             candidate_index, candidate = _best_at(tighter, tighter_lowers, budget, seed)
             if candidate.makespan < arrangement.makespan:
@@ -146,6 +149,7 @@ def _placements(
     if ranks == stages or ranks == 1:
         return [one_a_rank(ranks) if ranks > 1 or stages == 1 else looped(1, stages)]
     loops = [looped(ranks, stages // ranks)]
+    # Two stages per rank also fit on a V.
     return [vee(ranks), *loops] if stages == 2 * ranks else loops
 
 
@@ -165,11 +169,12 @@ def _tighter(problems: Sequence[Problem]) -> Iterator[dict[int, Problem]]:
     """Yield the problems with tighter and tighter caps, as these may give better results.
 
     Free memory tempts the list scheduler to run ahead. The caps are the minimum for all ranks times
-    powers of two, whatever the requested cap, so that every larger cap tries them too.
+    powers of two, independent of the requested cap, so that every larger cap tries them too.
     """
     minimums = [max(map(problem.min_memory, range(problem.ranks))) for problem in problems]
     maximum = max(max(problem.caps) for problem in problems)
     caps = [min(minimums)]
+    # Powers of two times the minimum, below the largest requested cap.
     while 0 < 2 * caps[-1] < maximum:
         caps.append(2 * caps[-1])
     for cap in reversed(caps):
@@ -182,8 +187,9 @@ def _tighter(problems: Sequence[Problem]) -> Iterator[dict[int, Problem]]:
 
 
 def _constructed(problem: Problem, budget: int) -> tuple[Arrangement, Arrangement]:
-    """Best arrangement overall, and the best that keeps a handcrafted order, if there is one."""
+    """Best arrangement overall, and the best that keeps a handcrafted order (or the former)."""
     shortest, seeded = best(problem, budget), None
+    # Small problems can afford to try tighter caps here as well.
     if problem.actions <= _SMALL:
         for fraction in (Fraction(5, 6), Fraction(1, 2)):
             caps = [
@@ -210,8 +216,10 @@ def _refined(
     seed: int,
 ) -> Arrangement:
     """Anneal block delays, then the orders of the best and of the best handcrafted arrangement."""
+    # Worthwhile only if the budget allows a hundred blocks or more.
     if shortest.makespan > lower and 3 * problem.ticks.stages * 100 < budget // 4:
         shortest = anneal_blocks(problem, shortest, budget // 4, seed)
+    # From the best arrangement warm and cool, and from the best handcrafted order cool.
     for start, temperatures in ((shortest, WARM), (shortest, COOL), (seeded, COOL)):
         if shortest.makespan > lower:
             walked = anneal_order(problem, start, _WALK * budget, seed, temperatures)
@@ -223,6 +231,7 @@ def _seeds(problem: Problem) -> list[list[list[Operation]]]:
     """Orders of forwards and input backwards of the handcrafted schedules for this placement."""
     if problem.actions > _MAX_SEEDED:
         return []
+    # Weight backwards are left out, as the list scheduler places them again.
     kinds = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1}
     schedules = (
         generator.start(problem.placement, problem.microbatches)
@@ -242,8 +251,9 @@ def _shorter(problem: Problem, incumbent: Arrangement, rows: Rows | None) -> Row
     """Return the shorter of two by the true costs, as the solver used rounded ones."""
     if rows is None:
         return incumbent.rows
+    # The solver rounds costs down, so time its rows with the true ones.
     starts = play_rows(problem, rows)
-    end = max(start + problem.lengths[kind][stage] for (kind, stage, _), start in starts.items())
+    end = max(start + problem.lengths[phase][stage] for (phase, stage, _), start in starts.items())
     return rows if end < incumbent.makespan else incumbent.rows
 
 

@@ -80,11 +80,13 @@ class Action(NamedTuple):
         return cls(Kind.OVERLAP, -1, -1, (forward, backward))
 
 
+# Stage, kind, and the microbatch unless the action is on a stage: 2F0, 3SEND_F1, 1UNSHARD.
 _SIMPLE = re.compile(
     r"(0|[1-9][0-9]{0,8})"
     r"((?:WAIT_)?(?:SEND_F|SEND_B|REDUCE_GRAD)|RECV_F|RECV_B|UNSHARD|RESHARD|F|B|I|W)"
     r"(0|[1-9][0-9]{0,8})?"
 )
+# (0F1;7B0)OVERLAP_F_B
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _FORM = "write actions like 2F0, 3SEND_F1, 1UNSHARD or (0F1;7B0)OVERLAP_F_B"
 
@@ -107,6 +109,7 @@ def parse_action(text: str) -> Action:
     if simple is None:
         raise ScheduleError(f"{text[:80]!r} is not an action; {_FORM}")
     kind = Kind(simple[2])
+    # Stage actions have no microbatch; all others need one.
     if (kind in _STAGE_ACTIONS) == (simple[3] is not None):
         word = "takes no" if kind in _STAGE_ACTIONS else "needs a"
         raise ScheduleError(f"{text!r}: {kind.value} {word} microbatch; {_FORM}")

@@ -41,6 +41,8 @@ def with_communication(
         for result in results(action):
             _exchange(result, placement, output)
 
+    # Transfer times are left out: a send is placed at the end of its computation, not of its
+    # transfer.
     playback = Playback(rows, placement, evolve(ticks, transfer=(0,) * ticks.stages), insert)
     if stuck := playback.run():
         reasons = []
@@ -56,7 +58,9 @@ def with_communication(
 def _exchange(result: Result, placement: Sequence[int], output: list[list[Action]]) -> None:
     """Insert the message for a result if another rank needs it."""
     is_gradient, stage, microbatch = result
+    # Activations go to the next stage, gradients to the previous one.
     consumer = stage - 1 if is_gradient else stage + 1
+    # No message at the ends of the model, or between stages on one rank.
     if not 0 <= consumer < len(placement) or placement[consumer] == placement[stage]:
         return
     send, receive = (
@@ -64,6 +68,7 @@ def _exchange(result: Result, placement: Sequence[int], output: list[list[Action
         if is_gradient
         else (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
     )
+    # Both ends are appended at the same point of the global order.
     output[placement[stage]].append(Action(send, stage, microbatch))
     output[placement[consumer]].append(Action(receive, consumer, microbatch))
 

@@ -23,6 +23,7 @@ def as_fraction(value: Number) -> Fraction:
     if isinstance(value, float):
         if not isfinite(value):
             raise ScheduleError(f"a cost must be a finite number, got {value}; measure it again")
+        # The shortest decimal that prints the float: 0.1 is 1/10, not the nearest binary fraction.
         value = Fraction(repr(value))
     if value < 0:
         raise ScheduleError(f"a cost must be at least 0, got {value}")
@@ -51,7 +52,7 @@ class PassCosts:
     activation: tuple[Fraction, ...] = field(converter=_fractions)
     """Memory of a microbatch from the start of its forward to the end of its I or B."""
     retained: tuple[Fraction, ...] = field(converter=_fractions)
-    """Memory of a microbatch from the end of its I to the end of its W; all of it by default."""
+    """Memory of a microbatch from the end of its I to the end of its W; by default `activation`."""
     latency: Fraction = field(default=Fraction(0), converter=as_fraction)
     """Time from the end of a message's transfer until the receiver can use it."""
 
@@ -80,10 +81,10 @@ class PassCosts:
                 )
 
     def check_length(self, name: str, values: Sequence[Number]) -> None:
-        """Check that there are as many entries as in `forward`.
+        """Check that `values` and `forward` have the same length.
 
         Raises:
-            ScheduleError: the numbers differ.
+            ScheduleError: they do not.
         """
         if len(values) != len(self.forward):
             raise ScheduleError(
@@ -108,7 +109,7 @@ class Costs(PassCosts):
         if self.message_bytes is not None:
             self.check_length("message_bytes", self.message_bytes)
         if self.bandwidth == 0:
-            raise ScheduleError("bandwidth must be above 0; leave it out for no limit")
+            raise ScheduleError("bandwidth must be above 0; use None for no limit")
 
     @classmethod
     def uniform(
@@ -141,6 +142,7 @@ class Costs(PassCosts):
         if self.bandwidth is not None and self.message_bytes is not None:
             transfer = [size / self.bandwidth for size in self.message_bytes]
         times = [*self.forward, *self.backward_input, *self.backward_weight, *transfer]
+        # The least common denominator makes every time an integer, so that simulations are exact.
         per_unit = lcm(*(time.denominator for time in [*times, self.latency]))
         memory_per_unit = lcm(*(m.denominator for m in [*self.activation, *self.retained]))
 

@@ -86,10 +86,11 @@ class Playback:
         """Play the rows; return the ranks that are stuck."""
         running: list[tuple[int, int, int, Span]] = []
         """(end, start, rank, span) of the current computation of each rank."""
-        ready = list(range(len(self.rows)))
-        while ready or running:
-            for rank in ready:
+        ready_ranks = list(range(len(self.rows)))
+        while ready_ranks or running:
+            for rank in ready_ranks:
                 if (span := self._next(rank)) is not None:
+                    # Ordered by end; start and rank break ties, so the playback is deterministic.
                     heappush(running, (span.end, span.start, rank, span))
             if not running:
                 break
@@ -98,11 +99,12 @@ class Playback:
             self.spans[rank].append(span)
             if self.on_end is not None:
                 self.on_end(rank, span.action)
-            ready = [rank]
+            # This rank is free again, and each result may wake a rank that waited for it.
+            ready_ranks = [rank]
             for result in results(span.action):
                 self._deliver(result, end, rank, index)
                 if (woken := self.waiting_rank.pop(result, None)) is not None:
-                    ready.append(woken)
+                    ready_ranks.append(woken)
         return [r for r, row in enumerate(self.rows) if len(self.spans[r]) < len(row)]
 
     def missing(self, rank: int) -> Result:
@@ -125,6 +127,7 @@ class Playback:
                     self.waiting_rank[source] = rank
                     return None
                 time, *origin = self.arrival[source]
+                # The latest input determines the start, unless the rank is busy until later.
                 if time > start:
                     start, cause = time, (origin[0], origin[1])
         return Span(action, start, start + _duration(action, self.ticks), cause)
@@ -138,6 +141,7 @@ class Playback:
         target = self.placement[consumer]
         if target != rank:
             transfer = self.ticks.transfer[min(stage, consumer)]
+            # A link carries one message at a time in each direction.
             sent = max(end, self.link_free.get((rank, target), 0)) + transfer
             self.link_free[rank, target] = sent
             end = sent + self.ticks.latency

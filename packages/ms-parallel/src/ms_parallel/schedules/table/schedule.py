@@ -102,8 +102,11 @@ class Schedule:
                 is empty. `verify` checks whether the schedule is complete.
         """
         rows = [_parse_line(number, line) for number, line in enumerate(text.splitlines())]
+        # Every stage must appear on exactly one rank.
         placement = _placement_of(rows)
+        # Actions on a stage have microbatch -1.
         microbatches = 1 + max(a.microbatch for row in rows for action in row for a in action.flat)
+        # A "compute_only" table has no messages, so insert them.
         if any(a.kind in MESSAGES for row in rows for a in row):
             return cls(placement=placement, microbatches=microbatches, actions=rows, name=name)
         return cls.from_computations(rows, placement, microbatches, name)

@@ -30,7 +30,6 @@ class SegmentCosts(PassCosts):
     """Model layers in each segment, by default one."""
     transfer: Fraction = field(default=Fraction(0), converter=as_fraction)
     """Time for which a message between stages occupies the link, for any cut."""
-
     slowness: tuple[Fraction, ...] = field(default=(), converter=_fractions)
     """Factor on the times of each rank, relative to the measured one; empty if all are equal."""
 
@@ -81,6 +80,7 @@ class SegmentCosts(PassCosts):
         def sums(values: Sequence[Fraction]) -> list[Fraction]:
             return [sum(values, Fraction(0)) for values in _cut(values, split)]
 
+        # Times scale with the speed of the rank; memory and messages do not.
         def times(values: Sequence[Fraction]) -> list[Fraction]:
             return [time * factor for time, factor in zip(sums(values), slowness, strict=True)]
 
@@ -91,6 +91,8 @@ class SegmentCosts(PassCosts):
             activation=sums(self.activation),
             retained=sums(self.retained),
             latency=self.latency,
+            # A message of `transfer` bytes at 1 byte per unit of time occupies the link for
+            # `transfer`.
             bandwidth=1 if self.transfer else None,
             message_bytes=[self.transfer] * len(split) if self.transfer else None,
         )

@@ -34,12 +34,14 @@ def measured(schedule: Schedule, times: Times, costs: Costs | None = None) -> Ti
     """
     timed = _timed(schedule, times)
     flat = [time for row in timed for _, start, end in row for time in (start, end)]
+    # Ticks per unit: the least common denominator of all measured times.
     per_unit, first = lcm(*(time.denominator for time in flat)), min(flat)
     spans: list[list[Span]] = []
     for row, computations in zip(timed, schedule.computations(), strict=True):
         remaining = iter(row)
         spans.append([])
         for action in computations:
+            # A pair is one span, from the start of its first part to the end of its second.
             parts = [next(remaining) for _ in action.computations]
             start, end = (int((time - first) * per_unit) for time in (parts[0][1], parts[-1][2]))
             spans[-1].append(Span(action, start, end, None))
@@ -53,7 +55,7 @@ def measured(schedule: Schedule, times: Times, costs: Costs | None = None) -> Ti
 
 
 def _with_causes(spans: Sequence[Sequence[Span]], stages: int) -> tuple[tuple[Span, ...], ...]:
-    """Set each span's cause: of all it waited for, the one that ended last."""
+    """Set each span's cause: the last to end among the spans it waited for."""
     span_of = {
         result: (rank, index)
         for rank, row in enumerate(spans)
@@ -95,7 +97,11 @@ def measured_costs(schedule: Schedule, times: Times) -> Costs:
         """Mean time of each stage's passes of the first of these kinds that it has."""
         return [
             next(
-                (_mean(lengths[kind, stage]) for kind in kinds if (kind, stage) in lengths),
+                (
+                    _mean(lengths[pass_kind, stage])
+                    for pass_kind in kinds
+                    if (pass_kind, stage) in lengths
+                ),
                 Fraction(0),
             )
             for stage in range(schedule.stages)
@@ -103,6 +109,7 @@ def measured_costs(schedule: Schedule, times: Times) -> Costs:
 
     return Costs(
         forward=means(Kind.FORWARD),
+        # An unsplit backward has no I, so its full time counts as the input backward.
         backward_input=means(Kind.BACKWARD_INPUT, Kind.BACKWARD),
         backward_weight=means(Kind.BACKWARD_WEIGHT),
         latency=_latency(schedule, timed),
@@ -118,7 +125,7 @@ def _timed(schedule: Schedule, times: Times) -> list[list[_Timed]]:
     if [len(row) for row in rows] != [len(row) for row in times]:
         raise ScheduleError(
             f"measured {[len(row) for row in times]} computations per rank, but the schedule has "
-            f"{[len(row) for row in rows]}; measure all of them"
+            f"{[len(row) for row in rows]}; measure every computation"
         )
     return [
         [
@@ -130,7 +137,7 @@ def _timed(schedule: Schedule, times: Times) -> list[list[_Timed]]:
 
 
 def _latency(schedule: Schedule, timed: Sequence[Sequence[_Timed]]) -> Fraction:
-    """Mean time from a computation's end to the start of one that was waiting for it."""
+    """Mean time from the end of a computation to the start of its waiting consumer."""
     end_of = {result: end for row in timed for action, _, end in row for result in results(action)}
     gaps = []
     for row in timed:
@@ -138,6 +145,8 @@ def _latency(schedule: Schedule, timed: Sequence[Sequence[_Timed]]) -> Fraction:
             rank_free = row[index - 1][2] if index else Fraction(0)
             for source in sources(action, schedule.stages):
                 crosses_ranks = schedule.placement[source[1]] != schedule.placement[action.stage]
+                # Only if the rank was already idle when its input was computed: then the gap is the
+                # message.
                 if crosses_ranks and rank_free <= end_of[source] <= start:
                     gaps.append(start - end_of[source])
     return _mean(gaps)

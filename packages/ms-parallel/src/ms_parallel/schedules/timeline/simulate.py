@@ -96,6 +96,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         )
     ticks, rows = costs.ticks(), schedule.computations()
     playback = Playback(rows, schedule.placement, ticks)
+    # The ranks returned are stuck; report the first.
     for rank in playback.run():
         raise ScheduleError(
             f"rank {rank} never receives the input of {rows[rank][len(playback.spans[rank])]}; "
@@ -122,11 +123,13 @@ def _peak(row: Sequence[Action], ticks: Ticks) -> int:
         for part in action.computations:
             if part.kind is Kind.FORWARD:
                 used += ticks.activation[part.stage]
+        # A backward frees memory when it ends, so its own activations still count here.
         peak = max(peak, used)
         for part in action.computations:
             if part.kind is Kind.BACKWARD:
                 used -= ticks.activation[part.stage]
             elif part.kind is Kind.BACKWARD_INPUT:
+                # I frees everything that the weight backward does not need.
                 used -= ticks.activation[part.stage] - ticks.retained[part.stage]
             elif part.kind is Kind.BACKWARD_WEIGHT:
                 used -= ticks.retained[part.stage]

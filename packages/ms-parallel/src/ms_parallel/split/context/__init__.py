@@ -1,1 +1,1 @@
-"""Shares out the positions of rows over the context axis, so that attention sees whole rows."""
+"""Context parallelism: rows split by position, with attention over full rows."""

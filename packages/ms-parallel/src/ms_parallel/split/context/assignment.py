@@ -1,9 +1,11 @@
-"""Decides which process gets which positions of which row, and counts what attention costs each.
+"""Assigns row positions to context-parallel ranks so that the cost of attention is balanced.
 
-A row is cut into blocks of one size, and every process gets as many blocks of every row, so that
-all have as many tokens. A token costs as much as the keys that it sees: those before it in its
-document, itself included, within the window. A long document makes late blocks dear, and many short
-ones make all blocks alike.
+A row is cut into blocks of equal size and every rank gets the same number of blocks of every row,
+so all ranks have the same number of tokens. The cost of a token is the number of keys it attends
+to: earlier tokens of its document and itself, within the window. A long document makes late blocks
+expensive; many short documents make all blocks equal.
+
+Shapes: B rows, S positions, N context ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,172 +17,185 @@ from torch import Tensor
 from ms_parallel.models.spans import SHORTEST_MEAN
 from ms_parallel.split.context.kinds import Balance
 
-GOOD_ENOUGH = 1.02
-"""Cost of the slowest process over the mean, at which blocks are small enough."""
-MOST_QUERIES = 256
-"""Most queries of a piece: each is held against all keys that its last one sees."""
-MOST_SHORT = 2 * SHORTEST_MEAN
-"""Keys of a piece of several short documents."""
-MOST_BLOCKS = 64
-"""Most blocks of a row on one process: each is a call of attention."""
+MAX_IMBALANCE = 1.02
+"""Accepted ratio of the slowest rank's cost to the mean."""
+MAX_QUERIES = 256
+"""Maximum queries per range: each computes scores for every key that the last query sees."""
+MAX_MERGED_KEYS = 2 * SHORTEST_MEAN
+"""Maximum keys of a range that merges several short documents."""
+MAX_BLOCKS = 64
+"""Maximum blocks per row and rank: each is a separate attention call."""
 
 
 @frozen(kw_only=True, eq=False)
 class Assignment:
-    """Which positions each process has."""
+    """Assignment of positions to ranks."""
 
     order: Tensor
-    """(B, S) int64: places in the row, those of process 0 first, each process's in order."""
+    """(B, S) int64: row positions sorted by rank; ascending within a rank."""
     costs: tuple[float, ...]
-    """What attention costs each process, in keys seen, over all rows and layers."""
+    """Attention cost of each rank: keys seen by its queries, over all rows and layers."""
 
     @property
     def imbalance(self) -> float:
-        """Cost of the slowest process over the mean, at least 1."""
+        """Cost of the slowest rank over the mean, at least 1."""
         return max(self.costs) * len(self.costs) / sum(self.costs)
 
 
 def token_costs(starts: Tensor, windows: Mapping[int | None, int]) -> Tensor:
-    """Count the keys that each token sees over all layers, (B, S) float64.
+    """Return the number of keys that each token attends to over all layers, (B, S) float64.
 
     Args:
-        starts: (B, S) int64, the place at which each token's document begins.
-        windows: how many layers have each window; None for no window.
+        starts: (B, S) int64, start of each token's document.
+        windows: number of layers by attention window; None is full attention.
     """
-    seen = torch.arange(starts.shape[1]) - starts + 1
+    keys = torch.arange(starts.shape[1]) - starts + 1  # (B, S)
     costs = torch.zeros(starts.shape, dtype=torch.float64)
     for window, layers in windows.items():
-        costs += layers * (seen if window is None else seen.clamp(max=window))
+        costs += layers * (keys if window is None else keys.clamp(max=window))
     return costs
 
 
 def document_starts(documents: Tensor | None, rows: int, length: int) -> Tensor:
-    """Find the place at which each token's document begins, (B, S) int64, on the CPU.
+    """Return the start position of each token's document, (B, S) int64, on the CPU.
 
-    A number that comes back later in its row is the same document: it begins where it first stands.
+    A document number that reappears later in its row is the same document, which starts at its
+    first position.
     """
-    at = torch.arange(length).expand(rows, length)
+    positions = torch.arange(length).expand(rows, length)
     if documents is None:
-        return torch.zeros_like(at)
+        return torch.zeros_like(positions)
     documents = documents.cpu()
-    begins = torch.ones(rows, length, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    starts = torch.where(begins, at, 0).cummax(1).values
+    is_start = torch.ones(rows, length, dtype=torch.bool)
+    is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = torch.where(is_start, positions, 0).cummax(1).values
     for row in range(rows):
-        numbers = documents[row, begins[row]]
-        if len(torch.unique(numbers)) < len(numbers):
+        numbers = documents[row, is_start[row]]
+        if len(torch.unique(numbers)) < len(numbers):  # some document is not contiguous
             _, inverse = torch.unique(documents[row], return_inverse=True)
             first = torch.full((int(inverse.max()) + 1,), length)
-            starts[row] = first.scatter_reduce(0, inverse, at[row], "amin")[inverse]
+            starts[row] = first.scatter_reduce(0, inverse, positions[row], "amin")[inverse]
     return starts
 
 
 def assign(costs: Tensor, count: int, balance: Balance = "balanced") -> Assignment:
-    """Share out the positions of rows over `count` processes.
+    """Assign the positions of all rows to `count` ranks.
 
-    `balanced` takes the largest blocks that come near the bound, or the smallest that there are.
+    `balanced` uses the fewest, largest blocks that reach `MAX_IMBALANCE`; if none do, the best
+    assignment that it tried.
 
     Args:
-        costs: (B, S) of each token; `count` divides S.
-        count: processes.
+        costs: (B, S) cost of each token; `count` divides S.
+        count: number of ranks.
         balance: how blocks are assigned.
     """
-    share = costs.shape[1] // count
+    tokens_per_rank = costs.shape[1] // count
     if balance == "zig-zag":
-        half = share // 2 if share % 2 == 0 else share
-        turns = torch.arange(costs.shape[1] // half)
-        owners = torch.minimum(turns, 2 * count - 1 - turns) if half < share else turns
+        # Blocks 0..2N-1 go to ranks 0..N-1 and back, N-1..0. An odd share cannot be halved, so
+        # each rank gets one block.
+        block = tokens_per_rank // 2 if tokens_per_rank % 2 == 0 else tokens_per_rank
+        index = torch.arange(costs.shape[1] // block)
+        owners = torch.minimum(index, 2 * count - 1 - index) if block < tokens_per_rank else index
         return _assignment(costs, owners.expand(len(costs), -1), count)
     best = assign(costs, count, "zig-zag")
-    for blocks in _block_counts(share):
-        if best.imbalance <= GOOD_ENOUGH:
+    for blocks in _block_counts(tokens_per_rank):
+        if best.imbalance <= MAX_IMBALANCE:
             break
         owners = _least_loaded(costs.view(len(costs), count * blocks, -1).sum(2), count)
-        found = _assignment(costs, owners, count)
-        best = found if found.imbalance < best.imbalance else best
+        candidate = _assignment(costs, owners, count)
+        best = candidate if candidate.imbalance < best.imbalance else best
     return best
 
 
-def _block_counts(share: int) -> list[int]:
-    """List how many blocks of a row a process may have, ascending: powers of two if 3 divide."""
-    divisors = [n for n in range(1, min(share, MOST_BLOCKS) + 1) if share % n == 0]
+def _block_counts(tokens_per_rank: int) -> list[int]:
+    """Return possible blocks per row and rank, ascending: powers of two if at least 3 divide."""
+    limit = min(tokens_per_rank, MAX_BLOCKS)
+    divisors = [n for n in range(1, limit + 1) if tokens_per_rank % n == 0]
     powers = [n for n in divisors if n & (n - 1) == 0]
     return powers if len(powers) > 2 else divisors
 
 
 def _least_loaded(costs: Tensor, count: int) -> Tensor:
-    """Assign each block to the least loaded process, (B, blocks), by the costs (B, blocks)."""
+    """Assign each block, most expensive first, to the least loaded rank with room in that row.
+
+    Args:
+        costs: (B, blocks).
+        count: number of ranks.
+
+    Returns:
+        Owner ranks, (B, blocks) int64.
+    """
     owners = torch.empty(costs.shape, dtype=torch.int64)
-    loads = [0.0] * count
+    loads = [0.0] * count  # carried from row to row, so that rows even each other out
     for row in costs.sum(1).sort(descending=True, stable=True).indices.tolist():
-        left = [costs.shape[1] // count] * count
+        free_blocks = [costs.shape[1] // count] * count
         order = costs[row].sort(descending=True, stable=True).indices.tolist()
         for block, cost in zip(order, costs[row, order].tolist(), strict=True):
-            owner = min((rank for rank in range(count) if left[rank]), key=loads.__getitem__)
+            owner = min((rank for rank in range(count) if free_blocks[rank]), key=loads.__getitem__)
             owners[row, block] = owner
             loads[owner] += cost
-            left[owner] -= 1
+            free_blocks[owner] -= 1
     return owners
 
 
 def _assignment(costs: Tensor, owners: Tensor, count: int) -> Assignment:
-    """Make the assignment of tokens from the owners (B, blocks) of their blocks."""
-    of_tokens = owners.repeat_interleave(costs.shape[1] // owners.shape[1], 1)
+    """Build the token assignment from the owners (B, blocks) of blocks."""
+    token_owners = owners.repeat_interleave(costs.shape[1] // owners.shape[1], 1)  # (B, S)
     loads = torch.zeros(count, dtype=torch.float64)
-    loads.scatter_add_(0, of_tokens.flatten(), costs.flatten())
-    return Assignment(order=of_tokens.argsort(dim=1, stable=True), costs=tuple(loads.tolist()))
+    loads.scatter_add_(0, token_owners.flatten(), costs.flatten())
+    return Assignment(order=token_owners.argsort(dim=1, stable=True), costs=tuple(loads.tolist()))
 
 
 @frozen(kw_only=True)
 class QueryRange:
-    """Neighbouring positions of a row on one process."""
+    """Contiguous query positions [start, stop) of a row on one rank."""
 
     row: int
     offset: int
-    """Where they stand among those of the process."""
+    """Offset among the positions of the rank."""
     start: int
-    """Their first place in the row."""
+    """First position in the row."""
     stop: int
     first_key: int
-    """The place at which the first of their documents begins."""
+    """Start of the first document in the range."""
     mixed: bool
-    """Whether other documents stand among the keys."""
+    """Keys from `first_key` to `stop` include other documents, so a mask is needed."""
 
     def first_seen(self, window: int | None) -> int:
-        """Return the first place that any of its queries sees."""
+        """Return the first key that any query of the range attends to."""
         return self.first_key if window is None else max(self.first_key, self.start - window + 1)
 
 
 def query_ranges(order: Tensor, starts: Tensor) -> list[QueryRange]:
-    """List the pieces of a process, row after row: of one document each, or of several short ones.
+    """Cut a rank's positions into ranges of one document each, or of several short documents.
 
     Args:
-        order: (B, S/N) of the process, each row ascending.
-        starts: (B, S), as `document_starts` gives them.
+        order: (B, S/N) row positions of the rank, each row ascending.
+        starts: (B, S), from `document_starts`.
     """
-    pieces: list[QueryRange] = []
-    for piece in _alone(order, starts):
-        before = pieces[-1] if pieces else None
-        if before is not None and (before.row, before.stop) == (piece.row, piece.start):
-            key = min(before.first_key, piece.first_key)
-            if piece.stop - key <= MOST_SHORT:
-                pieces[-1] = evolve(before, stop=piece.stop, first_key=key, mixed=True)
+    ranges: list[QueryRange] = []
+    for current in _single_document_ranges(order, starts):
+        previous = ranges[-1] if ranges else None
+        if previous is not None and (previous.row, previous.stop) == (current.row, current.start):
+            first_key = min(previous.first_key, current.first_key)
+            if current.stop - first_key <= MAX_MERGED_KEYS:
+                ranges[-1] = evolve(previous, stop=current.stop, first_key=first_key, mixed=True)
                 continue
-        pieces.append(piece)
-    return pieces
+        ranges.append(current)
+    return ranges
 
 
-def _alone(order: Tensor, starts: Tensor) -> Iterator[QueryRange]:
-    """Yield the pieces of one document each."""
-    for row, places in enumerate(order):
-        own = starts[row, places]
-        new = torch.ones(len(places), dtype=torch.bool)
-        new[1:] = (places[1:] != places[:-1] + 1) | (own[1:] != own[:-1])
-        at = torch.arange(len(places))
-        new |= (at - torch.where(new, at, 0).cummax(0).values) % MOST_QUERIES == 0
-        offsets = new.nonzero()[:, 0]
-        ends = [*offsets[1:].tolist(), len(places)]
-        firsts = places[offsets].tolist(), own[offsets].tolist()
+def _single_document_ranges(order: Tensor, starts: Tensor) -> Iterator[QueryRange]:
+    """Yield ranges of one document each, at most `MAX_QUERIES` long."""
+    for row, positions in enumerate(order):
+        first_keys = starts[row, positions]  # (S/N,)
+        is_start = torch.ones(len(positions), dtype=torch.bool)
+        is_start[1:] = (positions[1:] != positions[:-1] + 1) | (first_keys[1:] != first_keys[:-1])
+        index = torch.arange(len(positions))
+        is_start |= (index - torch.where(is_start, index, 0).cummax(0).values) % MAX_QUERIES == 0
+        offsets = is_start.nonzero()[:, 0]
+        ends = [*offsets[1:].tolist(), len(positions)]
+        firsts = positions[offsets].tolist(), first_keys[offsets].tolist()
         for offset, end, start, key in zip(offsets.tolist(), ends, *firsts, strict=True):
             stop = start + end - offset
             mixed = bool((starts[row, key:stop] != key).any())

@@ -1,10 +1,10 @@
-"""Attention of some queries to some keys as a part of all: its result, and how much it weighs.
+"""Attention of some queries to some keys, as a partial result that can be merged with others.
 
-Parts of one row's keys are put together by the logsumexp of their scores: with L the logaddexp of
-L1 and L2 the whole is O1·e^(L1-L) + O2·e^(L2-L) (Liu et al., "Ring Attention", arXiv:2310.01889).
-Given the final O and L, the gradient of each part is found from that part alone.
+Partial results over disjoint keys are merged by the logsumexp of their scores: with
+L = logaddexp(L1, L2), O = O1·e^(L1-L) + O2·e^(L2-L) (Liu et al., "Ring Attention",
+arXiv:2310.01889). Given the final O and L, the gradients of each part need only that part's keys.
 
-Shapes: n queries, m keys, Hq heads of queries, Hk of keys, G = Hq/Hk.
+Shapes: n queries, m keys, Hq query heads, Hk key heads, G = Hq/Hk, D head width, Dv value width.
 """
 
 import torch
@@ -15,89 +15,89 @@ from ms_parallel.operators.cpu import widen
 
 
 @frozen(kw_only=True)
-class Scores:
-    """How scores are made."""
+class ScoreFunction:
+    """Computes attention scores: scaled dot products with an optional soft cap."""
 
     scale: float
     softcap: float | None = None
-    """What they are bent to stay below."""
+    """Scores become softcap · tanh(score / softcap); None for no cap."""
 
-    def of(self, q: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
-        """Compute the scores (Hk, G, n, m), -inf where a key is not seen.
+    def compute(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Return scores (Hk, G, n, m), -inf where masked.
 
         Args:
             q: (n, Hq, D).
             k: (m, Hk, D).
-            seen: (n, m), or None for all.
+            mask: (n, m), true where a query attends to a key; None for all.
         """
-        scores = by_group(q, k.shape[1]) @ widen(k).permute(1, 2, 0).unsqueeze(1) * self.scale
+        s = heads_first(q, k.shape[1]) @ widen(k).permute(1, 2, 0).unsqueeze(1) * self.scale
         if self.softcap is not None:
-            scores = torch.tanh(scores / self.softcap) * self.softcap
-        return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+            s = torch.tanh(s / self.softcap) * self.softcap
+        return s if mask is None else s.masked_fill(~mask, -torch.inf)
 
 
-def by_group(x: Tensor, groups: int) -> Tensor:
-    """Turn (n, Hq, D) into (Hk, G, n, D), in float32 or float64."""
-    return widen(x).reshape(len(x), groups, -1, x.shape[2]).permute(1, 2, 0, 3)
+def heads_first(x: Tensor, kv_heads: int) -> Tensor:
+    """Permute (n, Hq, D) to (Hk, G, n, D), in float32 or float64."""
+    return widen(x).reshape(len(x), kv_heads, -1, x.shape[2]).permute(1, 2, 0, 3)
 
 
-def by_position(x: Tensor) -> Tensor:
-    """Turn (Hk, G, n, D) into (n, Hq, D)."""
+def positions_first(x: Tensor) -> Tensor:
+    """Permute (Hk, G, n, D) to (n, Hq, D)."""
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def attend_part(
-    scores: Scores, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None
+def attend_block(
+    score: ScoreFunction, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the result (n, Hq, Dv) of these keys alone, and their scores' logsumexp (n, Hq).
+    """Return the output (n, Hq, Dv) over these keys alone and the logsumexp (n, Hq) of its scores.
 
-    A query that sees none of them has 0 and -inf.
+    A query that attends to none of the keys has output 0 and logsumexp -inf.
     """
-    found = scores.of(q, k, seen)
-    total = found.logsumexp(-1, keepdim=True)
-    shares = (found - total.masked_fill(total == -torch.inf, 0.0)).exp()
-    out = shares @ widen(v).transpose(0, 1).unsqueeze(1)
-    return by_position(out), by_position(total)[..., 0]
+    s = score.compute(q, k, mask)  # (Hk, G, n, m)
+    lse = s.logsumexp(-1, keepdim=True)
+    p = (s - lse.masked_fill(lse == -torch.inf, 0.0)).exp()  # avoids -inf - -inf = NaN
+    out = p @ widen(v).transpose(0, 1).unsqueeze(1)  # (Hk, G, n, Dv)
+    return positions_first(out), positions_first(lse)[..., 0]
 
 
-def merge(out: Tensor, total: Tensor, more: Tensor, more_total: Tensor) -> None:
-    """Put another part's result and logsumexp to those so far, in place."""
-    both = torch.logaddexp(total, more_total)
-    finite = both.masked_fill(both == -torch.inf, 0.0)
-    out *= (total - finite).exp().unsqueeze(-1)
-    out += more * (more_total - finite).exp().unsqueeze(-1)
-    total.copy_(both)
+def merge_blocks(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge another block's output and logsumexp into the accumulated ones, in place."""
+    merged = torch.logaddexp(lse, block_lse)
+    finite = merged.masked_fill(merged == -torch.inf, 0.0)
+    out *= (lse - finite).exp().unsqueeze(-1)
+    out += block_out * (block_lse - finite).exp().unsqueeze(-1)
+    lse.copy_(merged)
 
 
-def part_gradients(
-    scores: Scores,
+def block_gradients(
+    score: ScoreFunction,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor | None,
-    final: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    saved: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what one part adds to the gradients of q, k and v.
+    """Return one block's contributions to the gradients of q, k and v.
 
     Args:
-        scores: how they are made.
+        score: the score function of the forward pass.
         q: (n, Hq, D).
         k: (m, Hk, D).
         v: (m, Hk, Dv).
-        seen: (n, m), or None for all.
-        final: the gradient (n, Hq, Dv) of the whole result, the logsumexp (n, Hq) over all parts,
-            and the sum (n, Hq) of the gradient's product with the result.
+        mask: (n, m), or None for all.
+        saved: gradient of the final output (n, Hq, Dv), logsumexp (n, Hq) over all blocks, and
+            delta (n, Hq), the sum of the gradient times the final output.
     """
-    groups = k.shape[1]
-    gradient, total, slope = (by_group(x.reshape(*x.shape[:2], -1), groups) for x in final)
-    found = scores.of(q, k, seen)
-    shares = (found - total).exp()
-    of_v = (shares.transpose(-1, -2) @ gradient).sum(1).transpose(0, 1)
-    of_scores = shares * (gradient @ widen(v).permute(1, 2, 0).unsqueeze(1) - slope)
-    if scores.softcap is not None:
-        bent = found.masked_fill(found == -torch.inf, 0.0) / scores.softcap
-        of_scores = of_scores * (1.0 - bent.square())
-    of_scores = of_scores * scores.scale
-    of_q = by_position(of_scores @ widen(k).transpose(0, 1).unsqueeze(1))
-    of_k = (of_scores.transpose(-1, -2) @ by_group(q, groups)).sum(1).transpose(0, 1)
-    return of_q, of_k, of_v
+    kv_heads = k.shape[1]
+    do, lse, delta = (heads_first(x.reshape(*x.shape[:2], -1), kv_heads) for x in saved)
+    s = score.compute(q, k, mask)
+    p = (s - lse).exp()  # (Hk, G, n, m), normalized over all blocks
+    dv = (p.transpose(-1, -2) @ do).sum(1).transpose(0, 1)
+    ds = p * (do @ widen(v).permute(1, 2, 0).unsqueeze(1) - delta)
+    if score.softcap is not None:  # d tanh = 1 - tanh²
+        tanh = s.masked_fill(s == -torch.inf, 0.0) / score.softcap
+        ds = ds * (1.0 - tanh.square())
+    ds = ds * score.scale
+    dq = positions_first(ds @ widen(k).transpose(0, 1).unsqueeze(1))
+    dk = (ds.transpose(-1, -2) @ heads_first(q, kv_heads)).sum(1).transpose(0, 1)
+    return dq, dk, dv

@@ -1,4 +1,4 @@
-"""Moves parts of rows between the processes of the context axis, with the gradients' way back."""
+"""Differentiable exchanges of row positions between context-parallel ranks."""
 
 from typing import Any
 
@@ -8,95 +8,101 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
-def gathered(part: Tensor, mesh: DeviceMesh, *, summed: bool) -> Tensor:
-    """Gather all processes' parts (B, S/N, ...) behind one another, (B, S, ...).
+def all_gather_positions(local: Tensor, mesh: DeviceMesh, *, sum_grads: bool) -> Tensor:
+    """Concatenate the positions (B, S/N, ...) of all ranks in rank order, (B, S, ...).
 
     Args:
-        part: of this process.
-        mesh: of one axis.
-        summed: each process computes something else of it, so that their gradients are added up;
-            else all compute the same, and each takes its part of the gradient.
+        local: this rank's positions.
+        mesh: one-dimensional mesh of the N ranks.
+        sum_grads: ranks compute different functions of the result, so their gradients are summed.
+            Otherwise all compute the same function, and each takes its slice of the gradient.
     """
-    spread = DTensor.from_local(part, mesh, [Shard(1)], run_check=False)
-    whole = spread.redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[Partial() if summed else Replicate()])
+    sharded = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
+    full = sharded.redistribute(placements=[Replicate()])
+    # Partial: the backward pass is a reduce-scatter. Replicate: it takes the local slice.
+    return full.to_local(grad_placements=[Partial() if sum_grads else Replicate()])
 
 
-def traded(part: Tensor, mesh: DeviceMesh, *, from_dim: int, to_dim: int) -> Tensor:
-    """Gather all of dim `from_dim`, of which processes have parts, and keep a part of `to_dim`."""
-    spread = DTensor.from_local(part, mesh, [Shard(from_dim)], run_check=False)
-    return spread.redistribute(placements=[Shard(to_dim)]).to_local()
+def all_to_all(local: Tensor, mesh: DeviceMesh, *, gather_dim: int, split_dim: int) -> Tensor:
+    """Gather dim `gather_dim`, which is split over ranks, and split `split_dim` instead."""
+    # Shard to Shard is an all-to-all, in the backward pass too.
+    sharded = DTensor.from_local(local, mesh, [Shard(gather_dim)], run_check=False)
+    return sharded.redistribute(placements=[Shard(split_dim)]).to_local()
 
 
-def reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return `x` (B, S, ...) with the position order[b, i] of each row b at i.
+def permute_positions(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Permute the positions of each row: output[b, i] = x[b, order[b, i]].
 
     Args:
-        x: all positions.
+        x: (B, S, ...).
         order: (B, S) int64, a permutation of each row.
-        inverse: the other way.
+        inverse: the inverse permutation.
     """
-    made: Tensor = _Reorder.apply(x, _flat(order), _flat(inverse))  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _Permute.apply(x, _flat_index(order), _flat_index(inverse))  # type: ignore[no-untyped-call]
+    return out
 
 
-def _flat(order: Tensor) -> Tensor:
+def _flat_index(order: Tensor) -> Tensor:
+    """Turn positions (B, S) into indices (B·S,) into the flattened rows."""
     rows = torch.arange(len(order), device=order.device)[:, None]
     return (order + rows * order.shape[1]).flatten()
 
 
-class _Reorder(torch.autograd.Function):
-    """Takes positions in another order; its gradient is taken in the first one, without sums."""
+class _Permute(torch.autograd.Function):
+    """Permutation whose gradient is the inverse permutation, a gather instead of a scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        """Take the positions of x, (B, S, ...), in the flat order; the shape stays."""
+        """Permute x (B, S, ...) by flat indices."""
         ctx.save_for_backward(order, inverse)
         return x.flatten(0, 1).index_select(0, order).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Give the gradient of x alone."""
+        """Return the gradient of x."""
         order, inverse = ctx.saved_tensors
-        back: Tensor = _Reorder.apply(gradient.contiguous(), inverse, order)  # type: ignore[no-untyped-call]
-        return back, None, None
+        dx: Tensor = _Permute.apply(gradient.contiguous(), inverse, order)  # type: ignore[no-untyped-call]
+        return dx, None, None
 
 
-class Spans:
-    """Overlapping parts of a tensor, whose gradients are added up in one place.
+class SharedGradSlices:
+    """Overlapping slices of one tensor whose gradients accumulate in one buffer.
 
-    Slices alone would each give a gradient of the whole tensor's size.
+    Plain slicing would allocate a gradient of the full tensor's size per slice.
 
     Args:
-        count: how many parts will be taken; the backward needs those of all.
+        count: number of slices that will be taken; the backward pass must reach every one.
     """
 
     def __init__(self, count: int) -> None:
-        self.count = self.left = count
+        self.count = self.pending = count
         self.gradient: Tensor | None = None
 
-    def at(self, whole: Tensor, rows: slice, positions: slice) -> Tensor:
-        """Return one part of the tensor (B, S, ...)."""
-        made: Tensor = _Span.apply(whole, self, (rows, positions))  # type: ignore[no-untyped-call]
-        return made
+    def slice(self, full: Tensor, rows: slice, positions: slice) -> Tensor:
+        """Return one slice of the tensor (B, S, ...)."""
+        out: Tensor = _Slice.apply(full, self, (rows, positions))  # type: ignore[no-untyped-call]
+        return out
 
 
-class _Span(torch.autograd.Function):
+class _Slice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, spans: Spans, place: tuple[slice, slice]) -> Tensor:
-        """Return the part at a place."""
-        ctx.spans, ctx.place, ctx.shape = spans, place, whole.shape
-        return whole[place]
+    def forward(
+        ctx: Any, full: Tensor, slices: SharedGradSlices, index: tuple[slice, slice]
+    ) -> Tensor:
+        """Return full[index]."""
+        ctx.slices, ctx.index, ctx.shape = slices, index, full.shape
+        return full[index]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        """Add up the gradients of all parts; return the sum with the last of them."""
-        spans: Spans = ctx.spans
-        if spans.gradient is None:
-            spans.gradient = gradient.new_zeros(ctx.shape)
-        spans.gradient[ctx.place] += gradient
-        spans.left -= 1
-        if spans.left:
+        """Accumulate the gradient; return the sum once the last slice has arrived."""
+        slices: SharedGradSlices = ctx.slices
+        if slices.gradient is None:
+            slices.gradient = gradient.new_zeros(ctx.shape)
+        slices.gradient[ctx.index] += gradient
+        slices.pending -= 1
+        # Autograd adds up the returned gradients, so only one slice may return the sum.
+        if slices.pending:
             return None, None, None
-        total, spans.gradient, spans.left = spans.gradient, None, spans.count
+        total, slices.gradient, slices.pending = slices.gradient, None, slices.count
         return total, None, None

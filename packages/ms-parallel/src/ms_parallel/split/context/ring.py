@@ -1,7 +1,10 @@
-"""Ring attention: keys and values go round the processes, each of which sees one part at a time.
+"""Ring attention: keys and values pass around the ranks, one block at a time.
 
-No process ever holds the keys of a whole row. While one part is computed with, the next is under
-way. In the backward the gradients of keys and values go round with them, and come home at its end.
+No rank ever holds the keys of a full row. While one block is used, the next is in transfer. In the
+backward pass the gradients of keys and values travel with them, and after a full round are back on
+the rank that owns them.
+
+Shapes: B rows, S/N local positions, Hq query heads, Hk key heads, D head width, Dv value width.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,86 +17,102 @@ from torch import Tensor
 
 from ms_parallel.operators.cpu import widen
 from ms_parallel.split.context.assignment import QueryRange
-from ms_parallel.split.context.blocks import Scores, attend_part, merge, part_gradients
+from ms_parallel.split.context.blocks import (
+    ScoreFunction,
+    attend_block,
+    block_gradients,
+    merge_blocks,
+)
 
 
 @frozen(kw_only=True)
-class Meeting:
-    """Queries of one process and keys of another, of which some see some."""
+class BlockPair:
+    """A range of local queries and a range of another rank's keys, at least one pair unmasked."""
 
     row: int
     queries: slice
-    """Where they stand among those of their process."""
+    """Offsets among the positions of the queries' rank."""
     keys: slice
-    seen: Tensor | None
-    """(queries, keys), or None where all see all."""
+    """Offsets among the positions of the keys' rank."""
+    mask: Tensor | None
+    """(queries, keys), true where attended; None if all are."""
 
-    def to(self, device: torch.device) -> "Meeting":
-        """Return the same with its mask on a device."""
-        return self if self.seen is None else evolve(self, seen=self.seen.to(device))
+    def to(self, device: torch.device) -> "BlockPair":
+        """Move the mask to a device."""
+        return self if self.mask is None else evolve(self, mask=self.mask.to(device))
 
 
-def meetings_of(
-    mine: Sequence[QueryRange], theirs: Sequence[QueryRange], starts: Tensor, window: int | None
-) -> list[Meeting]:
-    """Find which queries of one process see which keys of another.
+def block_pairs(
+    q_ranges: Sequence[QueryRange],
+    k_ranges: Sequence[QueryRange],
+    starts: Tensor,
+    window: int | None,
+) -> list[BlockPair]:
+    """Return the pairs of ranges in which some query attends to some key.
 
     Args:
-        mine: pieces of the queries' process.
-        theirs: pieces of the keys' process.
-        starts: (B, S), as `document_starts` gives them, on the CPU.
-        window: a query sees its last so many keys.
+        q_ranges: ranges of the queries' rank.
+        k_ranges: ranges of the keys' rank.
+        starts: (B, S), from `document_starts`, on the CPU.
+        window: number of latest keys that a query attends to; None for all.
     """
-    found = []
-    for query in mine:
+    pairs = []
+    for query in q_ranges:
         first = query.first_seen(window)
-        for key in theirs:
+        for key in k_ranges:
             if key.row != query.row or key.start >= query.stop or key.stop <= first:
                 continue
-            seen = _seen(query, key, starts[query.row], window)
-            if bool(seen.any()):
-                found.append(
-                    Meeting(
+            mask = _mask(query, key, starts[query.row], window)
+            if bool(mask.any()):
+                pairs.append(
+                    BlockPair(
                         row=query.row,
-                        queries=_slice(query),
-                        keys=_slice(key),
-                        seen=None if bool(seen.all()) else seen,
+                        queries=_local_slice(query),
+                        keys=_local_slice(key),
+                        mask=None if bool(mask.all()) else mask,
                     )
                 )
-    return found
+    return pairs
 
 
-def _slice(piece: QueryRange) -> slice:
-    return slice(piece.offset, piece.offset + piece.stop - piece.start)
+def _local_slice(positions: QueryRange) -> slice:
+    return slice(positions.offset, positions.offset + positions.stop - positions.start)
 
 
-def _seen(query: QueryRange, key: QueryRange, starts: Tensor, window: int | None) -> Tensor:
-    queries = torch.arange(query.start, query.stop)[:, None]
-    keys = torch.arange(key.start, key.stop)
-    seen = (starts[queries] == starts[keys]) & (keys <= queries)
-    return seen if window is None else seen & (queries - keys < window)
+def _mask(query: QueryRange, key: QueryRange, starts: Tensor, window: int | None) -> Tensor:
+    """Return the (queries, keys) mask: same document, causal, within the window."""
+    q_pos = torch.arange(query.start, query.stop)[:, None]
+    k_pos = torch.arange(key.start, key.stop)
+    mask = (starts[q_pos] == starts[k_pos]) & (k_pos <= q_pos)
+    return mask if window is None else mask & (q_pos - k_pos < window)
 
 
 @frozen(kw_only=True, eq=False)
 class Ring:
-    """The processes that keys and values go round."""
+    """Ranks around which keys and values pass."""
 
     group: dist.ProcessGroup
     index: int
-    """Index of this process among them."""
+    """Index of this process in the ring."""
     count: int
 
-    def turn(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[dist.Work]]:
-        """Send to the next, and begin to receive the like from the one before."""
-        after = dist.get_global_rank(self.group, (self.index + 1) % self.count)
-        before = dist.get_global_rank(self.group, (self.index - 1) % self.count)
-        coming = [torch.empty_like(tensor) for tensor in tensors]
-        operations = [dist.P2POp(dist.isend, tensor, after, self.group) for tensor in tensors]
-        operations += [dist.P2POp(dist.irecv, tensor, before, self.group) for tensor in coming]
-        return coming, dist.batch_isend_irecv(operations)
+    def rotate(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[dist.Work]]:
+        """Start sending tensors to the next rank and receiving the previous rank's tensors.
+
+        Returns:
+            The receive buffers, and the transfers to wait for before using them.
+        """
+        next_rank = dist.get_global_rank(self.group, (self.index + 1) % self.count)
+        previous_rank = dist.get_global_rank(self.group, (self.index - 1) % self.count)
+        received = [torch.empty_like(tensor) for tensor in tensors]
+        operations = [dist.P2POp(dist.isend, tensor, next_rank, self.group) for tensor in tensors]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, previous_rank, self.group) for tensor in received
+        ]
+        return received, dist.batch_isend_irecv(operations)
 
     def source(self, step: int) -> int:
-        """Return the process whose keys and values are here at a step."""
+        """Return the rank whose keys and values this process holds at a step."""
         return (self.index - step) % self.count
 
 
@@ -103,25 +122,25 @@ def ring_attention(
     v: Tensor,
     sinks: Tensor | None,
     ring: Ring,
-    meetings: Callable[[int], Sequence[Meeting]],
-    scores: Scores,
+    pairs: Callable[[int], Sequence[BlockPair]],
+    score: ScoreFunction,
 ) -> Tensor:
-    """Attend from this process's queries to all processes' keys, (B, S/N, Hq, Dv).
+    """Attend from local queries to the keys of all ranks, (B, S/N, Hq, Dv).
 
     Args:
         q: (B, S/N, Hq, D).
         k: (B, S/N, Hk, D).
         v: (B, S/N, Hk, Dv).
-        sinks: (Hq,), one more score of each of a head's queries, whose value is zeros; or None.
-        ring: the processes.
-        meetings: of this process's queries with the keys of a process.
-        scores: how they are made.
+        sinks: (Hq,) attention sinks: one extra score per query head, with a value of zero; or None.
+        ring: the ranks.
+        pairs: returns the block pairs of local queries with the keys of a rank.
+        score: score function.
     """
-    made: Tensor = _Ring.apply(q, k, v, sinks, ring, meetings, scores)  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _RingAttention.apply(q, k, v, sinks, ring, pairs, score)  # type: ignore[no-untyped-call]
+    return out
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -130,61 +149,64 @@ class _Ring(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         ring: Ring,
-        meetings: Callable[[int], Sequence[Meeting]],
-        scores: Scores,
+        pairs: Callable[[int], Sequence[BlockPair]],
+        score: ScoreFunction,
     ) -> Tensor:
-        """Compute the forward of `ring_attention`."""
-        width = k.shape[3]
-        out = widen(q.new_zeros(*q.shape[:3], v.shape[3]))
-        total = out.new_full(out.shape[:3], -torch.inf)
-        held = torch.cat((k, v), 3)
+        """Compute the forward pass of `ring_attention`."""
+        head_dim = k.shape[3]
+        acc = widen(q.new_zeros(*q.shape[:3], v.shape[3]))  # (B, S/N, Hq, Dv), float32 or float64
+        lse = acc.new_full(acc.shape[:3], -torch.inf)  # (B, S/N, Hq)
+        kv = torch.cat((k, v), 3)  # one transfer per step instead of two
         for step in range(ring.count):
             last = step + 1 == ring.count
-            (coming,), works = ([held], []) if last else ring.turn([held])
-            for each in meetings(ring.source(step)):
-                at, keys = (each.row, each.queries), held[each.row, each.keys]
-                part = attend_part(scores, q[at], keys[..., :width], keys[..., width:], each.seen)
-                merge(out[at], total[at], *part)
+            (next_kv,), works = ([kv], []) if last else ring.rotate([kv])
+            for pair in pairs(ring.source(step)):
+                q_index, block = (pair.row, pair.queries), kv[pair.row, pair.keys]
+                k_block, v_block = block[..., :head_dim], block[..., head_dim:]
+                part = attend_block(score, q[q_index], k_block, v_block, pair.mask)
+                merge_blocks(acc[q_index], lse[q_index], *part)
             for work in works:
                 work.wait()
-            held = coming
+            kv = next_kv
         if sinks is not None:
-            with_sinks = torch.logaddexp(total, sinks.to(total.dtype))
-            out *= (total - with_sinks).exp().unsqueeze(-1)
-            total = with_sinks
-        ctx.save_for_backward(q, k, v, sinks, out, total)
-        ctx.ring, ctx.meetings, ctx.scores = ring, meetings, scores
-        return out.to(q.dtype)
+            # A sink adds e^sink to the denominator and nothing to the numerator.
+            lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
+            acc *= (lse - lse_with_sinks).exp().unsqueeze(-1)
+            lse = lse_with_sinks
+        ctx.save_for_backward(q, k, v, sinks, acc, lse)
+        ctx.ring, ctx.pairs, ctx.score = ring, pairs, score
+        return acc.to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of q, k, v and the sinks."""
-        q, k, v, sinks, out, total = ctx.saved_tensors
-        width, gradient = k.shape[3], widen(gradient)
-        slope = (gradient * out).sum(-1)
-        of_q, held = torch.zeros_like(widen(q)), torch.cat((k, v), 3)
-        of_held = torch.zeros_like(widen(held))
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        head_dim, do = k.shape[3], widen(gradient)
+        delta = (do * out).sum(-1)  # (B, S/N, Hq)
+        dq, kv = torch.zeros_like(widen(q)), torch.cat((k, v), 3)
+        dkv = torch.zeros_like(widen(kv))
         for step in range(ctx.ring.count):
             last = step + 1 == ctx.ring.count
-            (coming,), works = ([held], []) if last else ctx.ring.turn([held])
-            for each in ctx.meetings(ctx.ring.source(step)):
-                at, keys = (each.row, each.queries), held[each.row, each.keys]
-                found = part_gradients(
-                    ctx.scores,
-                    q[at],
-                    keys[..., :width],
-                    keys[..., width:],
-                    each.seen,
-                    (gradient[at], total[at], slope[at]),
+            (next_kv,), works = ([kv], []) if last else ctx.ring.rotate([kv])
+            for pair in ctx.pairs(ctx.ring.source(step)):
+                q_index, block = (pair.row, pair.queries), kv[pair.row, pair.keys]
+                grads = block_gradients(
+                    ctx.score,
+                    q[q_index],
+                    block[..., :head_dim],
+                    block[..., head_dim:],
+                    pair.mask,
+                    (do[q_index], lse[q_index], delta[q_index]),
                 )
-                of_q[at] += found[0]
-                of_held[each.row, each.keys] += torch.cat(found[1:], 2)
-            (of_coming,), more = ctx.ring.turn([of_held])
-            for work in (*works, *more):
+                dq[q_index] += grads[0]
+                dkv[pair.row, pair.keys] += torch.cat(grads[1:], 2)
+            # Rotated after every step, the last included: N rotations return dkv to its owner.
+            (next_dkv,), grad_works = ctx.ring.rotate([dkv])
+            for work in (*works, *grad_works):
                 work.wait()
-            held, of_held = coming, of_coming
-        of_sinks = None
+            kv, dkv = next_kv, next_dkv
+        dsinks = None
         if sinks is not None:
-            of_sinks = -((sinks.to(total.dtype) - total).exp() * slope).sum((0, 1)).to(sinks.dtype)
-        of_k, of_v = of_held[..., :width].to(k.dtype), of_held[..., width:].to(v.dtype)
-        return of_q.to(q.dtype), of_k, of_v, of_sinks, None, None, None
+            dsinks = -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
+        dk, dv = dkv[..., :head_dim].to(k.dtype), dkv[..., head_dim:].to(v.dtype)
+        return dq.to(q.dtype), dk, dv, dsinks, None, None, None

@@ -1,4 +1,4 @@
-"""Says of each microbatch how the context axis shares out its rows."""
+"""Splits the rows of each microbatch over the context axis."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,103 +16,117 @@ from ms_parallel.split.context.assignment import (
     document_starts,
     token_costs,
 )
-from ms_parallel.split.context.kinds import Balance, ContextKind, HeadSizes, choose, traders
-from ms_parallel.split.context.rows import RowExchange, SharedRows
+from ms_parallel.split.context.kinds import (
+    Balance,
+    ContextKind,
+    HeadSizes,
+    resolve_context_mode,
+    ulysses_size,
+)
+from ms_parallel.split.context.rows import ContextRowSplit, RowExchange
 from ms_parallel.torch_private import unflatten_mesh
 
 
 @frozen(kw_only=True)
 class ContextLoad:
-    """How evenly the cost of attention was shared out: the slowest process's over the mean."""
+    """Load balance of attention over the context ranks in one microbatch."""
 
     attention: ContextKind
-    """How it saw whole rows."""
+    """Context-parallel mode of attention."""
     imbalance: float
+    """Cost of the slowest rank over the mean."""
     zig_zag_imbalance: float
-    """What two blocks a process, one early and one late, would have had."""
+    """The same under zig-zag assignment, for comparison."""
 
 
 class Splitter:
-    """Shares out rows over the context axis.
+    """Splits rows over the context axis.
 
     Args:
-        config: of the model.
-        groups: the layout's processes.
-        kind: how attention sees whole rows, as `check_context` accepts it.
-        balance: how blocks of a row are assigned to processes.
-        element_bytes: of a number that is sent.
+        config: model configuration.
+        groups: process groups of the layout.
+        mode: context-parallel mode, accepted by `check_context`.
+        balance: how blocks of a row are assigned to ranks.
+        element_bytes: size of the compute dtype.
     """
 
     def __init__(
-        self, config: Any, groups: Groups, kind: ContextKind, balance: Balance, element_bytes: int
+        self, config: Any, groups: Groups, mode: ContextKind, balance: Balance, element_bytes: int
     ) -> None:
-        self.groups, self.kind, self.balance = groups, kind, balance
+        self.groups, self.mode, self.balance = groups, mode, balance
         self.element_bytes = element_bytes
         self.count = groups.layout.context
         self.load: ContextLoad | None = None
-        """Load of the last microbatch; None where nothing was shared out."""
+        """Load balance of the last microbatch; None without context parallelism."""
         self.exchanges: dict[ContextKind, RowExchange] = {}
         if self.count > 1:
             self.windows = windows_of(config)
             self.sizes = HeadSizes.of(config, groups.layout.tensor)
 
     def split(self, batch: Mapping[str, Tensor]) -> RowSplit | None:
-        """Share out the rows of a microbatch; None where one process has them whole."""
+        """Split the rows of a microbatch; None without context parallelism."""
         if self.count == 1:
             return None
         tokens, documents = batch["tokens"], batch.get("documents")
-        kind = choose(self.kind, self.count, self.sizes, tokens.numel(), self.element_bytes)
-        exchange, starts = self._exchange(kind), document_starts(documents, *tokens.shape)
-        nodes = self.count // traders(kind, self.count, self.sizes)
-        order, self.load = share_out(starts, self.windows, nodes, kind, self.balance)
+        mode = resolve_context_mode(
+            self.mode, self.count, self.sizes, tokens.numel(), self.element_bytes
+        )
+        exchange, starts = self._exchange(mode), document_starts(documents, *tokens.shape)
+        # Ranks that trade heads have the same positions after the all-to-all.
+        ranks = self.count // ulysses_size(mode, self.count, self.sizes)
+        order, self.load = assign_positions(starts, self.windows, ranks, mode, self.balance)
         if documents is not None:
             documents = move_documents(documents, self.groups.device)
-        return SharedRows(order, starts, documents, exchange)
+        return ContextRowSplit(order, starts, documents, exchange)
 
-    def _exchange(self, kind: ContextKind) -> RowExchange:
-        """Choose along which processes a kind trades and gathers."""
-        if kind not in self.exchanges:
+    def _exchange(self, mode: ContextKind) -> RowExchange:
+        """Return the meshes along which a mode trades heads and gathers positions, cached."""
+        if mode not in self.exchanges:
             mesh = self.groups.mesh["context"]
-            trading = traders(kind, self.count, self.sizes)
-            heads, positions = (mesh, None) if trading == self.count else (None, mesh)
-            if 1 < trading < self.count:
-                sizes = (self.count // trading, trading)
+            heads_size = ulysses_size(mode, self.count, self.sizes)
+            heads, positions = (mesh, None) if heads_size == self.count else (None, mesh)
+            if 1 < heads_size < self.count:
+                sizes = (self.count // heads_size, heads_size)
                 names = ("context_positions", "context_heads")
                 positions, heads = unflatten_mesh(mesh, sizes, names)
-            self.exchanges[kind] = RowExchange(
-                whole=mesh, heads=heads, positions=positions, ring=kind.endswith("ring")
+            self.exchanges[mode] = RowExchange(
+                context=mesh, heads=heads, positions=positions, ring=mode.endswith("ring")
             )
-        return self.exchanges[kind]
+        return self.exchanges[mode]
 
 
-def share_out(
+def assign_positions(
     starts: Tensor,
     windows: Mapping[int | None, int],
-    nodes: int,
-    kind: ContextKind,
+    ranks: int,
+    mode: ContextKind,
     balance: Balance,
 ) -> tuple[Tensor, ContextLoad]:
-    """Choose the places of each process in turn, (B, S), and say how even their costs are.
+    """Assign row positions to ranks.
 
     Args:
-        starts: (B, S), as `document_starts` gives them.
-        windows: how many layers have each window.
-        nodes: processes that have different positions of the same heads.
-        kind: of context parallelism.
+        starts: (B, S), from `document_starts`.
+        windows: number of layers by attention window.
+        ranks: number of ranks that hold different positions of the same heads.
+        mode: context-parallel mode, for the report.
         balance: how blocks are assigned.
+
+    Returns:
+        Row positions (B, S) in rank order, and the load balance.
     """
-    if nodes == 1:
-        whole = torch.arange(starts.shape[1]).expand(starts.shape)
-        return whole, ContextLoad(attention=kind, imbalance=1.0, zig_zag_imbalance=1.0)
+    if ranks == 1:
+        identity = torch.arange(starts.shape[1]).expand(starts.shape)
+        return identity, ContextLoad(attention=mode, imbalance=1.0, zig_zag_imbalance=1.0)
     costs = token_costs(starts, windows)
-    plain = assign(costs, nodes, "zig-zag")
-    chosen = plain if balance == "zig-zag" else assign(costs, nodes, balance)
-    return chosen.order, ContextLoad(
-        attention=kind, imbalance=chosen.imbalance, zig_zag_imbalance=plain.imbalance
+    # Always computed, for the report.
+    zig_zag = assign(costs, ranks, "zig-zag")
+    assignment = zig_zag if balance == "zig-zag" else assign(costs, ranks, balance)
+    return assignment.order, ContextLoad(
+        attention=mode, imbalance=assignment.imbalance, zig_zag_imbalance=zig_zag.imbalance
     )
 
 
 def windows_of(config: Any) -> dict[int | None, int]:
-    """Count the layers of a model that have each window; None for no window."""
+    """Count the layers by attention window; None is full attention."""
     window = getattr(config, "window", lambda layer: None)
     return dict(Counter(window(layer) for layer in range(config.num_hidden_layers)))

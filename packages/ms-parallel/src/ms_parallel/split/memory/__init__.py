@@ -1,1 +1,1 @@
-"""What each block keeps for its backward, and where."""
+"""Activation memory: checkpointing of blocks, memory budgets and offloading to host memory."""

@@ -1,4 +1,4 @@
-"""Measures what a block keeps and computes again under each kind of recomputation."""
+"""Measures the saved activations and the recomputed work of a block in each recompute mode."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
-from ms_parallel.split.memory.recompute_choice import KINDS
-from ms_parallel.split.memory.selective import is_kept
+from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
+from ms_parallel.split.memory.selective import is_expensive
 from ms_parallel.split.part import local_part
 from ms_parallel.torch_private import (
     AsyncCollectiveTensor,
@@ -25,29 +25,30 @@ from ms_parallel.torch_private import (
     tree_leaves,
 )
 
-WORK_OF_A_BYTE = 8
-"""What writing a byte of a result counts as, in floating-point operations: operators that are not
-products are as slow as memory is, and a processor does some operations while it moves a byte."""
+FLOPS_PER_BYTE = 8
+"""FLOPs charged for each byte that a memory-bound operator writes. Elementwise operators run at
+memory speed, and a processor does a few operations in the time it takes to move a byte."""
 
 
 @frozen(kw_only=True)
 class BlockCosts:
-    """Costs of one block and one microbatch, by kind in the order of `KINDS`, as in every run."""
+    """Costs of one block for one microbatch, indexed in the order of `RECOMPUTE_MODES`."""
 
     kept_bytes: tuple[int, ...]
-    """Held from the forward to the backward, weights apart."""
-    work: tuple[int, ...]
-    """Floating-point operations that the backward does again."""
+    """Activations saved from the forward to the backward pass, in bytes, without weights."""
+    flops: tuple[int, ...]
+    """FLOPs recomputed in the backward pass."""
 
 
-class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the work of what runs, and the bytes of results that `selective` keeps."""
+class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts FLOPs of all operators, and the bytes that `selective` saves."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.all = self.of_attention = self.not_kept = 0
-        self.inside = False
-        self.kept: list[int] = []
+        self.total_flops = self.attention_flops = self.cheap_flops = 0
+        self.in_attention = False
+        self.saved_sizes: list[int] = []
+        """Bytes of each expensive operator's result, in order."""
 
     def __torch_dispatch__(
         self,
@@ -56,29 +57,29 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func.is_view:
-            return made
-        size_bytes = sum(storages([made]).values())
-        work = _work(func, args, kwargs or {}, made, size_bytes)
-        self.all += work
-        self.of_attention += work if self.inside else 0
-        if is_kept(func):
-            self.kept.append(size_bytes)
+            return output
+        size_bytes = sum(storages([output]).values())
+        flops = _flops(func, args, kwargs or {}, output, size_bytes)
+        self.total_flops += flops
+        self.attention_flops += flops if self.in_attention else 0
+        if is_expensive(func):
+            self.saved_sizes.append(size_bytes)
         else:
-            self.not_kept += work
-        return made
+            self.cheap_flops += flops
+        return output
 
     @contextmanager
     def counting(self, attention: nn.Module | None) -> Iterator[None]:
-        """Add up, and know what is part of attention."""
+        """Count, and attribute to attention what runs inside its module."""
         handles: list[Any] = []
 
         def enter(*_: Any) -> None:
-            self.inside = True
+            self.in_attention = True
 
         def leave(*_: Any) -> None:
-            self.inside = False
+            self.in_attention = False
 
         if attention is not None:
             handles = [
@@ -93,113 +94,122 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
 
 
-def _work(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, size_bytes: int
+def _flops(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any, size_bytes: int
 ) -> int:
-    count = flop_registry.get(func.overloadpacket)
-    if count is not None:
-        return int(count(*args, **kwargs, out_val=made))
-    if is_kept(func) and len(args) >= 3:  # attention that torch counts on accelerators alone
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=output))
+    # Fused attention on CPUs, for which torch has no formula: 2·Sq·Sk·D for each of QK and PV.
+    if is_expensive(func) and len(args) >= 3:
         q, k, v = args[:3]
         return int(2 * q.numel() * k.shape[-2] * (1 + v.shape[-1] / q.shape[-1]))
-    return WORK_OF_A_BYTE * size_bytes
+    return FLOPS_PER_BYTE * size_bytes
 
 
 def measure_block(
     block: nn.Module, attention: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> BlockCosts:
-    """Run a block's forward with these arguments, twice if it has attention, and count.
+    """Run a block's forward pass (twice if it has attention) and measure its costs.
 
-    Call it where its weights are gathered, its recomputation is switched off, and what it decided
-    is not decided anew. Hooks of the block itself do not run.
+    Call it with the weights gathered, checkpointing of the block switched off, and the router's
+    earlier decisions replayed. Forward hooks of the block itself do not run.
 
     Args:
-        block: of which kept tensors that enter it count, and what all blocks share does not.
-        attention: its attention, if it has one, whose recomputation may be switched on.
+        block: block to measure. Its inputs count as saved; tensors in `kwargs` do not.
+        attention: its attention module, on which checkpointing can be switched on; or None.
         args: the hidden states.
-        kwargs: what is shared by all blocks, such as angles and documents.
+        kwargs: inputs shared by all blocks, such as rotary tables and document numbers.
     """
-    work = _Work()
-    with work.counting(attention):
+    counter = _FlopCounter()
+    with counter.counting(attention):
         saved = _saved(block, args, kwargs)
     shared = storages([kwargs]) | weights_of(block)
-    entering = _without(storages(args), shared)
-    none = sum(_without(saved | entering, shared).values())
-    whole = sum(entering.values())
-    selective = whole + sum(work.kept[:-1])
-    partly = none
+    inputs = _without(storages(args), shared)
+    none_bytes = sum(_without(saved | inputs, shared).values())
+    full_bytes = sum(inputs.values())
+    # The last expensive result is dropped when the block ends, see `selective.save_results`.
+    selective_bytes = full_bytes + sum(counter.saved_sizes[:-1])
+    attention_bytes = none_bytes
     if attention is not None:
         with _checkpointed(attention):
-            partly = sum(_without(_saved(block, args, kwargs) | entering, shared).values())
-    bytes_of = {"none": none, "selective": selective, "attention": partly, "full": whole}
-    work_of = {
+            attention_bytes = sum(_without(_saved(block, args, kwargs) | inputs, shared).values())
+    bytes_by_mode = {
+        "none": none_bytes,
+        "selective": selective_bytes,
+        "attention": attention_bytes,
+        "full": full_bytes,
+    }
+    flops_by_mode = {
         "none": 0,
-        "selective": work.not_kept,
-        "attention": work.of_attention,
-        "full": work.all,
+        "selective": counter.cheap_flops,
+        "attention": counter.attention_flops,
+        "full": counter.total_flops,
     }
     return BlockCosts(
-        kept_bytes=tuple(bytes_of[kind] for kind in KINDS),
-        work=tuple(work_of[kind] for kind in KINDS),
+        kept_bytes=tuple(bytes_by_mode[mode] for mode in RECOMPUTE_MODES),
+        flops=tuple(flops_by_mode[mode] for mode in RECOMPUTE_MODES),
     )
 
 
 def storages(values: Any, *, floating: bool = False) -> dict[int, int]:
-    """Count the bytes of all tensors' memory in `values`, by what tells it apart while it lives.
+    """Return the size in bytes of each distinct storage in `values`, keyed by storage address.
+
+    A key identifies a storage only while it is alive.
 
     Args:
-        values: of lists, tables and dataclasses, however deep.
-        floating: whether only tensors of floating-point numbers count.
+        values: tensors in nested lists, dicts and dataclasses.
+        floating: count only floating-point tensors.
     """
-    found: dict[int, int] = {}
-    waiting = [values]
-    while waiting:
-        for leaf in tree_leaves(waiting.pop()):
+    sizes: dict[int, int] = {}
+    queue = [values]
+    while queue:
+        for leaf in tree_leaves(queue.pop()):
             if isinstance(leaf, Tensor):
                 if leaf.is_floating_point() or not floating:
-                    memory = _memory(leaf)
-                    found[memory._cdata] = memory.nbytes()
+                    storage = _storage(leaf)
+                    sizes[storage._cdata] = storage.nbytes()
             elif is_dataclass(leaf) and not isinstance(leaf, type):
-                waiting.append(list(vars(leaf).values()))
-    return found
+                queue.append(list(vars(leaf).values()))
+    return sizes
 
 
 def weights_of(module: nn.Module) -> dict[int, int]:
-    """Count the bytes of a module's weights, of those that FSDP has gathered too, as `storages`."""
+    """Return the storages of a module's weights, including FSDP's gathered copies."""
     gathered = [
-        gathered_weight(each)
-        for part in module.modules()
-        if isinstance(part, FSDPModule)
-        for each in fsdp_parameters(part)
+        gathered_weight(param)
+        for submodule in module.modules()
+        if isinstance(submodule, FSDPModule)
+        for param in fsdp_parameters(submodule)
     ]
     return storages([*module.parameters(), *gathered])
 
 
-def _memory(tensor: Tensor) -> torch.UntypedStorage:
-    # An alias of an ordinary tensor among fake ones would have memory of its own.
-    part = local_part(tensor) if isinstance(tensor, DTensor) else tensor
-    # What a collective may still be writing is a wrapper without memory of its own.
-    if isinstance(part, AsyncCollectiveTensor):
-        part = part.elem
-    return part.untyped_storage()
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    # Under FakeTensorMode an alias of a real tensor has a new storage: detach only DTensors.
+    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
+    # The output of a pending collective is a wrapper without storage.
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.elem
+    return local.untyped_storage()
 
 
 def _saved(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, int]:
-    """Count the memory that the graph of a forward keeps."""
+    """Return the storages that autograd saves in a forward pass."""
     saved: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         saved.update(storages([tensor]))
-        return tensor.detach()  # the tensor itself could keep its own graph alive
+        return tensor.detach()  # an undetached output would keep its own graph alive
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        made = block.forward(*args, **kwargs)
-    del made
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = block.forward(*args, **kwargs)
+    del output
     return saved
 
 
-def _without(found: dict[int, int], others: dict[int, int]) -> dict[int, int]:
-    return {place: size for place, size in found.items() if place not in others}
+def _without(sizes: dict[int, int], excluded: dict[int, int]) -> dict[int, int]:
+    return {key: size for key, size in sizes.items() if key not in excluded}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Chooses for each block how it is recomputed, so that a rank keeps no more than a budget."""
+"""Chooses a recompute mode for each block so that a rank's activations fit into a memory budget."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,176 +14,196 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.split.memory.block_costs import BlockCosts
 from ms_parallel.split.memory.recompute import RecomputedBlock, recomputed_blocks
-from ms_parallel.split.memory.recompute_choice import KINDS
+from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 logger = logging.getLogger(__name__)
 MIB = 1 << 20
 
 
-def held_at_once(row: Sequence[Action]) -> list[dict[int, int]]:
-    """Count the microbatches of each stage that a rank holds, wherever it holds most.
+def peak_microbatches(row: Sequence[Action]) -> list[dict[int, int]]:
+    """Return the peaks of a rank's live microbatches: how many it holds of each stage at once.
+
+    A microbatch is live from its forward to the end of its backward pass. Which peak needs most
+    memory depends on the stages' sizes, so all maximal ones are returned.
 
     Args:
         row: the rank's actions.
 
     Returns:
-        Counts by stage; none of them is at most another in every stage.
+        Microbatch counts by stage; no element is at most another in every stage.
     """
-    held: dict[int, int] = {}
-    found: list[dict[int, int]] = []
+    live: dict[int, int] = {}
+    snapshots: list[dict[int, int]] = []
+    # A forward holds its activations from its start, a backward until its end.
     for action in row:
         for part in action.computations:
             if part.kind is Kind.FORWARD:
-                held[part.stage] = held.get(part.stage, 0) + 1
-        if held not in found:
-            found.append(dict(held))
+                live[part.stage] = live.get(part.stage, 0) + 1
+        if live not in snapshots:
+            snapshots.append(dict(live))
         for part in action.computations:
             if part.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                held[part.stage] -= 1
-    return [each for each in found if not any(_covers(other, each) for other in found)]
+                live[part.stage] -= 1
+    return [
+        counts for counts in snapshots if not any(_covers(larger, counts) for larger in snapshots)
+    ]
 
 
-def _covers(other: Mapping[int, int], one: Mapping[int, int]) -> bool:
-    return other != one and all(other.get(stage, 0) >= count for stage, count in one.items())
+def _covers(larger: Mapping[int, int], smaller: Mapping[int, int]) -> bool:
+    return larger != smaller and all(
+        larger.get(stage, 0) >= count for stage, count in smaller.items()
+    )
 
 
 def peak_bytes(
     costs: Mapping[int, Sequence[BlockCosts]],
-    kinds: Mapping[int, Sequence[int]],
-    held: Sequence[Mapping[int, int]],
-    beside: Mapping[int, int] | None = None,
+    modes: Mapping[int, Sequence[int]],
+    peaks: Sequence[Mapping[int, int]],
+    extra_bytes: Mapping[int, int] | None = None,
 ) -> int:
-    """Return the most bytes that blocks keep at once.
+    """Return the peak bytes of saved activations on a rank.
 
     Args:
-        costs: of each stage's blocks.
-        kinds: of the same blocks, numbers in `KINDS`.
-        held: microbatches of each stage that are held at once.
-        beside: what each stage keeps beside its blocks, for each microbatch.
+        costs: block costs by stage.
+        modes: recompute mode of the same blocks, as an index into `RECOMPUTE_MODES`.
+        peaks: live microbatches by stage, from `peak_microbatches`.
+        extra_bytes: bytes saved outside the blocks, by stage, per microbatch.
     """
-    of_stage = {
-        stage: sum(c.kept_bytes[kind] for c, kind in zip(blocks, kinds[stage], strict=True))
-        + (beside or {}).get(stage, 0)
+    stage_bytes = {
+        stage: sum(c.kept_bytes[mode] for c, mode in zip(blocks, modes[stage], strict=True))
+        + (extra_bytes or {}).get(stage, 0)
         for stage, blocks in costs.items()
     }
-    sums = (sum(count * of_stage[stage] for stage, count in each.items()) for each in held)
+    sums = (sum(count * stage_bytes[stage] for stage, count in peak.items()) for peak in peaks)
     return max(sums, default=0)
 
 
-def choose_kinds(
+def choose_modes(
     costs: Mapping[int, Sequence[BlockCosts]],
-    held: Sequence[Mapping[int, int]],
+    peaks: Sequence[Mapping[int, int]],
     budget_bytes: int,
 ) -> dict[int, list[int]]:
-    """Choose a kind for each block, so that little is computed again and the budget is kept.
+    """Choose a recompute mode for each block that fits the budget with little recomputation.
 
-    All begin with the least memory. Then, as long as one fits, the change is made that spares most
-    work for each byte that it keeps.
+    Greedy: start every block in its smallest mode, then repeatedly make the change that fits
+    and saves the most FLOPs per byte.
 
     Args:
-        costs: of each stage's blocks.
-        held: microbatches of each stage that are held at once.
-        budget_bytes: most that blocks may keep; where even the least is more, that is chosen.
+        costs: block costs by stage.
+        peaks: live microbatches by stage, from `peak_microbatches`.
+        budget_bytes: limit for saved activations. If even the smallest modes exceed it, they are
+            returned.
 
     Returns:
-        By stage, numbers in `KINDS`.
+        Indices into `RECOMPUTE_MODES`, by stage.
     """
-    kinds = {stage: [_least(block) for block in blocks] for stage, blocks in costs.items()}
-    most = {stage: max((each.get(stage, 0) for each in held), default=0) for stage in costs}
+    modes = {stage: [_smallest(block) for block in blocks] for stage, blocks in costs.items()}
+    max_live = {stage: max((peak.get(stage, 0) for peak in peaks), default=0) for stage in costs}
     while True:
-        left = budget_bytes - peak_bytes(costs, kinds, held)
-        best: tuple[float, int, int, int] | None = None
+        room = budget_bytes - peak_bytes(costs, modes, peaks)
+        best: tuple[float, int, int, int] | None = None  # (FLOPs per byte, stage, block, mode)
         for stage, blocks in costs.items():
-            for number, block in enumerate(blocks):
-                now = kinds[stage][number]
-                for kind in range(len(KINDS)):
-                    spared = block.work[now] - block.work[kind]
-                    more = (block.kept_bytes[kind] - block.kept_bytes[now]) * most[stage]
-                    share = spared / max(more, 1)
-                    if spared > 0 and more <= left and (best is None or share > best[0]):
-                        best = share, stage, number, kind
+            for index, block in enumerate(blocks):
+                current = modes[stage][index]
+                for mode in range(len(RECOMPUTE_MODES)):
+                    saved_flops = block.flops[current] - block.flops[mode]
+                    # An upper bound: the stages need not all peak at the same time.
+                    added = (block.kept_bytes[mode] - block.kept_bytes[current]) * max_live[stage]
+                    gain = saved_flops / max(added, 1)
+                    if saved_flops > 0 and added <= room and (best is None or gain > best[0]):
+                        best = gain, stage, index, mode
         if best is None:
-            return kinds
-        kinds[best[1]][best[2]] = best[3]
+            return modes
+        modes[best[1]][best[2]] = best[3]
 
 
-def _least(block: BlockCosts) -> int:
-    return min(range(len(KINDS)), key=lambda kind: (block.kept_bytes[kind], block.work[kind]))
+def _smallest(block: BlockCosts) -> int:
+    modes = range(len(RECOMPUTE_MODES))
+    return min(modes, key=lambda mode: (block.kept_bytes[mode], block.flops[mode]))
 
 
 class Budget:
-    """Keeps the blocks of a process's stages within a budget.
+    """Keeps the activations of a process's blocks within a memory budget.
 
-    The first update recomputes all of each block, and measures. Longer batches are measured anew.
+    The first step measures every block under `full` recomputation, and modes are chosen when it
+    ends. A step with longer batches measures again.
 
     Args:
-        stages: by number, their blocks marked.
-        groups: the layout's processes.
-        budget_bytes: most that a rank's blocks may keep for the backward.
+        stages: this process's stages by number, after `recompute_blocks`.
+        groups: process groups of the layout.
+        budget_bytes: limit for the activations that a rank's blocks save for the backward pass.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], groups: Groups, budget_bytes: int) -> None:
         self.blocks = {number: recomputed_blocks(stage) for number, stage in stages.items()}
         self.groups, self.budget_bytes = groups, budget_bytes
         self.positions = 0
-        """Positions of the largest microbatch measured."""
+        """Token positions of the largest microbatch measured so far."""
         self.peak_bytes = 0
-        """What this rank's blocks keep at most, as chosen."""
+        """Peak activation bytes of this rank's blocks in the chosen modes."""
 
-    def begin(self, microbatches: Sequence[Batch]) -> None:
-        """Prepare for an update; every process calls it."""
-        largest = torch.tensor(max(each["tokens"].numel() for each in microbatches))
+    def start_step(self, microbatches: Sequence[Batch]) -> None:
+        """Switch to measuring if a microbatch is larger than any measured so far; collective."""
+        largest = torch.tensor(max(batch["tokens"].numel() for batch in microbatches))
+        # All processes must agree to measure, as choosing modes is collective.
         largest = self.groups.all_reduce(largest.to(self.groups.device), op=dist.ReduceOp.MAX)
         if largest <= self.positions:
             return
         self.positions = int(largest)
-        for block in self._all():
-            block.become("full")
+        for block in self._all_blocks():
+            block.set_mode("full")
             block.costs, block.measures = None, True
 
-    def settle(self, schedule: Schedule) -> None:
-        """Choose, if the update has measured; every process calls it.
+    def end_step(self, schedule: Schedule) -> None:
+        """Choose the modes if this step has measured the blocks; collective.
 
         Raises:
-            ConfigError: even the least that blocks can keep is more than the budget.
+            ConfigError: the smallest modes exceed the budget.
         """
-        if not any(block.measures for block in self._all()):
+        if not any(block.measures for block in self._all_blocks()):
             return
-        costs = self._agreed()
-        held = held_at_once(schedule.actions[self.groups.place.pipeline])
-        kinds = choose_kinds(costs, held, self.budget_bytes)
+        costs = self._reduced_costs()
+        peaks = peak_microbatches(schedule.actions[self.groups.place.pipeline])
+        modes = choose_modes(costs, peaks, self.budget_bytes)
         for stage, blocks in self.blocks.items():
-            for block, kind in zip(blocks, kinds[stage], strict=True):
+            for block, mode in zip(blocks, modes[stage], strict=True):
                 block.measures = False
-                block.become(KINDS[kind])
-        self.peak_bytes = peak_bytes(costs, kinds, held)
-        mine = torch.tensor(self.peak_bytes, device=self.groups.device)
-        most = int(self.groups.all_reduce(mine, op=dist.ReduceOp.MAX))
-        if most > self.budget_bytes:
+                block.set_mode(RECOMPUTE_MODES[mode])
+        self.peak_bytes = peak_bytes(costs, modes, peaks)
+        local_peak = torch.tensor(self.peak_bytes, device=self.groups.device)
+        max_peak = int(self.groups.all_reduce(local_peak, op=dist.ReduceOp.MAX))
+        if max_peak > self.budget_bytes:
             raise ConfigError(
-                f"recompute={self.budget_bytes / MIB:,.1f} MiB is less than the"
-                f" {most / MIB:,.1f} MiB that a rank keeps where every block keeps its input alone;"
-                " raise it, or lower microbatch_size"
+                f"recompute={self.budget_bytes / MIB:,.1f} MiB must be at least the"
+                f" {max_peak / MIB:,.1f} MiB that a rank saves when it recomputes every block in"
+                " full; raise it, or lower microbatch_size"
             )
-        counts = {kind: sum(block.kind == kind for block in self._all()) for kind in KINDS}
-        logger.info("recompute by budget: %s, %d bytes kept", counts, self.peak_bytes)
+        counts = {
+            mode: sum(block.mode == mode for block in self._all_blocks())
+            for mode in RECOMPUTE_MODES
+        }
+        logger.info("recompute modes under the budget: %s, %d bytes saved", counts, self.peak_bytes)
 
-    def _all(self) -> list[RecomputedBlock]:
+    def _all_blocks(self) -> list[RecomputedBlock]:
         return [block for blocks in self.blocks.values() for block in blocks]
 
-    def _agreed(self) -> dict[int, list[BlockCosts]]:
-        """Take the greatest costs of processes with the same blocks, so that all choose alike."""
-        mine = [block.costs for block in self._all()]
+    def _reduced_costs(self) -> dict[int, list[BlockCosts]]:
+        """Take the maximum costs over the processes of a stage, so that all choose the same modes.
+
+        Blocks that were not measured on this process count as zero.
+        """
+        width = len(RECOMPUTE_MODES)
+        local = [block.costs for block in self._all_blocks()]
         table = torch.tensor(
-            [[*each.kept_bytes, *each.work] if each else [0] * 2 * len(KINDS) for each in mine],
+            [[*costs.kept_bytes, *costs.flops] if costs else [0] * 2 * width for costs in local],
             dtype=torch.int64,
             device=self.groups.device,
-        )
+        )  # (blocks, 2 * modes)
         table = self.groups.all_reduce(table, "stage", op=dist.ReduceOp.MAX)
         rows = iter(table.tolist())
         return {
             stage: [
-                BlockCosts(kept_bytes=tuple(row[: len(KINDS)]), work=tuple(row[len(KINDS) :]))
+                BlockCosts(kept_bytes=tuple(row[:width]), flops=tuple(row[width:]))
                 for row in (next(rows) for _ in blocks)
             ]
             for stage, blocks in self.blocks.items()

@@ -1,8 +1,8 @@
-"""How many bytes FSDP2 holds at once beside a process's shares: whole weights, whole gradients.
+"""Peak size of FSDP2's unsharded weights and gradients, in addition to a process's shards.
 
-What a collective has gathered lies in one buffer, from which weights are copied out. In a forward
-FSDP2 keeps the buffer until the next weights are gathered; in a backward it gathers those that
-come next while a block computes (torch.distributed.fsdp, `_fsdp_param_group.py`).
+An all-gather writes into one flat buffer, from which the weights are copied out. In the forward
+pass FSDP2 keeps the buffer until the next all-gather; in the backward pass it prefetches the next
+block's weights while a block computes (torch.distributed.fsdp, `_fsdp_param_group.py`).
 """
 
 from collections.abc import Mapping
@@ -12,162 +12,172 @@ from attrs import frozen
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ms_parallel.split.data_axis import EACH, Sharding
+from ms_parallel.split.data_axis import REDUCE_EACH_MICROBATCH, Sharding
 from ms_parallel.torch_private import fsdp_owner, fsdp_parameters, fsdp_shards, fsdp_size
 
 FLOAT32_BYTES = 4
 
 
 @frozen(kw_only=True)
-class WholeWeights:
-    """Numbers of weights that are gathered together, all of them and those through a buffer."""
+class UnitWeights:
+    """Number of weights in one FSDP unit."""
 
     count: int
     buffered: int
-    """0 where one process has them all and there is nothing to gather."""
+    """Weights that pass through the all-gather buffer: `count`, or 0 with a single shard."""
 
 
 @frozen(kw_only=True)
 class GatheredStage:
-    """The weights of a stage in the order in which its forward gathers them."""
+    """FSDP units of a stage, in the order in which the forward pass gathers them."""
 
-    ends: WholeWeights
-    """Those of no block, which stay until the update's last backward."""
-    blocks: tuple[tuple[WholeWeights, ...], ...]
-    """Each block's own, and behind them its experts' where they are shared out."""
+    ends: UnitWeights
+    """Weights outside the blocks; they stay gathered until the step's last backward pass."""
+    blocks: tuple[tuple[UnitWeights, ...], ...]
+    """For each block its own unit, then its experts' unit under expert parallelism."""
     linear: int = 0
-    """Those of linear maps, whose gradients a schedule may put off."""
+    """Weights of linear layers, whose gradients a schedule may defer."""
 
     @property
     def count(self) -> int:
-        """All weights."""
-        return self.ends.count + sum(part.count for block in self.blocks for part in block)
+        """Number of weights in all units."""
+        return self.ends.count + sum(unit.count for block in self.blocks for unit in block)
 
     @property
-    def most_of_a_block(self) -> int:
-        """Weights and buffer of the block that has most, if each is freed when it has run.
+    def block_peak(self) -> int:
+        """Peak of weights plus buffer if each block is freed after it runs.
 
-        Backwards gather what comes before a block while it computes.
+        In the backward pass a block's weights coincide with the buffer of the block before it,
+        which is prefetched.
         """
-        backwards = [
-            sum(part.count for part in block) + before[0].buffered
-            for before, block in pairwise(self.blocks)
+        backward = [
+            sum(unit.count for unit in block) + previous[0].buffered
+            for previous, block in pairwise(self.blocks)
         ]
-        return max([*map(_most, self.blocks), *backwards], default=0)
+        return max([*map(_forward_peak, self.blocks), *backward], default=0)
 
     @property
-    def most_of_all(self) -> int:
-        """Weights and buffer at the end of a forward that frees none."""
-        late = 0
+    def stage_peak(self) -> int:
+        """Peak of weights plus buffer, at the end of a forward pass that frees nothing."""
+        last_block = 0
         if self.blocks:
-            *before, last = self.blocks
-            late = sum(part.count for block in before for part in block) + _most(last)
-        return self.ends.count + max(late, self.ends.buffered)
+            *previous, last = self.blocks
+            freed_never = sum(unit.count for block in previous for unit in block)
+            last_block = freed_never + _forward_peak(last)
+        return self.ends.count + max(last_block, self.ends.buffered)
 
 
-def _most(block: tuple[WholeWeights, ...]) -> int:
-    """Count what a forward holds at most: the parts gathered so far and the last one's buffer."""
-    most = held = 0
-    for part in block:
-        held += part.count
-        most = max(most, held + part.buffered)
-    return most
+def _forward_peak(block: tuple[UnitWeights, ...]) -> int:
+    """Peak in the forward pass: the units gathered so far plus the buffer of the latest."""
+    peak = total = 0
+    for unit in block:
+        total += unit.count
+        peak = max(peak, total + unit.buffered)
+    return peak
 
 
 def gathered_stage(stage: nn.Module, *, split_head: bool) -> GatheredStage:
-    """Count what FSDP2 gathers of a stage; nothing where it is not wrapped.
+    """Count the weights of a stage's FSDP units; zero if it is not wrapped.
 
     Args:
-        stage: of this process.
-        split_head: whether tensor ranks share out the head, whose loss forms its gradient itself.
+        stage: a stage of this process.
+        split_head: the head is vocabulary-parallel, so its loss computes the gradient itself.
     """
-    ends = WholeWeights(count=0, buffered=0)
-    blocks: list[tuple[WholeWeights, ...]] = []
-    inside, linear = "", 0
+    ends = UnitWeights(count=0, buffered=0)
+    blocks: list[tuple[UnitWeights, ...]] = []
+    block_prefix, linear = "", 0
     for name, module in stage.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         if not name:  # the stage itself
-            ends = _weights_of(module)
-        elif inside and name.startswith(inside):
-            blocks[-1] += (_weights_of(module),)
+            ends = _unit_weights(module)
+        elif block_prefix and name.startswith(block_prefix):  # experts within the latest block
+            blocks[-1] += (_unit_weights(module),)
         else:
-            blocks.append((_weights_of(module),))
-            inside = f"{name}."
+            blocks.append((_unit_weights(module),))
+            block_prefix = f"{name}."
         if name or not split_head:
-            linear += _linear(module)
+            linear += _linear_weights(module)
     return GatheredStage(ends=ends, blocks=tuple(blocks), linear=linear)
 
 
-def _weights_of(module: FSDPModule) -> WholeWeights:
-    parameters = fsdp_parameters(module)
-    if not parameters:
-        return WholeWeights(count=0, buffered=0)
-    count = sum(map(fsdp_size, parameters))
-    return WholeWeights(count=count, buffered=count if fsdp_shards(module) > 1 else 0)
+def _unit_weights(module: FSDPModule) -> UnitWeights:
+    params = fsdp_parameters(module)
+    if not params:
+        return UnitWeights(count=0, buffered=0)
+    count = sum(map(fsdp_size, params))
+    return UnitWeights(count=count, buffered=count if fsdp_shards(module) > 1 else 0)
 
 
-def _linear(module: FSDPModule) -> int:
+def _linear_weights(module: FSDPModule) -> int:
     return sum(
-        fsdp_size(each)
-        for each in fsdp_parameters(module)
-        if isinstance(fsdp_owner(each), nn.Linear)
+        fsdp_size(param)
+        for param in fsdp_parameters(module)
+        if isinstance(fsdp_owner(param), nn.Linear)
     )
 
 
-def most_weights(
-    stages: Mapping[int, GatheredStage], sharding: Sharding, *, piped: bool, once: bool, split: bool
+def peak_gathered_weights(
+    stages: Mapping[int, GatheredStage],
+    sharding: Sharding,
+    *,
+    pipelined: bool,
+    one_microbatch: bool,
+    split_backward: bool,
 ) -> int:
-    """Count the weights that a process holds at most, with those in buffers, in numbers.
+    """Return the peak number of unsharded weights on a process, including all-gather buffers.
 
     Args:
-        stages: of the process, in the order in which they first run.
-        sharding: when weights are freed.
-        piped: whether the layout has a pipeline, under which `auto` frees as `zero1`.
-        once: whether an update has one microbatch.
-        split: whether gradients of weights are put off, until when their weights stay.
+        stages: the process's stages, in the order in which they first run.
+        sharding: sharding mode, which decides when weights are freed.
+        pipelined: the layout has a pipeline, where `auto` means `zero1`.
+        one_microbatch: a step has one microbatch.
+        split_backward: weight gradients are deferred; their weights stay gathered until then.
     """
-    every = list(stages.values())
-    whole = sum(stage.count for stage in every)
-    freed_forwards = sharding == "zero3" or (sharding == "auto" and not piped)
-    if freed_forwards:
-        ends = sum(stage.ends.count for stage in every)
-        most = max(
-            ends + max((stage.most_of_a_block for stage in every), default=0),
-            max((stage.ends.count + stage.ends.buffered for stage in every), default=0),
+    all_stages = list(stages.values())
+    total = sum(stage.count for stage in all_stages)
+    reshards_after_forward = sharding == "zero3" or (sharding == "auto" and not pipelined)
+    if reshards_after_forward:
+        ends = sum(stage.ends.count for stage in all_stages)
+        peak = max(
+            ends + max((stage.block_peak for stage in all_stages), default=0),
+            max((stage.ends.count + stage.ends.buffered for stage in all_stages), default=0),
         )
-        stays = split if sharding == "zero3" else not once
-        return max(most, whole) if stays else most
-    before = most = 0
-    for stage in every:
-        most = max(most, before + stage.most_of_all)
-        before += stage.count
-    return most
+        # `auto` reshards after the forward pass, but after a backward pass only if it is the last.
+        stays_gathered = split_backward if sharding == "zero3" else not one_microbatch
+        return max(peak, total) if stays_gathered else peak
+    earlier_stages = peak = 0
+    for stage in all_stages:
+        peak = max(peak, earlier_stages + stage.stage_peak)
+        earlier_stages += stage.count
+    return peak
 
 
 def gradient_bytes(
     stages: Mapping[int, GatheredStage],
     sharding: Sharding,
     *,
-    once: bool,
-    split: bool,
+    one_microbatch: bool,
+    split_backward: bool,
     element_bytes: int,
 ) -> int:
-    """Count the bytes of whole gradients: those added up so far, and those of one backward.
+    """Return the bytes of unsharded gradients, accumulated and from one backward pass.
 
-    Only where gradients of weights are put off is all that a backward gives there at once.
+    Gradients of a full backward pass are reduced block by block; only deferred weight gradients
+    exist for a stage all at once.
 
     Args:
-        stages: of the process.
-        sharding: when gradients are summed and scattered.
-        once: whether an update has one microbatch.
-        split: whether gradients of weights are put off.
-        element_bytes: of a number that is computed with; sums of gradients are in float32.
+        stages: the process's stages.
+        sharding: sharding mode, which decides when gradients are reduce-scattered.
+        one_microbatch: a step has one microbatch.
+        split_backward: weight gradients are deferred.
+        element_bytes: size of the compute dtype; gradients are accumulated in float32.
     """
-    every = stages.values()
-    if sharding in EACH or once:
-        return max((stage.count for stage in every), default=0) * FLOAT32_BYTES if split else 0
-    added = sum(stage.count for stage in every) * FLOAT32_BYTES
-    if not split or element_bytes == FLOAT32_BYTES:  # one tensor takes both
-        return added
-    return added + max((stage.linear for stage in every), default=0) * element_bytes
+    all_stages = stages.values()
+    if sharding in REDUCE_EACH_MICROBATCH or one_microbatch:
+        largest = max((stage.count for stage in all_stages), default=0)
+        return largest * FLOAT32_BYTES if split_backward else 0
+    accumulated = sum(stage.count for stage in all_stages) * FLOAT32_BYTES
+    if not split_backward or element_bytes == FLOAT32_BYTES:  # accumulated in place
+        return accumulated
+    return accumulated + max((stage.linear for stage in all_stages), default=0) * element_bytes

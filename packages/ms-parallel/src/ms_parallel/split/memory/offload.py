@@ -1,4 +1,4 @@
-"""Keeps what forwards save for their backward in the machine's memory, and not in the device's."""
+"""Offloads saved activations to host memory between the forward and backward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,70 +14,74 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ms_parallel.split.memory.block_costs import weights_of
 from ms_parallel.torch_private import local_of, spec_of
 
-SMALLEST_BYTES = 4096
-"""Tensors below it stay: a copy takes longer to begin than they take to send."""
+MIN_OFFLOAD_BYTES = 4096
+"""Smaller tensors stay on the device: for them launching a copy takes longer than the transfer."""
 
 
 @frozen(eq=False)
-class _Away:
-    """A saved tensor that lies in the machine's memory."""
+class _OffloadedTensor:
+    """Host copy of a saved tensor."""
 
     host: Tensor
     device: torch.device
     spec: Any
-    """How processes share out the tensor of which it is this one's part; None for a plain one."""
+    """DTensor spec if `host` is the local part of a DTensor; None for a plain tensor."""
 
-    def back(self) -> Tensor:
+    def load(self) -> Tensor:
         """Copy the tensor back to its device."""
         local = self.host.to(self.device, non_blocking=True)
         if self.spec is None:
             return local
-        whole: Tensor = DTensor(local, self.spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        return whole
+        dtensor: Tensor = DTensor(local, self.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return dtensor
 
 
 @contextmanager
 def offloading(stage: nn.Module) -> Iterator[None]:
-    """Send what is saved to pinned memory while the block runs, and back when it is asked for.
+    """Offload tensors that autograd saves inside the context; load them in the backward pass.
 
-    Copies run in the order of the device's work, so that no one waits for them here, and memory of
-    the device is free for what runs next. A tensor that is saved twice is copied once. Weights
-    stay, and so does what lies in the machine's memory already.
+    Copies to pinned memory run on the current stream, so the host does not wait and the device
+    memory can be reused by the next operator. A tensor that is saved twice is copied once. Weights
+    and CPU tensors are not offloaded.
 
     Args:
-        stage: whose weights stay.
+        stage: stage whose weights stay on the device.
     """
     weights = set(weights_of(stage))
-    watch: Any = StorageWeakRef  # untyped
-    sent: dict[tuple[Any, ...], tuple[Any, _Away]] = {}
+    weak_ref: Any = StorageWeakRef  # untyped
+    # The weak reference tells a live storage from a new one at the same address.
+    offloaded: dict[tuple[Any, ...], tuple[Any, _OffloadedTensor]] = {}
 
-    def keep(tensor: Tensor) -> Tensor | _Away:
+    def pack(tensor: Tensor) -> Tensor | _OffloadedTensor:
         spec = spec_of(tensor) if isinstance(tensor, DTensor) else None
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if type(local) is not Tensor or local.device.type == "cpu":
             return tensor
-        if local.nbytes < SMALLEST_BYTES or _is_weight(tensor):
+        if local.nbytes < MIN_OFFLOAD_BYTES or _is_weight(tensor):
             return tensor
-        memory = local.untyped_storage()
-        if memory._cdata in weights:
+        storage = local.untyped_storage()
+        if storage._cdata in weights:
             return tensor
-        place = memory._cdata, local.storage_offset(), local.shape, local.stride(), local._version
-        known = sent.get(place)
-        if known is None or known[0].expired():
+        key = storage._cdata, local.storage_offset(), local.shape, local.stride(), local._version
+        entry = offloaded.get(key)
+        if entry is None or entry[0].expired():
             host = torch.empty_like(local, device="cpu", pin_memory=True)
             host.copy_(local.detach(), non_blocking=True)
-            known = sent[place] = watch(memory), _Away(host, local.device, spec)
-        return known[1]
+            entry = offloaded[key] = (
+                weak_ref(storage),
+                _OffloadedTensor(host, local.device, spec),
+            )
+        return entry[1]
 
-    with saved_tensors_hooks(keep, _back):
+    with saved_tensors_hooks(pack, _unpack):
         yield
-    sent.clear()
+    offloaded.clear()
 
 
-def _back(kept: Tensor | _Away) -> Tensor:
-    return kept.back() if isinstance(kept, _Away) else kept
+def _unpack(saved: Tensor | _OffloadedTensor) -> Tensor:
+    return saved.load() if isinstance(saved, _OffloadedTensor) else saved
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a weight or a view of one, such as one that was just gathered."""
+    """Return whether a tensor is a weight or a view of one, such as a freshly gathered weight."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

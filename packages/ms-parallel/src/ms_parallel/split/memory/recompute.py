@@ -14,13 +14,13 @@ from ms_parallel.models.experts.replay import record_and_replay
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.memory.block_costs import BlockCosts, measure_block, storages
 from ms_parallel.split.memory.recompute_choice import Recompute, budget_bytes, check_recompute
-from ms_parallel.split.memory.selective import KeptResults, keeping_results, using_results
+from ms_parallel.split.memory.selective import SavedResults, replay_results, save_results
 from ms_parallel.torch_private import checkpoint
 
 ATTENTION = ("self_attn", "self_attention", "attention", "attn", "linear_attn", "mixer")
-"""Names under which blocks hold their attention or other token mixer."""
+"""Attribute names that blocks use for attention or another token mixer."""
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
+"""Contexts of the forward pass and of the recomputation."""
 
 _marked: "WeakKeyDictionary[nn.Module, RecomputedBlock]" = WeakKeyDictionary()
 
@@ -32,13 +32,13 @@ class RecomputedBlock:
 
     Args:
         block: block to wrap in place; names and weights are unchanged.
-        kind: initial mode: `"none"`, `"selective"`, `"attention"` or `"full"`.
+        mode: initial mode: `"none"`, `"selective"`, `"attention"` or `"full"`.
 
     Raises:
         ConfigError: the mode is `"attention"` and the block has no attention.
     """
 
-    def __init__(self, block: nn.Module, kind: str) -> None:
+    def __init__(self, block: nn.Module, mode: str) -> None:
         self.block = block
         self.attention = next(
             (child for name, child in block.named_children() if name in ATTENTION), None
@@ -49,45 +49,47 @@ class RecomputedBlock:
         # Runs after the checkpointing hook and before FSDP's hook that frees gathered weights.
         block.register_forward_hook(self._measure, with_kwargs=True)
         self.costs: BlockCosts | None = None
-        """Memory and time of the block; None until measured in a forward pass, under a budget."""
+        """Costs of the block; None until a forward pass has measured them under a budget."""
         self.shared_bytes = 0
         """Bytes of inputs that all blocks of the stage share, such as rotary tables."""
         self.cast_bytes = 0
         """Bytes of shared inputs that FSDP casts for each block in mixed precision."""
         self.measures = False
-        self._kept: ref[KeptResults] | None = None
+        self._saved: ref[SavedResults] | None = None
         self._decisions: deque[Tensor] = deque()
-        self.become(kind)
+        self.set_mode(mode)
 
-    def become(self, kind: str) -> None:
+    def set_mode(self, mode: str) -> None:
         """Switch the mode, from the next forward pass on."""
-        if kind == "attention" and self.attention is None:
+        if mode == "attention" and self.attention is None:
             names = ", ".join(name for name, _ in self.block.named_children())
             raise ConfigError(
-                f"recompute='attention' finds no attention in {type(self.block).__name__}, whose"
-                f" parts are {names}; name it self_attn, or set recompute to selective or full"
+                f"recompute='attention' needs an attention submodule in"
+                f" {type(self.block).__name__}, got {names}; name it self_attn, or set recompute"
+                " to selective or full"
             )
-        self.kind = kind
-        checkpoint.state(self.block).enable_hook = kind in ("selective", "full")
+        self.mode = mode
+        checkpoint.state(self.block).enable_hook = mode in ("selective", "full")
         if self.attention is not None:
-            checkpoint.state(self.attention).enable_hook = kind == "attention"
+            checkpoint.state(self.attention).enable_hook = mode == "attention"
 
     @property
-    def kept_results(self) -> list[Tensor]:
-        """Results that the last forward pass kept in addition to torch's saved tensors."""
-        kept = self._kept() if self._kept else None
-        return kept.tensors if kept else []
+    def saved_results(self) -> list[Tensor]:
+        """Tensors that the last forward pass saved in addition to autograd's saved tensors."""
+        saved = self._saved() if self._saved else None
+        return saved.tensors if saved else []
 
     def _contexts(self) -> Contexts:
         self._decisions = deque()
+        # Router decisions of the forward pass are replayed in the recomputation.
         forward, recomputation = record_and_replay(self._decisions)
-        if self.kind != "selective":
+        if self.mode != "selective":
             return forward, recomputation
-        results = KeptResults()
-        self._kept = ref(results)
+        results = SavedResults()
+        self._saved = ref(results)
         return (
-            _both(forward, keeping_results(results)),
-            _both(recomputation, using_results(results)),
+            _both(forward, save_results(results)),
+            _both(recomputation, replay_results(results)),
         )
 
     def _measure(
@@ -95,15 +97,16 @@ class RecomputedBlock:
     ) -> None:
         if not (self.measures and self.costs is None and torch.is_grad_enabled()):
             return
-        kind = self.kind
-        self.become("none")
+        mode = self.mode
+        # Measure without checkpointing, so that all saved tensors are visible.
+        self.set_mode("none")
         try:
             self.shared_bytes = sum(storages([kwargs]).values())
             self.cast_bytes = sum(storages([kwargs], floating=True).values())
             with record_and_replay(self._decisions)[1]:
                 self.costs = measure_block(block, self.attention, args, kwargs)
         finally:
-            self.become(kind)
+            self.set_mode(mode)
 
 
 @contextmanager
@@ -125,10 +128,10 @@ def recompute_blocks(model: nn.Module, plan: ModelPlan, recompute: Recompute) ->
     check_recompute(recompute)
     if recompute == "none":
         return
-    kind = "full" if budget_bytes(recompute) is not None else str(recompute)
+    mode = "full" if budget_bytes(recompute) is not None else str(recompute)
     for name, module in model.named_modules():
         if plan.is_block(name) and any(True for _ in module.parameters()):
-            _marked[module] = RecomputedBlock(module, kind)
+            _marked[module] = RecomputedBlock(module, mode)
 
 
 def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:

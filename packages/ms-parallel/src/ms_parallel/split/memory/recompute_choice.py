@@ -1,4 +1,4 @@
-"""What a block may keep for its backward, as settings name it; without torch."""
+"""The `recompute` setting: activation checkpointing modes and memory budgets. Needs no torch."""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from attrs import Attribute
 
 Recompute = str | int
-"""One of `KINDS`, or the bytes that a rank may keep, such as `"8GiB"`."""
-KINDS = ("none", "selective", "attention", "full")
-"""Kinds of recomputation, from what recomputes least:
+"""One of `RECOMPUTE_MODES`, or a memory budget per rank in bytes or as text such as `"8GiB"`."""
+RECOMPUTE_MODES = ("none", "selective", "attention", "full")
+"""Activation checkpointing of a block, by increasing recomputation:
 
-- `none` keeps what torch saves.
-- `selective` keeps a block's input and what matrix products and attention make, and recomputes the
-  rest: norms, rotations, gates.
-- `attention` keeps the input of attention and recomputes all of it, projections too.
-- `full` keeps the block's input alone.
+- `none`: save what autograd saves.
+- `selective`: save the block's input and the results of matrix products and attention; recompute
+  norms, rotary embeddings and activation functions.
+- `attention`: save the input of attention and recompute attention, including projections.
+- `full`: save only the block's input.
 """
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|B)\s*")
 _UNITS = {"B": 1}
@@ -27,28 +27,28 @@ _UNITS |= {f"{letter}iB": 1024 ** (n + 1) for n, letter in enumerate("KMGT")}
 
 
 def budget_bytes(recompute: Recompute) -> int | None:
-    """Return the bytes that a rank may keep if `recompute` names them; None if it names a kind."""
+    """Return the memory budget in bytes, or None if `recompute` is a mode."""
     if isinstance(recompute, int):
         return recompute
-    found = _SIZE.fullmatch(recompute)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+    match = _SIZE.fullmatch(recompute)
+    return int(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
 def check_recompute(recompute: Any, name: str = "recompute") -> None:
-    """Check that it is a kind, or a number of bytes above zero.
+    """Check that `recompute` is a mode or a positive number of bytes.
 
     Raises:
         ConfigError: it is neither.
     """
-    if isinstance(recompute, str) and recompute in KINDS:
+    if isinstance(recompute, str) and recompute in RECOMPUTE_MODES:
         return
-    sized = isinstance(recompute, str | int) and not isinstance(recompute, bool)
-    if sized and (budget_bytes(recompute) or 0) > 0:
+    may_be_size = isinstance(recompute, str | int) and not isinstance(recompute, bool)
+    if may_be_size and (budget_bytes(recompute) or 0) > 0:
         return
-    advice = nearest(str(recompute), KINDS)
+    advice = nearest(str(recompute), RECOMPUTE_MODES)
     raise ConfigError(f"{name} is {short_repr(recompute)}; {advice}, or a budget, such as '8GiB'")
 
 
 def recompute_setting(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-    """Check a setting of this kind."""
+    """Validate a `recompute` field of an attrs class."""
     check_recompute(value, attribute.name)

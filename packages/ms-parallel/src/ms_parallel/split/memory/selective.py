@@ -1,10 +1,13 @@
-"""Keeps what costly operators of a block have made, so that its recomputation runs only the rest.
+"""Selective activation checkpointing: save results of expensive operators, recompute the rest.
 
-It differs from torch's selective checkpointing (torch.utils.checkpoint, whose policies name an
-operator by its place among all): only kept operators are counted, so that what FSDP gathers in the
-backward, and what a router need not decide again, may differ from the forward. And the last result
-kept is let go, as the recomputation ends at the last tensor that a gradient needs: it is mostly the
-product of a down projection, which none needs, and where one does, it is computed again.
+Differences from torch's selective checkpointing (torch.utils.checkpoint), whose policies identify
+an operator by its position among all operators:
+
+1. Only expensive operators are numbered. All-gathers of FSDP in the backward pass and router
+   decisions that are replayed may therefore differ from the forward pass.
+2. The last saved result is dropped. Recomputation stops at the last tensor that a gradient needs,
+   and the last result is mostly the output of a down projection, which no gradient needs. If one
+   does, it is recomputed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,58 +19,61 @@ from torch import Tensor
 
 from ms_parallel.torch_private import TorchDispatchMode, tree_leaves, tree_map_only
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 
 
-def is_kept(func: Any) -> bool:
-    """Return whether an operator's results are kept: matrix products and fused attention are."""
+def is_expensive(func: Any) -> bool:
+    """Return whether an operator is a matrix product or fused attention."""
+    # "mm.default" becomes "mm".
     name = func.__name__.partition(".")[0]
+    # Attention kernels outside of aten, such as flash attention libraries.
     if func.namespace != "aten":
         return "attention" in name and "backward" not in name
-    return name in _PRODUCTS or (
+    return name in _MATMULS or (
         name.startswith("_scaled_dot_product") and not name.endswith("backward")
     )
 
 
-class KeptResults:
-    """What the costly operators of one forward have made, in their order."""
+class SavedResults:
+    """Results of the expensive operators of one forward pass, in execution order."""
 
     def __init__(self) -> None:
         self.results: list[Any] = []
-        """What each operator returned, a tensor as a pair with its version."""
+        """Output of each operator, with tensors replaced by `_VersionedTensor`."""
 
-    def keep(self, made: Any) -> None:
-        """Keep what an operator has returned."""
-        self.results.append(tree_map_only(Tensor, _Versioned, made))
+    def append(self, output: Any) -> None:
+        """Save an operator's output."""
+        self.results.append(tree_map_only(Tensor, _VersionedTensor, output))
 
-    def again(self, index: int) -> Any:
-        """Return what the operator of this number returned, without its graph."""
-        return tree_map_only(_Versioned, _Versioned.tensor, self.results[index])
+    def replay(self, index: int) -> Any:
+        """Return the output of operator `index`, detached."""
+        return tree_map_only(_VersionedTensor, _VersionedTensor.checked, self.results[index])
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
-        return [part.kept for part in tree_leaves(self.results) if isinstance(part, _Versioned)]
+        """All saved tensors."""
+        leaves = tree_leaves(self.results)
+        return [leaf.tensor for leaf in leaves if isinstance(leaf, _VersionedTensor)]
 
 
-class _Versioned:
-    """A tensor that nobody may change in place until it is used again."""
+class _VersionedTensor:
+    """Saved tensor with its version counter, to detect in-place changes."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.kept = tensor.detach()
+        self.tensor = tensor.detach()
         self.version = tensor._version
 
-    def tensor(self) -> Tensor:
-        assert self.kept._version == self.version, "a kept result was changed in place"
-        return self.kept.detach()
+    def checked(self) -> Tensor:
+        assert self.tensor._version == self.version, "a saved result was changed in place"
+        return self.tensor.detach()
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands costly operators to `do`, to be called as it sees fit."""
+class _InterceptExpensive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls `handler` with a thunk instead of running an expensive operator."""
 
-    def __init__(self, do: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, handler: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.do = do
+        self.handler = handler
 
     def __torch_dispatch__(
         self,
@@ -76,36 +82,37 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, or take what it gave before."""
+        """Run a cheap operator; hand an expensive one to the handler."""
 
         def run() -> Any:
             return func(*args, **(kwargs or {}))
 
-        return self.do(run) if is_kept(func) else run()
+        return self.handler(run) if is_expensive(func) else run()
 
 
 @contextmanager
-def keeping_results(kept: KeptResults) -> Iterator[None]:
-    """Keep the results of costly operators while the block runs; at its end, all but the last."""
+def save_results(saved: SavedResults) -> Iterator[None]:
+    """Save results of expensive operators in the context; on exit drop the last one."""
 
-    def keep(run: Callable[[], Any]) -> Any:
-        made = run()
-        kept.keep(made)
-        return made
+    def run_and_save(run: Callable[[], Any]) -> Any:
+        output = run()
+        saved.append(output)
+        return output
 
-    with _Watching(keep):
+    with _InterceptExpensive(run_and_save):
         yield
-    del kept.results[-1:]
+    del saved.results[-1:]
 
 
 @contextmanager
-def using_results(kept: KeptResults) -> Iterator[None]:
-    """Let costly operators give what they gave before, in the same order, while the block runs."""
-    numbers = count()
+def replay_results(saved: SavedResults) -> Iterator[None]:
+    """Replace expensive operators in the context by their saved results, in the same order."""
+    indices = count()
 
-    def use(run: Callable[[], Any]) -> Any:
-        number = next(numbers)
-        return kept.again(number) if number < len(kept.results) else run()
+    def replay_or_run(run: Callable[[], Any]) -> Any:
+        # Past the saved results: the dropped last one is recomputed.
+        index = next(indices)
+        return saved.replay(index) if index < len(saved.results) else run()
 
-    with _Watching(use):
+    with _InterceptExpensive(replay_or_run):
         yield

@@ -11,7 +11,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.planner.layouts.candidate import Candidate, KeptBytes, Split
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.rank_memory import RankMemory
-from ms_parallel.split.data_axis import ACTIVATIONS, EACH
+from ms_parallel.split.data_axis import ACTIVATIONS, REDUCE_EACH_MICROBATCH
 
 MAX_SHARDS = 32
 """Shard count below which all shards are counted."""
@@ -36,7 +36,9 @@ def divisor_of_shards(candidate: Candidate) -> int:
 
 def scale_to_all_shards(rank: RankMemory, candidate: Candidate, factor: int) -> RankMemory:
     """Scale the memory of a rank, counted with fewer shards by a `factor`, to all shards."""
-    whole_weights = 0 if candidate.sharding in EACH else rank.weights - rank.weights // factor
+    whole_weights = (
+        0 if candidate.sharding in REDUCE_EACH_MICROBATCH else rank.weights - rank.weights // factor
+    )
     return msgspec.structs.replace(
         rank,
         weights=rank.weights // factor,

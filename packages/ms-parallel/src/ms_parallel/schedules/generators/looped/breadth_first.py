@@ -16,6 +16,7 @@ def breadth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sc
     placement = looped(ranks, stages_per_rank)
     rows = []
     for rank in range(ranks):
+        # Stages of the rank, `ranks` apart.
         stages = range(rank, len(placement), ranks)
         rows.append(
             [

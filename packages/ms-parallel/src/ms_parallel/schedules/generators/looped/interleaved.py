@@ -12,7 +12,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B in `stages_per_rank` rounds: divides the bubble and multiplies messages by that factor.
 
-    Bubble: (ranks - 1) * (F + B), for F and B of one of the smaller stages, if `ranks` divides
+    Bubble: (ranks - 1) * (F + B), with F and B of a single (smaller) stage, if `ranks` divides
     `microbatches`. If not, microbatches are distributed evenly over groups of at least `ranks`; a
     small group at the end could deadlock.
 
@@ -35,6 +35,7 @@ def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int 
             ]
             for kind, order in ((Kind.FORWARD, stages), (Kind.BACKWARD, stages[::-1]))
         )
+        # Forwards before the first backward: all but the last round, plus 1F1B's warm-up.
         ahead = (stages_per_rank - 1) * largest + 2 * (ranks - 1 - rank)
         if stages_per_rank == 1:
             ahead = ranks - 1 - rank

@@ -21,6 +21,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """
     rows = []
     for stage in range(stages):
+        # Warm-up forwards; later stages need fewer, as gradients reach them sooner.
         ahead = min(stages - 1 - stage, microbatches)
         row = [Action(Kind.FORWARD, stage, microbatch) for microbatch in range(ahead)]
         for microbatch in range(microbatches):

@@ -23,9 +23,9 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 def zb_h2(stages: int, microbatches: int) -> Schedule:
     """Twice 1F1B's memory and no bubble between the first and last action, for equal times.
 
-    Every rank has up to `2 * stages - 1` live microbatches. With at least as many microbatches no
-    rank idles between its first and last action; the makespan still exceeds the work by
-    (stages - 1) * F.
+    Every rank has up to `2 * stages - 1` live microbatches. With at least `2 * stages - 1`
+    microbatches no rank idles between its first and last action; the makespan still exceeds the
+    work by (stages - 1) * F.
 
     Raises:
         ScheduleError: `stages` or `microbatches` is below 1.

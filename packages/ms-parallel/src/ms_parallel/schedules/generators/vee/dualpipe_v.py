@@ -40,8 +40,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """
     if ranks < 1 or microbatches < 2 * ranks:
         raise ScheduleError(
-            f"DualPipeV on {ranks} ranks with {microbatches} microbatches; it needs at least "
-            f"1 rank and twice as many microbatches as ranks ({max(2, 2 * ranks)})"
+            f"DualPipeV needs at least 1 rank and 2 microbatches per rank ({max(2, 2 * ranks)}),"
+            f" got {ranks} ranks and {microbatches} microbatches; use more microbatches"
         )
     rows = [
         actions_of(_program(rank, ranks, microbatches), (rank, 2 * ranks - 1 - rank), microbatches)

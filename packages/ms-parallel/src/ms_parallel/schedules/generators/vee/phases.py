@@ -31,6 +31,7 @@ def actions_of(program: Iterable[str], stages: tuple[int, int], microbatches: in
 
     def next_action(word: str) -> Action | None:
         if word[0] == "W":
+            # The oldest pending weight backward, of one stage if the word names it.
             candidates = [w for w in weights if word == "W" or w.stage == stages[int(word[1])]]
             if candidates:
                 weights.remove(candidates[0])
@@ -39,6 +40,7 @@ def actions_of(program: Iterable[str], stages: tuple[int, int], microbatches: in
         number = done.get((forward, stage), 0)
         done[forward, stage] = number + 1
         if word[0] == "I" and number < microbatches:
+            # Its weight backward waits for a W word, or for the end of the row.
             weights.append(Action(Kind.BACKWARD_WEIGHT, stage, number))
         return Action(_KINDS[word[0]], stage, number) if number < microbatches else None
 

@@ -35,6 +35,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: `ranks` or `microbatches` is below 1.
     """
+    # Two thirds of the ranks, rounded up, plus 2.
     max_live = -(-2 * ranks // 3) + 2
     return _from_delays(ranks, microbatches, (0, 0, 0, 0), max_live, "V-Min")
 

@@ -11,6 +11,7 @@ def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
     ranks_left = ranks - rank
     words = ["F0"] * (2 * ranks_left - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * ranks_left
     down, up = 2 * ranks - 1 - rank, ranks
+    # Steady state: a round of both stages at a time, until every forward has run.
     while up < down or down < microbatches:
         if down < microbatches:
             words.append("F0")
@@ -25,13 +26,13 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Handcrafted order for equal times of F, I and W and free messages.
 
     Every rank has up to `2 * ranks` live activations of its half-size stages, like 1F1B's first
-    rank. With
-    at least `2 * ranks - 1` microbatches no rank idles between its first and last action, and
-    the makespan exceeds the work by (ranks - 1) * F of one half-size stage.
+    rank. With at least `2 * ranks - 1` microbatches no rank idles between its first and last
+    action, and the makespan exceeds the work by (ranks - 1) * F of a half-size stage.
 
     Raises:
         ScheduleError: `ranks` or `microbatches` is below 1.
     """
+    # `_program` needs that many microbatches; `actions_of` drops actions past the last.
     padded = max(microbatches, 2 * ranks - 1)
     rows = [
         actions_of(_program(rank, ranks, padded), (rank, 2 * ranks - 1 - rank), microbatches)
