@@ -18,8 +18,8 @@ from ms_compress.training.sealed_file import opened
 from ms_data import DataError, build, train_tokenizer
 from ms_data.disk.split import read_index
 from ms_data.disk.verification import verify
+from ms_data.engine.array_jobs import ArrayShard
 from ms_data.exchange.megatron import MegatronReader, write_megatron
-from ms_data.passes.array_jobs import ArrayShard
 from ms_kernels.aot.files import write as write_library_file
 from ms_profile import ProfileError
 from ms_profile.files.untrusted import decode_json, read_toml

@@ -22,8 +22,8 @@ from ms_data import (
     train_tokenizer,
 )
 from ms_data.cli import main
-from ms_data.passes import batches
-from ms_data.passes.array_jobs import ArrayShard, request_key
+from ms_data.engine import batches
+from ms_data.engine.array_jobs import ArrayShard, request_key
 
 from .chats import write_rows, write_tokenizer
 from .test_build import facts_of, texts_of, write_lines
@@ -51,7 +51,6 @@ def tokenizer(corpus: Path) -> Tokenizer:
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of two thousand characters, so that every job has some."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 2000)
-    monkeypatch.setattr("ms_data.building.job.BATCH_CHARACTERS", 2000)
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

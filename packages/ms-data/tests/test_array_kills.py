@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-import ms_data.building.job
 from ms_data import DedupOptions, build, clean, dedup, train_tokenizer
-from ms_data.passes import batches
+from ms_data.engine import batches, run
 
 from .test_array_jobs import RULES, files_below
 from .test_build import texts_of, write_lines
@@ -23,8 +22,7 @@ Work = Callable[..., Any]
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of some documents, a save after each, and no threads for a child to wait for."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 4000)
-    monkeypatch.setattr(ms_data.building.job, "BATCH_CHARACTERS", 4000)
-    monkeypatch.setattr(ms_data.building.job, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
 
 

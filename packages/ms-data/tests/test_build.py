@@ -196,9 +196,9 @@ def test_the_standard_library_can_be_a_corpus(tokenizer: Tokenizer, tmp_path: Pa
 
 
 INTERRUPTED = """
-import sys, ms_data.building.job as _, ms_data
-module = sys.modules["ms_data.building.job"]
-module.SAVE_EVERY_S, module.BATCH_CHARACTERS = 0.0, 40_000
+import sys, ms_data
+from ms_data.engine import batches, run
+run.SAVE_EVERY_S, batches.BATCH_CHARACTERS = 0.0, 40_000
 ms_data.build(sys.argv[1], tokenizer=sys.argv[2], out=sys.argv[3], hold_out=0.2, shard_size_mib=1)
 """
 
@@ -315,7 +315,6 @@ def interrupt(
     folder: Path, tokenizer: Tokenizer, out: Path, *, stop_at: int = 3, **changes: object
 ) -> None:
     """Starts a build that stops in its third batch, as an interrupt from the keyboard does."""
-    module = sys.modules["ms_data.building.job"]
     seen = 0
 
     def stop(done: int, total: int) -> None:
@@ -325,8 +324,8 @@ def interrupt(
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SAVE_EVERY_S", 0.0)
-        patch.setattr(module, "BATCH_CHARACTERS", 1500)
+        patch.setattr("ms_data.engine.run.SAVE_EVERY_S", 0.0)
+        patch.setattr("ms_data.engine.batches.BATCH_CHARACTERS", 1500)
         with pytest.raises(KeyboardInterrupt):
             build(folder, tokenizer=tokenizer, out=out, on_progress=stop, **changes)  # type: ignore[arg-type]
 
@@ -409,10 +408,9 @@ def test_a_bad_line_late_in_a_build_can_be_skipped_when_it_goes_on(
     path = write_lines(tmp_path / "a.jsonl", texts_of(5, 60))
     with path.open("ab") as file:
         file.write(b"{broken\n")
-    module = sys.modules["ms_data.building.job"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SAVE_EVERY_S", 0.0)
-        patch.setattr(module, "BATCH_CHARACTERS", 1500)
+        patch.setattr("ms_data.engine.run.SAVE_EVERY_S", 0.0)
+        patch.setattr("ms_data.engine.batches.BATCH_CHARACTERS", 1500)
         with pytest.raises(CorpusError, match=r"a\.jsonl:61") as caught:
             build(path, tokenizer=tokenizer, out=tmp_path / "out")
     assert "same command resumes" in caught.value.__notes__[0]

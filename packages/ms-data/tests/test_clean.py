@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ms_data.disk.writer
-import ms_data.passes.array_jobs
-import ms_data.passes.batches
-import ms_data.passes.output
-import ms_data.passes.run
+import ms_data.engine.array_jobs
+import ms_data.engine.batches
+import ms_data.engine.run
+import ms_data.ledger.series
 from ms_data import (
     CorpusError,
     OutputError,
@@ -27,8 +27,8 @@ from ms_data import (
     train_tokenizer,
 )
 from ms_data.cli import main
-from ms_data.passes.ledger import read_findings, read_ledger
-from ms_data.passes.record import read_record
+from ms_data.ledger.entries import read_findings, read_ledger
+from ms_data.ledger.record import read_record
 
 from .test_build import texts_of, write_lines
 from .test_rules import CHINESE, prose
@@ -124,7 +124,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process and three write the same files, and so does a file of rules."""
-    monkeypatch.setattr(ms_data.passes.batches, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(ms_data.engine.batches, "BATCH_CHARACTERS", 2000)
     path = some_lines(tmp_path)
     (tmp_path / "RULES.toml").write_text(
         "[unicode]\n[gopher_quality]\nmin_words = 20\nmin_stop_words = 1\n[personal_data]\n"
@@ -163,11 +163,11 @@ def dying_at(event: int, run: Any) -> int:
     try:
         dying("fsync", os)
         dying("rename", os)
-        dying("write_all", ms_data.passes.output)
-        dying("write_all", ms_data.passes.array_jobs)
+        dying("write_all", ms_data.ledger.series)
+        dying("write_all", ms_data.engine.array_jobs)
         dying("_write", ms_data.disk.writer.ShardWriter)
         dying("unlink", os)
-        ms_data.passes.run.SAVE_EVERY_S = 0.0
+        ms_data.engine.run.SAVE_EVERY_S = 0.0
         run()
     except BaseException:
         os._exit(1)
@@ -178,7 +178,7 @@ def test_a_kill_at_any_write_sync_or_rename_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same command again ends in the bytes of a calm run, wherever it was killed."""
-    monkeypatch.setattr(ms_data.passes.batches, "BATCH_CHARACTERS", 8000)
+    monkeypatch.setattr(ms_data.engine.batches, "BATCH_CHARACTERS", 8000)
     path = some_lines(tmp_path, 24)
     clean(path, RULES, out=tmp_path / "calm", workers=1)
     calm = ledger_files(tmp_path / "calm")
@@ -201,7 +201,7 @@ def test_no_flipped_bit_of_interrupted_work_is_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every byte that is kept is checked before the work goes on; the file is named."""
-    monkeypatch.setattr(ms_data.passes.batches, "BATCH_CHARACTERS", 4000)
+    monkeypatch.setattr(ms_data.engine.batches, "BATCH_CHARACTERS", 4000)
     path, out = some_lines(tmp_path), tmp_path / "out"
     assert dying_at(24, lambda: clean(path, RULES, out=out, workers=1)) == signal.SIGKILL
     aside = tmp_path / "out.partial"
@@ -246,7 +246,7 @@ def test_a_process_that_is_killed_is_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the signal and what to do, and what is done is kept."""
-    from ms_data.passes.pool import WorkerError, _Process
+    from ms_data.engine.pools import WorkerError, _Process
 
     def killed(process: _Process, request: bytes) -> bytes:
         process.kill()

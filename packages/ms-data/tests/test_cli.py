@@ -299,7 +299,7 @@ def test_a_full_disk_is_one_line_and_exit_2(place: Path, small_disk: Path) -> No
     write_lines(place / "large.jsonl", texts_of(3, 20_000))
     never_saved = (
         "import sys; from ms_data.cli import main;"
-        "sys.modules['ms_data.building.job'].SAVE_EVERY_S = 1e9; sys.exit(main())"
+        "sys.modules['ms_data.engine.run'].SAVE_EVERY_S = 1e9; sys.exit(main())"
     )
     command = [sys.executable, "-c", never_saved, "build", "large.jsonl", "--tokenizer", "t.json"]
     done = subprocess.run(
@@ -316,8 +316,9 @@ def test_a_build_goes_on_when_the_disk_has_room_again(place: Path, small_disk: P
     """Past the first save the work is kept, and ends in the bytes of a build with room."""
     write_lines(place / "large.jsonl", texts_of(3, 20_000))
     script = (
-        "import sys; from ms_data.cli import main; module = sys.modules['ms_data.building.job'];"
-        "module.SAVE_EVERY_S, module.BATCH_CHARACTERS = 0.0, 60_000; sys.exit(main())"
+        "import sys; from ms_data.cli import main; modules = sys.modules;"
+        "modules['ms_data.engine.run'].SAVE_EVERY_S = 0.0;"
+        "modules['ms_data.engine.batches'].BATCH_CHARACTERS = 60_000; sys.exit(main())"
     )
     arguments = ["build", "large.jsonl", "--tokenizer", "t.json", "--out"]
     full = [sys.executable, "-c", script, *arguments, str(small_disk / "out")]

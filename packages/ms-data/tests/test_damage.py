@@ -35,8 +35,8 @@ from ms_data.disk.format import (
     encode_index,
 )
 from ms_data.disk.split import read_index
-from ms_data.passes.ledger import read_ledger
-from ms_data.passes.record import read_record
+from ms_data.ledger.entries import read_ledger
+from ms_data.ledger.record import read_record
 
 from .test_build import texts_of, write_lines
 from .truth import random_documents, write_dataset

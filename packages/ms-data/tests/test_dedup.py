@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ms_data.deduplication.sorting
-import ms_data.passes.batches
+import ms_data.engine.batches
 from ms_data import DedupOptions, OutputError, SettingError, dedup, draw_stats
 from ms_data.cleaning.words import HAN, KANA
 from ms_data.cli import main
@@ -27,8 +27,8 @@ from ms_data.deduplication.records import FACTS, RECORD, SPAN
 from ms_data.deduplication.sorting import Buckets, repeat_first_record, runs
 from ms_data.deduplication.substrings import join_spans
 from ms_data.deduplication.windows import Windows, cut_words
-from ms_data.passes.ledger import read_ledger
-from ms_data.passes.record import read_record
+from ms_data.ledger.entries import read_ledger
+from ms_data.ledger.record import read_record
 
 from .test_build import write_lines
 from .test_clean import dying_at, kept_in, ledger_files
@@ -399,7 +399,7 @@ def test_the_bytes_do_not_depend_on_processes_or_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process or two, one file of hashes or many: all is the same."""
-    monkeypatch.setattr(ms_data.passes.batches, "BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(ms_data.engine.batches, "BATCH_CHARACTERS", 1000)
     path, options = corpus(tmp_path), DedupOptions(substring_words=6)
     dedup(path, out=tmp_path / "one", options=options, workers=1)
     monkeypatch.setattr(ms_data.deduplication.sorting, "MEMORY_BYTES", 64)
@@ -411,7 +411,7 @@ def test_a_kill_at_any_write_sync_or_rename_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same command again ends in the bytes of a calm run, wherever it was killed."""
-    monkeypatch.setattr(ms_data.passes.batches, "BATCH_CHARACTERS", 8000)
+    monkeypatch.setattr(ms_data.engine.batches, "BATCH_CHARACTERS", 8000)
     path, options = corpus(tmp_path), DedupOptions(substring_words=6)
     dedup(path, out=tmp_path / "calm", options=options, workers=1)
     calm = ledger_files(tmp_path / "calm")

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-import ms_data.building.job
-import ms_data.passes.run
 from ms_data import (
     DedupOptions,
     OutputError,
@@ -30,7 +28,7 @@ from ms_data import (
     import_dataset,
     train_tokenizer,
 )
-from ms_data.passes import batches
+from ms_data.engine import batches, run
 
 from .chats import write_rows
 from .pictures import QWEN2, asked, drawn, encoded, write_model
@@ -150,15 +148,11 @@ def test_the_same_command_goes_on_after_any_kill(
     name: str, step: int, place: Path, tmp_path: Path
 ) -> None:
     """Its bytes are those of a calm run, and nothing is left beside them."""
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tests.test_every_kill import every_kill\n"
-        "every_kill(*sys.argv[2:])\n"
-    )
-    root = Path(__file__).parents[1]
+    script = "import sys\nfrom tests.test_every_kill import every_kill\nevery_kill(*sys.argv[1:])\n"
     quiet = {"TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script, root, name, str(step), place, tmp_path],
+        [sys.executable, "-c", script, name, str(step), place, tmp_path],
+        cwd=Path(__file__).parents[1],  # where `tests` can be imported
         env={**os.environ, **quiet, "LD_PRELOAD": str(place / "dying.so")},
         capture_output=True,
         text=True,
@@ -170,8 +164,8 @@ def test_the_same_command_goes_on_after_any_kill(
 def every_kill(name: str, step: str, place: str, folder: str) -> None:
     """Runs in a process of its own: kills a child at every `step`-th call, then works again."""
     # Small batches, and a save after each.
-    ms_data.building.job.BATCH_CHARACTERS = batches.BATCH_CHARACTERS = 4000
-    ms_data.building.job.SAVE_EVERY_S = ms_data.passes.run.SAVE_EVERY_S = 0.0
+    batches.BATCH_CHARACTERS = 4000
+    run.SAVE_EVERY_S = 0.0
     work, source, home = WORKS[name], Path(place), Path(folder) / "home"
     home.mkdir()
     work(source, home / "out")

@@ -27,10 +27,10 @@ from .chats import BRACKETS, DATED, MARKED, ROWS, write_rows, write_tokenizer
 from .test_build import facts_of
 
 SMALL_STEPS = """
-import importlib
-building = importlib.import_module("ms_data.building.job")
-building.SAVE_EVERY_S, building.BATCH_CHARACTERS = 0.0, 20_000
-raise SystemExit(importlib.import_module("ms_data.cli").main())
+from ms_data.cli import main
+from ms_data.engine import batches, run
+run.SAVE_EVERY_S, batches.BATCH_CHARACTERS = 0.0, 20_000
+raise SystemExit(main())
 """
 """The command, keeping what it has done after each small batch."""
 

@@ -22,8 +22,8 @@ from ms_data import (
     train_tokenizer,
 )
 from ms_data.corpus.find import find_corpus
-from ms_data.passes.ledger import read_ledger
-from ms_data.passes.record import read_record
+from ms_data.ledger.entries import read_ledger
+from ms_data.ledger.record import read_record
 
 from .test_build import texts_of, write_lines
 from .test_clean import kept_in

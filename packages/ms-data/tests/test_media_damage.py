@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ms_data.building.job
 from ms_data import InstructionStream, build, verify
 from ms_data.disk.media import PlacedItem, pack_media, read_media
 from ms_data.disk.samples import Samples
+from ms_data.engine import batches, run
 from ms_data.errors import DamageError, TokenizerError
 from ms_data.media.parts import EncodedFile, extract_media
 from ms_data.media.pictures import decode_picture
@@ -119,8 +119,8 @@ def test_a_kill_at_any_sync_or_rename_loses_no_picture(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """The same command again ends in the bytes of a calm build, wherever it was killed."""
-    monkeypatch.setattr(ms_data.building.job, "BATCH_CHARACTERS", 2500)
-    monkeypatch.setattr(ms_data.building.job, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 2500)
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
     # Threads of tokenizers do not live on in a child, which would wait for them.
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     calm = contents(place / "shards")

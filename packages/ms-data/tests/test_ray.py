@@ -1,6 +1,8 @@
 """A Ray cluster gives the bytes of one machine; a real local one is started."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,8 @@ import pytest
 
 from ms_data import DedupOptions, SettingError, TokenizerError, build, clean, dedup, train_tokenizer
 from ms_data.cli import main
-from ms_data.passes.pool import worker_count
-from ms_data.passes.ray_cluster import ClusterError, _connect, _get
+from ms_data.engine.pools import Send, worker_count
+from ms_data.engine.ray_cluster import ClusterError, _connect, _get
 
 from .chats import write_rows, write_tokenizer
 from .pictures import QWEN2, asked, drawn, encoded, write_model
@@ -82,18 +84,17 @@ def test_what_a_cluster_is_sent_makes_the_words_of_this_process(
 ) -> None:
     """Without a cluster: the batches go to what one of its processes runs, and back as bytes."""
 
-    def here(
-        work: str, setup: bytes, requests: Iterable[tuple[Any, bytes]], *, address: str
-    ) -> Iterator[tuple[Any, bytes]]:
-        module, _, name = work.partition(":")
-        answer = getattr(import_module(module), name)(setup)
+    @contextmanager
+    def here(function: str, setup: bytes, *, address: str) -> Iterator[tuple[Send, int]]:
+        module, _, name = function.partition(":")
+        work = getattr(import_module(module), name)(setup)
         addresses.append(address)
-        yield from ((companion, answer(request)) for companion, request in requests)
+        yield lambda request: partial(work, request), 2
 
     addresses: list[str] = []
-    monkeypatch.setattr("ms_data.building.job.map_on_ray", here)
-    monkeypatch.setattr("ms_data.passes.pool.check_ray", lambda: None)
-    monkeypatch.setattr("ms_data.building.job.BATCH_CHARACTERS", 800)
+    monkeypatch.setattr("ms_data.engine.pools.ray_pool", here)
+    monkeypatch.setattr("ms_data.engine.pools.check_ray", lambda: None)
+    monkeypatch.setattr("ms_data.engine.batches.BATCH_CHARACTERS", 800)
     for name, settings in conversations.items():
         build(out=tmp_path / "here" / name, hold_out=0.2, **settings)
         build(out=tmp_path / "there" / name, hold_out=0.2, workers="ray", **settings)
@@ -111,8 +112,7 @@ def test_a_cluster_gives_the_bytes_of_one_machine(
 ) -> None:
     """Each command, on a cluster that stays and on one that it starts for itself."""
     ray = pytest.importorskip("ray")
-    for module in ("passes.batches", "building.job"):
-        monkeypatch.setattr(f"ms_data.{module}.BATCH_CHARACTERS", 8000)
+    monkeypatch.setattr("ms_data.engine.batches.BATCH_CHARACTERS", 8000)
     tokenizer = train_tokenizer(corpus, vocab_size=320)
     options = DedupOptions(substring_words=8)
 

@@ -12,7 +12,7 @@ import pytest
 
 from ms_data import CorpusError, build, inspect, train_tokenizer, verify
 from ms_data.corpus.find import find_corpus
-from ms_data.passes.ledger import MeasuredValues
+from ms_data.ledger.entries import MeasuredValues
 
 
 def test_verify_covers_build_json_and_names_other_files(tmp_path: Path) -> None:

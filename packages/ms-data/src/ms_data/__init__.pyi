@@ -1,7 +1,7 @@
 """The public names; `__init__.py` imports each when it is first asked for."""
 
 from .building.build import build
-from .building.record import Summary
+from .building.output import Summary
 from .chat.messages import Conversation, read_conversation
 from .chat.pairs import Pair, read_pair
 from .chat.template import ChatTemplate
@@ -24,9 +24,9 @@ from .errors import (
 )
 from .exchange.exports import Exported, export_dataset
 from .exchange.imports import Imported, import_dataset
+from .ledger.page import draw_stats
+from .ledger.record import LedgerSummary
 from .media.processor import Processor
-from .passes.page import draw_stats
-from .passes.record import LedgerSummary
 from .streams.batch import Batch
 from .streams.instructions import InstructionBatch, InstructionStream
 from .streams.mixture import Mixture, Phase

@@ -13,7 +13,7 @@ import msgspec
 
 from ms_data import __version__
 from ms_data.building.build import build
-from ms_data.building.record import Summary
+from ms_data.building.output import Summary
 from ms_data.chat.template import ChatTemplate
 from ms_data.commands.arguments import (
     add_command,

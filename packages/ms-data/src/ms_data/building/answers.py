@@ -1,48 +1,74 @@
-"""Serialization of encoded batches, for the files of an array job and for cluster workers."""
+"""Counts assistant answers, in total and with an end-of-turn token."""
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 import numpy as np
-import zstandard
+from attrs import field, frozen
+from numpy.typing import NDArray
 
-from ms_data.building.encoders import Encoded
-
-
-class EncodedBatch(msgspec.Struct, frozen=True, array_like=True):
-    """The encoded documents of a batch."""
-
-    sizes: list[int]
-    """Words per document."""
-    words: bytes
-    """uint32 words of all documents, followed by their media words, compressed with zstd."""
-    text_bytes: int
-    media_sizes: list[int] = []
-    """Media words per document; empty if no document has media."""
+from ms_data.disk.format import LOSS_BIT
+from ms_data.tokenization.tokenizer import Tokenizer
 
 
-def pack_batch(texts: Sequence[str], encoded: Sequence[Encoded]) -> bytes:
-    """Serialize the encoded documents of a batch as msgpack."""
-    media = [np.zeros(0, np.uint32) if doc.media is None else doc.media for doc in encoded]
-    words = np.concatenate([*(doc.words for doc in encoded), *media, np.zeros(0, np.uint32)])
-    words = words.astype("<u4")
-    content = zstandard.ZstdCompressor(level=1).compress(words.tobytes())
-    text_bytes = sum(len(text.encode()) for text in texts)
-    sizes, media_sizes = [len(doc.words) for doc in encoded], [len(words) for words in media]
-    batch = EncodedBatch(sizes, content, text_bytes, media_sizes if any(media_sizes) else [])
-    return msgspec.msgpack.encode(batch)
+class AnswerCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers in conversations or pairs; zeros for text."""
+
+    trained_tokens: int = 0
+    """Tokens with loss."""
+    answers: int = 0
+    """Runs of tokens with loss."""
+    ended: int = 0
+    """Answers whose last token is special, such as the end-of-text token."""
+
+    def plus(self, other: "AnswerCounts") -> "AnswerCounts":
+        """Return the sum of two counts."""
+        return AnswerCounts(
+            trained_tokens=self.trained_tokens + other.trained_tokens,
+            answers=self.answers + other.answers,
+            ended=self.ended + other.ended,
+        )
 
 
-def unpack_batch(content: bytes) -> Sequence[Encoded]:
-    """Deserialize the documents of a batch."""
-    batch = msgspec.msgpack.decode(content, type=EncodedBatch)
-    sizes = [*batch.sizes, *batch.media_sizes]
-    total = sum(sizes)
-    raw = zstandard.ZstdDecompressor().decompress(batch.words, max_output_size=4 * total)
-    parts = np.split(np.frombuffer(raw, "<u4"), np.cumsum(sizes))
-    count = len(batch.sizes)
-    media = parts[count : len(sizes)]
-    return [
-        Encoded(words, media[index] if media and len(media[index]) else None)
-        for index, words in enumerate(parts[:count])
-    ]
+@frozen
+class AnswerCounter:
+    """Counts answers in the words of samples.
+
+    Args:
+        tokenizer: its special tokens count as end-of-turn tokens.
+        header_words: words before the tokens of a sample.
+    """
+
+    tokenizer: Tokenizer
+    header_words: int
+    _end_tokens: frozenset[int] = field(init=False)
+
+    @_end_tokens.default
+    def _special_ids(self) -> frozenset[int]:
+        special = map(self.tokenizer.special_token, self.tokenizer.special_tokens)
+        return frozenset((self.tokenizer.end_of_text, *special))
+
+    def count(self, words: NDArray[np.integer]) -> AnswerCounts:
+        """Count the answers of one sample, shape (n,): its runs of tokens with loss."""
+        body = words[self.header_words :].astype(np.uint32)
+        trained = np.concatenate(([False], (body & LOSS_BIT) != 0, [False]))
+        # Alternating starts and ends of the runs with loss.
+        edges = np.flatnonzero(trained[1:] != trained[:-1])
+        tokens = body & ~LOSS_BIT
+        runs = [tokens[start:stop].tolist() for start, stop in edges.reshape(-1, 2)]
+        return AnswerCounts(
+            trained_tokens=int(trained.sum()),
+            answers=len(runs),
+            ended=sum(self._ends_turn(run) for run in runs),
+        )
+
+    def _ends_turn(self, run: list[int]) -> bool:
+        # Some templates include the line break after the end-of-turn token in the answer.
+        while run and run[-1] not in self._end_tokens and _is_blank(self.tokenizer, run[-1]):
+            run.pop()
+        return bool(run) and run[-1] in self._end_tokens
+
+
+@lru_cache(maxsize=1 << 14)
+def _is_blank(tokenizer: Tokenizer, token: int) -> bool:
+    return not tokenizer.decode([token]).strip()

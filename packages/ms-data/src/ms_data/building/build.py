@@ -1,46 +1,31 @@
-"""Builds a folder of shards from a corpus.
-
-A build works in `OUT.partial` and renames it at the end, so OUT is either complete or absent. Every
-few seconds it syncs the shards and saves its progress in a journal. After a crash, the same command
-resumes from the journal and produces identical bytes.
-"""
+"""Builds a folder of shards from a corpus: reads, tokenizes and writes, with exact resume."""
 
 import operator
-import os
-import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import tokenizers
 import zstandard
-from attrs import evolve
 
-from ms_data.building.choice import make_encoder
-from ms_data.building.encoders import TextEncoder
-from ms_data.building.job import Job
-from ms_data.building.journal import Recipe
+from ms_data.building.batch_encoding import WORK, EncodedDocs, encode_batches
+from ms_data.building.encoders import ChatEncoder, TextEncoder
 from ms_data.building.media import with_media
-from ms_data.building.record import Summary, finished_summary, save_record
+from ms_data.building.output import BUILD_FILES, BuildState, ShardOutput, Summary
 from ms_data.chat.template import ChatTemplate
 from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.files.durable import publish, sync_folder, writing
-from ms_data.files.work_folder import JOURNAL, check_outside_corpus, resolve_output, work_folder
+from ms_data.engine.array_jobs import ArrayShard, remove_merged
+from ms_data.engine.pools import worker_count
+from ms_data.engine.run import Journal, Run
+from ms_data.errors import SettingError
 from ms_data.media.processor import Processor
-from ms_data.passes.array_jobs import ArrayShard, remove_merged
-from ms_data.passes.pool import worker_count
 from ms_data.settings.arguments import check_counts, check_flags, check_share, check_texts
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.word_encoder import WordsDifferError
-
-_BUILD_FILES = re.compile(
-    r"(shard-\d{5,}\.msd|index\.json|build\.json|tokenizer\.json|tokenizer_config\.json|"
-    r"chat_template\.jinja|media\.json|journal\.msgpack)(\.partial)?"
-)
-"""Names of all files that a build writes."""
 
 
 def build(
@@ -105,68 +90,95 @@ def build(
         document_limit_mib=document_limit_mib,
     )
     recipe = _recipe(encoder, source, hold_out, shard_size_mib)
-    shard_and_cluster = ArrayShard.parse(shard, out, corpus), _cluster_address(workers)
-    return _run_or_reuse(
-        Job(source, encoder, recipe, on_progress, on_skip, *shard_and_cluster), corpus, out
-    )
+    job = ArrayShard.parse(shard, out, corpus)
+    cluster = "" if workers is None else str(worker_count(workers))
 
-
-def _cluster_address(workers: str | None) -> str:
-    """Return the address of the Ray cluster; empty for local tokenization."""
-    return "" if workers is None else str(worker_count(workers))
-
-
-def _run_or_reuse(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
-    """Run the build, or its part of an array job, unless it is already done."""
-    with writing(Path(out)):
-        folder = Path(os.path.realpath(out))
-        if (finished := finished_summary(folder, job.recipe, job.source, out)) is not None:
-            return remove_merged(job.shard, finished)
-    if job.shard is not None and job.shard.number:
-        return _run_with_fallback(job, Job.run_shard, job.shard.remove_partial)
-    return remove_merged(job.shard, _publish(job, corpus, out))
-
-
-def _run_with_fallback(
-    job: Job, run: Callable[[Job], Summary], discard: Callable[[], None]
-) -> Summary:
-    """Run a job; restart it with the `tokenizers` library if the fast encoder disagrees with it."""
-    try:
-        return run(job)
-    except WordsDifferError as error:
-        discard()  # earlier output may be wrong as well
-        return run(evolve(job, encoder=job.encoder.with_library(str(error))))
-
-
-def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mib: int) -> Recipe:
-    check_counts(shard_size_mib=shard_size_mib)
-    return Recipe(
-        tokenizer=encoder.tokenizer.digest,
-        end_of_text=encoder.tokenizer.end_of_text,
-        hold_out=check_share("hold_out", hold_out),
-        shard_size_bytes=operator.index(shard_size_mib) << 20,
-        text_column=source.options.text_column,
-        libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
-        chat=encoder.digest,
-        skip_invalid=source.options.skip_invalid,
-        document_limit_mib=source.options.document_limit_mib,
-    )
-
-
-def _publish(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
-    """Run a job in `OUT.partial`, then rename the folder to `out`."""
-    folder = resolve_output(out)
-    for path in [corpus] if isinstance(corpus, str | Path) else corpus:
-        check_outside_corpus(folder, path)
-    partial = folder.with_name(folder.name + ".partial")
-    with work_folder(partial, _BUILD_FILES):
-        # Without a journal, the next attempt starts from the beginning.
-        journal = partial / JOURNAL
-        summary = _run_with_fallback(
-            job, lambda attempt: attempt.run(partial), lambda: journal.unlink(missing_ok=True)
+    def make_run(encoder: TextEncoder) -> Run[EncodedDocs, BuildState, Summary]:
+        return Run(
+            command="build",
+            corpus=corpus,
+            source=source,
+            recipe=recipe,
+            work=WORK,
+            # A job of an array tokenizes locally.
+            process=partial(encode_batches, encoder, "" if job else cluster),
+            output=ShardOutput(
+                source=source,
+                encoder=encoder,
+                recipe=recipe,
+                hold_out=recipe["hold_out"],
+                shard_size_bytes=recipe["shard_size_bytes"],
+            ),
+            journal=Journal[BuildState],
+            files=BUILD_FILES,
+            noun="build",
+            # Skipping invalid documents from here on, or a larger limit, changes no earlier one.
+            may_change=["skip_invalid" if skip_invalid else "document_limit_mib"],
+            on_progress=on_progress,
+            on_skip=on_skip,
+            shard=job,
         )
-        save_record(partial, job.recipe, job.source, summary)
-        (partial / JOURNAL).unlink(missing_ok=True)
-        sync_folder(partial)
-        publish(partial, folder)
-    return msgspec.structs.replace(summary, folder=str(out))
+
+    run = make_run(encoder)
+    try:
+        summary = run.publish(out)
+    except WordsDifferError as error:
+        # The fast encoder disagrees with the `tokenizers` library, so earlier output may be wrong.
+        run.discard(out)
+        summary = make_run(encoder.with_library(str(error))).publish(out)
+    return remove_merged(job, summary)
+
+
+def make_encoder(
+    tokenizer: str | Path | Tokenizer,
+    chat: str | Path | ChatTemplate | None,
+    *,
+    pairs: bool,
+    allow_special: bool,
+) -> TextEncoder:
+    """Create the encoder of a build.
+
+    Raises:
+        SettingError: an argument needs a chat template and none is set, or the output of the
+            template depends on the current date.
+        TokenizerError: the tokenizer or the template cannot be read.
+    """
+    model = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
+    if chat is None:
+        if pairs or allow_special:
+            raise SettingError("pairs and allow_special need a chat template; set `chat`")
+        try:
+            return TextEncoder(tokenizer=model, words=model.word_encoder())
+        except ValueError as error:
+            return TextEncoder(tokenizer=model, library_reason=str(error))
+    template = chat if isinstance(chat, ChatTemplate) else ChatTemplate.load(chat)
+    if template.asks_date and template.today is None:
+        raise SettingError(
+            "the chat template prints today's date, so builds would differ from day to day; "
+            "set the date with --today"
+        )
+    return ChatEncoder(
+        template=template.with_tokens_of(model.folder),
+        tokenizer=model,
+        document_kind="preferences" if pairs else "conversations",
+        allow_special=allow_special,
+    )
+
+
+def _recipe(
+    encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mib: int
+) -> dict[str, Any]:
+    """Return everything that determines the bytes of a dataset, apart from the corpus."""
+    check_counts(shard_size_mib=shard_size_mib)
+    return {
+        "tokenizer": encoder.tokenizer.digest,
+        "end_of_text": encoder.tokenizer.end_of_text,
+        "hold_out": check_share("hold_out", hold_out),
+        "shard_size_bytes": operator.index(shard_size_mib) << 20,
+        "text_column": source.options.text_column,
+        "libraries": f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
+        # checksum of an instruction dataset's template, document type and settings; else empty
+        "chat": encoder.digest,
+        "skip_invalid": source.options.skip_invalid,
+        "document_limit_mib": source.options.document_limit_mib,
+    }

@@ -10,10 +10,9 @@ from ms_data.cleaning.rule import Change, Drop, Rule
 from ms_data.cleaning.rule_file import make_rule
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter, splitter
-from ms_data.passes.batches import Batch, Item
-from ms_data.passes.output import compress_lines, document_line
-from ms_data.passes.run import PassResult
-from ms_data.passes.tally import Entry, Example, ReasonTally, Tally, shorten
+from ms_data.engine.batches import Batch, Item
+from ms_data.ledger.output import BatchResult, compress_lines, document_line
+from ms_data.ledger.tally import Entry, Example, ReasonTally, Tally, shorten
 
 
 class CleaningSetup(msgspec.Struct, frozen=True):
@@ -54,7 +53,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 
 def clean_batch(
     batch: Batch, rules: Sequence[Rule], split: Splitter, near: Mapping[int, int]
-) -> PassResult:
+) -> BatchResult:
     """Apply rules to the documents of a batch, and drop the rows in `near`."""
     tally = Tally()
     documents: list[bytes] = []
@@ -73,7 +72,7 @@ def clean_batch(
                 tally.cuts.setdefault(reason, ReasonTally()).merge(cut)
         ledger.append(msgspec.json.encode(entry))
         tally.count(entry, excerpt)
-    return PassResult((compress_lines(documents), compress_lines(ledger)), tally)
+    return BatchResult((compress_lines(documents), compress_lines(ledger)), tally)
 
 
 def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Verdict:

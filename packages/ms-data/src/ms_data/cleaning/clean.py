@@ -14,10 +14,10 @@ from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.passes.array_jobs import ArrayShard, remove_merged
-from ms_data.passes.pool import worker_count
-from ms_data.passes.record import LedgerSummary
-from ms_data.passes.run import WITHOUT_STRICT, Pass, reading_recipe
+from ms_data.engine.array_jobs import ArrayShard, remove_merged
+from ms_data.engine.pools import worker_count
+from ms_data.ledger.output import WITHOUT_STRICT, ledger_run, reading_recipe
+from ms_data.ledger.record import LedgerSummary
 
 
 def clean(
@@ -69,20 +69,20 @@ def clean(
         document_limit_mib=document_limit_mib,
         skip_hint=WITHOUT_STRICT,
     )
-    work = Pass(
-        command="clean",
-        corpus=corpus,
-        source=source,
+    run = ledger_run(
+        "clean",
+        corpus,
+        source,
         recipe={**_recipe(rule_set), **reading_recipe(source, shard_size_mib)},
-        work="ms_data.cleaning.apply:prepare",
-        prepare=lambda folder: _worker_setup(rule_set, source),
+        function="ms_data.cleaning.apply:prepare",
+        setup=lambda folder: _worker_setup(rule_set, source),
         workers=worker_count(workers),
         shard_size_mib=shard_size_mib,
         on_progress=on_progress,
-        on_quarantine=on_quarantine,
+        on_skip=on_quarantine,
         shard=ArrayShard.parse(shard, out, corpus),
     )
-    return remove_merged(work.shard, work.publish(out))
+    return remove_merged(run.shard, run.publish(out))
 
 
 def _worker_setup(rule_set: RuleSet, source: Corpus) -> bytes:

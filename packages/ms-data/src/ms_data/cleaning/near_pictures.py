@@ -16,8 +16,8 @@ from ms_data.cleaning.rule import Drop
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter
 from ms_data.corpus.corpus import Corpus
+from ms_data.engine.batches import Progress, read_batches
 from ms_data.media.pictures import decode_picture
-from ms_data.passes.batches import PassProgress, read_batches
 
 BITS = 64
 
@@ -67,7 +67,7 @@ def near_rows(
         For every such row, by its number, the number of differing bits.
     """
     seen, near_duplicates = HashIndex(bits), {}
-    for read in read_batches(source, PassProgress(), lambda reason: None):
+    for read in read_batches(source, Progress(), lambda reason: None):
         for number, item in enumerate(read.batch.items, read.batch.first):
             text = Text(item.text or "", split)
             if item.text is None or any(isinstance(rule.apply(text), Drop) for rule in rules):

@@ -17,8 +17,8 @@ from ms_data.commands.arguments import (
     workers_argument,
 )
 from ms_data.entry import CommandParser, file_argument, folder_argument, path_argument
-from ms_data.passes.page import draw_stats
-from ms_data.passes.record import LedgerSummary
+from ms_data.ledger.page import draw_stats
+from ms_data.ledger.record import LedgerSummary
 from ms_data.progress import show_progress
 from ms_data.settings.run_file import add_overrides, read_settings
 from ms_data.settings.template import write_template

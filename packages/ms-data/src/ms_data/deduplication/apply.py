@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from ms_data.deduplication.records import SPAN
 from ms_data.deduplication.windows import cut_words
-from ms_data.passes.batches import Batch, Item
-from ms_data.passes.output import compress_lines, document_line
-from ms_data.passes.run import PassResult
-from ms_data.passes.tally import Entry, Tally, shorten
+from ms_data.engine.batches import Batch, Item
+from ms_data.ledger.output import BatchResult, compress_lines, document_line
+from ms_data.ledger.tally import Entry, Tally, shorten
 
 
 class DecisionFiles(msgspec.Struct, frozen=True):
@@ -64,7 +63,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     return work
 
 
-def write_batch(batch: Batch, decisions: Decisions) -> PassResult:
+def write_batch(batch: Batch, decisions: Decisions) -> BatchResult:
     """Write the kept documents of a batch, and the ledger entries of all."""
     tally = Tally()
     documents: list[bytes] = []
@@ -75,7 +74,7 @@ def write_batch(batch: Batch, decisions: Decisions) -> PassResult:
             documents.append(document_line(text, item.location, item.columns))
         ledger.append(msgspec.json.encode(entry))
         tally.count(entry, shorten(item.text or "") if entry.fate == "dropped" else "")
-    return PassResult((compress_lines(documents), compress_lines(ledger)), tally)
+    return BatchResult((compress_lines(documents), compress_lines(ledger)), tally)
 
 
 def _judge(number: int, item: Item, decisions: Decisions) -> tuple[str | None, Entry]:

@@ -1,19 +1,19 @@
 """Deduplicates a corpus: exact duplicates, near duplicates, and repeated parts of documents.
 
-A first pass hashes every document. The hashes are sorted in files, so memory does not grow with the
-corpus. A second pass writes the kept documents.
+A first run hashes every document. The hashes are sorted in files, so memory does not grow with the
+corpus. A second run writes the kept documents.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from attrs import asdict, evolve, frozen
+from attrs import asdict
 
 from ms_data.corpus.arguments import check_paths
-from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.deduplication.apply import DecisionFiles
@@ -21,13 +21,13 @@ from ms_data.deduplication.clusters import Labels, choose, join_equal_keys
 from ms_data.deduplication.minhash import SIGNATURES
 from ms_data.deduplication.options import DedupOptions
 from ms_data.deduplication.records import FACTS, RECORD
-from ms_data.deduplication.signatures import SignatureFrame, SignatureSetup, read_frames
+from ms_data.deduplication.signatures import SignatureSetup, read_frames
 from ms_data.deduplication.substrings import find_repeated
+from ms_data.engine.array_jobs import ArrayShard, remove_merged
+from ms_data.engine.pools import worker_count
 from ms_data.errors import SettingError
-from ms_data.passes.array_jobs import ArrayShard, remove_merged
-from ms_data.passes.pool import worker_count
-from ms_data.passes.record import LedgerSummary, PassRecord, read_record
-from ms_data.passes.run import WITHOUT_STRICT, Pass, reading_recipe
+from ms_data.ledger.output import WITHOUT_STRICT, LedgerRun, ledger_run, reading_recipe
+from ms_data.ledger.record import LedgerRecord, LedgerSummary, read_record
 
 CLUSTERS = "clusters.jsonl"
 _SCRATCH = "scratch"
@@ -78,32 +78,39 @@ def dedup(
         document_limit_mib=document_limit_mib,
         skip_hint=WITHOUT_STRICT,
     )
-    last = Pass(
-        command="dedup",
-        corpus=corpus,
+    recipe = {
+        **reading_recipe(source, shard_size_mib),
+        **_plain(dedup_options),
+        "signatures": SIGNATURES,
+    }
+    make_run = partial(
+        ledger_run,
         source=source,
-        recipe={**reading_recipe(source, shard_size_mib), **_recipe(dedup_options)},
-        work="ms_data.deduplication.apply:prepare",
-        prepare=lambda folder: b"",
+        recipe=recipe,
         workers=worker_count(workers),
         shard_size_mib=shard_size_mib,
         on_progress=on_progress,
-        on_quarantine=lambda reason: None,
+    )
+    job = ArrayShard.parse(shard, out, corpus)
+    first = make_run(
+        "dedup signatures",
+        [],
+        function="ms_data.deduplication.signatures:prepare",
+        setup=lambda folder: msgspec.msgpack.encode(SignatureSetup(_plain(dedup_options))),
+        on_skip=on_quarantine,
+        shard=job,
+    )
+    last = make_run(
+        "dedup",
+        corpus,
+        function="ms_data.deduplication.apply:prepare",
+        setup=partial(_choose_documents, first, dedup_options),
+        on_skip=lambda reason: None,  # reported by the first run
         scratch=_SCRATCH,
         extra=(CLUSTERS,),
     )
-    job = ArrayShard.parse(shard, out, corpus)
-    first = evolve(_signature_pass(last, _plain(dedup_options), on_quarantine), shard=job)
-    return _run_passes(
-        first, evolve(last, prepare=_DecisionStep(first, source, dedup_options).run), out
-    )
-
-
-def _run_passes(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
-    """Run both passes, or this job's part of the first one."""
-    job = first.shard
     if job is not None and job.number:
-        return last.finished_summary(out) or first.publish(job.folder / "signatures")
+        return last.finished(out) or first.publish(job.folder / "signatures")
     return remove_merged(job, last.publish(out))
 
 
@@ -113,105 +120,73 @@ def _plain(options: DedupOptions) -> dict[str, Any]:
     return plain
 
 
-def _recipe(options: DedupOptions) -> dict[str, Any]:
-    """Return the settings that determine which documents are kept."""
-    return {**_plain(options), "signatures": SIGNATURES}
-
-
 def _check_options(options: DedupOptions) -> DedupOptions:
     if not (options.exact or options.minhash or options.substring_words):
         raise SettingError("no criterion is enabled; set exact, minhash or substring_words")
     return options
 
 
-def _signature_pass(
-    last: Pass, options: dict[str, Any], on_quarantine: Callable[[str], None]
-) -> Pass:
-    """Return the first pass, which hashes all documents and reports unreadable ones."""
-    return evolve(
-        last,
-        command="dedup signatures",
-        work="ms_data.deduplication.signatures:prepare",
-        prepare=lambda folder: msgspec.msgpack.encode(SignatureSetup(options)),
-        on_quarantine=on_quarantine,
-        corpus=[],
-        scratch="",
-        extra=(),
+def _choose_documents(first: LedgerRun, options: DedupOptions, folder: Path) -> bytes:
+    """Hash all documents, choose those to keep, and return the setup of the workers of `apply`."""
+    scratch = folder / _SCRATCH
+    scratch.mkdir(exist_ok=True)
+    signatures = scratch / "signatures"
+    first.publish(signatures)
+    record = read_record(signatures)
+    facts = np.memmap(scratch / "facts", FACTS, "w+", shape=(record.tally.documents,))
+    for frame in read_frames(signatures, record):
+        frame_facts = np.frombuffer(frame.facts, FACTS)
+        facts[frame.first : frame.first + len(frame_facts)] = frame_facts
+    keeper = _keepers(folder, record, facts, options)
+    if options.substring_words:
+        find_repeated(
+            scratch,
+            _records(signatures, record, "windows"),
+            keeper,
+            words=options.substring_words,
+            size_bytes=sum(file.size_bytes for file in record.files),
+        )
+    return msgspec.msgpack.encode(DecisionFiles(str(scratch), bool(options.substring_words)))
+
+
+def _keepers(
+    folder: Path, record: LedgerRecord, facts: np.ndarray[Any, Any], options: DedupOptions
+) -> Labels:
+    """Join similar documents, write the clusters, and map every document to the kept one."""
+    scratch, count = folder / _SCRATCH, len(facts)
+    size = count * RECORD.itemsize
+    signatures = scratch / "signatures"
+    exact = join_equal_keys(
+        scratch,
+        "exact",
+        _records(signatures, record, "exact"),
+        documents=count,
+        size_bytes=size,
     )
+    similar = join_equal_keys(
+        scratch,
+        "alike",
+        _records(signatures, record, "exact", "near"),
+        documents=count,
+        size_bytes=size * (options.bands + 1),
+    )
+    # (documents,) kept document for each document
+    keeper = np.memmap(scratch / "keeper", np.uint32, "w+", shape=(count,))
+    # (documents,) exact duplicate of it
+    same = np.memmap(scratch / "same", np.bool_, "w+", shape=(count,))
+    keeper[:] = np.arange(count, dtype=np.uint32)
+    with (folder / CLUSTERS).open("wb") as file:
+        for cluster in choose(scratch, similar.labels, facts, options):
+            file.writelines(cluster.lines())
+            keeper[cluster.documents] = cluster.keeper
+            labels = exact.labels[cluster.documents]
+            same[cluster.documents] = labels == exact.labels[cluster.keeper]
+    keeper.flush()
+    same.flush()
+    return keeper
 
 
-@frozen
-class _DecisionStep:
-    """Chooses the documents to keep, between the two passes."""
-
-    first: Pass
-    source: Corpus
-    options: DedupOptions
-
-    def run(self, folder: Path) -> bytes:
-        """Hash all documents, and choose those to keep."""
-        scratch = folder / _SCRATCH
-        scratch.mkdir(exist_ok=True)
-        signatures = scratch / "signatures"
-        self.first.publish(signatures)
-        record = read_record(signatures)
-        facts = np.memmap(scratch / "facts", FACTS, "w+", shape=(record.tally.documents,))
-        for frame in read_frames(signatures, record):
-            frame_facts = np.frombuffer(frame.facts, FACTS)
-            facts[frame.first : frame.first + len(frame_facts)] = frame_facts
-        keeper = self._keepers(folder, record, facts)
-        if self.options.substring_words:
-            find_repeated(
-                scratch,
-                self._records(record, signatures, "windows"),
-                keeper,
-                words=self.options.substring_words,
-                size_bytes=sum(file.size_bytes for file in record.files),
-            )
-        return msgspec.msgpack.encode(
-            DecisionFiles(str(scratch), bool(self.options.substring_words))
-        )
-
-    def _keepers(self, folder: Path, record: PassRecord, facts: np.ndarray[Any, Any]) -> Labels:
-        """Join similar documents, write the clusters, and map every document to the kept one."""
-        scratch, count = folder / _SCRATCH, len(facts)
-        size = count * RECORD.itemsize
-        signatures = scratch / "signatures"
-        exact = join_equal_keys(
-            scratch,
-            "exact",
-            self._records(record, signatures, "exact"),
-            documents=count,
-            size_bytes=size,
-        )
-        similar = join_equal_keys(
-            scratch,
-            "alike",
-            self._records(record, signatures, "exact", "near"),
-            documents=count,
-            size_bytes=size * (self.options.bands + 1),
-        )
-        # (documents,) kept document for each document
-        keeper = np.memmap(scratch / "keeper", np.uint32, "w+", shape=(count,))
-        # (documents,) exact duplicate of it
-        same = np.memmap(scratch / "same", np.bool_, "w+", shape=(count,))
-        keeper[:] = np.arange(count, dtype=np.uint32)
-        with (folder / CLUSTERS).open("wb") as file:
-            for cluster in choose(scratch, similar.labels, facts, self.options):
-                file.writelines(cluster.lines())
-                keeper[cluster.documents] = cluster.keeper
-                labels = exact.labels[cluster.documents]
-                same[cluster.documents] = labels == exact.labels[cluster.keeper]
-        keeper.flush()
-        same.flush()
-        return keeper
-
-    def _records(self, record: PassRecord, folder: Path, *names: str) -> Iterator[bytes]:
-        for frame in read_frames(folder, record):
-            for name in names:
-                yield _part(frame, name)
-
-
-def _part(frame: SignatureFrame, name: str) -> bytes:
-    content: bytes = getattr(frame, name)
-    return content
+def _records(signatures: Path, record: LedgerRecord, *fields: str) -> Iterator[bytes]:
+    for frame in read_frames(signatures, record):
+        for field in fields:
+            yield getattr(frame, field)

@@ -13,11 +13,11 @@ from ms_data.deduplication.minhash import MinHash
 from ms_data.deduplication.options import DedupOptions
 from ms_data.deduplication.records import FACTS, RECORD, WINDOW
 from ms_data.deduplication.windows import Windows
+from ms_data.engine.batches import Batch, Item
 from ms_data.errors import OutputError
-from ms_data.passes.batches import Batch, Item
-from ms_data.passes.record import PassRecord
-from ms_data.passes.run import PassResult
-from ms_data.passes.tally import Tally
+from ms_data.ledger.output import BatchResult
+from ms_data.ledger.record import LedgerRecord
+from ms_data.ledger.tally import Tally
 
 _PREFIX_BYTES = 8
 
@@ -52,10 +52,10 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     def work(request: bytes) -> bytes:
         batch = decoder.decode(request)
         content = msgspec.msgpack.encode(signer.frame(batch))
-        # The pass stores frames as they are; `read_frames` reads them by their length.
+        # The run stores frames as they are; `read_frames` reads them by their length.
         frame = len(content).to_bytes(_PREFIX_BYTES, "little") + content
         count = len(batch.items)
-        return msgspec.msgpack.encode(PassResult((frame, b""), Tally(documents=count, kept=count)))
+        return msgspec.msgpack.encode(BatchResult((frame, b""), Tally(documents=count, kept=count)))
 
     return work
 
@@ -119,8 +119,8 @@ class Signer:
         return next(matching, len(self._options.priority))
 
 
-def read_frames(folder: Path, record: PassRecord) -> Iterator[SignatureFrame]:
-    """Yield the frames that a pass wrote, in order.
+def read_frames(folder: Path, record: LedgerRecord) -> Iterator[SignatureFrame]:
+    """Yield the frames that a run wrote, in order.
 
     Raises:
         OutputError: a file is damaged.

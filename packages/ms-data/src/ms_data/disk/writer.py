@@ -236,8 +236,8 @@ class DatasetWriter:
         state = state or DatasetState()
         _check_files(folder, state)
         self._folder = folder
-        self._token_type: TokenType = token_type
-        self._frame_tokens = frame_tokens
+        self.token_type: TokenType = token_type
+        self.frame_tokens = frame_tokens
         self._limit = shard_size_bytes
         self._closed = list(state.closed)
         self._checksums = dict(state.checksums)
@@ -289,8 +289,8 @@ class DatasetWriter:
         return ShardWriter(
             self._folder / name,
             split,
-            token_type=self._token_type,
-            frame_tokens=self._frame_tokens,
+            token_type=self.token_type,
+            frame_tokens=self.frame_tokens,
             state=state,
         )
 

@@ -1,27 +1,27 @@
-"""Record of a finished pass: sources, settings, outcome of the documents, and output files."""
+"""Record of a finished ledger: sources, settings, outcome of the documents, and output files."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.format import encode_sealed
+from ms_data.engine.record import check_sizes, check_unchanged, differences
 from ms_data.errors import OutputError, SettingError, printable
-from ms_data.files.durable import write_file
 from ms_data.files.untrusted import decode_json, read_bytes
-from ms_data.passes.output import FileEntry
-from ms_data.passes.tally import ReasonTally, Tally
+from ms_data.ledger.series import FileEntry
+from ms_data.ledger.tally import ReasonTally, Tally
 
 LEDGER_FILE = "ledger.json"
 LIMIT_BYTES = 1 << 26
 
 
 class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a pass over a corpus."""
+    """Result of `clean` or `dedup`."""
 
     folder: str
     documents: int
@@ -67,10 +67,10 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
         return omissions(self.left_out, empty=self.empty)
 
 
-class PassRecord(
+class LedgerRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.ledger.2"
 ):
-    """Sources, settings and output of a pass."""
+    """Sources, settings and output of a run."""
 
     kind: str
     """The command, such as `clean`."""
@@ -95,17 +95,8 @@ class PassRecord(
         return msgspec.structs.replace(summary, done_before=done_before)
 
 
-def save_record(folder: Path, record: PassRecord) -> None:
-    """Write the record of a finished pass.
-
-    Raises:
-        OutputError: the disk is full, or the file cannot be written.
-    """
-    write_file(folder / LEDGER_FILE, encode_sealed(record, "checksum"))
-
-
-def read_record(folder: Path, *, error: type[Exception] = SettingError) -> PassRecord:
-    """Read and check the record of a finished pass.
+def read_record(folder: Path, *, error: type[Exception] = SettingError) -> LedgerRecord:
+    """Read and check the record of a finished run.
 
     Raises:
         error: there is no record, or it is damaged.
@@ -116,68 +107,34 @@ def read_record(folder: Path, *, error: type[Exception] = SettingError) -> PassR
             f"{printable(folder)} holds no {LEDGER_FILE}; pass an output folder of ms-data clean"
         )
     content = read_bytes(path, error=error, limit_bytes=LIMIT_BYTES)
-    record = decode_json(content, PassRecord, where=path, error=error)
+    record = decode_json(content, LedgerRecord, where=path, error=error)
     if encode_sealed(record, "checksum") != content or record.tally.faults():
         raise error(f"{printable(path)}: damaged; run the command again")
     return record
 
 
 def finished_summary(
-    folder: Path, command: str, recipe: dict[str, Any], source: Corpus, out: str | Path
+    folder: Path, command: str, recipe: Mapping[str, Any], source: Corpus, out: str | Path
 ) -> LedgerSummary | None:
-    """Return the summary if `folder` holds this finished pass, None if it holds none.
+    """Return the summary if `folder` holds this finished run, None if it holds none.
 
     Raises:
-        OutputError: the folder holds another pass (names the differences), or damaged files.
+        OutputError: the folder holds another run (names the differences), or damaged files.
     """
     path = folder / LEDGER_FILE
     if not os.path.exists(path):
         return None
     record = read_record(folder, error=OutputError)
-    changes = differences(record.kind, record.recipe, command, recipe)
-    if record.listing != source.listing_digest:
-        changes.append("the corpus has different files or content")
-    # Only hash the corpus again if a file is newer than the record.
-    changed = source.changed_since(path.stat().st_mtime_ns)
-    if changed and not changes and source.content_digest() != record.content:
-        changes.append(f"the corpus content changed, possibly in {printable(changed)}")
-    if changes:
-        raise OutputError(
-            f"{printable(out)} is not empty: it holds another run: {'; '.join(changes)}; use "
-            "another folder, or remove it"
-        )
-    for entry in record.files:
-        file = folder / entry.name
-        size = file.stat().st_size if file.exists() else 0
-        if size != entry.size_bytes:
-            raise OutputError(
-                f"{printable(file)}: damaged: has {size} bytes, but {entry.size_bytes} were "
-                f"written; remove {printable(out)} and run the same command again"
-            )
+    changes = differences(record.recipe, recipe)
+    if record.kind != command:
+        changes = [f"it was written by `ms-data {record.kind}`, not `ms-data {command}`"]
+    check_unchanged(path, record, changes, source, out=out, noun="run")
+    check_sizes(
+        folder,
+        ((entry.name, entry.size_bytes) for entry in record.files),
+        remedy=f"remove {printable(out)} and run the same command again",
+    )
     return record.summary(out, done_before=True)
-
-
-def differences(
-    command: str, recipe: dict[str, Any], other_command: str, other: dict[str, Any]
-) -> list[str]:
-    """Describe the differences between two passes, with both values."""
-    if command != other_command:
-        return [f"it was written by `ms-data {command}`, not `ms-data {other_command}`"]
-    names = [*recipe, *(name for name in other if name not in recipe)]
-    return [
-        f"{name} is {_show_value(other.get(name))}, was {_show_value(recipe.get(name))}"
-        for name in names
-        if recipe.get(name) != other.get(name)
-    ]
-
-
-def digest(content: bytes) -> str:
-    """Return the hexadecimal xxh3-128 of `content`."""
-    return xxhash.xxh3_128_hexdigest(content)
-
-
-def _show_value(value: object) -> str:
-    return "not set" if value is None else printable(repr(value))
 
 
 def _counts(tallies: dict[str, ReasonTally]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Renders the ledger of a pass as one self-contained HTML file without scripts."""
+"""Renders the ledger of a run as one self-contained HTML file without scripts."""
 
 import html
 from collections import Counter
@@ -8,9 +8,9 @@ from pathlib import Path
 from ms_data.errors import OutputError, SettingError
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import check_path
-from ms_data.passes.ledger import Findings, read_findings
-from ms_data.passes.record import PassRecord, read_record
-from ms_data.passes.tally import ReasonTally
+from ms_data.ledger.entries import Findings, read_findings
+from ms_data.ledger.record import LedgerRecord, read_record
+from ms_data.ledger.tally import ReasonTally
 
 _STYLE = Path(__file__).with_name("page.css")
 _FILES = 20
@@ -34,7 +34,7 @@ def draw_stats(folder: str | Path, *, out: str | Path) -> None:
     write_file(Path(out), render(record, read_findings(Path(folder), record), str(folder)).encode())
 
 
-def render(record: PassRecord, findings: Findings, name: str) -> str:
+def render(record: LedgerRecord, findings: Findings, name: str) -> str:
     """Return the HTML report."""
     tally = record.tally
     parts = {
@@ -68,7 +68,7 @@ def render(record: PassRecord, findings: Findings, name: str) -> str:
     )
 
 
-def _tiles(record: PassRecord, dropped: int, removed: int) -> str:
+def _tiles(record: LedgerRecord, dropped: int, removed: int) -> str:
     tally = record.tally
     tiles_by_name = {
         "documents in": f"{tally.documents:,}",
@@ -187,7 +187,7 @@ def _quarantine(findings: Findings) -> str:
     return _card("Unreadable documents", rows) if rows else ""
 
 
-def _recipe(record: PassRecord) -> str:
+def _recipe(record: LedgerRecord) -> str:
     rows = "".join(
         f"<tr><td>{_escape(name)}</td><td><code>{_escape(value)}</code></td></tr>"
         for name, value in record.recipe.items()

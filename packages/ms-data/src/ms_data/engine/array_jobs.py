@@ -1,7 +1,7 @@
-"""Splits a pass over an array of jobs, each of which processes every n-th batch.
+"""Splits a run over an array of jobs, each of which processes every n-th batch.
 
 A job reads the entire corpus, processes its batches, and stores the results in a file of
-`OUT.shards`. Merging runs the pass again and looks up the results instead of computing them, so the
+`OUT.shards`. Merging does the run again and looks up the results instead of computing them, so the
 output is identical to that of a single machine. Results are keyed by a checksum of the request, so
 results of another corpus or other settings are never used.
 """
@@ -169,8 +169,8 @@ class StoredResults:
                     f"{printable(path)} is missing; run the command with --shard "
                     f"{number}/{shard.count} first"
                 )
-            for key, offset, size in read_results(path, settings_key):
-                self._entries[key] = (path, offset, size)
+            for key, offset, content in read_results(path, settings_key):
+                self._entries[key] = (path, offset, len(content))
 
     def find(self, key: bytes) -> bytes:
         """Return the result of a request.
@@ -190,8 +190,8 @@ class StoredResults:
             return file.read(size)
 
 
-def read_results(path: Path, settings_key: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield key, offset and size of every result in a finished file.
+def read_results(path: Path, settings_key: bytes) -> Iterator[tuple[bytes, int, bytes]]:
+    """Yield key, offset and content of every result in a finished file.
 
     Raises:
         OutputError: the file was written with other settings, or is damaged.
@@ -207,7 +207,7 @@ def read_results(path: Path, settings_key: bytes) -> Iterator[tuple[bytes, int, 
             raise OutputError(f"{printable(path)}: damaged; remove it and run its shard again")
 
 
-def _read_valid(file: FileIO, settings_key: bytes) -> Iterator[tuple[bytes, int, int]]:
+def _read_valid(file: FileIO, settings_key: bytes) -> Iterator[tuple[bytes, int, bytes]]:
     """Yield the valid results, and leave the file position after the last one."""
     file.seek(0)
     end = file.tell()
@@ -227,7 +227,7 @@ def _read_valid(file: FileIO, settings_key: bytes) -> Iterator[tuple[bytes, int,
             if len(content) < size or xxhash.xxh3_64_intdigest(content) != checksum:
                 break
             end = begin + size
-            yield header[:_KEY_BYTES], begin, size
+            yield header[:_KEY_BYTES], begin, content
     file.seek(end)
 
 

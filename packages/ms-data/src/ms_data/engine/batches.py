@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from ms_data.corpus.corpus import Corpus, Document, Position
+from ms_data.corpus.corpus import Corpus, Position
 
 BATCH_CHARACTERS = 1 << 20
-"""Text per batch, the unit of work of one process."""
+"""Text per batch, the unit of work; the `tokenizers` library uses about 150 MB for it."""
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
@@ -30,9 +30,14 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     """Index of the first document in the corpus."""
     items: list[Item]
 
+    @property
+    def texts(self) -> list[str]:
+        """Texts of the readable documents."""
+        return [item.text for item in self.items if item.text is not None]
 
-class PassProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of a pass through the corpus."""
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of a run through the corpus."""
 
     position: Position = Position()
     documents: int = 0
@@ -47,37 +52,30 @@ class ReadBatch(msgspec.Struct, frozen=True):
     """A batch, with the progress after it."""
 
     batch: Batch
-    progress: PassProgress
+    progress: Progress
     read_bytes: int
     """Corpus bytes read up to the end of the batch."""
+    characters: int
+    """Total length of the documents."""
 
 
 def read_batches(
-    source: Corpus, start: PassProgress, on_quarantine: Callable[[str], None]
+    source: Corpus, start: Progress, on_skip: Callable[[str], None]
 ) -> Iterator[ReadBatch]:
     """Yield the documents after `start` in batches of about `BATCH_CHARACTERS`.
 
     Args:
         source: the corpus; with `skip_invalid`, unreadable documents become items of their batch.
         start: progress of an earlier run, at the start of a batch.
-        on_quarantine: called with location and reason for every unreadable document.
+        on_skip: called with location and reason for every unreadable document.
     """
     items: list[Item] = []
     size, first, empty = 0, start.documents, start.empty
     left_out = Counter(start.left_out)
 
-    def quarantine(reason: str) -> None:
+    def add_unreadable(reason: str) -> None:
         items.append(Item(reason, None))
-        on_quarantine(reason)
-
-    def make_batch(position: Position, read_bytes: int) -> ReadBatch:
-        progress = PassProgress(
-            position=position,
-            documents=first + len(items),
-            empty=empty,
-            left_out=dict(sorted(left_out.items())),
-        )
-        return ReadBatch(Batch(first, items), progress, read_bytes)
+        on_skip(reason)
 
     def on_leave_out(file_type: str) -> None:
         left_out[file_type] += 1
@@ -86,16 +84,22 @@ def read_batches(
         nonlocal empty
         empty += 1
 
-    for document in source.documents(start.position, quarantine, on_leave_out, on_empty):
-        items.append(Item(_location(source, document), document.text, document.columns))
+    def make_batch(position: Position, read_bytes: int) -> ReadBatch:
+        progress = Progress(
+            position=position,
+            documents=first + len(items),
+            empty=empty,
+            left_out=dict(sorted(left_out.items())),
+        )
+        return ReadBatch(Batch(first, items), progress, read_bytes, size)
+
+    for document in source.documents(start.position, add_unreadable, on_leave_out, on_empty):
+        position = document.after
+        location = f"{source.names[position.file]}#{position.documents}"
+        items.append(Item(location, document.text, document.columns))
         # Batches end at document boundaries, whatever the number of workers.
         size += len(document.text) + len(document.columns)
         if size >= BATCH_CHARACTERS:
-            yield make_batch(document.after, document.read_bytes)
+            yield make_batch(position, document.read_bytes)
             items, size, first = [], 0, first + len(items)
     yield make_batch(Position(len(source.files)), source.size_bytes)
-
-
-def _location(source: Corpus, document: Document) -> str:
-    name = source.names[document.after.file]
-    return f"{name}#{document.after.documents}"

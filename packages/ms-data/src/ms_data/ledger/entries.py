@@ -1,4 +1,4 @@
-"""Reads the ledger of a finished pass."""
+"""Reads the ledger of a finished run."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from attrs import define, field
 
 from ms_data.corpus.unpacking import decompress_blocks, split_lines
 from ms_data.errors import SettingError, printable
-from ms_data.passes.record import PassRecord
-from ms_data.passes.tally import Entry, Tally
+from ms_data.ledger.record import LedgerRecord
+from ms_data.ledger.tally import Entry, Tally
 
 _MAX_VALUES = 100_000
 _LINE_BYTES = 1 << 24
@@ -70,7 +70,7 @@ class Findings:
     """The first unreadable documents."""
 
 
-def read_ledger(folder: Path, record: PassRecord) -> Iterator[Entry]:
+def read_ledger(folder: Path, record: LedgerRecord) -> Iterator[Entry]:
     """Yield all entries of a ledger.
 
     Raises:
@@ -94,7 +94,7 @@ def read_ledger(folder: Path, record: PassRecord) -> Iterator[Entry]:
             ) from error
 
 
-def read_findings(folder: Path, record: PassRecord) -> Findings:
+def read_findings(folder: Path, record: LedgerRecord) -> Findings:
     """Read a ledger and check that its totals match the record.
 
     Raises:

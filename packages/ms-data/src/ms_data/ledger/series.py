@@ -1,23 +1,17 @@
 """Writes series of compressed files; a resumed writer checks all earlier bytes."""
 
 import hashlib
-import json
 import os
-from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import xxhash
-import zstandard
 
 from ms_data.errors import OutputError
 from ms_data.files.durable import sync_folder, write_all
 
 _READ_BYTES = 1 << 20
-LEVEL = 3
-"""zstd compression level."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,31 +21,6 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     checksum: str
     """xxh3-128 of its bytes, hexadecimal."""
-
-
-def document_line(text: str, location: str, columns: bytes) -> bytes:
-    """Encode a kept document as JSON with `text`, `id` and the other columns of its row.
-
-    `id` is the file name in the corpus and the document number in the file. A row's own `text` and
-    `id` columns become `source_text` and `source_id`, unless these exist already.
-    """
-    line: dict[str, Any] = {"text": text, "id": location}
-    if columns:
-        columns_dict: dict[str, Any] = json.loads(columns)
-        for name in line:
-            if name in columns_dict:
-                columns_dict.setdefault(f"source_{name}", columns_dict.pop(name))
-        return json.dumps(line | columns_dict, ensure_ascii=False, separators=(",", ":")).encode()
-    return msgspec.json.encode(line)
-
-
-def compress_lines(lines: Sequence[bytes]) -> bytes:
-    """Compress lines to one zstd frame; empty if there are no lines."""
-    if not lines:
-        return b""
-    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(
-        b"\n".join((*lines, b""))
-    )
 
 
 def file_entry(folder: Path, name: str) -> FileEntry:

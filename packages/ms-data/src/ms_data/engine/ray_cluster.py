@@ -1,77 +1,70 @@
-"""Processes batches on a Ray cluster and yields results in request order.
+"""Runs the workers of a run on a Ray cluster.
 
 This process reads the corpus and writes the output, so the output does not depend on the cluster.
 The cluster's machines need ms-data and the libraries of the work installed.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 from ms_data.errors import DataError, SettingError, printable
 
 AHEAD = 2
 """Requests sent ahead per core of the cluster."""
 
-T = TypeVar("T")
-
 
 class ClusterError(DataError, RuntimeError):
     """A cluster that cannot be reached, or that lost its worker processes."""
 
 
-def map_on_ray(
-    work: str, setup: bytes, requests: Iterable[tuple[T, bytes]], *, address: str
-) -> Generator[tuple[T, bytes], None, None]:
-    """Process requests on the cluster; yield every request's tag with its result, in request order.
+@contextmanager
+def ray_pool(
+    function: str, setup: bytes, *, address: str
+) -> Iterator[tuple[Callable[[bytes], Callable[[], bytes]], int]]:
+    """Yield the function that sends a request to a cluster, and the number to send ahead.
+
+    Results must be awaited in the order of the requests.
 
     Args:
-        work: `module:function`; the function takes `setup` and returns the function that processes
-            requests.
-        setup: passed to `work` once in every process.
-        requests: (tag, request) pairs; `AHEAD` per core of the cluster are read ahead.
+        function: see `Work`.
+        setup: passed to `function` once in every process.
         address: `ray` for the cluster that `ray.init()` finds or starts, or `ray://HOST:PORT`.
 
     Raises:
         SettingError: ray is not installed.
         ClusterError: the cluster cannot be reached, or its processes keep failing.
     """
-    ray = _ray()
+    ray = check_ray()
     connected_here = not ray.is_initialized()
     if connected_here:
         _connect(ray, address)
-    pending: deque[tuple[T, Any]] = deque()
+    pending: deque[Any] = deque()
     try:
-        prepared = ray.put(setup)  # stored once, and shared by all tasks
+        stored_setup = ray.put(setup)  # stored once, and shared by all tasks
         task = ray.remote(max_retries=3)(_run_task)
-        max_pending = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
-        for tag, request in requests:
-            pending.append((tag, task.remote(work, prepared, request)))
-            while len(pending) > max_pending:  # bounds the memory for requests and results
-                first_tag, result = pending.popleft()
-                yield first_tag, _get(ray, result)
-        while pending:
-            first_tag, result = pending.popleft()
-            yield first_tag, _get(ray, result)
+
+        def send(request: bytes) -> Callable[[], bytes]:
+            pending.append(task.remote(function, stored_setup, request))
+            return lambda: _get(ray, pending.popleft())
+
+        yield send, AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
     finally:
-        for _, result in pending:
+        for result in pending:
             ray.cancel(result, force=True)
         if connected_here:
             ray.shutdown()
 
 
-def check_ray() -> None:
-    """Check that ray is installed.
+def check_ray() -> Any:
+    """Return the module `ray`.
 
     Raises:
         SettingError: ray is not installed.
     """
-    _ray()
-
-
-def _ray() -> Any:
     try:
         return import_module("ray")
     except ImportError as error:
@@ -102,13 +95,13 @@ def _get(ray: Any, result: Any) -> bytes:
     return content
 
 
-def _run_task(work: str, setup: bytes, request: bytes) -> bytes:
+def _run_task(function: str, setup: bytes, request: bytes) -> bytes:
     """Process one request in a process of the cluster."""
-    return _prepare_work(work, setup)(request)
+    return _prepare_work(function, setup)(request)
 
 
 @lru_cache(maxsize=2)
-def _prepare_work(work: str, setup: bytes) -> Callable[[bytes], bytes]:
-    module, _, name = work.partition(":")
+def _prepare_work(function: str, setup: bytes) -> Callable[[bytes], bytes]:
+    module, _, name = function.partition(":")
     prepared: Callable[[bytes], bytes] = getattr(import_module(module), name)(setup)
     return prepared

@@ -1,0 +1,85 @@
+"""Comparison of a run with the finished or interrupted one in its output folder."""
+
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ms_data.corpus.corpus import Corpus
+from ms_data.errors import OutputError, printable
+
+_NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokenizer's checksum"}
+"""Names of settings in messages, where the plain name says too little."""
+
+
+class Record(Protocol):
+    """What the record of a finished run says about its corpus."""
+
+    @property
+    def listing(self) -> str:
+        """Checksum of the names and sizes of the corpus files."""
+        ...
+
+    @property
+    def content(self) -> str:
+        """Checksum of the content of the corpus files."""
+        ...
+
+
+def differences(
+    saved: Mapping[str, Any], current: Mapping[str, Any], *, ignored: Container[str] = ()
+) -> list[str]:
+    """Describe the settings that differ between two recipes, with both values."""
+    return [
+        f"{_NAMES.get(name, name)} is {_show(current.get(name))}, was {_show(saved.get(name))}"
+        for name in {**saved, **current}
+        if name not in ignored and saved.get(name) != current.get(name)
+    ]
+
+
+def check_unchanged(
+    path: Path, record: Record, changes: list[str], source: Corpus, *, out: str | Path, noun: str
+) -> None:
+    """Check that a finished run had the settings and the corpus of the current one.
+
+    Args:
+        path: file of the record.
+        record: the record.
+        changes: settings that differ, from `differences`.
+        source: the corpus of the current run.
+        out: the output folder as the user wrote it.
+        noun: what the folder holds, for the message.
+
+    Raises:
+        OutputError: something differs.
+    """
+    if record.listing != source.listing_digest:
+        changes = [*changes, "the corpus has different files or content"]
+    # Only hash the corpus again if a file is newer than the record.
+    changed = source.changed_since(path.stat().st_mtime_ns)
+    if changed and not changes and source.content_digest() != record.content:
+        changes = [f"the corpus content changed, possibly in {printable(changed)}"]
+    if changes:
+        raise OutputError(
+            f"{printable(out)} is not empty: it holds another {noun}: {'; '.join(changes)}; use "
+            "another folder, or remove it"
+        )
+
+
+def check_sizes(folder: Path, sizes: Iterable[tuple[str, int]], *, remedy: str) -> None:
+    """Check that the files of a finished run have their recorded sizes.
+
+    Raises:
+        OutputError: a file is missing or has another size.
+    """
+    for name, size_bytes in sizes:
+        path = folder / name
+        size = path.stat().st_size if path.exists() else 0
+        if size != size_bytes:
+            raise OutputError(
+                f"{printable(path)}: damaged: has {size} bytes, but {size_bytes} were written; "
+                f"{remedy}"
+            )
+
+
+def _show(value: object) -> str:
+    return "not set" if value is None else printable(repr(value))

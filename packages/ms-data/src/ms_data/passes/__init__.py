@@ -1,1 +1,0 @@
-"""Resumable multi-process passes over a corpus, which write documents and a ledger."""
