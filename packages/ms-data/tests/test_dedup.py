@@ -23,8 +23,7 @@ from ms_data.cleaning.words import HAN, KANA
 from ms_data.cli import main
 from ms_data.deduplication.clusters import Cluster, Components, Edges, choose
 from ms_data.deduplication.minhash import MinHash, WordHashes
-from ms_data.deduplication.records import FACTS, RECORD, SPAN
-from ms_data.deduplication.sorting import Buckets, repeat_first_record, runs
+from ms_data.deduplication.sorting import FACTS, RECORD, SPAN, Buckets, repeat_first_record, runs
 from ms_data.deduplication.substrings import join_spans
 from ms_data.deduplication.windows import Windows, cut_words
 from ms_data.ledger.entries import read_ledger

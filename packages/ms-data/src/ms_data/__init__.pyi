@@ -6,7 +6,7 @@ from .chat.messages import Conversation, read_conversation
 from .chat.pairs import Pair, read_pair
 from .chat.template import ChatTemplate
 from .cleaning.clean import clean
-from .corpus.rows import read_rows
+from .corpus.find import read_rows
 from .deduplication.dedup import dedup
 from .deduplication.options import DedupOptions
 from .disk.inspection import DatasetInfo, inspect

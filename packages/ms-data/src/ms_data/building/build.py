@@ -18,7 +18,7 @@ from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.engine.array_jobs import ArrayShard, remove_merged
+from ms_data.engine.array_jobs import ArrayShard
 from ms_data.engine.pools import worker_count
 from ms_data.engine.run import Journal, Run
 from ms_data.errors import SettingError
@@ -80,8 +80,9 @@ def build(
     check_paths(out, corpus=corpus, tokenizer=tokenizer, chat=chat, processor=processor)
     check_flags(skip_invalid=skip_invalid, pairs=pairs, allow_special=allow_special)
     check_texts(text_column=text_column, shard=shard, workers=workers)
-    text_encoder = make_encoder(tokenizer, chat, pairs=pairs, allow_special=allow_special)
-    encoder = with_media(text_encoder, processor, corpus)
+    encoder = make_encoder(tokenizer, chat, pairs=pairs, allow_special=allow_special)
+    if processor is not None:
+        encoder = with_media(encoder, processor, corpus)
     source = find_corpus(
         corpus,
         text_column=text_column,
@@ -90,7 +91,7 @@ def build(
         document_limit_mib=document_limit_mib,
     )
     recipe = _recipe(encoder, source, hold_out, shard_size_mib)
-    job = ArrayShard.parse(shard, out, corpus)
+    job = None if shard is None else ArrayShard.parse(shard, out, corpus)
     cluster = "" if workers is None else str(worker_count(workers))
 
     def make_run(encoder: TextEncoder) -> Run[EncodedDocs, BuildState, Summary]:
@@ -126,7 +127,9 @@ def build(
         # The fast encoder disagrees with the `tokenizers` library, so earlier output may be wrong.
         run.discard(out)
         summary = make_run(encoder.with_library(str(error))).publish(out)
-    return remove_merged(job, summary)
+    if job is not None:
+        job.remove_merged()
+    return summary
 
 
 def make_encoder(

@@ -131,9 +131,9 @@ def _expand_placeholders(
 
 
 def with_media(
-    encoder: TextEncoder, processor: str | Path | Processor | None, corpus: CorpusName
+    encoder: TextEncoder, processor: str | Path | Processor, corpus: CorpusName
 ) -> TextEncoder:
-    """Extend a chat encoder to images and audio if a processor is given.
+    """Extend a chat encoder to images and audio.
 
     Args:
         encoder: encoder of conversations.
@@ -144,8 +144,6 @@ def with_media(
         SettingError: the encoder is for text or preference pairs, which have no media.
         TokenizerError: the processor cannot be read, or its tokens are not special tokens.
     """
-    if processor is None:
-        return encoder
     if not isinstance(encoder, ChatEncoder) or encoder.document_kind != "conversations":
         raise SettingError("processor needs conversations; set `chat`, without `pairs`")
     if not isinstance(processor, Processor):

@@ -14,7 +14,7 @@ from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.engine.array_jobs import ArrayShard, remove_merged
+from ms_data.engine.array_jobs import ArrayShard
 from ms_data.engine.pools import worker_count
 from ms_data.ledger.output import WITHOUT_STRICT, ledger_run, reading_recipe
 from ms_data.ledger.record import LedgerSummary
@@ -69,20 +69,26 @@ def clean(
         document_limit_mib=document_limit_mib,
         skip_hint=WITHOUT_STRICT,
     )
+    recipe = {**_recipe(rule_set), **reading_recipe(source, shard_size_mib)}
+    processes = worker_count(workers)
+    job = None if shard is None else ArrayShard.parse(shard, out, corpus)
     run = ledger_run(
         "clean",
         corpus,
         source,
-        recipe={**_recipe(rule_set), **reading_recipe(source, shard_size_mib)},
+        recipe=recipe,
         function="ms_data.cleaning.apply:prepare",
         setup=lambda folder: _worker_setup(rule_set, source),
-        workers=worker_count(workers),
+        workers=processes,
         shard_size_mib=shard_size_mib,
         on_progress=on_progress,
         on_skip=on_quarantine,
-        shard=ArrayShard.parse(shard, out, corpus),
+        shard=job,
     )
-    return remove_merged(run.shard, run.publish(out))
+    summary = run.publish(out)
+    if job is not None:
+        job.remove_merged()
+    return summary
 
 
 def _worker_setup(rule_set: RuleSet, source: Corpus) -> bytes:

@@ -1,7 +1,8 @@
 """Reads an Arrow stream message by message and checks sizes before anything is decompressed.
 
 A message is the length of its metadata, the metadata (a FlatBuffer) and a body. Every compressed
-buffer of a batch starts with its uncompressed size, and Arrow allocates that much memory.
+buffer of a batch starts with its uncompressed size, and Arrow allocates and fills that much memory.
+pyarrow has no limit for it, and shows the sizes only after decompression. Hence this guard.
 """
 
 import io

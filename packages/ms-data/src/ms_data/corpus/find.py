@@ -91,6 +91,25 @@ def find_corpus(
     )
 
 
+def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table.
+
+    The format is detected by name and first bytes: JSON Lines, a JSON array of objects, CSV, TSV,
+    Parquet or Arrow, uncompressed or compressed with gzip or zstd. Null members are dropped.
+
+    Args:
+        path: a file, a folder of files, or a URL.
+
+    Yields:
+        Values by column name; all values of CSV and TSV files are strings.
+
+    Raises:
+        CorpusError: a file is not a table or cannot be read, or a row is invalid.
+    """
+    # `parse` makes the readers yield rows; it is never called.
+    yield from map(dict, find_corpus(path, parse=str).rows())
+
+
 def _find_entry(corpus: str | Path) -> _CorpusEntry:
     """Find the files of one entry."""
     shown_name = strip_credentials(str(corpus))

@@ -1,6 +1,9 @@
 """Checks the page headers of a Parquet file while it is read, before pages are decompressed.
 
-A page header declares the uncompressed size of the page, and Arrow allocates that much memory.
+A page header declares the uncompressed size of the page, and Arrow allocates and fills that much
+memory. pyarrow limits the strings and lists of the footer, but not pages, and a memory limit holds
+for the whole process, so it is not a library's to set. Hence this guard.
+
 Headers use Thrift's compact protocol: numbered fields with small integers, and structs that are
 skipped.
 """

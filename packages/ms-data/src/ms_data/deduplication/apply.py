@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.deduplication.records import SPAN
+from ms_data.deduplication.sorting import SPAN
 from ms_data.deduplication.windows import cut_words
 from ms_data.engine.batches import Batch, Item
 from ms_data.ledger.output import BatchResult, compress_lines, document_line

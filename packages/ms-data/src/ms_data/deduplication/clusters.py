@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.deduplication.options import DedupOptions
-from ms_data.deduplication.records import FACTS, RECORD
-from ms_data.deduplication.sorting import Buckets, Records, repeat_first_record, runs
+from ms_data.deduplication.sorting import FACTS, RECORD, Buckets, Records, repeat_first_record, runs
 
 _EDGE = np.dtype([("one", "<u4"), ("other", "<u4")])
 _MEMBER = np.dtype([("key", "<u8"), ("better", "<u4"), ("document", "<u4")])

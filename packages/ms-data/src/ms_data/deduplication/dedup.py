@@ -20,10 +20,10 @@ from ms_data.deduplication.apply import DecisionFiles
 from ms_data.deduplication.clusters import Labels, choose, join_equal_keys
 from ms_data.deduplication.minhash import SIGNATURES
 from ms_data.deduplication.options import DedupOptions
-from ms_data.deduplication.records import FACTS, RECORD
 from ms_data.deduplication.signatures import SignatureSetup, read_frames
+from ms_data.deduplication.sorting import FACTS, RECORD
 from ms_data.deduplication.substrings import find_repeated
-from ms_data.engine.array_jobs import ArrayShard, remove_merged
+from ms_data.engine.array_jobs import ArrayShard
 from ms_data.engine.pools import worker_count
 from ms_data.errors import SettingError
 from ms_data.ledger.output import WITHOUT_STRICT, LedgerRun, ledger_run, reading_recipe
@@ -91,7 +91,7 @@ def dedup(
         shard_size_mib=shard_size_mib,
         on_progress=on_progress,
     )
-    job = ArrayShard.parse(shard, out, corpus)
+    job = None if shard is None else ArrayShard.parse(shard, out, corpus)
     first = make_run(
         "dedup signatures",
         [],
@@ -109,9 +109,12 @@ def dedup(
         scratch=_SCRATCH,
         extra=(CLUSTERS,),
     )
-    if job is not None and job.number:
+    if job is not None and not job.merges:
         return last.finished(out) or first.publish(job.folder / "signatures")
-    return remove_merged(job, last.publish(out))
+    summary = last.publish(out)
+    if job is not None:
+        job.remove_merged()
+    return summary
 
 
 def _plain(options: DedupOptions) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ms_data.deduplication.minhash import MinHash
 from ms_data.deduplication.options import DedupOptions
-from ms_data.deduplication.records import FACTS, RECORD, WINDOW
+from ms_data.deduplication.sorting import FACTS, RECORD, WINDOW
 from ms_data.deduplication.windows import Windows
 from ms_data.engine.batches import Batch, Item
 from ms_data.errors import OutputError

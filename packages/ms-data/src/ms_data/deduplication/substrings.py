@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from ms_data.deduplication.clusters import Labels
-from ms_data.deduplication.records import SPAN, WINDOW
-from ms_data.deduplication.sorting import Buckets, Records, repeat_first_record, runs
+from ms_data.deduplication.sorting import SPAN, WINDOW, Buckets, Records, repeat_first_record, runs
 
 _CHUNK = 1 << 20
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
 
 import xxhash
 from attrs import frozen
@@ -21,8 +20,6 @@ from attrs import frozen
 from ms_data.errors import OutputError, SettingError, printable
 from ms_data.files.durable import publish, sync_folder, write_all, writing
 from ms_data.files.work_folder import check_outside_corpus
-
-T = TypeVar("T")
 
 _MAGIC = b"MSDPART1"
 _KEY_BYTES, _NUMBER_BYTES = 16, 8
@@ -47,16 +44,14 @@ class ArrayShard:
 
     @classmethod
     def parse(
-        cls, text: str | None, out: str | Path, corpus: str | Path | Sequence[str | Path]
-    ) -> "ArrayShard | None":
+        cls, text: str, out: str | Path, corpus: str | Path | Sequence[str | Path]
+    ) -> "ArrayShard":
         """Parse `3/16`, the third of 16 jobs, or `merge/16`, the final merge.
 
         Raises:
             SettingError: the text has another format.
             OutputError: the result folder would be inside the corpus.
         """
-        if text is None:
-            return None
         match = _PATTERN.fullmatch(text)
         number, count = (int(match[1].replace("merge", "0")), int(match[2])) if match else (0, 0)
         if not match or not 0 <= number <= count or not count or match[1] == "0":
@@ -74,8 +69,18 @@ class ArrayShard:
         """Return the result file of a job; None: of this job."""
         return self.folder / f"{self.number if number is None else number}-of-{self.count}.answers"
 
-    def remove(self) -> None:
-        """Remove the result files of all jobs, after merging."""
+    @property
+    def merges(self) -> bool:
+        """Whether this job merges the results of all others."""
+        return not self.number
+
+    def remove_merged(self) -> None:
+        """Remove the result files of all jobs if this job has merged them.
+
+        A repeated merge also removes them, as an earlier one may have been killed before that.
+        """
+        if not self.merges:
+            return
         for number in range(1, self.count + 1):
             self.path(number).unlink(missing_ok=True)
         with suppress(OSError):
@@ -110,16 +115,6 @@ class ArrayShard:
                 os.fsync(file.fileno())
                 publish(partial, self.path())
             sync_folder(self.folder)
-
-
-def remove_merged(shard: ArrayShard | None, summary: T) -> T:
-    """After a merge, remove the job results; return the summary.
-
-    A repeated merge also removes them, because an earlier one may have been killed before that.
-    """
-    if shard is not None and not shard.number:
-        shard.remove()
-    return summary
 
 
 class ResultWriter:

@@ -135,7 +135,7 @@ class Run(Generic[R, StateT, SummaryT]):
         if (finished := self.finished(out)) is not None:
             return finished
         # A job of an array writes results, not OUT.
-        if self.shard is not None and self.shard.number:
+        if self.shard is not None and not self.shard.merges:
             return self._run_job(self.shard)
         folder = resolve_output(out)
         for path in [self.corpus] if isinstance(self.corpus, str | Path) else self.corpus:
@@ -238,7 +238,7 @@ class Run(Generic[R, StateT, SummaryT]):
 
     def discard(self, out: str | Path) -> None:
         """Forget the progress of an interrupted run, so that the next one starts over."""
-        if self.shard is not None and self.shard.number:
+        if self.shard is not None and not self.shard.merges:
             self.shard.remove_partial()
         else:
             (_partial(Path(os.path.realpath(out))) / JOURNAL).unlink(missing_ok=True)

@@ -110,7 +110,7 @@ def ledger_run(
         noun="run",
         on_progress=on_progress,
         # The merge reports what the jobs of an array cannot read.
-        on_skip=(lambda reason: None) if shard is not None and shard.number else on_skip,
+        on_skip=on_skip if shard is None or shard.merges else lambda reason: None,
         shard=shard,
     )
 
