@@ -1,6 +1,5 @@
 """Datasets that several tests read."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).parent))
 from .truth import random_documents, write_dataset
 
 # A test case may take longer than hypothesis allows when the machine is busy.
