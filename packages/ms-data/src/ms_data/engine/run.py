@@ -1,4 +1,7 @@
-"""Runs a command over a corpus: batches go to workers, their results to files, in fixed order.
+"""The engine of `build`, `clean` and `dedup`: runs a command over a corpus, and resumes it.
+
+`read_batches` cuts the corpus into batches; threads, worker processes, a Ray cluster (`pools`) or
+the jobs of an array (`array_jobs`) process them; `Output.write` writes the results in order.
 
 A run works in `OUT.partial`, which is renamed to OUT when everything is synced, so OUT is either
 complete or absent. Every few seconds it syncs its output and saves its progress in a journal. After
