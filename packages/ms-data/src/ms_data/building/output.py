@@ -31,7 +31,7 @@ from ms_data.disk.media import set_media_span
 from ms_data.disk.split import read_index
 from ms_data.disk.writer import DatasetState, DatasetWriter
 from ms_data.engine.batches import Batch, Progress
-from ms_data.engine.record import check_sizes, check_unchanged, differences
+from ms_data.engine.record import changes_since, check_sizes
 from ms_data.errors import CorpusError, DataError, OutputError, printable
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import decode_json, read_bytes
@@ -155,8 +155,14 @@ class ShardOutput:
         if encode_sealed(record, "checksum") != content:
             raise OutputError(f"{printable(path)}: damaged; remove {printable(out)} to rebuild")
         # All documents were valid under the old limit, so a larger one gives the same bytes.
-        changes = differences(record.recipe, self.recipe, ignored=["document_limit_mib"])
-        check_unchanged(path, record, changes, self.source, out=out, noun="build")
+        changes = changes_since(
+            path, record, self.recipe, self.source, ignored=["document_limit_mib"]
+        )
+        if changes:
+            raise OutputError(
+                f"{printable(out)} is not empty: it holds another build: {'; '.join(changes)}; use "
+                "another folder, or remove it"
+            )
         try:
             shards = read_index(folder).shards
         except DataError as error:

@@ -12,7 +12,12 @@ _NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokeniz
 
 
 class Record(Protocol):
-    """What the record of a finished run says about its corpus."""
+    """Record of a finished run."""
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """Everything that determined the output, apart from the corpus."""
+        ...
 
     @property
     def listing(self) -> str:
@@ -36,33 +41,31 @@ def differences(
     ]
 
 
-def check_unchanged(
-    path: Path, record: Record, changes: list[str], source: Corpus, *, out: str | Path, noun: str
-) -> None:
-    """Check that a finished run had the settings and the corpus of the current one.
+def changes_since(
+    path: Path,
+    record: Record,
+    recipe: Mapping[str, Any],
+    source: Corpus,
+    *,
+    ignored: Container[str] = (),
+) -> list[str]:
+    """Describe how settings and corpus differ from those of the finished run.
 
     Args:
         path: file of the record.
         record: the record.
-        changes: settings that differ, from `differences`.
-        source: the corpus of the current run.
-        out: the output folder as the user wrote it.
-        noun: what the folder holds, for the message.
-
-    Raises:
-        OutputError: something differs.
+        recipe: settings of the current run.
+        source: corpus of the current run.
+        ignored: settings that may differ.
     """
+    changes = differences(record.recipe, recipe, ignored=ignored)
     if record.listing != source.listing_digest:
-        changes = [*changes, "the corpus has different files or content"]
+        changes.append("the corpus has different files or content")
     # Only hash the corpus again if a file is newer than the record.
     changed = source.changed_since(path.stat().st_mtime_ns)
     if changed and not changes and source.content_digest() != record.content:
-        changes = [f"the corpus content changed, possibly in {printable(changed)}"]
-    if changes:
-        raise OutputError(
-            f"{printable(out)} is not empty: it holds another {noun}: {'; '.join(changes)}; use "
-            "another folder, or remove it"
-        )
+        changes.append(f"the corpus content changed, possibly in {printable(changed)}")
+    return changes
 
 
 def check_sizes(folder: Path, sizes: Iterable[tuple[str, int]], *, remedy: str) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.format import encode_sealed
-from ms_data.engine.record import check_sizes, check_unchanged, differences
+from ms_data.engine.record import changes_since, check_sizes
 from ms_data.errors import OutputError, SettingError, printable
 from ms_data.files.untrusted import decode_json, read_bytes
 from ms_data.ledger.series import FileEntry
@@ -125,10 +125,15 @@ def finished_summary(
     if not os.path.exists(path):
         return None
     record = read_record(folder, error=OutputError)
-    changes = differences(record.recipe, recipe)
-    if record.kind != command:
-        changes = [f"it was written by `ms-data {record.kind}`, not `ms-data {command}`"]
-    check_unchanged(path, record, changes, source, out=out, noun="run")
+    same_command = record.kind == command
+    changes = changes_since(path, record, recipe if same_command else record.recipe, source)
+    if not same_command:
+        changes.insert(0, f"it was written by `ms-data {record.kind}`, not `ms-data {command}`")
+    if changes:
+        raise OutputError(
+            f"{printable(out)} is not empty: it holds another run: {'; '.join(changes)}; use "
+            "another folder, or remove it"
+        )
     check_sizes(
         folder,
         ((entry.name, entry.size_bytes) for entry in record.files),
