@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,12 +16,14 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from kills import killed_at
 from processes import run_processes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ModelError, ParallelError
+from ms_parallel.files.durable import restore_folder
 from ms_parallel.models import architecture
 from ms_parallel.models.registry import build_model, from_document
 from ms_parallel.weights import initialise, load_model, load_weights, save_model
@@ -284,6 +287,55 @@ def test_saving_again_replaces_the_model_and_leaves_other_files(tmp_path: Path) 
         "tokenizer.json",
     }
     assert load_model(tmp_path).config.model_type == "qwen3"
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+def test_a_save_killed_at_any_change_leaves_the_old_model_or_the_new_one(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole with its other files; without an atomic exchange the next save restores it."""
+    if not exchange:
+        monkeypatch.setattr("ms_parallel.files.durable._exchange", lambda *_: False)
+    for kind, seed in (("llama", 1), ("qwen3", 2)):
+        theirs(kind, seed=seed).save_pretrained(tmp_path / kind, max_shard_size="20KB")
+    model, folder, event, seen = load_model(tmp_path / "qwen3"), tmp_path / "model", 0, []
+    whole = {kind: weights_of(tmp_path / kind) for kind in ("llama", "qwen3")}
+    killed = True
+    while killed:
+        event += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "llama", folder)
+        (folder / "tokenizer.json").write_text("{}")
+        killed = killed_at(event, lambda: save_model(model, folder))
+        if not exchange:
+            restore_folder(folder)
+        kind = load_model(folder).config.model_type
+        seen.append(kind)
+        saved = weights_of(folder)
+        assert saved.keys() == whole[kind].keys(), event
+        assert all(torch.equal(saved[name], whole[kind][name]) for name in saved), event
+        assert (folder / "tokenizer.json").read_text() == "{}"
+    assert event > 20
+    assert {"llama", "qwen3"} == set(seen[:-1]), "kills came before and after the exchange"
+    save_model(model, folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"llama", "qwen3", "model"}
+
+
+def test_a_model_in_the_working_directory_or_behind_a_link_is_replaced_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory stays the same one, and so does the link."""
+    theirs("llama", seed=1).save_pretrained(tmp_path / "model")
+    (tmp_path / "link").symlink_to("model")
+    model = load_model(tmp_path / "model")
+    initialise(model, 0)
+    save_model(model, tmp_path / "link")
+    assert (tmp_path / "link").readlink() == Path("model")
+    assert weights_of(tmp_path / "link").keys() == weights_of(tmp_path / "model").keys()
+    monkeypatch.chdir(tmp_path / "model")
+    save_model(model, ".")
+    assert Path.cwd() == tmp_path / "model"
+    assert load_model(".").config.model_type == "llama"
 
 
 @torch.no_grad()

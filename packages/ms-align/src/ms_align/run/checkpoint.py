@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ms_align import processes
 from ms_align.errors import CheckpointError, DamageError
-from ms_align.files.durable import publish, sync_folder, write_synced, writing
+from ms_align.files.durable import publish, replace_folder, sync_folder, write_synced, writing
 from ms_align.files.run_folder import digest_of
 from ms_align.files.untrusted import read_bytes, read_json
 from ms_align.models.finite import check_tensors
@@ -88,8 +88,7 @@ def write(root: Path, step: int, state: State) -> Path:
     rank = processes.rank()
     if rank == 0:
         with writing(folder):
-            for stale in (partial, folder):
-                shutil.rmtree(stale, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     processes.barrier()
     with writing(folder):
@@ -100,7 +99,7 @@ def write(root: Path, step: int, state: State) -> Path:
         with writing(folder):
             write_synced(partial / MANIFEST, _manifest(partial, step, state.facts))
             sync_folder(partial)
-            publish(partial, folder)
+            replace_folder(folder, partial)
     processes.barrier()
     return folder
 
@@ -141,9 +140,13 @@ def keep_last(root: Path, count: int) -> None:
     """Delete all but the last `count` complete checkpoints, and partial ones left by a crash."""
     if processes.rank() == 0:
         with writing(root):
-            for step in complete_steps(root)[:-count]:
-                shutil.rmtree(step_folder(root, step))
             for partial in root.glob("step-*.partial"):
+                shutil.rmtree(partial)
+            for step in complete_steps(root)[:-count]:
+                folder = step_folder(root, step)
+                partial = folder.with_name(folder.name + ".partial")
+                # Rename first: a partly deleted checkpoint must not look like a complete one.
+                publish(folder, partial)
                 shutil.rmtree(partial)
     processes.barrier()
 

@@ -52,9 +52,11 @@ def write_result(
     """
     check_finite(engine)
     if engine.adapters is not None:
-        engine.adapters.save_pretrained(output_dir / "adapter")
-        if processes.rank() == 0 and (output_dir / "adapter").is_dir():
-            write_tokenizer_files(output_dir / "adapter", tokenizer, base=base)
+        with _atomic_folder_on_all_ranks(output_dir / "adapter") as partial:
+            engine.adapters.save_pretrained(partial)
+            processes.barrier()
+            if processes.rank() == 0:
+                write_tokenizer_files(partial, tokenizer, base=base)
     if engine.adapters is not None and not merge:
         return
     stage_adapters = engine.adapters if isinstance(engine.adapters, StageAdapters) else None

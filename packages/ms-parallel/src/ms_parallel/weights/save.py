@@ -1,6 +1,7 @@
 """Writes models to Hugging Face folders; under any layout, one gathered tensor at a time."""
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,13 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from ms_parallel.errors import ModelError, NonFiniteError
-from ms_parallel.files.durable import sync_folder, write_synced
+from ms_parallel.files.durable import (
+    replace_folder,
+    restore_folder,
+    sync_folder,
+    sync_tree,
+    write_synced,
+)
 from ms_parallel.files.safetensors_file import TensorEntry, WeightFile
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.config import ModelConfig
@@ -69,13 +76,14 @@ def save_model(
     """Write a folder that transformers and `load_model` can read. Collective.
 
     Tensors are gathered one at a time, and the first rank of each stage writes. Files are written
-    to a temporary folder and renamed after fsync, the index last, so that an interrupted save never
-    leaves a loadable mixture of two models.
+    to a temporary folder and renamed after fsync, so that a save killed at any time leaves the old
+    model or the new one. The exception is a folder that cannot be renamed, namely a mount point or
+    the working directory: there a kill during the last renames leaves a folder that does not load.
 
     Args:
         model: full model, or this process's pipeline stages; plain, tensor-parallel or sharded.
         folder: folder on a file system shared by all processes; created if missing. A model in it
-            is replaced.
+            is replaced; its other files stay.
         dtype: dtype in the files; that of the parameters by default.
         file_size_bytes: start a new file once a file would exceed this size.
         tokenizer: tokenizer to save with the model: a folder of shards or of a model, a
@@ -114,7 +122,7 @@ def save_model(
     local_files = {name: file for name, file in files.items() if file.writer == rank}
     partial = folder / _PARTIAL
     try:
-        _on_all_ranks(lambda: _clear(partial), folder, rank == 0)
+        _on_all_ranks(lambda: _prepare(folder), folder, rank == 0)
         _on_all_ranks(lambda: _write(local_tensors, local_files, partial), folder)
         _on_all_ranks(lambda: _publish(folder, files, texts), folder, rank == 0)
     except ModelError:
@@ -202,8 +210,14 @@ def _assign_files(offers: list[list[TensorEntry]], file_size_bytes: int) -> dict
     return {f"model-{i:05}-of-{count:05}.safetensors": file for i, file in enumerate(files, 1)}
 
 
+def _prepare(folder: Path) -> None:
+    """Undo an interrupted replacement and create an empty temporary folder."""
+    restore_folder(folder.resolve())
+    _clear(folder / _PARTIAL)
+
+
 def _clear(partial: Path) -> None:
-    """Create an empty temporary folder."""
+    """Create an empty folder."""
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -273,7 +287,7 @@ def _without_redistribute_warning() -> Iterator[None]:
 
 
 def _publish(folder: Path, files: Mapping[str, _File], texts: Mapping[str, bytes]) -> None:
-    """Remove the old model and move the new one in, the index last."""
+    """Complete the temporary folder and put its model in place of the old one."""
     partial = folder / _PARTIAL
     for name, content in texts.items():
         (partial / name).parent.mkdir(exist_ok=True)
@@ -285,14 +299,58 @@ def _publish(folder: Path, files: Mapping[str, _File], texts: Mapping[str, bytes
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_synced(partial / INDEX, _json(index))
         names.append(INDEX)
-    for stale in (folder / INDEX, *folder.glob("model*.safetensors")):
-        stale.unlink(missing_ok=True)
+    old_weights = [path for path in _weight_files(folder) if path.exists()]
+    if old_weights and _can_be_replaced(folder):
+        _replace(folder, names)
+        return
+    for old in old_weights:
+        old.unlink()
     sync_folder(folder)
-    for name in names:
+    for name in names:  # the index last: without it the folder does not load
         (folder / name).parent.mkdir(exist_ok=True)
         (partial / name).replace(folder / name)
     sync_folder(folder)
     shutil.rmtree(partial)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """List the index and the weight files of the model in a folder."""
+    return [folder / INDEX, *folder.glob("model*.safetensors")]
+
+
+def _can_be_replaced(folder: Path) -> bool:
+    """Whether the folder can be renamed without pulling it away from under this process."""
+    resolved = folder.resolve()
+    return not (os.path.ismount(resolved) or Path.cwd().is_relative_to(resolved))
+
+
+def _replace(folder: Path, names: Sequence[str]) -> None:
+    """Exchange the folder for one with the new model and links to the old folder's other files."""
+    folder = folder.resolve()  # a link to the folder stays a link
+    replaced = {*names, *(path.name for path in _weight_files(folder)), _PARTIAL}
+
+    def dropped(parent: str, entries: list[str]) -> list[str]:
+        place = Path(parent).relative_to(folder)
+        return [entry for entry in entries if str(place / entry) in replaced]
+
+    aside = folder.with_name(f"{folder.name}{_PARTIAL}")
+    _clear(aside)
+    shutil.copytree(
+        folder, aside, symlinks=True, ignore=dropped, copy_function=_link, dirs_exist_ok=True
+    )
+    for name in names:
+        (aside / name).parent.mkdir(exist_ok=True)
+        (folder / _PARTIAL / name).replace(aside / name)
+    sync_tree(aside)
+    replace_folder(folder, aside)
+
+
+def _link(source: str, target: str) -> None:
+    """Hard-link a file, or copy it where the file system has no hard links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _generation(config: ModelConfig) -> dict[str, object]:
