@@ -42,6 +42,11 @@ BESIDE = ThreadPoolExecutor(1)
 EVERY_SESSION = len(sys.argv) == 1
 """Whether nox was called for all that it runs by default."""
 
+INSTALL_LINES = {
+    "clone": r"^pip install (.*\./packages.*?)(?:\s+#.*)?$",
+    "index": r"pip install ('?ms-[^#`\n]*)",
+}
+"""How the line begins by which a README installs from a source."""
 PAGES = ["README.md", *(f"packages/{package}/README.md" for package in PACKAGES)]
 
 # Hundreds of processes import torch, and to compile it takes each one longer than to read it.
@@ -245,7 +250,8 @@ def readme(session: nox.Session) -> None:
     """Run the code and commands of all pages twice, and their scripts under torchrun.
 
     What a page shows of the output is compared; a block that cannot run here says why. Among all
-    default sessions the pages run once.
+    default sessions the pages run once. Alone it also runs the example lines of every `--help`,
+    and of pages whose lines need small inputs.
     """
     pages = ["docs", "examples", "README.md", "CONTRIBUTING.md"]
     pages += [f"packages/{package}/README.md" for package in PACKAGES]
@@ -257,20 +263,33 @@ def readme(session: nox.Session) -> None:
         run_shared(session, "pytest", *pages_apart, *session.posargs, env=plugin)
     two = ("-n", "2", "tests/readme_torchrun.py")
     run_shared(session, "pytest", *two, *session.posargs, env=ONE_THREAD)
+    if not EVERY_SESSION:  # minutes
+        lines = ("-n", "2", "tests/test_help_examples.py", "-m", "slow")
+        run_shared(session, "pytest", *lines, *session.posargs, env=ONE_THREAD)
 
 
 @job
+@nox.parametrize("source", list(INSTALL_LINES), ids=list(INSTALL_LINES))
 @nox.parametrize("page", PAGES, ids=[str(Path(page).parent.name or "root") for page in PAGES])
-def install(session: nox.Session, page: str) -> None:
-    """Install with the first line that a README gives for a clone, then run its code twice."""
+def install(session: nox.Session, page: str, source: str) -> None:
+    """Install with the first line that a README gives for a source, then run its code twice.
+
+    The index is a folder with wheels of this tree.
+    """
     text = (ROOT / page).read_text()
-    found = re.search(r"^pip install (.*\./packages.*?)(?:\s+#.*)?$", text, re.MULTILINE)
-    assert found is not None
-    install_torch(session)
-    session.install(*shlex.split(found[1]))
+    line = re.search(INSTALL_LINES[source], text, re.MULTILINE)
+    assert line is not None
     folder = Path(session.create_tmp()).absolute() / "code"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    install_torch(session)
+    arguments = shlex.split(line[1])
+    if source == "index":
+        wheels = str(folder.with_name("wheels"))
+        build = ("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels)
+        session.run(*build, *(f"./packages/{package}" for package in PACKAGES))
+        arguments += ["--find-links", wheels]
+    session.install(*arguments)
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (folder / "page.py").write_text("\n".join(blocks))
     with session.chdir(folder):
@@ -363,8 +382,8 @@ def demo(session: nox.Session) -> None:
 def make_demo_environment(session: nox.Session, folder: Path, lock: IO[str]) -> None:
     """Install torch, ms-data and ms-parallel, unless the last run did; holds the lock shared.
 
-    An environment without its stamp was left half made by a killed run, and is made again. One
-    that a run uses is never touched: whoever would replace it waits for the lock.
+    The environment gets its name when it is complete: what a killed installer still writes is in
+    the folder of its run. One that a run uses is never touched: the next waits for the lock.
     """
     sources = [ROOT / "packages" / package for package in ("ms-data", "ms-parallel")]
     stamp = folder / "stamp"
@@ -378,18 +397,21 @@ def make_demo_environment(session: nox.Session, folder: Path, lock: IO[str]) -> 
             fcntl.flock(lock, fcntl.LOCK_EX)
             continue  # it may have made the environment
         session.log(f"Installing {TORCH}, ms-data and ms-parallel into .nox/demo; done only once.")
-        shutil.rmtree(folder, ignore_errors=True)
-        python = str(folder / "bin" / "python")
+        for old in [folder, *folder.parent.glob(f"{folder.name}-*")]:
+            shutil.rmtree(old, ignore_errors=True)
+        partial = folder.with_name(f"{folder.name}-{os.getpid()}")
+        python = str(partial / "bin" / "python")
         install = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
         ours = [part for source in sources for part in ("-e", str(source))]
         steps = [
-            [sys.executable, "-m", "venv", str(folder)],
+            [sys.executable, "-m", "venv", str(partial)],
             [*install, TORCH, "hatchling>=1.26", "editables"],
             [*install, "--no-build-isolation", *ours],
         ]
         if any(run_to_end(step, env=dict(os.environ)) for step in steps):
             session.error("the installation failed; the lines above say why")
-        stamp.write_text(wanted)
+        (partial / "stamp").write_text(wanted)
+        partial.rename(folder)
     fcntl.flock(lock, fcntl.LOCK_SH)
 
 

@@ -77,13 +77,23 @@ def choose_layout(asked: str | None) -> Layout:
 
 def build_shards(folder: Path) -> None:
     """Train the tokenizer and write the shards, unless an earlier run did."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"Waiting: another demo is building the shards in {folder}.")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        _build_shards(folder)
+
+
+def _build_shards(folder: Path) -> None:
     tokenizer, shards = folder / "tokenizer.json", folder / "shards"
     if not tokenizer.is_file():
         say(
             f"Tokenizer: learning {VOCABULARY:,} byte-level BPE tokens from the source code of"
             " Python's standard library."
         )
-        folder.mkdir(parents=True, exist_ok=True)
         ms_data.train_tokenizer("stdlib", vocab_size=VOCABULARY, out=tokenizer)
     if (shards / "index.json").is_file():
         say(f"Shards: {shards} is complete, so it is used as it is.")

@@ -1,5 +1,6 @@
 """The demo explains its result, names commands that work, and survives being killed."""
 
+import importlib.util
 import json
 import os
 import re
@@ -7,9 +8,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +45,43 @@ def test_the_result_is_explained_and_three_commands_follow(
     commands = [shlex.split(line) for line in re.findall(r"^  (?!#)(.+)$", following, re.MULTILINE)]
     assert len(commands) == 3
     assert commands[0][1:4] == ["-m", "ms_parallel", "generate"]
+
+
+def test_an_installer_that_outlives_its_demo_does_not_write_into_the_next_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run leaves a folder without the name; the next run installs into another."""
+    pytest.importorskip("nox")
+    spec = importlib.util.spec_from_file_location("demo_noxfile", ROOT / "noxfile.py")
+    assert spec is not None
+    assert spec.loader is not None
+    noxfile = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(noxfile)
+    folder, prefixes = tmp_path / "demo", []
+    session = SimpleNamespace(log=lambda _: None, error=pytest.fail)
+
+    def run_to_end(command: list[str], *, env: dict[str, str]) -> int:
+        assert not folder.exists()
+        prefix = command[-1] if "venv" in command else str(Path(command[0]).parents[1])
+        prefixes.append(prefix)
+        Path(prefix).mkdir(exist_ok=True)
+        if len(prefixes) == 2:
+            raise KeyboardInterrupt
+        return 0
+
+    monkeypatch.setattr(noxfile, "run_to_end", run_to_end)
+    with (tmp_path / "lock").open("a") as lock, pytest.raises(KeyboardInterrupt):
+        noxfile.make_demo_environment(session, folder, lock)
+    killed = set(prefixes)
+    assert not folder.exists()
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    with (tmp_path / "lock").open("a") as lock:
+        noxfile.make_demo_environment(session, folder, lock)
+        assert len(prefixes) == 5
+        noxfile.make_demo_environment(session, folder, lock)  # complete: nothing is installed
+    assert len(prefixes) == 5
+    assert killed.isdisjoint(prefixes[2:])
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["demo"]
 
 
 def processes(marker: str) -> list[int]:
@@ -112,6 +152,41 @@ def test_a_killed_demo_leaves_nothing_behind_and_resumes(
     if until == "step 7/":
         assert "before this launch" in text
         assert "step 1/12" not in text
+
+
+def test_two_demos_build_the_shards_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits for the first, and finds them complete."""
+    demo, calls, seen = load("pretrain_stdlib.py"), [], threading.Event()
+
+    def train_tokenizer(*_: object, out: Path, **__: object) -> None:
+        calls.append("tokenizer")
+        assert seen.wait(60)
+        out.write_text("{}")
+
+    def build(*_: object, out: Path, **__: object) -> SimpleNamespace:
+        calls.append("shards")
+        out.mkdir()
+        (out / "index.json").write_text("{}")
+        return SimpleNamespace(documents=1, tokens=1, size_bytes=1)
+
+    monkeypatch.setattr(demo.ms_data, "train_tokenizer", train_tokenizer)
+    monkeypatch.setattr(demo.ms_data, "build", build)
+    # A waiting demo says so, which lets the first one go on.
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "Waiting" in text:
+            seen.set()
+
+    monkeypatch.setattr(demo, "say", say)
+    both = [threading.Thread(target=demo.build_shards, args=[tmp_path]) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert calls == ["tokenizer", "shards"]
+    assert sum("is complete, so it is used as it is" in text for text in said) == 1
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Every example line of every `--help` runs as it stands and ends with exit code 0.
 
-Each runs in a folder of its own, which holds what the line names and nothing else: a run file is
-the one that `init` writes, with smaller sizes; the paths in it and on the line are small inputs.
+So does each line of a page's block that is marked for this file. Each runs in a folder of its own,
+which holds what the line names and nothing else: a run file is the one that `init` writes, with
+smaller sizes; the paths in it and on the line are small inputs.
 """
 
 import json
@@ -17,9 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from documented_commands import help_of, subcommands
+from documented_commands import FENCE, SHELL, help_of, pages, subcommands
 from packages import PACKAGES, module_of
 
+RECORDINGS = ("before", "before2", "after", "after2", "A1", "A2", "A3", "B1", "B2", "B3")
+MARK = "<!-- not run: tests/test_help_examples.py runs each line on small inputs -->"
 OUTPUTS = {"--out", "--html", "--output-dir", "--tokenizer-out"}
 """Options whose value the command writes."""
 NEEDS = {
@@ -100,7 +103,17 @@ def examples() -> Iterator[str]:
         for command in (None, *subcommands(package))
         for line in re.findall(r"^example: (.+)$", help_of(package, command), re.MULTILINE)
     }
-    yield from lines
+    yield from lines | dict.fromkeys(page_lines())
+
+
+def page_lines() -> Iterator[str]:
+    """Every command line of the blocks that pages mark for this file, without its comment."""
+    for page in pages():
+        for part in page.read_text().split(MARK)[1:]:
+            block = FENCE.match(part.lstrip("\n"))
+            assert block is not None, page
+            assert block[3] in SHELL, page
+            yield from re.findall(r"^(?:\$ )?(.*?)(?: +# .*)?$", block[4].strip(), re.MULTILINE)
 
 
 def command_of(line: str) -> str:
@@ -138,6 +151,7 @@ class Inputs:
         self.makers: dict[str, Callable[[Path], None]] = {
             "corpus": self.write_corpus,
             "cleaned": self.write_cleaned,
+            "unique": self.write_unique,
             "tokenizer.json": self.write_tokenizer,
             "shards": self.write_shards,
             "corpus_text_document.idx": self.write_megatron,
@@ -146,6 +160,7 @@ class Inputs:
             "prompts.jsonl": self.write_prompts,
             "runs/train/model": self.write_model,
             "runs/sft/model": lambda path: self.copy("runs/train/model", path),
+            "run/model": lambda path: self.copy("runs/train/model", path),
             "path/to/model": lambda path: self.copy("runs/train/model", path),
             "runs/reward/model": self.write_reward_model,
             "runs/quantize": self.write_quantized,
@@ -155,10 +170,7 @@ class Inputs:
             "CLUSTER.toml": lambda path: void(path.write_text(CLUSTER)),
             "RULES.toml": lambda path: run("ms-data init clean --out RULES.toml", path.parent),
             "profile_results": self.write_profile,
-            **{
-                name: lambda path: self.copy("profile_results", path)
-                for name in ("before", "before2", "after", "after2")
-            },
+            **{name: lambda path: self.copy("profile_results", path) for name in RECORDINGS},
         }
 
     def __getitem__(self, name: str) -> Path:
@@ -195,6 +207,11 @@ class Inputs:
         """What the default rules keep of the texts."""
         self["corpus"], self["RULES.toml"]
         run("ms-data clean corpus/ RULES.toml --out cleaned", path.parent)
+
+    def write_unique(self, path: Path) -> None:
+        """The cleaned texts without duplicates."""
+        self["cleaned"]
+        run("ms-data dedup cleaned --out unique", path.parent)
 
     def write_tokenizer(self, path: Path) -> None:
         """A byte-level BPE."""
@@ -300,11 +317,11 @@ def bring(line: str, folder: Path, inputs: Inputs) -> None:
     names = [
         word for before, word in zip(["", *words], words, strict=False) if before not in OUTPUTS
     ]
-    if "init" not in words and "RUN.toml" in names:
-        write_run_file(command_of(line), folder / "RUN.toml")
-        names += re.findall(
-            r'^(?!out)[^#\n]*"([^"\n]+)"', (folder / "RUN.toml").read_text(), re.MULTILINE
-        )
+    if "init" not in words:
+        for name in {"RUN.toml", "GENERATE.toml", "REWARD.toml"} & set(names):
+            write_run_file(command_of(line), folder / name)
+            text = (folder / name).read_text()
+            names += re.findall(r'^(?!out)[^#\n]*"([^"\n]+)"', text, re.MULTILINE)
     rows = {"sft": "chats", "dpo": "pairs", "reward": "pairs"}
     for name in {re.sub(r"^\./|/$", "", name) for name in names}:
         source = rows.get(command_of(line).split()[1], name) if name == "shards" else name

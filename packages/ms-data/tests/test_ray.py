@@ -1,7 +1,12 @@
 """A Ray cluster gives the bytes of one machine; a real local one is started."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +23,16 @@ from .chats import write_rows, write_tokenizer
 from .pictures import QWEN2, asked, drawn, encoded, write_model
 from .test_array_jobs import RULES, files_below
 from .test_build import texts_of, write_lines
+
+
+PASS = """
+import sys
+from ms_data.cli import main
+from ms_data.engine import batches
+batches.BATCH_CHARACTERS = 2000
+sys.exit(main(["clean", *sys.argv[1:]]))
+"""
+"""`ms-data clean` in small batches."""
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +188,74 @@ def test_a_cluster_that_loses_its_processes_is_one_line() -> None:
     cause = TokenizerError("no such token")
     with pytest.raises(TokenizerError, match="no such token"):
         _get(LosingRay(), ray.exceptions.RayTaskError("f", "trace", cause))
+
+
+@pytest.mark.parametrize(("ending", "code", "lines"), [("os._exit(1)", 1, 1), ("pass", 0, 0)])
+def test_a_process_that_ray_ends_leaves_one_line(ending: str, code: int, lines: int) -> None:
+    """Ray's C++ code calls _exit when it has lost its head; an ordinary end prints nothing."""
+    script = f"""
+import os
+from ms_data.engine.ray_cluster import explained_exit
+with explained_exit():
+    {ending}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert len(done.stderr.splitlines()) == lines
+    assert ("run the same command again to resume" in done.stderr) == bool(lines)
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Command lines of all processes below a process."""
+    below: dict[int, str] = {}
+    parents, lines = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                status = (folder / "stat").read_text().rpartition(")")[2]
+                parents[int(folder.name)] = int(status.split()[1])
+                lines[int(folder.name)] = (folder / "cmdline").read_bytes().decode()
+    level = {root}
+    while level:
+        level = {process for process, parent in parents.items() if parent in level}
+        below |= {process: lines[process] for process in level}
+    return below
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("victim", "recovers"), [("ray::", True), ("raylet/raylet", False), ("gcs_server", False)]
+)
+def test_a_pass_whose_ray_process_is_killed_recovers_or_ends_in_one_line_and_resumes(
+    victim: str, recovers: bool, corpus: Path, tmp_path: Path
+) -> None:
+    """Kill -9 of a worker, a node or the head; nothing is lost, and the bytes are the same."""
+    pytest.importorskip("ray")
+    rules = tmp_path / "rules.toml"
+    rules.write_text("[unicode]\n")
+    line = [sys.executable, "-c", PASS, str(corpus), str(rules), "--out", str(tmp_path / "out")]
+    line += ["--workers", "ray"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not any("_run_task" in text for text in descendants(process.pid).values()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    below = descendants(process.pid)
+    chosen = [number for number, text in below.items() if victim in text]
+    assert chosen
+    for number in chosen:
+        os.kill(number, signal.SIGKILL)
+    _, errors = process.communicate()
+    for number in below:  # Ray's agents outlive a node that was killed
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    assert "Traceback" not in errors
+    assert (process.returncode == 0) == recovers, errors
+    if not recovers:
+        assert process.returncode == 1
+        assert sum("run the same command again" in text for text in errors.splitlines()) == 1
+        assert subprocess.run(line, check=False).returncode == 0
+    clean(corpus, rules, out=tmp_path / "here", workers=1)
+    assert files_below(tmp_path / "out") == files_below(tmp_path / "here")

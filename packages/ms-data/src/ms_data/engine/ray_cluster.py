@@ -4,9 +4,11 @@ This process reads the corpus and writes the output, so the output does not depe
 The cluster's machines need ms-data and the libraries of the work installed.
 """
 
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -15,6 +17,15 @@ from ms_data.errors import DataError, SettingError, printable
 
 AHEAD = 2
 """Requests sent ahead per core of the cluster."""
+_WATCH = """
+import sys
+if not sys.stdin.buffer.read(1):
+    print(sys.argv[1], file=sys.stderr)
+"""
+_ENDED = (
+    "error: this process was ended by a signal, or by Ray because the head or the node process of"
+    " its cluster ended; finished work is kept, run the same command again to resume"
+)
 
 
 class ClusterError(DataError, RuntimeError):
@@ -40,10 +51,13 @@ def ray_pool(
     """
     ray = check_ray()
     connected_here = not ray.is_initialized()
-    if connected_here:
-        _connect(ray, address)
     pending: deque[Any] = deque()
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(explained_exit())
+        if connected_here:
+            _connect(ray, address)
+            stack.callback(ray.shutdown)
+        stack.callback(_cancel, ray, pending)
         stored_setup = ray.put(setup)  # stored once, and shared by all tasks
         task = ray.remote(max_retries=3)(_run_task)
 
@@ -52,11 +66,30 @@ def ray_pool(
             return lambda: _get(ray, pending.popleft())
 
         yield send, AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
-    finally:
-        for result in pending:
-            ray.cancel(result, force=True)
-        if connected_here:
-            ray.shutdown()
+
+
+@contextmanager
+def explained_exit() -> Iterator[None]:
+    """Have a second process print one line if this one ends within the block.
+
+    Ray ends its driver by `_exit`, without an exception or a message, when the head or the node
+    process that it is connected to ends.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _WATCH, _ENDED]
+    # A session of its own, so that Ctrl-C does not reach it.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:
+        assert watcher.stdin is not None
+        try:
+            yield
+        finally:
+            with suppress(BrokenPipeError):
+                watcher.stdin.write(b".")
+                watcher.stdin.flush()
+
+
+def _cancel(ray: Any, pending: deque[Any]) -> None:
+    for result in pending:
+        ray.cancel(result, force=True)
 
 
 def check_ray() -> Any:
