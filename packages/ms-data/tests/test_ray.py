@@ -24,7 +24,6 @@ from .pictures import QWEN2, asked, drawn, encoded, write_model
 from .test_array_jobs import RULES, files_below
 from .test_build import texts_of, write_lines
 
-
 PASS = """
 import sys
 from ms_data.cli import main
