@@ -185,8 +185,10 @@ def parts_of(device: str, processes: int, *, quick: bool) -> Iterator[Part]:
     tool = driver_tool(device)
     if tool:
         yield Part("what the driver says", tool, 60, "driver and devices")
-    doctor = (python, "-m", "ms_parallel", "doctor")
-    yield Part("doctor", doctor, 300, "versions, devices, memory, and what may be wrong with them")
+    if is_here("ms_profile"):
+        doctor = (python, "-m", "ms_profile", "doctor")
+        shows = "versions, devices, memory, and what may be wrong with them"
+        yield Part("doctor", doctor, 300, shows)
     check = (python, "-m", "ms_kernels", "check", "--device", device)
     shows = "each backend, forward and backward, within its limit of error"
     yield Part("operators beside float64", check, 3600, shows)

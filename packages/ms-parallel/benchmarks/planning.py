@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import evolve
+from ms_parallel.planner.measuring.machines import measure_cluster
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ms_parallel.cluster.connection import connect
@@ -44,7 +45,6 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.models.registry import architecture
 from ms_parallel.planner.cluster import Cluster, read_cluster, write_cluster
 from ms_parallel.planner.layouts.choice import FITS
-from ms_parallel.planner.measuring.machines import measure_cluster
 from ms_parallel.planner.record.history import History
 from ms_parallel.planner.record.plan_file import Plan
 from ms_parallel.training.memory import run_memory

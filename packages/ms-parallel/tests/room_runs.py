@@ -22,13 +22,13 @@ from ms_parallel.planner.layouts.candidate import Split
 from ms_parallel.planner.layouts.choice import FITS
 from ms_parallel.planner.layouts.enumeration import divisors
 from ms_parallel.planner.layouts.sizes import ModelSizes
-from ms_parallel.planner.measuring.machines import measure_cluster
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.history import History
 from ms_parallel.training.fitting import engine_settings, fit_model
 from ms_parallel.training.memory import run_memory
 from ms_parallel.training.microbatch_size import predict_microbatch_size, resolve_microbatch_size
 from ms_parallel.training.options import Options
+from ms_parallel.training.planning.auto_layout import measured_cluster
 from ms_parallel.training.planning.counting import working_bytes
 from ms_parallel.training.planning.plan import plan
 
@@ -123,7 +123,7 @@ def kept_in_gaps(limited: bool) -> dict[str, float]:
 def measured_in(room_bytes: int) -> float:
     """Memory in GiB of the cluster that this process is, which may take so much more."""
     with Room(room_bytes):
-        cluster = measure_cluster(torch.device("cpu"))
+        cluster = measured_cluster(torch.device("cpu"))
     assert cluster is not None  # this is the first process
     return cluster.memory_gib
 

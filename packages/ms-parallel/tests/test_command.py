@@ -43,7 +43,7 @@ def python(*words: str, **options: object) -> "subprocess.CompletedProcess[str]"
     [
         ["--version"],
         ["--help"],
-        *([name, "--help"] for name in ("train", "inspect", "init", "schedule", "prove", "doctor")),
+        *([name, "--help"] for name in ("train", "inspect", "init", "schedule", "prove")),
         ["init"],
         ["schedule", "zb-v", "--stages", "2", "--microbatches", "4"],
     ],
@@ -94,7 +94,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """With the command's name before it, and exit code 2."""
     with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--jsn"])
+        main(["schedule", "--jsn"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ms-parallel")
@@ -248,3 +248,13 @@ def test_ctrl_c_before_the_first_step_is_one_line(corpus: Path, tmp_path: Path) 
         assert started.returncode == 130
         (line,) = said.splitlines()
         assert line.startswith("ms-parallel: interrupted")
+
+
+@pytest.mark.parametrize("words", [[], ["--output-dir", "runs"], ["--from", "x", "--json"]])
+def test_doctor_names_the_command_of_ms_profile(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and exit code 2, whatever the options were."""
+    assert main(["doctor", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "`ms-profile doctor`" in line

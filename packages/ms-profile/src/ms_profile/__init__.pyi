@@ -9,6 +9,7 @@ from .analysis.transfers import Verdict, diagnose
 from .analysis.whole_run import Analysis, RankAnalysis, analyse, analyse_traces
 from .clocks.alignment import ClockFit, align_clocks
 from .clocks.clock_pair import ClockPair, read_clocks
+from .doctor.cluster import measure_cluster
 from .errors import ProfileError
 from .links.fit import LinkFit, fit_link
 from .links.matrix import LinkMatrix
@@ -60,6 +61,7 @@ __all__ = [
     "follow_events",
     "kernel_table",
     "mark_step",
+    "measure_cluster",
     "measure_links",
     "operator_table",
     "read_clocks",

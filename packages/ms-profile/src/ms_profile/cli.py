@@ -10,7 +10,7 @@ from ms_profile.errors import nearest_name
 from ms_profile.version import __version__
 
 PROG: Final = "ms-profile"
-COMMANDS: Final = ("run", "report", "compare", "logs", "track", "link")
+COMMANDS: Final = ("run", "report", "compare", "logs", "track", "link", "doctor")
 """Subcommands in the order of the help text; each is a module in `ms_profile.commands`."""
 SYNONYMS: Final = {
     "run": ("profile", "capture", "record", "start", "trace", "train"),
@@ -19,6 +19,7 @@ SYNONYMS: Final = {
     "logs": ("events", "log", "tail"),
     "track": ("mlflow", "sync", "tensorboard", "upload", "wandb"),
     "link": ("bandwidth", "latency", "ping"),
+    "doctor": ("check", "diagnose", "examine", "health", "measure"),
 }
 """What users of other tools may type instead of each command, for the "did you mean" hint."""
 

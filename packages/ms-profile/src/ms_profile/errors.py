@@ -44,6 +44,14 @@ class RecordError(ProfileError, RuntimeError):
     """Exit code 1, a failure: the input itself is valid."""
 
 
+class LaunchError(ProfileError, RuntimeError):
+    """The ranks of a run cannot connect."""
+
+
+class DoctorError(ProfileError, ValueError):
+    """The machines cannot be examined as asked: no such device, or options that do not combine."""
+
+
 class LinkError(ProfileError, ValueError):
     """The links cannot be measured, or no line can be fitted to the measurements."""
 

@@ -1,10 +1,26 @@
-"""The alpha-beta model of a link: a message of n bytes takes `latency + n / bandwidth`."""
+"""The alpha-beta model of a link: a message of n bytes takes `latency + n / bandwidth` seconds.
+
+(R. W. Hockney, The communication challenge for MPP, Parallel Computing 20(3), 1994.)
+
+The fit minimizes the squared logarithms of fitted / measured, so that predictions too long and too
+short by the same factor count equally; least squares of the relative error would prefer short ones.
+With h = latency * bandwidth, the size that takes twice the latency, the model is
+latency * (1 + n / h). For each h the best latency is a geometric mean, and h is searched.
+"""
+
+from typing import Final
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike
 
 from ms_profile.errors import LinkError
+
+STEPS: Final = 64
+ROUNDS: Final = 12
+"""Values of h tried per round, and rounds; each searches between the neighbors of the best h."""
+MIN_HALF, MAX_HALF = 1e-6, 1e9
+"""Range of h, as a multiple of the smallest and of the largest size."""
 
 
 class LinkFit(Struct, frozen=True, kw_only=True):
@@ -19,7 +35,7 @@ class LinkFit(Struct, frozen=True, kw_only=True):
 
 
 def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
-    """Fit `time = latency + size / bandwidth` with errors relative to the time.
+    """Fit `time = latency + size / bandwidth` with errors as ratios.
 
     Args:
         sizes_bytes: (N,) message sizes.
@@ -30,22 +46,24 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
     """
     sizes = np.asarray(sizes_bytes, dtype=np.float64)
     times = np.asarray(times_s, dtype=np.float64)
-    if len(np.unique(sizes)) < 2 or not (times > 0).all():
+    if len(np.unique(sizes)) < 2 or len(sizes) != len(times) or not (times > 0).all():
         raise LinkError(
             f"sizes {sizes.tolist()} and times {times.tolist()} do not determine a line; "
             "pass two different sizes and positive times"
         )
-    scale = sizes.max()
-    columns = np.stack([np.ones_like(sizes), sizes / scale], axis=1) / times[:, None]
-    (latency, slope), *_ = np.linalg.lstsq(columns, np.ones_like(times), rcond=None)
-    if latency < 0:  # not physical: fit a line through the origin instead
-        latency = 0.0
-        slope = float(columns[:, 1].sum() / (columns[:, 1] ** 2).sum())
-    if slope <= 0:
-        latency, slope = float(np.median(times)), 0.0
-    fitted = latency + slope * sizes / scale
+    low = np.log(sizes[sizes > 0].min() * MIN_HALF)
+    high = limit = np.log(sizes.max() * MAX_HALF)
+    for _ in range(ROUNDS):
+        halves = np.linspace(low, high, STEPS + 1)  # (K,) logarithms of h
+        # (K, N) logarithm of the latency that each time alone would imply
+        latencies = np.log(times) - np.log1p(sizes / np.exp(halves)[:, None])
+        best = int(latencies.var(axis=1).argmin())
+        low, high = halves[max(0, best - 1)], halves[min(STEPS, best + 1)]
+    half, latency = np.exp(halves[best]), float(np.exp(latencies[best].mean()))
+    grows = halves[best] < limit - 1
+    fitted = latency * (1 + sizes / half)
     return LinkFit(
-        latency_s=float(latency),
-        bandwidth_bytes_per_s=float(scale / slope) if slope > 0 else None,
+        latency_s=latency,
+        bandwidth_bytes_per_s=float(half / latency) if grows else None,
         residual=float(np.sqrt(np.mean(((times - fitted) / times) ** 2))),
     )

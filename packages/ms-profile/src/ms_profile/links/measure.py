@@ -1,13 +1,13 @@
 """Measure the link of every pair of ranks by ping-pong.
 
 One pair at a time sends messages of increasing size back and forth. Other load on the host only
-adds time, so the fastest repeat is used. The line is fitted with relative weights, so that 8 bytes
-and 4 MiB count equally. Needs torch.
+adds time, so the fastest repeat is used. The line is fitted by ratios, so that 8 bytes and 4 MiB
+count equally. Needs torch.
 """
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Final
 
@@ -19,17 +19,28 @@ if TYPE_CHECKING:
     import torch
 
 SIZES: Final = (8, 1024, 16_384, 131_072, 1_048_576, 4_194_304)
+WARMUP: Final = 2
+"""Untimed round trips per size: the first ones open connections and fill caches."""
+Pairs = Sequence[tuple[int, int]]
 
 
 def measure_links(
-    *, sizes_bytes: Sequence[int] = SIZES, repeats: int = 10, device: "torch.device | None" = None
+    *,
+    sizes_bytes: Sequence[int] = SIZES,
+    repeats: int | Sequence[int] = 10,
+    device: "torch.device | None" = None,
+    rounds: Sequence[Pairs] | None = None,
+    on_round: Callable[[Pairs], object] = lambda pairs: None,
 ) -> LinkMatrix:
     """Measure every pair of the default process group; a collective call on all ranks.
 
     Args:
         sizes_bytes: message sizes, multiples of 8.
-        repeats: round trips per size; the fastest is used.
+        repeats: round trips, one number or one per size; the fastest is used.
         device: device of the messages. None: the accelerator if the backend needs it, else the CPU.
+        rounds: pairs to measure, lower rank first; those of a round run at the same time. None: all
+            pairs, one after the other.
+        on_round: called with the pairs of each round before it starts.
 
     Raises:
         LinkError: torch.distributed is not initialized, or there is only one rank.
@@ -42,21 +53,29 @@ def measure_links(
         )
     message_device = device if device is not None else _device(dist.get_backend_config())
     rank, world = dist.get_rank(), dist.get_world_size()
+    counts = [repeats] * len(sizes_bytes) if isinstance(repeats, int) else repeats
     pairs: list[PairLink] = []
-    for first, second in combinations(range(world), 2):
-        if rank in (first, second):
-            times = [_one_way(first, second, size, repeats, message_device) for size in sizes_bytes]
+    for round_pairs in rounds or [[pair] for pair in combinations(range(world), 2)]:
+        on_round(round_pairs)
+        dist.barrier()
+        for first, second in round_pairs:
+            if rank not in (first, second):
+                continue
+            peer = second if rank == first else first
+            times = [
+                one_way(peer, size, count, message_device)
+                for size, count in zip(sizes_bytes, counts, strict=True)
+            ]
             if rank == first:
-                fit = fit_link(sizes_bytes, times)
                 pair = PairLink(
                     first=first,
                     second=second,
-                    fit=fit,
+                    fit=fit_link(sizes_bytes, times),
                     sizes_bytes=tuple(sizes_bytes),
                     times_s=tuple(times),
                 )
                 pairs.append(pair)
-        dist.barrier()
+    dist.barrier()
     gathered: list[tuple[str, list[PairLink]]] = [("", [])] * world
     dist.all_gather_object(gathered, (socket.gethostname(), pairs))
     return LinkMatrix(
@@ -78,24 +97,27 @@ def _device(backends: str) -> "torch.device":
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _one_way(first: int, second: int, size: int, repeats: int, device: "torch.device") -> float:
-    """Return half the fastest round trip in seconds; only the first rank's result is used."""
+def one_way(peer: int, size_bytes: int, repeats: int, device: "torch.device") -> float:
+    """Return half the fastest round trip to `peer` in seconds; both ranks call this.
+
+    The lower rank sends first, and only its result is meaningful.
+    """
     import torch
     import torch.distributed as dist
 
-    message = torch.zeros(max(size // 8, 1), dtype=torch.int64, device=device)
-    is_first = dist.get_rank() == first
-    peer = second if is_first else first
+    message = torch.zeros(max(size_bytes // 8, 1), dtype=torch.int64, device=device)
+    sends_first = dist.get_rank() < peer
     best = float("inf")
-    for _ in range(repeats + 2):  # the first two iterations open connections and warm up caches
+    for trip in range(repeats + WARMUP):
         start = time.perf_counter()
-        if is_first:
+        if sends_first:
             dist.send(message, peer)
             dist.recv(message, peer)
         else:
             dist.recv(message, peer)
             dist.send(message, peer)
         if device.type != "cpu":
-            torch.accelerator.synchronize()
-        best = min(best, time.perf_counter() - start)
+            torch.accelerator.synchronize(device)
+        if trip >= WARMUP:
+            best = min(best, time.perf_counter() - start)
     return best / 2

@@ -9,7 +9,12 @@ from ms_parallel.planner.cluster.cluster import (
     Link,
     Links,
 )
-from ms_parallel.planner.cluster.file import cluster_text, read_cluster, write_cluster
+from ms_parallel.planner.cluster.file import (
+    cluster_text,
+    parse_cluster,
+    read_cluster,
+    write_cluster,
+)
 
 __all__ = [
     "DTYPES",
@@ -20,6 +25,7 @@ __all__ = [
     "Link",
     "Links",
     "cluster_text",
+    "parse_cluster",
     "read_cluster",
     "write_cluster",
 ]

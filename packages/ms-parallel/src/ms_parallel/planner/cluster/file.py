@@ -3,6 +3,7 @@
 Where `chip` names a known one, what is known of it need not be given.
 """
 
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,26 @@ def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
             missing, or a value cannot be used.
     """
     settings = read_settings(path, overrides)
-    if isinstance(settings.get("chip"), str):
+    # A measured file is complete, and its chip is the driver's name of the device.
+    if isinstance(settings.get("chip"), str) and settings.get("measured") is not True:
         try:
             _fill(settings, chip_named(settings["chip"]))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
     return build(Cluster, settings, where=str(path))
+
+
+def parse_cluster(text: str, *, where: str) -> Cluster:
+    """Parse the text of a measured cluster file.
+
+    Args:
+        text: TOML text.
+        where: origin of the text, for error messages.
+
+    Raises:
+        ConfigError: a key or value is not that of a cluster.
+    """
+    return build(Cluster, tomllib.loads(text), where=where)
 
 
 def _fill(settings: dict[str, Any], chip: Chip) -> None:

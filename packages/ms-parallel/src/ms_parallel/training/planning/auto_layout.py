@@ -4,16 +4,16 @@ import logging
 from pathlib import Path
 
 import msgspec
+import torch
 from attrs import evolve
 
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.process import world_size
-from ms_parallel.errors import ConfigError
+from ms_parallel.errors import ConfigError, LaunchError
 from ms_parallel.events import OnEvent
-from ms_parallel.planner.cluster import Cluster, read_cluster
-from ms_parallel.planner.measuring.machines import measure_cluster
+from ms_parallel.planner.cluster import Cluster, parse_cluster, read_cluster
 from ms_parallel.planner.record.plan_file import FILE, Plan, read_plan, write_plan
 from ms_parallel.training.options import AUTO, Options
 from ms_parallel.training.planning.conditions import conditions_of
@@ -79,7 +79,7 @@ def _plan(options: Options, shards: Path) -> Plan:
 def _cluster(options: Options) -> Cluster | None:
     """Read the cluster file, or measure these machines; only rank 0 gets a measured cluster."""
     if options.cluster is None:
-        return measure_cluster(pick_device(options.device))
+        return measured_cluster(pick_device(options.device))
     cluster = read_cluster(options.cluster)
     if cluster.devices != world_size():
         raise ConfigError(
@@ -87,3 +87,24 @@ def _cluster(options: Options) -> Cluster | None:
             f" are running; start {cluster.devices}, or drop cluster to measure these machines"
         )
     return cluster
+
+
+def measured_cluster(device: torch.device) -> Cluster | None:
+    """Measure these machines with ms-profile. Collective; only rank 0 gets the cluster.
+
+    Raises:
+        ConfigError: ms-profile is not installed.
+        LaunchError: the machines cannot be measured.
+    """
+    try:
+        from ms_profile import ProfileError, measure_cluster
+    except ImportError as error:
+        raise ConfigError(
+            'parallel_config = "auto" measures these machines with ms-profile; pip install'
+            " 'ms-parallel[profile]', or set cluster to a cluster file"
+        ) from error
+    try:
+        text = measure_cluster(device)
+    except ProfileError as error:
+        raise LaunchError(str(error)) from error
+    return None if text is None else parse_cluster(text, where="measured cluster")

@@ -77,7 +77,7 @@ MEASURED_WITH = ("optimizer", "ops", "mixed_precision", "context_attention", "co
 """Engine settings with which layers are measured."""
 SET_CHIP = (
     "set chip in the cluster file to the known chip closest to these devices, whose figures are"
-    " used where the file has none; or measure them with ms-parallel doctor --measure"
+    " used where the file has none; or measure them with ms-profile doctor --measure"
 )
 MEASURED, DATASHEET = "layers measured here", "the cluster's figures"
 STATE_BYTES = 16

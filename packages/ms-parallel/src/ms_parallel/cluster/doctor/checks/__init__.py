@@ -1,1 +1,0 @@
-"""The checks, one per file; each registers itself with `check`."""

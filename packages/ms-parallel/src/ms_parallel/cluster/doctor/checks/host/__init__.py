@@ -1,1 +1,0 @@
-"""Checks of a machine: devices, limits, memory, clock and the output folder."""

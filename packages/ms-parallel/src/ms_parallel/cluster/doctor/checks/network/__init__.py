@@ -1,1 +1,0 @@
-"""Checks of the network: ports, rates, packet sizes, and the variables that select them."""

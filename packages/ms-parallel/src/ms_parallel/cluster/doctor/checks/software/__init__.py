@@ -1,1 +1,0 @@
-"""Checks of installed software: compatible versions, equal on all ranks."""

@@ -1,1 +1,0 @@
-"""Joint measurements of several processes: clocks, links and the output folder."""

@@ -1,1 +1,0 @@
-"""Parsers of a recording: its files and command outputs."""

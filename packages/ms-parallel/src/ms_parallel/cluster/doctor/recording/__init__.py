@@ -1,1 +1,0 @@
-"""Recordings of machines, which can be judged anywhere."""

@@ -1,0 +1,302 @@
+"""Checks of installed software: packages, drivers and collective libraries that fit together."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from ms_profile.doctor.checks import Finding, check, failure, minority, warning
+from ms_profile.doctor.network import has_active_port
+from ms_profile.doctor.recording import Examined, Recording
+from ms_profile.doctor.vendor_tools import (
+    cann,
+    gpus,
+    has_ascend,
+    has_nvidia,
+    npu_driver,
+    nvidia_driver,
+)
+from ms_profile.doctor.versions import release, tables, version
+
+BACKENDS: Final = {
+    "cuda": ("nccl", "install torch with CUDA, which brings NCCL"),
+    "npu": ("hccl", "install torch_npu, and CANN with HCCL"),
+    "xpu": ("xccl", "install torch for Intel devices"),
+    "cpu": ("gloo", "install torch with distributed support"),
+}
+"""Collective library of each type of device, and how to install it."""
+DEVICE_FILES: Final = "dev/infiniband"
+Read = Callable[[Recording], str | None]
+ON_ALL_RANKS: Final[dict[str, Read]] = {
+    "ms-parallel": lambda recording: recording.machine.packages.get("ms-parallel"),
+}
+MAY_DIFFER: Final[dict[str, Read]] = {
+    "Python": lambda recording: recording.machine.python or None,
+    "triton": lambda recording: recording.machine.packages.get("triton"),
+    "ms-data": lambda recording: recording.machine.packages.get("ms-data"),
+}
+PER_DEVICE_TYPE: Final[dict[str, Read]] = {
+    "torch": lambda recording: recording.machine.packages.get("torch"),
+    "torch_npu": lambda recording: recording.machine.packages.get("torch-npu"),
+    "CUDA of torch": lambda recording: recording.machine.torch_cuda,
+    "NCCL": lambda recording: recording.machine.libraries.get("nccl"),
+}
+PER_MACHINE: Final[dict[str, Read]] = {
+    "NVIDIA driver": nvidia_driver,
+    "Ascend driver": npu_driver,
+    "CANN": cann,
+}
+
+
+@check(
+    "packages",
+    "torch is built with distributed support; torchrun, and ms-data for ms-parallel, are installed",
+    needs=lambda examined: any(recording.machine.packages for recording in examined.ranks),
+)
+def packages(examined: Examined) -> Iterator[Finding]:
+    """Check each rank, as environments may differ."""
+    for recording in examined.ranks:
+        machine = recording.machine
+        if not machine.packages:
+            continue
+        if not machine.backends:
+            yield failure(
+                recording,
+                "torch",
+                what="torch has no backend for messages between processes",
+                why="every layout with more than one process needs one",
+                remedy="install a build of torch with distributed support: pip install torch",
+            )
+        if machine.packages.get("ms-parallel") and machine.packages.get("ms-data") is None:
+            yield warning(
+                recording,
+                "ms-data",
+                what="ms-data is not installed",
+                why="`ms-parallel train` reads datasets with it",
+                remedy="pip install 'ms-parallel[data]'",
+            )
+        if machine.torchrun is None:
+            yield warning(
+                recording,
+                "torchrun",
+                what="torchrun is not on PATH",
+                why="it starts the processes of a run",
+                remedy="use python -m torch.distributed.run instead, or add its folder to PATH",
+            )
+
+
+@check(
+    "collectives",
+    "torch has the collective library of its device, with RDMA support",
+    needs=lambda examined: any(recording.machine.backends for recording in examined.ranks),
+)
+def collectives(examined: Examined) -> Iterator[Finding]:
+    """Check each rank's backend, and libibverbs on machines with RDMA ports."""
+    for recording in examined.ranks:
+        machine = recording.machine
+        backend, remedy = BACKENDS.get(machine.device, (None, ""))
+        if machine.backends and backend is not None and backend not in machine.backends:
+            yield failure(
+                recording,
+                "torch",
+                what=f"torch has no {backend}, which is needed for messages between"
+                f" {machine.device} devices",
+                why="processes on these devices cannot connect",
+                remedy=remedy,
+            )
+        lacks_verbs = machine.libraries.get("ibverbs", "") is None
+        if machine.device == "cuda" and lacks_verbs and _has_port(examined, recording):
+            yield failure(
+                recording,
+                "libibverbs",
+                what="there are RDMA ports but libibverbs.so.1 does not load",
+                why="NCCL uses TCP sockets instead, at a fraction of the rate",
+                remedy="install libibverbs1 and ibverbs-providers, also in the container",
+            )
+    for recording in examined.machines:
+        has_device_file = any(name.startswith("uverbs") for name in recording.names(DEVICE_FILES))
+        uses_nccl = recording.machine.packages and recording.machine.device == "cuda"
+        if uses_nccl and not has_device_file and _has_port(examined, recording):
+            yield failure(
+                recording,
+                f"/{DEVICE_FILES}",
+                what="there are RDMA ports but no device files for them",
+                why="NCCL uses TCP sockets instead, at a fraction of the rate",
+                remedy="use docker run --device=/dev/infiniband, an RDMA device plugin in"
+                " Kubernetes, or modprobe ib_uverbs",
+            )
+
+
+def _has_port(examined: Examined, recording: Recording) -> bool:
+    return has_active_port(examined.machine_of(recording))
+
+
+@check("cuda-driver", "the driver supports torch's CUDA version", needs=has_nvidia)
+def cuda_driver(examined: Examined) -> Iterator[Finding]:
+    """Compare each machine's driver with torch on each of its ranks."""
+    for recording in examined.ranks:
+        machine = examined.machine_of(recording)
+        installed = nvidia_driver(machine)
+        if installed is None or not recording.machine.packages:
+            continue
+        if recording.machine.torch_cuda is None:
+            yield failure(
+                recording,
+                "torch",
+                what=f"torch {recording.machine.packages.get('torch')} is built without CUDA, but"
+                f" there is an NVIDIA driver {installed}",
+                why="training runs on the CPU",
+                remedy="install torch with CUDA: pip install torch from the index of your CUDA"
+                " version, see pytorch.org",
+            )
+            continue
+        yield from _old_driver(recording, installed, recording.machine.torch_cuda)
+        if gpus(machine) and not recording.machine.accelerators:
+            yield failure(
+                recording,
+                "torch",
+                what=f"nvidia-smi lists devices but torch with CUDA"
+                f" {recording.machine.torch_cuda} finds none",
+                why="training runs on the CPU",
+                remedy="check CUDA_VISIBLE_DEVICES, the device files of a container (--gpus all),"
+                " and the error of torch.cuda.init()",
+            )
+
+
+def _old_driver(recording: Recording, installed: str, cuda: str) -> Iterator[Finding]:
+    reference = tables()
+    minimum = reference.cuda_major_drivers.get(cuda.split(".")[0])
+    matching = next((row.driver for row in reference.cuda_drivers if row.cuda == cuda), None)
+    if minimum is not None and version(installed) < version(minimum):
+        yield failure(
+            recording,
+            "driver",
+            what=f"NVIDIA driver {installed} is older than {minimum}, which torch's CUDA {cuda}"
+            " needs",
+            why="torch finds no device, or its kernels do not load",
+            remedy=f"install driver {matching or minimum} or newer, or torch for an older CUDA",
+        )
+    elif matching is not None and version(installed) < version(matching):
+        yield warning(
+            recording,
+            "driver",
+            what=f"NVIDIA driver {installed} is older than {matching}, released with CUDA {cuda}",
+            why="torch runs, but kernels compiled on this machine (torch.compile, Triton) may not"
+            " load",
+            remedy=f"install driver {matching} or newer",
+        )
+
+
+@check("torch-npu", "torch, torch_npu, CANN and the driver are compatible", needs=has_ascend)
+def torch_npu(examined: Examined) -> Iterator[Finding]:
+    """Compare each rank's packages with its machine."""
+    for recording in examined.ranks:
+        machine = examined.machine_of(recording)
+        if npu_driver(machine) is None:
+            continue
+        if recording.machine.packages:
+            yield from _torch_npu_versions(recording, cann(machine))
+        yield from _ascend_driver(recording, machine)
+
+
+def _torch_npu_versions(recording: Recording, toolkit: str | None) -> Iterator[Finding]:
+    torch, extension = (recording.machine.packages.get(name) for name in ("torch", "torch-npu"))
+    if extension is None:
+        yield failure(
+            recording,
+            "torch_npu",
+            what="there are Ascend devices but torch_npu is not installed",
+            why="torch does not find them, and training runs on the CPU",
+            remedy=f"pip install torch-npu=={release(torch or '') or 'the version of torch'}",
+        )
+        return
+    if torch is not None and release(torch) != release(extension):
+        yield failure(
+            recording,
+            "torch_npu",
+            what=f"torch_npu {extension} is for torch {release(extension)}, but torch is {torch}",
+            why="it does not load, or its operators misbehave",
+            remedy=f"pip install torch=={release(extension)}, or a torch_npu for {release(torch)}",
+        )
+        return
+    base = extension.split("+")[0]
+    rows = [row for row in tables().torch_npu if version(row.torch_npu) <= version(base)]
+    rows = [row for row in rows if row.torch == release(base)]
+    row = max(rows, key=lambda row: version(row.torch_npu), default=None)
+    if row is None or toolkit is None:
+        return
+    if version(toolkit)[:2] != version(row.cann)[:2]:
+        yield warning(
+            recording,
+            "CANN",
+            what=f"CANN is {toolkit}, but torch_npu {extension} was released with {row.cann}",
+            why="operators may be missing or slow; only adjacent releases are tested together",
+            remedy=f"install CANN {row.cann}, or the torch_npu released with {toolkit}",
+        )
+
+
+def _ascend_driver(recording: Recording, machine: Recording) -> Iterator[Finding]:
+    installed, toolkit = npu_driver(machine), cann(machine)
+    if toolkit is None:
+        yield failure(
+            recording,
+            "CANN",
+            what="CANN is not found in /usr/local/Ascend/ascend-toolkit/latest",
+            why="torch_npu loads its operators and HCCL from there",
+            remedy="install the CANN toolkit and kernels, or point ASCEND_HOME_PATH to them",
+        )
+        return
+    rows = [row for row in tables().ascend_drivers if version(row.cann) <= version(toolkit)]
+    row = max(rows, key=lambda row: version(row.cann), default=None)
+    if row is not None and installed is not None and version(installed) < version(row.driver):
+        yield failure(
+            recording,
+            "driver",
+            what=f"Ascend driver {installed} is older than {row.driver}, the oldest for CANN"
+            f" {toolkit}",
+            why="devices do not open, or operators fail at run time",
+            remedy=f"install Ascend HDK {row.driver} or newer, driver and firmware, and restart",
+        )
+
+
+@check(
+    "same-versions",
+    "all ranks run the same versions",
+    needs=lambda examined: len(examined.ranks) > 1,
+)
+def same_versions(examined: Examined) -> Iterator[Finding]:
+    """Report ranks that differ from the majority; builds are compared per type of device."""
+    ranks = [recording for recording in examined.ranks if recording.machine.packages]
+    for name, read in {**ON_ALL_RANKS, **MAY_DIFFER}.items():
+        yield from _differing(name, read, ranks)
+    device_types = sorted({recording.machine.device for recording in ranks})
+    if len(device_types) > 1:
+        yield from _differing("torch", _torch_release, ranks)
+    for device_type in device_types:
+        same_type = [recording for recording in ranks if recording.machine.device == device_type]
+        for name, read in PER_DEVICE_TYPE.items():
+            yield from _differing(name, read, same_type)
+        machines = [
+            recording for recording in examined.machines if recording.machine.device == device_type
+        ]
+        for name, read in PER_MACHINE.items():
+            yield from _differing(name, read, machines)
+
+
+def _torch_release(recording: Recording) -> str | None:
+    return release(recording.machine.packages.get("torch") or "") or None
+
+
+def _differing(name: str, read: Read, recordings: list[Recording]) -> Iterator[Finding]:
+    report = warning if name in MAY_DIFFER else failure
+    versions = [read(recording) for recording in recordings]
+    for recording, installed, majority in minority(recordings, versions):
+        yield report(
+            recording,
+            name,
+            what=f"{name} is {installed or 'absent'} here and {majority or 'absent'} on most"
+            " other ranks",
+            why="ranks with different versions may wait in different collectives, or compute"
+            " different results",
+            remedy=f"install {name} {majority} here"
+            if majority
+            else f"remove {name} here, or install it on all",
+        )

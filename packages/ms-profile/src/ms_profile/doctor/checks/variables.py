@@ -1,0 +1,286 @@
+"""Checks of variables that disable or restrict what the collective libraries could use."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from attrs import frozen
+
+from ms_profile.doctor.checks import Finding, check, failure, minority, warning
+from ms_profile.doctor.network import (
+    INTERFACES,
+    ON,
+    chosen_interfaces,
+    chosen_ports,
+    has_active_port,
+    has_rdma,
+    interface,
+    ports,
+    value,
+    variable,
+)
+from ms_profile.doctor.recording import Examined, Recording
+from ms_profile.doctor.vendor_tools import has_ascend, npu_driver, nvidia_driver
+
+Judge = Callable[[Recording, str], str]
+"""Takes a machine and a value; returns the problem with it, or an empty text."""
+SHARED: Final = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "HCCL_ALGO", "HCCL_BUFFSIZE")
+"""Variables that both ends of a message must agree on."""
+SOCKETS_IN_LOG: Final = re.compile(r"Using network Socket|NET/Socket : Using")
+RDMA_IN_LOG: Final = re.compile(r"Using network IB|NET/IB : Using|via NET/IB")
+NO_RDMA: Final = "messages between machines go over TCP sockets, at a fraction of the rate of RDMA"
+NO_PEERS: Final = "messages between devices of a machine are copied through host memory"
+UNREACHED: Final = "the library does not find a usable address, and the ranks cannot connect"
+
+
+@frozen(kw_only=True)
+class Variable:
+    """A variable and the effect of setting it."""
+
+    name: str
+    judge: Judge
+    why: str
+    remedy: str
+    fails: bool = True
+    """Failure rather than warning: it breaks a run or slows it down much."""
+
+
+def _on(machine: Recording, word: str) -> str:
+    return "turned on" if word.lower() in ON else ""
+
+
+def _on_with_rdma(machine: Recording, word: str) -> str:
+    return "turned on, although RDMA ports are up" * (
+        has_active_port(machine) and word.lower() in ON
+    )
+
+
+def _not_rdma(machine: Recording, word: str) -> str:
+    chooses_sockets = word.lower() in ("socket", "none")
+    return "which excludes the RDMA ports that are up" * (
+        has_active_port(machine) and chooses_sockets
+    )
+
+
+def _few_ports(machine: Recording, word: str) -> str:
+    active = [port for port in ports(machine) if port.is_active]
+    chosen = [port for port in chosen_ports(machine, word) if port.is_active]
+    too_few = 0 < len(chosen) < len(active)
+    return f"which selects {len(chosen)} of {len(active)} ports that are up" * too_few
+
+
+def _near_only(machine: Recording, word: str) -> str:
+    forbidden = word.upper() in ("LOC", "0")
+    return "which lets no adapter access device memory" * (forbidden and has_active_port(machine))
+
+
+def _absent_interface(machine: Recording, word: str) -> str:
+    if not machine.names(INTERFACES):
+        return ""
+    chosen = chosen_interfaces(machine, word)
+    if not chosen:
+        names = ", ".join(machine.names(INTERFACES)[:8])
+        return f"which matches no interface of this machine ({names})"
+    links = [interface(machine, name) for name in chosen]
+    return "" if any(link and link.up for link in links) else "whose interface is down"
+
+
+def _loopback(machine: Recording, word: str) -> str:
+    return _absent_interface(machine, word) or "which reaches only this machine" * (
+        chosen_interfaces(machine, word) == ["lo"]
+    )
+
+
+def _off(machine: Recording, word: str) -> str:
+    return "turned off" * (word == "0")
+
+
+VARIABLES: Final = (
+    Variable(
+        name="NCCL_IB_DISABLE",
+        judge=_on_with_rdma,
+        why=NO_RDMA,
+        remedy="unset it, or set it to 0",
+    ),
+    Variable(name="NCCL_NET", judge=_not_rdma, why=NO_RDMA, remedy="unset it, or set it to IB"),
+    Variable(
+        name="NCCL_IB_HCA",
+        judge=_few_ports,
+        why="the other ports stay idle",
+        remedy="list all ports that are meant for training, or unset it",
+        fails=False,
+    ),
+    Variable(name="NCCL_P2P_DISABLE", judge=_on, why=NO_PEERS, remedy="unset it, or set it to 0"),
+    Variable(
+        name="NCCL_P2P_LEVEL",
+        judge=lambda machine, word: "which forbids it" * (word.upper() in ("LOC", "0")),
+        why=NO_PEERS,
+        remedy="unset it, or name NVL, PIX, PXB, PHB or SYS",
+    ),
+    Variable(
+        name="NCCL_SHM_DISABLE",
+        judge=_on,
+        why="processes of a machine without peer access between devices send over the network",
+        remedy="unset it, and give the container a larger /dev/shm instead",
+    ),
+    Variable(
+        name="NCCL_NET_GDR_LEVEL",
+        judge=_near_only,
+        why="every message between machines is copied through host memory",
+        remedy="unset it, or name PIX, PXB, PHB or SYS",
+    ),
+    Variable(
+        name="NCCL_IB_GDR_LEVEL",
+        judge=_near_only,
+        why="every message between machines is copied through host memory",
+        remedy="unset it; it is now called NCCL_NET_GDR_LEVEL",
+    ),
+    Variable(
+        name="NCCL_DMABUF_ENABLE",
+        judge=_off,
+        why="without nvidia_peermem, adapters cannot access device memory",
+        remedy="unset it, or set it to 1",
+        fails=False,
+    ),
+    Variable(
+        name="NCCL_SOCKET_IFNAME",
+        judge=_loopback,
+        why=UNREACHED,
+        remedy="use an interface that reaches the other machines, or unset it",
+    ),
+    Variable(
+        name="GLOO_SOCKET_IFNAME",
+        judge=_absent_interface,
+        why=UNREACHED,
+        remedy="use an interface that reaches the other machines, or unset it",
+    ),
+    Variable(
+        name="HCCL_SOCKET_IFNAME",
+        judge=_loopback,
+        why=UNREACHED,
+        remedy="use an interface that reaches the other machines, or unset it",
+    ),
+    Variable(
+        name="HCCL_P2P_DISABLE",
+        judge=_on,
+        why=NO_PEERS,
+        remedy="unset it, or set it to 0",
+    ),
+    Variable(
+        name="NCCL_DEBUG",
+        judge=lambda machine, word: "which logs every operation" * (word.upper() == "TRACE"),
+        why="logging takes longer than small collectives",
+        remedy="set it to WARN",
+        fails=False,
+    ),
+)
+
+
+@check("variables", "no variable disables what the collective libraries could use")
+def variables(examined: Examined) -> Iterator[Finding]:
+    """Check each rank's environment and NCCL's configuration files on its machine."""
+    for recording in examined.ranks:
+        machine = examined.machine_of(recording)
+        for rule in VARIABLES:
+            setting = (
+                variable(recording, machine, rule.name)
+                if _is_read(recording, machine, rule.name)
+                else None
+            )
+            problem = rule.judge(machine, setting[0]) if setting and setting[0] else ""
+            if setting and problem:
+                report = failure if rule.fails else warning
+                yield report(
+                    recording,
+                    rule.name,
+                    what=f"{rule.name}={setting[0]} (of {setting[1]}), {problem}",
+                    why=rule.why,
+                    remedy=rule.remedy,
+                )
+
+
+def _is_read(recording: Recording, machine: Recording, name: str) -> bool:
+    """Return whether a library that reads the variable is used here."""
+    if name.startswith("NCCL_"):
+        return recording.machine.device == "cuda" or nvidia_driver(machine) is not None
+    return not name.startswith("HCCL_") or npu_driver(machine) is not None
+
+
+@check("hccl-variables", "HCCL's variables are consistent", needs=has_ascend)
+def hccl_variables(examined: Examined) -> Iterator[Finding]:
+    """Check HCCL's settings for links within a machine, and its allow list."""
+    for recording in examined.ranks:
+        if npu_driver(examined.machine_of(recording)) is None:
+            continue
+        pcie, roce = (
+            value(examined, recording, f"HCCL_INTRA_{x}_ENABLE") for x in ("PCIE", "ROCE")
+        )
+        if (pcie, roce) in (("1", "1"), ("0", ""), ("", "0")):
+            yield failure(
+                recording,
+                "HCCL_INTRA_ROCE_ENABLE",
+                what=f"HCCL_INTRA_PCIE_ENABLE is {pcie or 'not set'} and HCCL_INTRA_ROCE_ENABLE"
+                f" {roce or 'not set'}, which HCCL does not support together",
+                why="HCCL does not start, or uses another link than intended",
+                remedy="unset both, or set one to 1 and the other to 0",
+            )
+        elif roce == "1":
+            yield warning(
+                recording,
+                "HCCL_INTRA_ROCE_ENABLE",
+                what="messages between devices of a machine go over RoCE",
+                why="they use network bandwidth although HCCS or PCIe is free",
+                remedy="unset it, unless the devices of the machine have no other link",
+            )
+        allow_list = value(examined, recording, "HCCL_WHITELIST_FILE")
+        if value(examined, recording, "HCCL_WHITELIST_DISABLE") == "0" and not allow_list:
+            yield failure(
+                recording,
+                "HCCL_WHITELIST_DISABLE",
+                what="HCCL_WHITELIST_DISABLE=0 admits only listed addresses, but"
+                " HCCL_WHITELIST_FILE is not set",
+                why="HCCL admits no other machine, and the ranks cannot connect",
+                remedy="set HCCL_WHITELIST_DISABLE=1, or set HCCL_WHITELIST_FILE",
+            )
+
+
+@check(
+    "same-variables",
+    "algorithm, protocol and buffer size of collectives are the same on all ranks",
+    needs=lambda examined: len(examined.ranks) > 1,
+)
+def same_variables(examined: Examined) -> Iterator[Finding]:
+    """Report ranks that differ from the majority."""
+    for name in SHARED:
+        values = [value(examined, recording, name) for recording in examined.ranks]
+        for recording, setting, majority in minority(examined.ranks, values):
+            yield failure(
+                recording,
+                name,
+                what=f"{name} is {setting or 'not set'} here and {majority or 'not set'} on"
+                " most other ranks",
+                why="ranks send in one way and expect another: the run hangs",
+                remedy=f"set {name}={majority} on all" if majority else f"unset {name}",
+            )
+
+
+@check(
+    "transport",
+    "NCCL reports that it uses RDMA",
+    needs=lambda examined: bool(examined.measured.log) and has_rdma(examined),
+)
+def transport(examined: Examined) -> Iterator[Finding]:
+    """Search NCCL's log of its initialization."""
+    log = examined.measured.log
+    if RDMA_IN_LOG.search(log) or not SOCKETS_IN_LOG.search(log):
+        return
+    for machine in examined.machines:
+        if has_active_port(machine):
+            yield failure(
+                machine,
+                "NCCL",
+                what="its log says that it uses sockets, although RDMA ports are up",
+                why="messages between machines have a fraction of the rate",
+                remedy="check NCCL_IB_DISABLE, NCCL_NET and NCCL_IB_HCA, libibverbs and"
+                " /dev/infiniband in the container, and run with NCCL_DEBUG=INFO",
+            )
