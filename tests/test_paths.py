@@ -42,10 +42,11 @@ WORDS = {
     "ms-kernels": {"operator", "details", "chip", "backend", "device", "dtype", "only", "target"},
     "ms-parallel": {
         *("set", "costs", "model", "layout", "sharding", "schedule", "recompute"),
-        *("context_attention", "device", "prompt"),
+        *("context_attention", "device", "prompt", "arguments"),
     },
     "ms-profile": {
         *("metrics", "arguments", "kind", "rank", "title", "backend", "name", "project", "to"),
+        "device",
     },
     "ms-align": {"set"},
     "ms-compress": {"scheme", "set"},

@@ -94,7 +94,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """With the command's name before it, and exit code 2."""
     with pytest.raises(SystemExit) as ended:
-        main(["schedule", "--jsn"])
+        main(["schedule", "1f1b", "--jsn"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ms-parallel")

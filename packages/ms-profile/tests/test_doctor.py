@@ -154,7 +154,7 @@ FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
         (cluster, *fault)
         for cluster in CLUSTERS
         for fault in (
-            ("clocks", measured("clocks", 3, offset_s=-1.0), 3, "it is 1 s behind that of rank 0",
+            ("clocks", measured("clocks", 3, offset_s=-1.0), 3, "it is 1 s behind rank 0's",
              "chronyd"),
             ("shared-memory", machine(0, shared_memory_bytes=64 << 20), 0, "its size is 64 MiB",
              "--shm-size"),
@@ -243,7 +243,7 @@ WARNINGS: list[tuple[str, str, list[Plant], str]] = [
     ("processors", "threads", [machine(rank, threads=96, environment={"OMP_WAIT_POLICY": "PASSIVE"})
                                for rank in range(4)], "192 in total, on 96 cores"),
     ("processors", "threads", [added("rank-2/files/proc/loadavg", "42.00 1.1 0.5 1/9 9\n")],
-     "96 cores, 40.0 of them busy with other processes"),
+     "96 cores, 40.0 cores busy with other processes"),
     ("processors", "links", [measured("pairs", 1, bandwidth_gb_per_s=0.1)],
      "they reach 0.10 GB/s, and similar pairs 1.10 GB/s"),
     ("processors", "links", [measured("pairs", n, latency_us=200_546.0) for n in range(6)],

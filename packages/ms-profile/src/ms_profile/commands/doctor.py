@@ -116,7 +116,7 @@ def _examine(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, examined: "Examined", *findings: "Finding") -> int:
-    """Judge what was examined and print the report; return 1 if a check fails."""
+    """Run the checks and print the report; return 1 if a check fails."""
     from ms_profile.doctor.report import draw_page, judge, report_text
 
     report = judge(examined, findings)

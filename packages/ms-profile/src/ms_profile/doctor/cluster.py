@@ -28,7 +28,7 @@ LINK_TRIPS: Final = 8
 COLLECTIVE_BYTES: Final = (1 << 9, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes of gathered, scattered and reduced tensors: norms, hidden states, weights."""
 COLLECTIVE_ROUNDS, COLLECTIVE_CALLS = 8, 4
-"""Timed rounds of a collective, the fastest of which counts, and back-to-back calls per round."""
+"""Timed rounds of a collective (the fastest counts), and back-to-back calls per round."""
 STATE_BYTES, MESSAGES = 1 << 15, 128
 """Size and number of the messages that show the CPU time per message."""
 MIN_LATENCY_US, MIN_GB_PER_S, MAX_GB_PER_S = 1e-3, 1e-6, 1e9
@@ -70,7 +70,7 @@ def measure_cluster(device: torch.device) -> str | None:
     """Measure the machines of all ranks. Collective; rank 0 gets a cluster file as TOML text.
 
     Ranks compute and send at the same time, as in a run. If a machine has more ranks than cores,
-    only as many ranks as cores compute.
+    the ranks beyond the number of cores wait.
 
     Args:
         device: device of this rank.
@@ -145,9 +145,9 @@ def product_tflops(dtype: torch.dtype, device: torch.device) -> float | None:
 
 
 def _product(rows: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    return lambda: torch.mm(left, right, out=out)
+    a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
 
 
 def memory_gb_per_s(device: torch.device) -> float:
@@ -276,7 +276,7 @@ def _cpu_us_per_message(device: torch.device) -> float | None:
 
     Returns:
         On rank 0 the median in microseconds. None if ranks have several threads, as the process
-        clock counts all of them, or an accelerator, which computes meanwhile.
+        clock counts all threads, or an accelerator, which computes meanwhile.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     peer = partner(rank, world, 1, world)
@@ -295,7 +295,7 @@ def _cpu_us_per_message(device: torch.device) -> float | None:
 
 
 def _measure_collectives(device: torch.device, ranks_per_node: int) -> dict[str, Link]:
-    """Time the collectives of all machines at once; each rank returns those of its machine."""
+    """Time the collectives of all machines at once; each rank returns its machine's."""
     rank, group = dist.get_rank(), None
     for first in range(0, dist.get_world_size(), ranks_per_node):
         new_group = dist.new_group(list(range(first, first + ranks_per_node)))
@@ -341,7 +341,7 @@ def collectives(
 def _collective_s(
     call: Callable[[], object], group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Time a collective within a sequence of them, in seconds."""
+    """Time a collective within a back-to-back sequence, in seconds."""
     times: list[float] = []
     for _ in range(COLLECTIVE_ROUNDS):
         call()

@@ -78,7 +78,7 @@ def connect(device_name: str | None) -> torch.device:
 
 
 def pick_device(name: str | None, local_rank: int) -> torch.device:
-    """Return the named device or the best one of the machine; sets it for this process.
+    """Return the named device, or the machine's best; sets it for this process.
 
     Raises:
         DoctorError: the machine has no such device, or fewer devices than ranks.
@@ -215,7 +215,7 @@ def pair_rounds(world: int) -> list[list[tuple[int, int]]]:
 
     Args:
         world: number of ranks. Up to `MAX_SEQUENTIAL` ranks have one pair per round; beyond
-            `MAX_ROUNDS`, each rank has that many partners.
+            `MAX_ROUNDS` ranks, each rank has `MAX_ROUNDS` partners.
     """
     # Round-robin tournament: the first seat stays, the others rotate. An odd seat out is -1.
     seats = [*range(world), *([-1] if world % 2 else [])]

@@ -149,7 +149,7 @@ class Examined:
 
     @cached_property
     def machines(self) -> tuple[Recording, ...]:
-        """Recording of each machine: that of its first rank."""
+        """Recording of each machine, made by its first rank."""
         return tuple(self._by_node.values())
 
     def machine_of(self, recording: Recording) -> Recording:

@@ -5,7 +5,7 @@
     RECORDING/rank-0/files/sys/class/net/...     files by path
     RECORDING/rank-0/commands/nvidia-smi -q.txt  outputs by command line
 
-A folder without `rank-0` is that of a single rank. Each of the three may be missing, so that a
+A folder without `rank-0` holds a single rank. Each of the three may be missing, so that a
 recording can be gathered by hand.
 """
 
@@ -157,6 +157,6 @@ def _check_ranks(path: Path, measured: Measured, count: int) -> None:
     invalid = next((rank for rank in mentioned if not 0 <= rank < count), None)
     if invalid is not None:
         raise FormatError(
-            f"{path} has measurements of rank {invalid} but there are {count} ranks; add the"
-            " recording of that rank"
+            f"{path} has measurements of rank {invalid} but there are {count} ranks; add its"
+            " recording"
         )

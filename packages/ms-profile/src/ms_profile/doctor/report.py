@@ -54,7 +54,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sound(self) -> bool:
-        """Whether there are no failures."""
+        """Whether no check failed."""
         return not any(finding.severity == "failure" for finding in self.findings)
 
 
@@ -68,10 +68,10 @@ def judge(examined: Examined, extra: Iterable[Finding] = ()) -> DoctorReport:
     findings, results = list(extra), []
     for name, check in all_checks().items():
         skipped = not check.needs(examined)
-        found = [] if skipped else merge_findings(check.look(examined))
-        findings += [msgspec.structs.replace(finding, check=name) for finding in found]
+        new_findings = [] if skipped else merge_findings(check.look(examined))
+        findings += [msgspec.structs.replace(finding, check=name) for finding in new_findings]
         results.append(
-            CheckResult(name=name, about=check.about, skipped=skipped, findings=len(found))
+            CheckResult(name=name, about=check.about, skipped=skipped, findings=len(new_findings))
         )
     return DoctorReport(
         machine=examined.ranks[0].machine,
@@ -203,10 +203,10 @@ def _sentence(text: str) -> str:
 def _checks(report: DoctorReport) -> str:
     rows = []
     for result in report.checks:
-        kind = "skipped" if result.skipped else "failure" if result.findings else "sound"
+        css_class = "skipped" if result.skipped else "failure" if result.findings else "sound"
         word = "n/a" if result.skipped else f"{result.findings} found" if result.findings else "ok"
         rows.append(
-            f'<tr><td>{escape(result.name)}</td><td class="{kind}">{word}</td>'
+            f'<tr><td>{escape(result.name)}</td><td class="{css_class}">{word}</td>'
             f"<td>{escape(result.about)}</td></tr>\n"
         )
     return "".join(rows)

@@ -27,7 +27,7 @@ class Gpu:
     """Values by path: the headings above and the key, joined with ` / `."""
 
     def fact(self, *ends: str) -> str:
-        """Return the first value whose path ends with one of `ends`, or an empty text."""
+        """Return the first value whose path has an ending of `ends`, or an empty text."""
         for end in ends:
             for path, value in self.facts.items():
                 if path == end or path.endswith(f" / {end}"):
@@ -128,7 +128,7 @@ def npus(recording: Recording) -> list[Npu]:
 
 def npu_ports(recording: Recording) -> list[NpuPort]:
     """Ports of the Ascend devices that were queried by `port_commands`."""
-    ports = []
+    ports: list[NpuPort] = []
     for words in map(str.split, recording.commands):
         number = parse_int(words[2]) if words[:2] == [PORT_TOOL, "-i"] and len(words) == 5 else None
         if number is not None and number not in [port.number for port in ports]:

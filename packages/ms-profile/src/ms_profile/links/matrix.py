@@ -87,9 +87,9 @@ class SlowLink:
 
 
 def find_slow_link(links: LinkMatrix) -> SlowLink | None:
-    """Return the slowest pair if it takes at least 1.5 times the median pair's time, else None.
+    """Return the slowest pair if it takes 1.5 times the median pair's time or more; otherwise None.
 
-    With fewer than three pairs there is no majority to compare with, so the result is None.
+    Fewer than three pairs have no majority to compare with, so the result is None.
     """
     if len(links.pairs) < 3:
         return None

@@ -38,8 +38,8 @@ def measure_links(
         sizes_bytes: message sizes, multiples of 8.
         repeats: round trips, one number or one per size; the fastest is used.
         device: device of the messages. None: the accelerator if the backend needs it, else the CPU.
-        rounds: pairs to measure, lower rank first; those of a round run at the same time. None: all
-            pairs, one after the other.
+        rounds: pairs to measure, lower rank first; the pairs of a round run at the same time.
+            None: all pairs, one after the other.
         on_round: called with the pairs of each round before it starts.
 
     Raises:

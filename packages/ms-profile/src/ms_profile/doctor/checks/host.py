@@ -277,7 +277,7 @@ def _check_machine(
             yield warning(
                 recording,
                 "OMP_NUM_THREADS",
-                what=f"{_thread_counts(ranks)} on {cores:g} cores, {busy_elsewhere:.1f} of them"
+                what=f"{_thread_counts(ranks)} on {cores:g} cores, {busy_elsewhere:.1f} cores"
                 " busy with other processes",
                 why=SPINS,
                 remedy=f"set OMP_NUM_THREADS={free_per_rank} before the start, or"

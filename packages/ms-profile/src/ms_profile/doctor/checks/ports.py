@@ -54,8 +54,8 @@ def port_state(examined: Examined) -> Iterator[Finding]:
     """Check the ports selected by NCCL_IB_HCA, and the ports of NPUs."""
     for machine in examined.machines:
         choice = value(examined, machine, "NCCL_IB_HCA")
-        chosen = chosen_ports(machine, choice)
-        if choice and not chosen and has_rdma(examined):
+        selected = chosen_ports(machine, choice)
+        if choice and not selected and has_rdma(examined):
             yield failure(
                 machine,
                 "NCCL_IB_HCA",
@@ -63,7 +63,7 @@ def port_state(examined: Examined) -> Iterator[Finding]:
                 why="NCCL uses TCP sockets instead, at a fraction of the rate",
                 remedy="use adapter names from ibstat, or unset it",
             )
-        for port in (port for port in chosen if not port.is_active):
+        for port in (port for port in selected if not port.is_active):
             yield failure(
                 machine,
                 port.name,
@@ -78,7 +78,7 @@ def port_state(examined: Examined) -> Iterator[Finding]:
 
 def _port_remedy(port: Port) -> str:
     if port.state in ("init", "armed") and not port.is_ethernet:
-        return "start the subnet manager of the fabric (opensm, or that of the switch)"
+        return "start the subnet manager of the fabric (opensm, or the switch's)"
     if port.physical == "linkup" and port.is_ethernet:
         return "bring the interface up: ip link set dev NAME up"
     if port.physical == "disabled":
@@ -269,7 +269,7 @@ def _interface_mtu(
 
 
 def _socket_interface(examined: Examined, machine: Recording) -> str | None:
-    """Interface for sockets: the configured one, or the first physical one that is up."""
+    """Interface for sockets: the configured one or the first physical one in state up."""
     for variable in SOCKET_VARIABLES:
         choice = value(examined, machine, variable)
         if choice:

@@ -58,8 +58,8 @@ def links(examined: Examined) -> Iterator[Finding]:
                     what=f"they reach {pair.bandwidth_gb_per_s:.2f} GB/s, and similar pairs"
                     f" {median_rate:.2f} GB/s (median)",
                     why="collectives run at the rate of the slowest pair",
-                    remedy="run the doctor again on idle machines; if it persists, check what the"
-                    " two share: a switch, a slot, a CPU",
+                    remedy="run the doctor again on idle machines; if it persists, look for a"
+                    " shared cause: a switch, a slot, a CPU",
                 )
             elif pair.bandwidth_gb_per_s < MIN_GB_PER_S:
                 yield warning(
@@ -80,7 +80,7 @@ def _late(pair: Pair, recording: Recording, where: str) -> Finding:
         where,
         what=f"the smallest message takes {pair.latency_us / 1e3:,.1f} ms one way; more than"
         f" {MAX_LATENCY_US / 1e3:g} ms is too slow for training",
-        why="every collective waits at least twice that long, and a step has many of them",
+        why="every collective waits at least twice that long, and a step has many collectives",
         remedy="compare with ping; use machines of one site and the interface of their fastest"
         " network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or use the slow link only between data"
         " or pipeline ranks",
@@ -93,7 +93,7 @@ def _slow(examined: Examined, pair: Pair, recording: Recording, where: str, rate
         recording,
         where,
         what=f"they reach {pair.bandwidth_gb_per_s:.2f} GB/s on a link of {rate:.1f} GB/s",
-        why="collectives between machines take that many times longer",
+        why="collectives between machines take longer by the same factor",
         remedy="check which transport the library reports (NCCL_DEBUG=INFO), GPUDirect, which"
         " adapter is near which device (nvidia-smi topo -m), and congestion",
     )
@@ -102,8 +102,7 @@ def _slow(examined: Examined, pair: Pair, recording: Recording, where: str, rate
 def _link_gb_per_s(examined: Examined, pair: Pair) -> float | None:
     """Rate of the slower of two ranks' ports, in 10⁹ bytes per second; None if unknown."""
     rates = [_port_gb_per_s(examined, rank) for rank in (pair.first, pair.second)]
-    known = [rate for rate in rates if rate is not None]
-    return min(known) if len(known) == len(rates) else None
+    return min(rate for rate in rates if rate is not None) if None not in rates else None
 
 
 def _port_gb_per_s(examined: Examined, rank: int) -> float | None:
@@ -134,7 +133,7 @@ def clocks(examined: Examined) -> Iterator[Finding]:
         yield report(
             recording,
             "clock",
-            what=f"it is {abs(clock.offset_s):.3g} s {side} that of rank 0 (to within"
+            what=f"it is {abs(clock.offset_s):.3g} s {side} rank 0's (to within"
             f" {clock.uncertainty_s * 1e3:.2g} ms)",
             why="logs and traces of the ranks do not line up, files on a network folder seem to"
             " come from the future, and certificates fail",

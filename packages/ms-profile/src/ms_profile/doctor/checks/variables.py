@@ -1,4 +1,4 @@
-"""Checks of variables that disable or restrict what the collective libraries could use."""
+"""Checks of variables that disable or restrict features of the collective libraries."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -64,9 +64,9 @@ def _not_rdma(machine: Recording, word: str) -> str:
 
 def _few_ports(machine: Recording, word: str) -> str:
     active = [port for port in ports(machine) if port.is_active]
-    chosen = [port for port in chosen_ports(machine, word) if port.is_active]
-    too_few = 0 < len(chosen) < len(active)
-    return f"which selects {len(chosen)} of {len(active)} ports that are up" * too_few
+    selected = [port for port in chosen_ports(machine, word) if port.is_active]
+    too_few = 0 < len(selected) < len(active)
+    return f"which selects {len(selected)} of {len(active)} ports that are up" * too_few
 
 
 def _near_only(machine: Recording, word: str) -> str:
@@ -77,11 +77,11 @@ def _near_only(machine: Recording, word: str) -> str:
 def _absent_interface(machine: Recording, word: str) -> str:
     if not machine.names(INTERFACES):
         return ""
-    chosen = chosen_interfaces(machine, word)
-    if not chosen:
+    selected = chosen_interfaces(machine, word)
+    if not selected:
         names = ", ".join(machine.names(INTERFACES)[:8])
         return f"which matches no interface of this machine ({names})"
-    links = [interface(machine, name) for name in chosen]
+    links = [interface(machine, name) for name in selected]
     return "" if any(link and link.up for link in links) else "whose interface is down"
 
 
@@ -176,7 +176,7 @@ VARIABLES: Final = (
 )
 
 
-@check("variables", "no variable disables what the collective libraries could use")
+@check("variables", "no variable disables a feature of the collective libraries")
 def variables(examined: Examined) -> Iterator[Finding]:
     """Check each rank's environment and NCCL's configuration files on its machine."""
     for recording in examined.ranks:
