@@ -149,3 +149,13 @@ def test_what_is_known_of_a_chip_need_not_be_given(tmp_path: Path) -> None:
     assert cluster.links.node.bandwidth_gb_per_s == chip.link_gb_per_s
     with pytest.raises(ConfigError, match=r"chip .h1000. is not known"):
         read_cluster(_file(tmp_path, 'chip = "h1000"'))
+
+
+def test_a_measured_file_may_name_a_chip_by_its_driver(tmp_path: Path) -> None:
+    """`ms-profile doctor --measure` writes the driver's name, and every figure."""
+    text = EXAMPLE.replace('"h100-sxm"', '"NVIDIA H100 80GB HBM3"')
+    with pytest.raises(ConfigError, match="is not known"):
+        read_cluster(_file(tmp_path, text))
+    cluster = read_cluster(_file(tmp_path, f"measured = true\n{text}"))
+    assert cluster.chip == "NVIDIA H100 80GB HBM3"
+    assert cluster.memory_gib == 80

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +30,7 @@ from ms_profile.cli import main
 from ms_profile.doctor import capture
 from ms_profile.doctor.checks import all_checks
 from ms_profile.doctor.clocks import estimate
-from ms_profile.doctor.examine import nccl_log, pair_rounds, relevant_lines
+from ms_profile.doctor.examine import nccl_log, pair_rounds, relevant_lines, set_rendezvous
 from ms_profile.doctor.recording import NO_ANSWER
 from ms_profile.doctor.recording_folder import read_recording, write_recording
 from ms_profile.doctor.report import draw_page, judge
@@ -633,3 +635,74 @@ def test_the_tables_are_whole_and_have_their_sources() -> None:
     assert all(release(row.torch_npu) == row.torch for row in found.torch_npu)
     drivers = [version(row.driver) for row in found.cuda_drivers]
     assert drivers == sorted(drivers)
+
+
+def test_a_recording_is_judged_without_torch(tmp_path: Path) -> None:
+    """`--from` does not import torch, so recordings can be judged where it is not installed."""
+    folder = recorded.infiniband(tmp_path / "recording")
+    script = (
+        "import sys; from ms_profile.cli import main; code = main(sys.argv[1:]);"
+        " sys.exit(code or 3 * ('torch' in sys.modules))"
+    )
+    command = [sys.executable, "-c", script, "doctor", "--from", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "0 failures" in done.stdout
+
+
+def test_a_missing_torch_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Examining a machine needs torch; the error line says which extra to install."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["doctor"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'ms-profile[torch]'" in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "start them with torchrun or srun"),
+        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}, "torchrun or srun"),
+    ],
+)
+def test_ranks_without_an_address_are_rejected(
+    variables: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Such a rank would wait for the others forever."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"LOCAL_RANK": "0"} | variables).items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--device", "cpu"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_step_of_slurm_provides_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's host is the first of the node list, and the port differs between steps."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    ports = set()
+    for step in ("0", "1"):
+        monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[007-009,012],big1")
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        monkeypatch.setenv("SLURM_JOB_ID", "42")
+        set_rendezvous(4)
+        assert os.environ["MASTER_ADDR"] == "gpu007"
+        ports.add(int(os.environ.pop("MASTER_PORT")))
+    assert len(ports) == 2
+
+
+@pytest.mark.parametrize("name", ["nonsense", "cuda:999", "meta"])
+def test_a_device_that_the_machine_lacks_is_rejected(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and exit code 2."""
+    assert main(["doctor", "--device", name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--device" in line

@@ -59,7 +59,7 @@ def connect(device_name: str | None) -> torch.device:
     device = pick_device(device_name, process.local_rank)
     if process.world_size == 1:
         return device
-    _set_rendezvous(process.world_size)
+    set_rendezvous(process.world_size)
     backend = dist.get_default_backend_for_device(device)
     try:
         dist.init_process_group(
@@ -106,7 +106,7 @@ def pick_device(name: str | None, local_rank: int) -> torch.device:
     return torch.device(device.type, index)
 
 
-def _set_rendezvous(world_size: int) -> None:
+def set_rendezvous(world_size: int) -> None:
     """Derive MASTER_ADDR and MASTER_PORT from Slurm's step if the launcher has not set them."""
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
