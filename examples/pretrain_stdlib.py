@@ -102,7 +102,9 @@ def _build_shards(folder: Path) -> None:
         f"Shards: writing the token ids into compressed, checksummed files; {HELD_OUT_SHARE:.0%} of"
         " the source files are held out to measure the model on text it has not seen."
     )
-    summary = ms_data.build("stdlib", tokenizer=tokenizer, out=shards, hold_out=HELD_OUT_SHARE)
+    summary = ms_data.build(
+        "stdlib", tokenizer=tokenizer, out=shards, held_out_fraction=HELD_OUT_SHARE
+    )
     size = f"{summary.size_bytes / 2**20:.1f} MiB"
     print(f"{summary.documents:,} documents, {summary.tokens:,} tokens, {size}", flush=True)
 

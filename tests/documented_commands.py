@@ -224,7 +224,8 @@ def unknown_key(line: Line) -> str | None:
     known = keys_of(f"{line.program} {line.words[0]}")
     for word, setting in zip(line.words, line.words[1:], strict=False):
         name, equals, _ = setting.partition("=")
-        is_override = word == "--set" or (equals and line.words[0] != "explain")
+        follows_operand = not word.startswith("--") and line.words[0] != "explain"
+        is_override = word == "--set" or (equals and follows_operand)
         if not is_override or not known or not re.fullmatch(r"[a-z][a-z_.]*", name):
             continue
         if not accepts(known, name):

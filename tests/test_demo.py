@@ -20,7 +20,7 @@ from packages import ROOT
 from test_examples import load
 
 SCRIPT = ROOT / "examples" / "pretrain_stdlib.py"
-SMALL = ["steps=12", "checkpoint_every=2", "evaluate_every=6", "evaluate_batches=1"]
+SMALL = ["steps=12", "checkpoint_every=2", "eval_every=6", "eval_batches=1"]
 SMALL += ["model_config.hidden_size=32", "model_config.intermediate_size=64", "sample_tokens=8"]
 SMALL += ["model_config.num_hidden_layers=1", "sequence_length=32", "log_every=1"]
 WORDS = [word for setting in SMALL for word in ("--set", setting)]

@@ -63,7 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sequence_length=128,
         batch_size=8,
         learning_rate=3e-3,
-        hold_out=0.05,
+        held_out_fraction=0.05,
         output_dir=folder / "run",
         device="cpu",
         progress=False,
@@ -156,8 +156,8 @@ def test_two_processes_say_what_one_does(place: Path, truth: dict[str, Any], axi
     run = place / f"{axis}.toml"
     run.write_text(
         f'model = "{place / "run" / "model"}"\ntasks = {json.dumps(list(TASKS))}\n'
-        f'task_folder = "{place / "tasks"}"\nlayout = {{ {axis} = 2 }}\nbatch_size = 8\n'
-        f'out = "{place / axis}.json"\n'
+        f'include_path = "{place / "tasks"}"\nlayout = {{ {axis} = 2 }}\nbatch_size = 8\n'
+        f'output_path = "{place / axis}.json"\n'
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "ms_align", "evaluate", str(run), "--json"]
@@ -191,7 +191,7 @@ def test_an_exported_model_is_asked_in_its_own_runtime(place: Path, truth: dict[
     [
         ('tasks=["lib_chioce"]', "task 'lib_chioce' is unknown; did you mean 'lib_choice'?"),
         ("tasks=[]", "tasks must be a list of names"),
-        ("few_shots=1", "did you mean 'few_shot'?"),
+        ("few_shots=1", "did you mean 'num_fewshot'?"),
         ("runtime=nonsense", "there is no target 'nonsense'"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_mistake_is_one_line(place: Path, setting: str, line: str) -> None:
     run = place / "mistake.toml"
     run.write_text(
         f'model = "{place / "run" / "model"}"\ntasks = ["lib_choice"]\n'
-        f'task_folder = "{place / "tasks"}"\n'
+        f'include_path = "{place / "tasks"}"\n'
     )
     command = [sys.executable, "-m", "ms_align", "evaluate", str(run), "--set", setting]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

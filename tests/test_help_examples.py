@@ -44,13 +44,13 @@ SMALL = {
     "sequence_length": "32",
     "batch_size": "4",
     "max_new_tokens": "4",
-    "group_size": "2",
+    "num_generations": "2",
     "rows": "4",
     "hidden_size": "32",
     "intermediate_size": "64",
     "num_hidden_layers": "4",
     "vocab_size": "320",
-    "evaluate_batches": "1",
+    "eval_batches": "1",
     "prefill_tokens": "16",
     "decode_tokens": "4",
 }
@@ -223,7 +223,7 @@ class Inputs:
         """Shards of texts."""
         from ms_data import build
 
-        build(self["corpus"], tokenizer=self["tokenizer.json"], out=path, hold_out=0.2)
+        build(self["corpus"], tokenizer=self["tokenizer.json"], out=path, held_out_fraction=0.2)
 
     def write_megatron(self, path: Path) -> None:
         """The shards in Megatron's format."""
@@ -238,7 +238,7 @@ class Inputs:
         template.write_text(TEMPLATE)
         self["tokenizer.json"]
         files = f"{file.name} --tokenizer tokenizer.json --chat-template {template.name}"
-        more = " ".join(["--hold-out", "0.2", *options])
+        more = " ".join(["--held-out-fraction", "0.2", *options])
         run(f"ms-data build {files} --out {path.name} {more}", path.parent)
 
     def write_chats(self, path: Path) -> None:

@@ -54,9 +54,17 @@ WORDS = {
 """Arguments whose text is no path."""
 
 TEXTS = {
-    *("stop_strings", "stop_tokens", "layout", "targets", "head", "kl_estimator", "tests_key"),
+    *(
+        "stop_strings",
+        "stop_token_ids",
+        "layout",
+        "target_modules",
+        "head",
+        "kl_estimator",
+        "tests_key",
+    ),
     *("offload", "sharding", "save_dtype"),
-    *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "exceptions"),
+    *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "ignore"),
     *("start", "method", "title", "name", "target", "scale_dtype", "text_column", "decay"),
     *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),
     *("device", "ops", "sample_prompt", "arguments", "metrics", "balance", "runtime"),

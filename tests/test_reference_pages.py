@@ -66,7 +66,7 @@ def test_limits_choices_and_defaults_are_those_of_the_source() -> None:
     train = {row.name: row for row in rows_of("ms-parallel train")}
     assert train["sharding"].accepted == "`auto`, `replicate`, `zero1`, `zero2`, `zero3`"
     assert train["sequence_length"].accepted == "from 2"
-    assert train["hold_out"].accepted == "from 0, less than 1.0"
+    assert train["held_out_fraction"].accepted == "from 0, less than 1.0"
     assert train["layout.tensor"].default == "1"
     assert train["model"].default is None
     assert train["mixed_precision"].types == ("true or false", "text")

@@ -11,7 +11,7 @@ sequence_length = 64
 batch_size = 8
 learning_rate = 1e-3
 vocab_size = 400
-hold_out = 0.1
+held_out_fraction = 0.1
 log_every = 1
 [model_config]
 hidden_size = 128

@@ -89,7 +89,7 @@ def main() -> None:
             sequence_length=32,
             batch_size=2,
             output_dir=Path(folder) / "run",
-            hold_out=0.0,
+            held_out_fraction=0.0,
             device="cpu",
             progress=False,
         )

@@ -43,7 +43,7 @@ CONVERTED_KEYS = {
     "layout": ("table",),
     "pattern": ("text", "number"),
     "scheme": ("text",),
-    "stop_tokens": ("whole number", "list"),
+    "stop_token_ids": ("whole number", "list"),
 }
 """Types in a run file for keys with a converter, whose Python type says nothing."""
 

@@ -45,7 +45,7 @@ def pairs(folder: Path) -> Path:
             chat=folder / "chat.jinja",
             pairs=True,
             out=folder / "pairs",
-            hold_out=0.2,
+            held_out_fraction=0.2,
         )
     return folder / "pairs"
 

@@ -39,7 +39,7 @@ def shards(folder: Path) -> dict[str, Path]:
                 tokenizer=folder / "tokenizer.json",
                 chat=folder / "chat.jinja",
                 out=folder / task,
-                hold_out=0.1,
+                held_out_fraction=0.1,
             )
     return {task: folder / task for task in TASKS}
 

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         sequence_length=64,
         batch_size=16,
         learning_rate=4e-3,
-        hold_out=0.1,
+        held_out_fraction=0.1,
         output_dir=options.folder / "run",
         device="cpu",
     ).train(CORPUS, steps=2 * options.steps)
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
             sequence_length=64,
             learning_rate=2e-3,
             hidden_weight=1.0 if name == "the teacher" else 0.0,
-            distil_weight=0.8,
+            distill_weight=0.8,
         )
         tune(one.train(), text, tuning, teacher=teacher if name == "the teacher" else None)
         print(f"trained on {name:<15} {perplexity(one.eval(), held_out):8.2f}")

@@ -56,7 +56,12 @@ def main(arguments: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "shards").exists():
         train_tokenizer(CORPUS, vocab_size=VOCABULARY, out=folder / "tokenizer.json")
-        build(CORPUS, tokenizer=folder / "tokenizer.json", out=folder / "shards", hold_out=0.05)
+        build(
+            CORPUS,
+            tokenizer=folder / "tokenizer.json",
+            out=folder / "shards",
+            held_out_fraction=0.05,
+        )
     assert verify(folder / "shards").ok
     print(inspect(folder / "shards").splits)
 

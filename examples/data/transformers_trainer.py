@@ -52,7 +52,12 @@ def main(arguments: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "shards").exists():
         train_tokenizer(CORPUS, vocab_size=512, out=folder / "tokenizer.json")
-        build(CORPUS, tokenizer=folder / "tokenizer.json", out=folder / "shards", hold_out=0.1)
+        build(
+            CORPUS,
+            tokenizer=folder / "tokenizer.json",
+            out=folder / "shards",
+            held_out_fraction=0.1,
+        )
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,

@@ -37,7 +37,7 @@ def train(folder: Path, names: list[str], *, steps: int, rate: float) -> None:
             sequence_length=64,
             batch_size=8,
             learning_rate=rate,
-            hold_out=0.1,
+            held_out_fraction=0.1,
             output_dir=folder / "run",
             device="cpu",
             on_event=tracker,

@@ -35,7 +35,7 @@ STUDENT = 4.303
 def train(road: Path, arm: str, seed: int, steps: int | None) -> Path:
     """Train one arm by one seed, or go on with it; its model's folder."""
     output = f"seeds/{arm}-{seed}"
-    given = (*ARMS[arm], f"seed={seed}", f"output_dir={output}", "evaluate_every=1000")
+    given = (*ARMS[arm], f"seed={seed}", f"output_dir={output}", "eval_every=1000")
     given += () if steps is None else (f"steps={steps}",)
     sets = [part for each in given for part in ("--set", each)]
     paths = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))

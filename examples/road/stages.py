@@ -127,7 +127,8 @@ def data_stages() -> list[Stage]:
             name="shards",
             what="write compressed, checked token shards",
             commands=(
-                data("build", "unique", *tokenizer, "--hold-out", "0.02", "--out", "shards",
+                data("build", "unique", *tokenizer,
+                     "--held-out-fraction", "0.02", "--out", "shards",
                      facts="shards"),
             ),
             reads=("unique", "tokenizer.json"),
@@ -142,11 +143,12 @@ def tasks_stage(tokenizer: Sequence[str]) -> Stage:
     """From the same source to tasks with known answers, made by scripts of their own."""
     chat = (*tokenizer, "--chat-template", str(settings("chat.jinja")))
     build = [
-        data("build", f"tasks/{task}.jsonl", *chat, "--hold-out", "0.02", "--out", f"chats/{task}",
+        data("build", f"tasks/{task}.jsonl", *chat,
+             "--held-out-fraction", "0.02", "--out", f"chats/{task}",
              facts=task)
         for task in TASKS
     ]  # fmt: skip
-    pairs = ("build", "tasks/pairs.jsonl", "--pairs", *chat, "--hold-out", "0.05")
+    pairs = ("build", "tasks/pairs.jsonl", "--pairs", *chat, "--held-out-fraction", "0.05")
     makers = (HERE.parent / "docstrings.py", settings("tasks.py"))
     return Stage(
         name="tasks",

@@ -54,7 +54,12 @@ def shards(folder: Path) -> Path:
     if not (folder / "shards").exists():
         folder.mkdir(parents=True, exist_ok=True)
         train_tokenizer(CORPUS, vocab_size=VOCABULARY, out=folder / "tokenizer.json")
-        build(CORPUS, tokenizer=folder / "tokenizer.json", out=folder / "shards", hold_out=0.05)
+        build(
+            CORPUS,
+            tokenizer=folder / "tokenizer.json",
+            out=folder / "shards",
+            held_out_fraction=0.05,
+        )
     return folder / "shards"
 
 

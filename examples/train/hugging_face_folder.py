@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         sequence_length=64,
         batch_size=16,
         learning_rate=3e-3,
-        hold_out=0.1,
+        held_out_fraction=0.1,
         output_dir=options.folder / "run",
         device="cpu",
     )

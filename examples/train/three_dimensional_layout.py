@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
         microbatch_size=2,
         schedule="zb-h1" if count == 8 else "1f1b",
         learning_rate=3e-3,
-        hold_out=0.1,
+        held_out_fraction=0.1,
         output_dir=options.folder,
         device="cpu",
         log_every=1,

@@ -41,12 +41,12 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "shares": ["equal", "measured"],
         "schedule": ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"],
         "max_grad_norm": [1.0, 0.5],
-        "evaluate_every": [UNSET, 1],
+        "eval_every": [UNSET, 1],
         "checkpoint_every": [UNSET, 1],
         "record_every": [UNSET, 1],
         "sample_prompt": [UNSET, "the"],
-        "z_coefficient": [0.0, 1e-4],
-        "router_z_coefficient": [0.0, 1e-3],
+        "z_loss_coefficient": [0.0, 1e-4],
+        "router_z_loss_coefficient": [0.0, 1e-3],
         "tokenizer": [UNSET, "@tokenizer"],
     },
     "ms-align": {
@@ -58,7 +58,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "dataset": [UNSET],
         "tokenizer": [UNSET],
         "max_grad_norm": [1.0, 0.5],
-        "evaluate_every": [UNSET, 1],
+        "eval_every": [UNSET, 1],
         "checkpoint_every": [50, 1],
         "kl_coeff": [0.05, 0.0],
         "kl_target": [UNSET, 0.1],
@@ -67,7 +67,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "top_k": [UNSET, 5],
         "top_p": [1.0, 0.9],
         "stop_strings": [[], ["e"]],
-        "missing_stop_penalty": [0.0, 0.1],
+        "missing_eos_penalty": [0.0, 0.1],
         "length_penalty": [0.0, 0.1],
         "reward_clip": [UNSET, 0.5],
         "kl_estimator": ["k1", "k2", "k3"],
@@ -79,7 +79,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "offload": ["none", "moments"],
         "label_smoothing": [0.0, 0.1],
         "open_rows": [512, 0],
-        "slots": [64, 2],
+        "max_num_seqs": [64, 2],
         "sequence_length": [32],
         "loss_scale": [UNSET, {"initial": 1024}],
         "minibatch_size": [UNSET, 2],
@@ -98,12 +98,12 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "pattern": ["2:4", 0.5],
         "teacher": [UNSET, "@llama"],
         "float_steps": [0, 1],
-        "exceptions": [[], ["*.down_proj"]],
+        "ignore": [[], ["*.down_proj"]],
         "layers": [UNSET, 1],
         "inner": [UNSET, 32],
         "dataset": ["@tokens", "@shards"],
         "tuning.weight_decay": [0.0, 0.1],
-        "tuning.distil_weight": [1.0, 0.5],
+        "tuning.distill_weight": [1.0, 0.5],
         "tuning.hidden_weight": [0.0, 1.0],
     },
 }
@@ -111,17 +111,19 @@ VALUES: dict[str, dict[str, list[Any]]] = {
 
 FIXED = {
     "set by every run": "steps batch_size sequence_length output_dir seed resume progress log_every"
-    " device vocab_size hold_out group_size max_new_tokens rows evaluate_batches reward_model"
+    " device vocab_size held_out_fraction num_generations max_new_tokens rows eval_batches"
+    " reward_model"
     " tuning.steps tuning.batch_size tuning.sequence_length tuning.seed timeout_s",
-    "a number in one formula, which no other key reads": "learning_rate warmup_steps betas epsilon"
+    "a number in one formula, which no other key reads": "learning_rate warmup_steps betas eps"
     " final_learning_rate_ratio weight_decay spike_factor spike_window"
-    " balance_bias_rate mtp_weight beta centring margin_scale gamma lam value_coeff value_clip"
+    " balance_bias_rate mtp_weight beta center_rewards_coefficient margin_scale gamma lam"
+    " value_coeff value_clip"
     " clip_low clip_high min_p kl_horizon reward_failure_penalty equal_rewards_limit decay_steps"
     " uncertainty_rate tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"
-    " lora.rank lora.alpha lora.targets lora.rslora tasks.* layout.*",
-    "how much is kept or shown": "keep_checkpoints sample_tokens evaluate_samples held_out_batches",
+    " lora.rank lora.alpha lora.target_modules lora.use_rslora tasks.* layout.*",
+    "how much is kept or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
     "a file or table of a kind that its own tests cover": "model_config cluster devices text_column"
-    " task_weights held_out response_dataset stop_tokens tuning",
+    " task_weights held_out response_dataset stop_token_ids tuning",
     "a limit on the choice of another key": "memory_gib schedule_memory_gib",
     "another way to give the length of a run, refused beside steps": "epochs",
 }

@@ -71,7 +71,7 @@ def write_inputs(folder: Path) -> Path:
         (texts / f"{i}.txt").write_text(line * 12)
     tokenizer = folder / "text_tokenizer.json"
     train_tokenizer(texts, vocab_size=VOCABULARY, out=tokenizer)
-    build(texts, tokenizer=tokenizer, out=folder / "shards", hold_out=0.2)
+    build(texts, tokenizer=tokenizer, out=folder / "shards", held_out_fraction=0.2)
     prompts = [{"prompt": word * (1 + i % 3)} for i, word in enumerate(("ab", "cde", "fgh", "ij"))]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
     torch.manual_seed(0)

@@ -55,8 +55,8 @@ SAMPLED_REFUSALS = 2
 NEUTRAL = {
     *("layout", "sharding", "schedule", "context_attention", "context_balance", "shares"),
     *("mixed_precision", "loss_scale", "audit_every", "recompute", "compile", "ops", "offload"),
-    *("microbatch_size", "reproducible", "on_nonfinite", "on_spike", "slots", "merge"),
-    *("evaluate_every", "checkpoint_every", "async_checkpoints", "record_every", "sample_prompt"),
+    *("microbatch_size", "reproducible", "on_nonfinite", "on_spike", "max_num_seqs", "merge"),
+    *("eval_every", "checkpoint_every", "async_checkpoints", "record_every", "sample_prompt"),
     "save_dtype",
 }
 """Keys that must not change the loss, beside rounding."""
@@ -66,9 +66,9 @@ BASE: dict[str, dict[str, Any]] = {
         "batch_size": 4,
         "sequence_length": 32,
         "vocab_size": 320,
-        "hold_out": 0.4,
+        "held_out_fraction": 0.4,
         "device": "cpu",
-        "evaluate_batches": 1,
+        "eval_batches": 1,
         "log_every": 1,
         "timeout_s": 60,
         "learning_rate": 1e-3,
@@ -118,7 +118,7 @@ def base_of(command: str, inputs: Path) -> dict[str, Any]:
     if name in ("sft", "reward", "dpo"):
         return BASE["offline"] | {"dataset": str(inputs / ("copy" if name == "sft" else "pairs"))}
     files = {"dataset": inputs / "prompts.jsonl", "tokenizer": inputs / "tokenizer.json"}
-    group = {} if name == "ppo" else {"group_size": 2}
+    group = {} if name == "ppo" else {"num_generations": 2}
     return BASE["online"] | group | {key: str(path) for key, path in files.items()}
 
 

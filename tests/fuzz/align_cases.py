@@ -45,7 +45,7 @@ seed = 1
 GENERATE = """model = "start"
 tokenizer = "start"
 dataset = "prompts.jsonl"
-out = "responses.jsonl"
+output_path = "responses.jsonl"
 max_new_tokens = 3
 seed = 1
 """

@@ -67,7 +67,7 @@ def exported(folder: Path, *, scheme: str) -> None:
         folder / "texts",
         tokenizer=folder / "tokenizer.json",
         out=folder / "shards",
-        hold_out=0.4,
+        held_out_fraction=0.4,
     )
     (folder / "run.toml").write_text(EVALUATE)
 

@@ -165,7 +165,7 @@ def shards(folder: Path) -> None:
         folder / "corpus.jsonl",
         tokenizer=folder / "tokenizer.json",
         out=folder / "shards",
-        hold_out=0.2,
+        held_out_fraction=0.2,
     )
 
 

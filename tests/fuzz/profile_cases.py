@@ -136,7 +136,7 @@ CASES = (
         name="compare",
         make=steps,
         files=("after/*.json",),
-        run=run("compare", "before", "after", "--most-wait", "1"),
+        run=run("compare", "before", "after", "--max-wait", "1"),
     ),
     Case(
         name="logs",

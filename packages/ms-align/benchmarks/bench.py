@@ -58,7 +58,10 @@ def model(seed: int = 0) -> torch.nn.Module:
 
 def rollouts(policy: torch.nn.Module, prompts: list[list[int]]) -> None:
     """Tokens a second, log-probabilities included."""
-    generate, sampling = LocalGenerator(policy, slots=BATCH), Sampling(max_new_tokens=RESPONSE)
+    generate, sampling = (
+        LocalGenerator(policy, max_num_seqs=BATCH),
+        Sampling(max_new_tokens=RESPONSE),
+    )
     made = BATCH * RESPONSE
     seconds = best(lambda: generate(prompts, sampling))
     print(f"rollout, {BATCH} prompts of {PROMPT}: {made / seconds:.0f} tokens/s")
@@ -69,7 +72,10 @@ def rollouts(policy: torch.nn.Module, prompts: list[list[int]]) -> None:
 
 def ppo(policy: torch.nn.Module, prompts: list[list[int]]) -> None:
     """Milliseconds of each part of a PPO step of 16 responses."""
-    generate, sampling = LocalGenerator(policy, slots=BATCH), Sampling(max_new_tokens=RESPONSE)
+    generate, sampling = (
+        LocalGenerator(policy, max_num_seqs=BATCH),
+        Sampling(max_new_tokens=RESPONSE),
+    )
     rows = sequences(prompts, generate(prompts, sampling))
     engine = LocalEngine(policy, OptimizerOptions())
     value = LocalEngine(model(1), OptimizerOptions(), heads={"value": 1})

@@ -143,7 +143,7 @@ def optimise(folder: Path, policy: Path, reward: RewardModel, kl_coeff: float) -
         batch_size=BATCH,
         epochs=2,
         max_new_tokens=LONGEST,
-        stop_tokens=END,
+        stop_token_ids=END,
         learning_rate=5e-4,
         checkpoint_every=10**6,
         progress=False,

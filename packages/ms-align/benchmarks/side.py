@@ -134,8 +134,8 @@ def ours(name: str, model: Any, updates: int, **settings: Any) -> float:
             steps=(STEPS + 1) * updates,
             batch_size=tiny.BATCH,
             max_new_tokens=tiny.RESPONSE,
-            stop_tokens=tiny.END,
-            slots=tiny.BATCH,
+            stop_token_ids=tiny.END,
+            max_num_seqs=tiny.BATCH,
             on_event=on_event,
             checkpoint_every=10**6,
             progress=False,
@@ -151,7 +151,7 @@ def grpo(model: Any) -> float:
         return [parity(list(sample.response_tokens)) for sample in samples]
 
     return ours(
-        "GRPOTrainer", model, 1, reward_model=reward, group_size=tiny.GROUP, learning_rate=1e-6
+        "GRPOTrainer", model, 1, reward_model=reward, num_generations=tiny.GROUP, learning_rate=1e-6
     )
 
 
@@ -210,8 +210,8 @@ def rollout(model: Any, group: int, stops: list[int]) -> float:
     from ms_align import LocalGenerator, Sampling
 
     prompts, count = rows_of(group)
-    generator = LocalGenerator(model, slots=tiny.BATCH)
-    sampling = Sampling(max_new_tokens=tiny.RESPONSE, stop_tokens=stops)
+    generator = LocalGenerator(model, max_num_seqs=tiny.BATCH)
+    sampling = Sampling(max_new_tokens=tiny.RESPONSE, stop_token_ids=stops)
     return timed(
         lambda seed: int(generator(prompts, sampling, count=count, seed=seed).lengths.sum())
     )

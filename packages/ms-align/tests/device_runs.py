@@ -105,9 +105,11 @@ def online(folder: str) -> dict[str, list[float]]:
     return {
         "ppo": learn(PPOTrainer, place / "ppo", **critic),
         "ppo in microbatches": learn(PPOTrainer, place / "cut", **cut),
-        "grpo": learn(GRPOTrainer, place / "grpo", group_size=lambda: 4),
-        "rloo": learn(RLOOTrainer, place / "rloo", group_size=lambda: 4),
-        "grpo with adapters": learn(GRPOTrainer, place / "lora", group_size=lambda: 4, **adapted),
+        "grpo": learn(GRPOTrainer, place / "grpo", num_generations=lambda: 4),
+        "rloo": learn(RLOOTrainer, place / "rloo", num_generations=lambda: 4),
+        "grpo with adapters": learn(
+            GRPOTrainer, place / "lora", num_generations=lambda: 4, **adapted
+        ),
     }
 
 
@@ -126,7 +128,7 @@ def generated() -> dict[str, bool]:
 
     def write(written: nn.Module, fused: bool) -> list[list[int]]:
         decode = ByteTokenizer().decode
-        generator = LocalGenerator(written, slots=3, decode=decode, fused=fused)
+        generator = LocalGenerator(written, max_num_seqs=3, decode=decode, fused=fused)
         responses = generator(prompts, sampling, count=2, seed=1)
         rows = sequences([prompt for prompt in prompts for _ in range(2)], responses)
         again = logprobs_of(LocalEngine(written), rows, 1.0)
@@ -188,7 +190,7 @@ def online_layouts(folder: str, layout: dict[str, int]) -> dict[str, list[float]
     out = Path(folder, "-".join(layout) or "one")
     critic = {"policy_model": lambda: engine(heads={"value": 1})}
     found = {"ppo": learn(PPOTrainer, out / "ppo", **common, **critic)}
-    groups = {"policy_model": engine, "group_size": lambda: 4}
+    groups = {"policy_model": engine, "num_generations": lambda: 4}
     strings = {"stop_strings": lambda: ("A", "7", "e ")}
     found["grpo"] = learn(GRPOTrainer, out / "grpo", **common, **groups, **strings)
     return found

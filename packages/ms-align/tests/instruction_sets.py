@@ -79,7 +79,7 @@ def write_sets(place: Path) -> Path:
             out=place / name,
             chat=place / "chat.jinja",
             pairs=name == "pairs",
-            hold_out=0.15,
+            held_out_fraction=0.15,
         )
     # One token more than the tokenizer has, so that two processes can share the vocabulary.
     save_model(decoder(vocab_size=258), place / "model")  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ def main() -> None:
     if sys.argv[2] == "PPOTrainer-own-value":
         settings = {"epochs": 2, "value_model": "copy"}
     if sys.argv[2] in ("GRPOTrainer", "RLOOTrainer-groups"):
-        settings = {"group_size": 4, "epochs": 2}
+        settings = {"num_generations": 4, "epochs": 2}
     getattr(ms_align, sys.argv[2].partition("-")[0])(
         policy_model=decoder(),
         reward_model=reward,

@@ -80,16 +80,16 @@ def main() -> None:
         GRPOTrainer,
         folder / axis / "GRPOTrainer",
         **start,
-        group_size=4,
+        num_generations=4,
         tokenizer=ByteTokenizer(),
-        stop_tokens=tuple(range(0, 258, 9)),
+        stop_token_ids=tuple(range(0, 258, 9)),
         stop_strings=("A", "7", "e "),
     )
     if axis == "tensor":
         return
     for kind in (PPOTrainer, GRPOTrainer, RLOOTrainer):
         out = folder / axis / f"{kind.__name__}-lora"
-        groups = {} if kind is PPOTrainer else {"group_size": 4}
+        groups = {} if kind is PPOTrainer else {"num_generations": 4}
         for steps in (2, 4) if axis != "one" else (4,):
             train(kind, out, steps, spread, **start, **groups, lora=LoraOptions(rank=4))
 

@@ -85,7 +85,7 @@ def test_group_advantages_follow_their_definitions() -> None:
     torch.testing.assert_close(plain, want * deviation, **EXACT)
     left_out = leave_one_out(rewards, 4)[:4]
     torch.testing.assert_close(left_out, want * deviation * 4 / 3, **EXACT)
-    with pytest.raises(ValueError, match="group_size 3"):
+    with pytest.raises(ValueError, match="num_generations 3"):
         leave_one_out(rewards, 3)
 
 

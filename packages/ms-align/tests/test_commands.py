@@ -186,7 +186,7 @@ HOSTILE = {
     "a long path": b'model = "' + b"a" * 100_000 + b'"\ndataset="d"\nsequence_length=8\nsteps=1\n',
     "a huge number": b"steps = 1" + b"0" * 400,
     "a huge float": b"learning_rate = 1e999",
-    "a huge epsilon": b"epsilon = 1" + b"0" * 400,
+    "a huge eps": b"eps = 1" + b"0" * 400,
 }
 
 
@@ -225,7 +225,7 @@ def test_hostile_prompts_are_rejected_in_one_line(
     run = tmp_path / "RUN.toml"
     run.write_text(
         f'model = "{sets}/model"\ntokenizer = "bytes"\ndataset = "{tmp_path}/p.jsonl"\n'
-        f'out = "{tmp_path}/out.jsonl"\n'
+        f'output_path = "{tmp_path}/out.jsonl"\n'
     )
     assert main(["generate", str(run)]) == 2
     error = capsys.readouterr().err

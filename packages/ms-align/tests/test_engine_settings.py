@@ -45,7 +45,7 @@ def losses(model: object, sets: Path, out: Path, **more: Any) -> list[float]:
         learning_rate=1e-3,
         output_dir=out,
         progress=False,
-        evaluate_samples=0,
+        eval_samples=0,
         **more,
     ).train(sets / "copy")
     return [event["loss"] for event in events(out, "step")]
@@ -174,7 +174,7 @@ def test_a_reward_model_keeps_the_dtype_too(sets: Path, tmp_path: Path) -> None:
     """The dtype of the body; the head is float32."""
     folder = tmp_path / "model"
     save_model(load_model(sets / "model"), folder, dtype=torch.bfloat16)
-    more = {"steps": 1, "sequence_length": 64, "progress": False, "evaluate_samples": 0}
+    more = {"steps": 1, "sequence_length": 64, "progress": False, "eval_samples": 0}
     RewardTrainer(model=str(folder), output_dir=tmp_path / "out", **more).train(sets / "pairs")
     assert dtypes(tmp_path / "out/model/body") == {"BF16"}
 
@@ -210,7 +210,7 @@ def test_adapters_are_merged_under_a_layout_and_their_folder_is_a_model(
         torch.testing.assert_close(again[name], weight, rtol=0, atol=1e-6)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
     text = f'model = "{adapter}"\ndataset = "{tmp_path / "prompts.jsonl"}"\n'
-    (tmp_path / "generate.toml").write_text(f'{text}out = "{tmp_path / "out.jsonl"}"\n')
+    (tmp_path / "generate.toml").write_text(f'{text}output_path = "{tmp_path / "out.jsonl"}"\n')
     assert main(["generate", str(tmp_path / "generate.toml")]) == 0
 
 

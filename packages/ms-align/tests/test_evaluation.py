@@ -93,7 +93,7 @@ def test_engines_and_exported_models_generate_the_same() -> None:
     free = Sampling(max_new_tokens=12, temperature=0.0)
     whole = engine.generate(prompts, free, seed=0)
     assert exported.generate(prompts, free, seed=0) == whole
-    stop = Sampling(max_new_tokens=12, temperature=0.0, stop_tokens=(whole[0][4],))
+    stop = Sampling(max_new_tokens=12, temperature=0.0, stop_token_ids=(whole[0][4],))
     cut = engine.generate(prompts, stop, seed=0)
     assert cut == exported.generate(prompts, stop, seed=0)
     assert cut[0] == whole[0][: whole[0].index(whole[0][4]) + 1]

@@ -20,7 +20,7 @@ from ms_align.rollouts.rows import logprobs_of, sequences
 from ms_align.tokenizer import ByteTokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30] * 12, [40, 41]]
-SAMPLING = Sampling(max_new_tokens=10, stop_tokens=tuple(range(0, 258, 9)))
+SAMPLING = Sampling(max_new_tokens=10, stop_token_ids=tuple(range(0, 258, 9)))
 FLOAT32 = {"rtol": 0.0, "atol": 1e-5}
 """Log-probabilities of a few nats: some hundred roundings of 6e-8 relative in two layers."""
 
@@ -55,7 +55,9 @@ def alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("fused", [False, True])
 def test_log_probabilities_do_not_depend_on_the_batch(model: nn.Module, fused: bool) -> None:
     """Prompts of unequal length, rows that join late: within 1e-5 of the plain forward pass."""
-    responses = LocalGenerator(model, slots=3, fused=fused)(PROMPTS, SAMPLING, count=2, seed=1)
+    responses = LocalGenerator(model, max_num_seqs=3, fused=fused)(
+        PROMPTS, SAMPLING, count=2, seed=1
+    )
     assert responses.logprobs is not None
     assert len(set(responses.lengths.tolist())) > 2, "rows are to end at different times"
     for row in range(10):
@@ -230,7 +232,9 @@ def test_unknown_window_masks_are_rejected_when_packed_and_generate_without_cach
 
 def check_log_probabilities(model: nn.Module) -> None:
     """Compare each response's log-probabilities with those of its row alone."""
-    responses = LocalGenerator(model, slots=3, fused=False)(PROMPTS, SAMPLING, count=2, seed=1)
+    responses = LocalGenerator(model, max_num_seqs=3, fused=False)(
+        PROMPTS, SAMPLING, count=2, seed=1
+    )
     assert responses.logprobs is not None
     for row, length in enumerate(responses.lengths.tolist()):
         prompt, tokens = PROMPTS[row // 2], responses.row(row)
@@ -314,8 +318,8 @@ def test_architectures_without_an_ms_parallel_model_run_in_one_process(
 
 def test_the_batch_and_slots_do_not_change_tokens(model: nn.Module) -> None:
     """The same seed gives the same tokens one row at a time and all at once."""
-    one = LocalGenerator(model, slots=1)(PROMPTS, SAMPLING, count=2, seed=4)
-    all_at_once = LocalGenerator(model, slots=64)(PROMPTS, SAMPLING, count=2, seed=4)
+    one = LocalGenerator(model, max_num_seqs=1)(PROMPTS, SAMPLING, count=2, seed=4)
+    all_at_once = LocalGenerator(model, max_num_seqs=64)(PROMPTS, SAMPLING, count=2, seed=4)
     assert torch.equal(one.tokens, all_at_once.tokens)
     assert torch.equal(one.lengths, all_at_once.lengths)
     assert torch.equal(one.stopped, all_at_once.stopped)
@@ -324,7 +328,7 @@ def test_the_batch_and_slots_do_not_change_tokens(model: nn.Module) -> None:
 def test_tokens_follow_the_models_distribution() -> None:
     """Chi-squared test of 4,000 first tokens."""
     model = decoder()
-    responses = LocalGenerator(model, slots=512)(
+    responses = LocalGenerator(model, max_num_seqs=512)(
         [[5, 6, 7]], Sampling(max_new_tokens=1), count=4000, seed=0
     )
     expected = alone(model, [5, 6, 7])[-1].exp() * 4000
@@ -372,8 +376,8 @@ def test_a_row_at_the_end_of_the_context_may_wait_for_others() -> None:
     Of these hundred rows some are over while too few others are to let them go, for two steps.
     """
     prompts = [[n % 250 + 1] * 118 for n in range(100)]
-    model, sampling = gpt2(), Sampling(max_new_tokens=10, stop_tokens=tuple(range(0, 258, 20)))
-    together = LocalGenerator(model, slots=48)(prompts, sampling, seed=2)  # of 128 positions
+    model, sampling = gpt2(), Sampling(max_new_tokens=10, stop_token_ids=tuple(range(0, 258, 20)))
+    together = LocalGenerator(model, max_num_seqs=48)(prompts, sampling, seed=2)  # of 128 positions
     assert int(together.lengths.max()) == 10
     some = [0, 48, 99]
     for row in some:
@@ -403,10 +407,10 @@ def test_engine_responses_end_at_the_first_stop() -> None:
     rows = LocalGenerator(model)(PROMPTS, free, count=2, seed=3)
     engine = Written([rows.row(index) for index in range(10)])
     for stops in (
-        {"stop_tokens": 9},
-        {"stop_tokens": (9, 30, 200)},
+        {"stop_token_ids": 9},
+        {"stop_token_ids": (9, 30, 200)},
         {"stop_strings": ("a", "e ", "i", "7")},
-        {"stop_tokens": tuple(range(0, 258, 20)), "stop_strings": ("a", "O")},
+        {"stop_token_ids": tuple(range(0, 258, 20)), "stop_strings": ("a", "O")},
     ):
         sampling = Sampling(max_new_tokens=24, **stops)
         ours = LocalGenerator(model, decode=decode)(PROMPTS, sampling, count=2, seed=3)
@@ -438,8 +442,10 @@ def test_all_sampling_settings_reach_the_engine() -> None:
 @pytest.mark.parametrize("token", [10**400, 2**31, -1, True])
 def test_invalid_stop_tokens_are_rejected(token: int) -> None:
     """Values outside any vocabulary, as in a damaged config.json, in one line."""
-    with pytest.raises(ConfigError, match=r"stop_tokens must be token ids from 0 .*got") as raised:
-        Sampling(stop_tokens=token)
+    with pytest.raises(
+        ConfigError, match=r"stop_token_ids must be token ids from 0 .*got"
+    ) as raised:
+        Sampling(stop_token_ids=token)
     assert len(str(raised.value)) < 200
 
 
@@ -448,7 +454,7 @@ def test_stop_tokens_and_strings_are_part_of_the_response() -> None:
     model, tokenizer = decoder(), ByteTokenizer()
     free = LocalGenerator(model)([[5, 6]], Sampling(max_new_tokens=12), seed=3).row(0)
     by_token = LocalGenerator(model)(
-        [[5, 6]], Sampling(max_new_tokens=12, stop_tokens=free[4]), seed=3
+        [[5, 6]], Sampling(max_new_tokens=12, stop_token_ids=free[4]), seed=3
     )
     assert by_token.row(0) == free[: free.index(free[4]) + 1]
     assert bool(by_token.stopped[0])
@@ -482,7 +488,7 @@ def test_models_that_cannot_be_fused_run_unfused(caplog: pytest.LogCaptureFixtur
 def test_bfloat16_models_run_unfused(made: Callable[[], nn.Module]) -> None:
     """Log-probabilities near those of single rows: within one bfloat16 step of a logit."""
     model = made().bfloat16()
-    generator = LocalGenerator(model, slots=3)
+    generator = LocalGenerator(model, max_num_seqs=3)
     responses = generator(PROMPTS, SAMPLING, seed=1)
     assert not isinstance(generator._reader(), FusedReader)
     assert responses.logprobs is not None

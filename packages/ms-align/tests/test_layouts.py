@@ -82,7 +82,7 @@ def build_few(sets: Path, place: Path) -> None:
                 out=out,
                 chat=sets / "chat.jinja",
                 pairs=name == "few_pairs",
-                hold_out=percent / 100,
+                held_out_fraction=percent / 100,
             )
             if "held_out" in (splits := inspect(out).splits):
                 break

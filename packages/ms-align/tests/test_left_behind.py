@@ -207,8 +207,8 @@ def test_a_special_token_works_as_a_stop_string(tmp_path: Path) -> None:
     files = files_of("bytes", bytes_)
     asked = Sampling(stop_strings=("<|endoftext|>", "\n"))
     found = with_stops(asked, (), bytes_, files)
-    assert (found.stop_tokens, found.stop_strings) == ((256,), ("\n",))
-    assert with_stops(Sampling(), None, bytes_, files).stop_tokens == (256,)
+    assert (found.stop_token_ids, found.stop_strings) == ((256,), ("\n",))
+    assert with_stops(Sampling(), None, bytes_, files).stop_token_ids == (256,)
     with pytest.raises(ConfigError, match="decoded text never contains the special token"):
         with_stops(Sampling(stop_strings=("a<|endoftext|>",)), (), bytes_, files)
 
@@ -236,7 +236,7 @@ def test_the_token_that_ends_a_turn_ends_generation(tmp_path: Path) -> None:
         tokenizer=tmp_path / "tokenizer.json",
         out=tmp_path / "chat",
         chat=tmp_path / "chat.jinja",
-        hold_out=0.1,
+        held_out_fraction=0.1,
     )
     stream = InstructionStream(tmp_path / "chat", sequence_length=64, batch_size=2)
     SFTTrainer(**quiet(decoder(), tmp_path / "sft", 1)).train(stream)

@@ -43,7 +43,7 @@ def test_an_adapter_starts_at_zero_and_adds_a_low_rank_matrix(make: object) -> N
     """B = 0 changes nothing; then the layer has the weight W + s·B·A."""
     model = make()  # type: ignore[operator]
     before = logits(model)
-    adapted = add_lora(model, LoraOptions(rank=3, alpha=7, rslora=True))
+    adapted = add_lora(model, LoraOptions(rank=3, alpha=7, use_rslora=True))
     assert torch.equal(logits(adapted), before)
     adapted = trained(make())  # type: ignore[operator]
     layer = next(iter(adapted.adapters().values()))
@@ -93,7 +93,9 @@ def test_peft_reads_our_adapters(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     save_model(decoder(), tmp_path / "base")  # type: ignore[arg-type]
-    ours = trained(decoder(), LoraOptions(rank=4, alpha=9.0, targets=("q_proj", "down_proj")))
+    ours = trained(
+        decoder(), LoraOptions(rank=4, alpha=9.0, target_modules=("q_proj", "down_proj"))
+    )
     ours.save_pretrained(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
@@ -102,15 +104,15 @@ def test_peft_reads_our_adapters(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(ours))
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_we_read_adapters_of_peft(tmp_path: Path, rslora: bool) -> None:
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_we_read_adapters_of_peft(tmp_path: Path, use_rslora: bool) -> None:
     """Into transformers' model and into our decoder with the same weights."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     save_model(decoder(), tmp_path / "base")  # type: ignore[arg-type]
     config = peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules="all-linear", use_rslora=rslora, task_type="CAUSAL_LM"
+        r=4, lora_alpha=6, target_modules="all-linear", use_rslora=use_rslora, task_type="CAUSAL_LM"
     )
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs = peft.get_peft_model(base, config)
@@ -166,9 +168,11 @@ def test_an_adapter_of_another_model_is_rejected(tmp_path: Path) -> None:
 
 def test_layers_are_selected_by_name_expression_or_all() -> None:
     """GPT-2 has no nn.Linear layers, so adding LoRA to it is rejected."""
-    assert len(add_lora(decoder(), LoraOptions(targets=("q_proj",))).adapters()) == 2
-    assert len(add_lora(decoder(), LoraOptions(targets=r".*layers\.1\..*proj")).adapters()) == 7
-    everything = add_lora(llama(), LoraOptions(targets="all-linear")).adapters()
+    assert len(add_lora(decoder(), LoraOptions(target_modules=("q_proj",))).adapters()) == 2
+    assert (
+        len(add_lora(decoder(), LoraOptions(target_modules=r".*layers\.1\..*proj")).adapters()) == 7
+    )
+    everything = add_lora(llama(), LoraOptions(target_modules="all-linear")).adapters()
     assert len(everything) == 14
     with pytest.raises(ConfigError, match=r"built from transformers' Conv1D"):
         add_lora(gpt2())
@@ -198,16 +202,16 @@ def peft_adapter(place: Path, **settings: Any) -> torch.Tensor:
     return logits(peft.PeftModel.from_pretrained(again, place / "adapter").eval())
 
 
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize(
     "begins", [True, False, "gaussian", "orthogonal", "mica", "eva", "pissa", "olora"]
 )
 def test_adapters_of_all_peft_initializations_give_the_same_logits(
-    tmp_path: Path, begins: bool | str, rslora: bool
+    tmp_path: Path, begins: bool | str, use_rslora: bool
 ) -> None:
     """PiSSA and OLoRA change the base weights; the others do not."""
     pytest.importorskip("peft")
-    wanted = peft_adapter(tmp_path, init_lora_weights=begins, use_rslora=rslora)
+    wanted = peft_adapter(tmp_path, init_lora_weights=begins, use_rslora=use_rslora)
     adapted = load_lora(decoder(), tmp_path / "adapter")
     # W - s·B₀·A₀ rounds once more in peft: a few parts in 1e6 of logits of size 10.
     torch.testing.assert_close(logits(adapted), wanted, rtol=1e-4, atol=1e-4)
@@ -291,4 +295,4 @@ def test_a_damaged_adapter_configuration_is_rejected_in_one_line(
 def test_a_rank_beyond_every_layer_is_rejected_before_allocation() -> None:
     """10⁹ rows for a matrix of 32 would be 128 GB."""
     with pytest.raises(ConfigError, match=r"rank must be at most 32, .*got 1000000000"):
-        add_lora(decoder(), LoraOptions(rank=10**9, targets=("q_proj",)))
+        add_lora(decoder(), LoraOptions(rank=10**9, target_modules=("q_proj",)))

@@ -37,7 +37,7 @@ def run(kind: type[Any], start: Path, out: Path, **more: Any) -> tuple[list[Any]
         if name == "step":
             losses.append(fields["loss"])
 
-    groups = {} if kind is PPOTrainer else {"group_size": 4}
+    groups = {} if kind is PPOTrainer else {"num_generations": 4}
     kind(
         policy_model=start,
         reward_model=reward,

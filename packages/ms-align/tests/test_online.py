@@ -60,9 +60,11 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("trainer", [PPOTrainer, GRPOTrainer, RLOOTrainer])
 def test_a_reward_rises(tmp_path: Path, trainer: Any) -> None:
     """The share of vowels, from 2% to more than 25%, on held-out prompts too."""
-    groups = {"epochs": 2, "minibatch_size": 32} if trainer is PPOTrainer else {"group_size": 8}
+    groups = (
+        {"epochs": 2, "minibatch_size": 32} if trainer is PPOTrainer else {"num_generations": 8}
+    )
     more = settings(tmp_path, steps=60, batch_size=64, learning_rate=4e-3, kl_coeff=0.0, **groups)
-    result = trainer(**more, held_out=["to be", "or not", "q"], missing_stop_penalty=0.0).optimize(
+    result = trainer(**more, held_out=["to be", "or not", "q"], missing_eos_penalty=0.0).optimize(
         PROMPTS
     )
     assert result.finished
@@ -161,7 +163,11 @@ def test_a_skipped_sample_has_no_influence(tmp_path: Path) -> None:
     for trainer, group in ((PPOTrainer, 1), (GRPOTrainer, 4)):
         folder = tmp_path / trainer.__name__
         more = settings(
-            folder, reward_model=fails, on_reward_failure="skip", group_size=group, batch_size=16
+            folder,
+            reward_model=fails,
+            on_reward_failure="skip",
+            num_generations=group,
+            batch_size=16,
         )
         assert trainer(**more).optimize(PROMPTS).finished
         assert events(folder, "rollout")[0]["left_out"] == 4
@@ -178,7 +184,7 @@ def test_a_group_is_used_if_its_first_response_is_skipped(tmp_path: Path) -> Non
         numbers = [next(asked) for _ in samples]
         return [float("nan") if number % 4 == 0 else float(number % 4) for number in numbers]
 
-    more = settings(tmp_path, reward_model=fails, on_reward_failure="skip", group_size=4)
+    more = settings(tmp_path, reward_model=fails, on_reward_failure="skip", num_generations=4)
     assert GRPOTrainer(**more, equal_rewards_limit=1).optimize(PROMPTS).finished
 
 
@@ -186,7 +192,9 @@ def test_runs_without_anything_to_learn_are_rejected(tmp_path: Path) -> None:
     """Equal rewards in every group, an empty mask, and a run without remaining steps."""
     equal = settings(tmp_path / "equal", reward_model=lambda samples: [1.0] * len(samples))
     with pytest.raises(NothingToLearnError, match=r"3 rollouts in a row .*last reward: 1\)"):
-        GRPOTrainer(**{**equal, "steps": 9}, group_size=4, equal_rewards_limit=3).optimize(PROMPTS)
+        GRPOTrainer(**{**equal, "steps": 9}, num_generations=4, equal_rewards_limit=3).optimize(
+            PROMPTS
+        )
     nothing = settings(
         tmp_path / "empty",
         reward_model=lambda samples: [float("nan")] * len(samples),
@@ -317,7 +325,10 @@ def run_file(folder: Path, reward: str) -> Path:
         ("tokenizer='{0}/tokenizer'", "tokenizer cannot be read"),
         ("generator=x", "generator 'x' is unknown; known: policy"),
         ("reward_failure_penalty=x", "reward_failure_penalty is 'x'; give a number"),
-        ("stop_tokens=1.5", "stop_tokens must be token ids from 0 to below 2147483648, got 1.5"),
+        (
+            "stop_token_ids=1.5",
+            "stop_token_ids must be token ids from 0 to below 2147483648, got 1.5",
+        ),
         ("stop_strings=5", "stop_strings must be non-empty texts, got 5"),
     ],
 )
@@ -386,7 +397,9 @@ def test_the_commands_train_resume_and_generate(tmp_path: Path, capsys: Any) -> 
     assert main(["ppo", str(run), "--set", "kl_coef=0.1"]) == 2
     assert "did you mean 'kl_coeff'?" in capsys.readouterr().err
     assert (
-        main(["grpo", str(run), "--set", "reward_model=nowhere:at_all", "--set", "group_size=2"])
+        main(
+            ["grpo", str(run), "--set", "reward_model=nowhere:at_all", "--set", "num_generations=2"]
+        )
         == 2
     )
     assert "nowhere:at_all" in capsys.readouterr().err
@@ -402,9 +415,9 @@ def test_the_commands_train_resume_and_generate(tmp_path: Path, capsys: Any) -> 
         f'model = "{tmp_path}/out/model"\n'
         f'dataset = "{prompts}"\nout = "{tmp_path}/responses.jsonl"\nmax_new_tokens = 3\n'
     )
-    assert main(["generate", str(generation), "--set", "out="]) == 2
+    assert main(["generate", str(generation), "--set", "output_path="]) == 2
     assert "out is ''; give" in capsys.readouterr().err
-    assert main(["generate", str(generation), "--set", "group_size=2"]) == 0
+    assert main(["generate", str(generation), "--set", "num_generations=2"]) == 0
     lines = (tmp_path / "responses.jsonl").read_bytes().splitlines()
     rows = [msgspec.json.decode(line) for line in lines]
     assert [row["prompt"] for row in rows] == ["hello", "hello", "a", "a"]

@@ -38,7 +38,7 @@ def test_pairwise_has_its_golden_values() -> None:
     chosen, rejected = torch.tensor([1.5]), torch.tensor([0.5])
     loss = pairwise_loss(chosen, rejected, 0.25)
     assert loss.item() == pytest.approx(math.log1p(math.exp(-0.75)), abs=1e-6)
-    centred = pairwise_loss(chosen, rejected, 0.25, centring=0.01)
+    centred = pairwise_loss(chosen, rejected, 0.25, center_rewards_coefficient=0.01)
     assert centred.item() == pytest.approx(loss.item() + 0.04, abs=1e-6)
 
 
@@ -87,10 +87,12 @@ def test_rows_are_summed_paired_and_weighted() -> None:
 
 def test_scores_are_read_at_the_last_token_of_the_answer() -> None:
     """Padding after the answer has no influence."""
-    loss = PairwiseLoss(centring=0.1)
+    loss = PairwiseLoss(center_rewards_coefficient=0.1)
     total, _ = loss(OUTPUT, BATCH)  # type: ignore[arg-type]
     chosen, rejected = torch.tensor([1.0, 6.0]) / 4, torch.tensor([5.0, 11.0]) / 4
-    by_hand = pairwise_loss(chosen, rejected, torch.tensor([0.5, 1.0]), centring=0.1)
+    by_hand = pairwise_loss(
+        chosen, rejected, torch.tensor([0.5, 1.0]), center_rewards_coefficient=0.1
+    )
     assert total.item() == pytest.approx((by_hand * torch.tensor([1.0, 3.0])).sum().item())
 
 

@@ -111,7 +111,7 @@ def test_a_failure_names_its_sample_and_stops_skips_or_penalises(reward: Any) ->
     assert skipped.total[2].isnan()
     assert skipped.total[[0, 1, 3]].tolist() == [1.0, 2.0, 4.0]
     assert len(skipped.failures) == 1
-    penalised = score(named, SAMPLES, on_failure="penalise", penalty=-7.0)
+    penalised = score(named, SAMPLES, on_failure="penalize", penalty=-7.0)
     assert penalised.total.tolist() == [1.0, 2.0, -7.0, 4.0]
 
 

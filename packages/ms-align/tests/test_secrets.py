@@ -60,10 +60,10 @@ def test_no_file_of_a_run_contains_a_secret(
         tmp_path / "run",
         reward_model=RewardClient(SECRET),
         tokenizer=Named(SECRET),
-        on_reward_failure="penalise",
+        on_reward_failure="penalize",
         progress=True,
     )
-    GRPOTrainer(**run, group_size=4).optimize(PROMPTS)
+    GRPOTrainer(**run, num_generations=4).optimize(PROMPTS)
     events = (tmp_path / "run/events.jsonl").read_text()
     assert "reward_failure" in events
     assert "api_key=***" in events

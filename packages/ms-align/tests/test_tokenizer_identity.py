@@ -126,7 +126,7 @@ def train(model: Path, out: Path, **more: object) -> None:
         policy_model=str(model),
         steps=1,
         batch_size=4,
-        group_size=2,
+        num_generations=2,
         max_new_tokens=3,
         output_dir=out,
         progress=False,
@@ -172,7 +172,7 @@ def test_generation_with_another_tokenizer_is_rejected(
     other = other_tokenizer(sets, tmp_path / "other")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
     run = tmp_path / "run.toml"
-    out = f'out = "{tmp_path / "out.jsonl"}"\n'
+    out = f'output_path = "{tmp_path / "out.jsonl"}"\n'
     run.write_text(f'model = "{model}"\ndataset = "{tmp_path / "prompts.jsonl"}"\n{out}')
     assert main(["generate", str(run), "--set", f"tokenizer={other / 'tokenizer.json'}"]) == 2
     assert "must have the same tokenizer" in capsys.readouterr().err

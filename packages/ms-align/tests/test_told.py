@@ -100,7 +100,7 @@ def test_skipped_held_out_pairs_are_counted(
         {"prompt": "word " * (60 if n % 2 == 0 else 1) + str(n), "chosen": "yes", "rejected": "no"}
         for n in range(80)
     ]
-    model, data = shards(tmp_path, rows, pairs=True, hold_out=0.4)
+    model, data = shards(tmp_path, rows, pairs=True, held_out_fraction=0.4)
     lost = PreferenceStream(data, sequence_length=64, batch_size=4, split="held_out").left_out
     assert lost > 5
     train(DPOTrainer, model, data, tmp_path / "out", steps=1)
@@ -132,8 +132,8 @@ def test_samples_of_a_run_end_with_the_end_token_of_the_data(tmp_path: Path) -> 
     """With ChatML's end of turn, which is not the tokenizer's end of text."""
     rows = [row("capital?", "Lima.") for _ in range(80)]
     rows += [row(f"capital {n}?", "Lima.") for n in range(80)]
-    model, data = shards(tmp_path, rows, CHATML, hold_out=0.2)
-    settings = {"steps": 60, "learning_rate": 1e-2, "evaluate_every": 30}
+    model, data = shards(tmp_path, rows, CHATML, held_out_fraction=0.2)
+    settings = {"steps": 60, "learning_rate": 1e-2, "eval_every": 30}
     train(SFTTrainer, model, data, tmp_path / "out", **settings)
     samples = events(tmp_path / "out", "sample")
     assert samples
@@ -149,15 +149,15 @@ def test_missing_held_out_data_gives_a_warning(
 ) -> None:
     """For data without a held-out split and for prompts; only if evaluation is requested."""
     model, data = shards(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
-    train(SFTTrainer, model, data, tmp_path / "sft", evaluate_every=every)
+    train(SFTTrainer, model, data, tmp_path / "sft", eval_every=every)
     GRPOTrainer(
         policy_model=str(model),
         reward_model=lambda samples: [float(len(sample.response)) for sample in samples],
         steps=1,
         batch_size=4,
-        group_size=2,
+        num_generations=2,
         max_new_tokens=3,
-        evaluate_every=every,
+        eval_every=every,
         output_dir=tmp_path / "grpo",
     ).optimize(["a", "b"])
     for place in ("sft", "grpo"):

@@ -70,7 +70,7 @@ def build_shards(out: Path) -> Path:
     if not tokenizer.is_file():
         ms_data.train_tokenizer("stdlib", vocab_size=VOCABULARY, out=tokenizer)
     if not (shards / "index.json").is_file():
-        ms_data.build("stdlib", tokenizer=tokenizer, out=shards, hold_out=HELD_OUT_SHARE)
+        ms_data.build("stdlib", tokenizer=tokenizer, out=shards, held_out_fraction=HELD_OUT_SHARE)
     return shards
 
 

@@ -105,7 +105,7 @@ class Recovery:
             batch_size=asked.batch,
             sequence_length=LENGTH,
             learning_rate=asked.sparse_rate if longer else asked.rate,
-            distil_weight=asked.distil_weight,
+            distill_weight=asked.distill_weight,
             hidden_weight=asked.hidden_weight,
         )
         text = rows(

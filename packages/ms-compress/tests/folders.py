@@ -45,7 +45,7 @@ def write_shards(folder: Path) -> Path:
         (texts / f"{i}.txt").write_text(line * 20)
     tokenizer = folder / "tokenizer.json"
     ms_data.train_tokenizer(texts, vocab_size=VOCABULARY, out=tokenizer)
-    ms_data.build(texts, tokenizer=tokenizer, out=folder / "shards", hold_out=0.2)
+    ms_data.build(texts, tokenizer=tokenizer, out=folder / "shards", held_out_fraction=0.2)
     return folder / "shards"
 
 

@@ -190,7 +190,7 @@ def export_odd_rows(folder: str) -> dict[str, str]:
     for name in ("whole", "split", "split and sharded"):
         model = llama(1, inner=97)
         prune(model, 0.5)
-        qat(model, "ct.int4_g32", exceptions=["*.down_proj"])
+        qat(model, "ct.int4_g32", ignore=["*.down_proj"])
         mlp = model.get_submodule("model.layers.0.mlp")
         with torch.no_grad():  # as an optimizer's momentum would; masks undo it
             for each in (mlp.up_proj, mlp.gate_proj):
@@ -321,8 +321,8 @@ def fitted(shard: bool) -> list[list[float]]:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 97), nn.Linear(97, 64))
-    prune(model, 0.5, exceptions=["1"])
-    qat(model, "ct.int4_g32", exceptions=["1"], learned_scales=True)
+    prune(model, 0.5, ignore=["1"])
+    qat(model, "ct.int4_g32", ignore=["1"], learned_scales=True)
     if shard:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         model(torch.ones(2, 64))

@@ -99,7 +99,7 @@ def test_layers_that_stay_in_float_are_named(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exceptions, by the layers' own names."""
-    arguments = ["scheme=ct.int4_g32", 'exceptions=["*.layers.1.mlp.*"]', "method=rtn"]
+    arguments = ["scheme=ct.int4_g32", 'ignore=["*.layers.1.mlp.*"]', "method=rtn"]
     more = [part for each in arguments for part in ("--set", each)]
     assert main(["quantize", str(run_file), *more, "--json"]) == 0
     names = json.loads(capsys.readouterr().out)["float_layers"]

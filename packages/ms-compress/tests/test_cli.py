@@ -91,7 +91,7 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
         (["scheme=ct.int4_g32", "tuning.setps=3"], "did you mean 'steps'"),
         (["scheme=ct.int4_g32", "model=nowhere"], "no config.json"),
         (["scheme=ct.int4_g32", "rows=400"], "must have at least 400 rows"),
-        (["scheme=ct.int4_g32", 'exceptions=["down"]'], "matches no layer"),
+        (["scheme=ct.int4_g32", 'ignore=["down"]'], "matches no layer"),
         (["scheme=gguf.q4_0", "start=gptq", "head=true"], "set embeddings and head to false"),
         (["scheme=ct.int4_g32", "dataset=strange.json"], "got 0 to 9999"),
         (
@@ -104,12 +104,12 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
         (["scheme=ct.int4_g32", "output_dir=5"], "output_dir must be a path, got 5"),
         (["scheme=ct.int4_g32", "dataset=5"], "dataset must be a path, got 5"),
         (["scheme=ct.int4_g32", "teacher=5"], "teacher must be a path, got 5"),
-        (["scheme=ct.int4_g32", "exceptions=3"], "exceptions is 3; use a list of name patterns"),
+        (["scheme=ct.int4_g32", "ignore=3"], "ignore is 3; use a list of name patterns"),
         (
-            ["scheme=ct.int4_g32", "exceptions=[1]"],
-            "exceptions is [1]; use a list of name patterns",
+            ["scheme=ct.int4_g32", "ignore=[1]"],
+            "ignore is [1]; use a list of name patterns",
         ),
-        (["scheme=ct.int4_g32", "exceptions=down"], "the exception 'down' matches no layer"),
+        (["scheme=ct.int4_g32", "ignore=down"], "the exception 'down' matches no layer"),
         (["scheme=ct.int4_g32", "tuning=3"], "tuning must be a table of settings, got 3"),
         (["scheme=ct.int4_g32", f"tuning.seed={2**63}"], f"at least 0 and at most {2**63 - 1}"),
         (
@@ -233,7 +233,7 @@ def test_what_is_no_pattern_is_refused(
 
 def test_a_lone_exception_is_one_pattern(run_file: Path) -> None:
     """Not one for each of its letters."""
-    arguments = ["--set", "scheme=ct.int4_g32", "--set", "exceptions=*.down_proj"]
+    arguments = ["--set", "scheme=ct.int4_g32", "--set", "ignore=*.down_proj"]
     assert main(["quantize", str(run_file), *arguments]) == 0
     config = json.loads((run_file.parent / "out" / "config.json").read_text())
     assert "model.layers.0.mlp.down_proj" in config["quantization_config"]["ignore"]

@@ -212,7 +212,9 @@ def test_evaluate_measures_on_conversations(
     dataset = chats / "chats.jsonl"
     if kind == "shards":
         model = chats / "model"
-        build_shards(dataset, tokenizer=model, out=tmp_path / "shards", chat=model, hold_out=0.5)
+        build_shards(
+            dataset, tokenizer=model, out=tmp_path / "shards", chat=model, held_out_fraction=0.5
+        )
         dataset = tmp_path / "shards"
     file = tmp_path / "run.toml"
     file.write_text(

@@ -112,8 +112,8 @@ def test_inputs_are_rounded_there_where_they_were_in_training(tmp_path: Path) ->
     folder = export(prepared, tmp_path / "out")
     expected = model_logits(prepared, tokens())
     assert torch.equal(open_runtime(folder, "ct").logits(tokens()), expected)
-    mixed = qat(decoder(), "ct.w8a8", activations=False, exceptions=["*.down_proj"])
-    qat(mixed, "ct.w8a8", exceptions=["*.self_attn.*", "*.gate_proj", "*.up_proj"])
+    mixed = qat(decoder(), "ct.w8a8", activations=False, ignore=["*.down_proj"])
+    qat(mixed, "ct.w8a8", ignore=["*.self_attn.*", "*.gate_proj", "*.up_proj"])
     with pytest.raises(LayerError, match=r"mlp\.down_proj rounds its input and .*_proj does not"):
         export(mixed, tmp_path / "mixed")
 
@@ -160,10 +160,10 @@ def test_families_are_exported_for_transformers(name: str, target: str, tmp_path
 def test_matrices_that_a_folder_fuses_are_rounded_alike_or_not_at_all(tmp_path: Path) -> None:
     """A part left as it is has no place in the folder; all of them have."""
     with pytest.raises(ExportError, match=r"q_proj and .*v_proj are one tensor, .*qkv_proj") as e:
-        export(qat(family("phi3"), "ct.int4_g32", exceptions=["*.v_proj"]), tmp_path / "out")
+        export(qat(family("phi3"), "ct.int4_g32", ignore=["*.v_proj"]), tmp_path / "out")
     assert "\n" not in str(e.value)
     plain = ["*.q_proj", "*.k_proj", "*.v_proj"]
-    prepared = qat(family("phi3"), "ct.int4_g32", exceptions=plain)
+    prepared = qat(family("phi3"), "ct.int4_g32", ignore=plain)
     folder = export(prepared, tmp_path / "out")
     found = compare(model_logits(prepared, tokens()), open_runtime(folder, "ct").logits(tokens()))
     assert found.largest <= 1e-4
@@ -171,7 +171,7 @@ def test_matrices_that_a_folder_fuses_are_rounded_alike_or_not_at_all(tmp_path: 
 
 def test_families_whose_folders_hold_experts_apart_are_refused_by_name(tmp_path: Path) -> None:
     """Rather than written under names that no reader knows; save and load them first."""
-    prepared = qat(family("mixtral", num_local_experts=2), "ct.int4_g32", exceptions=["*.mlp.*"])
+    prepared = qat(family("mixtral", num_local_experts=2), "ct.int4_g32", ignore=["*.mlp.*"])
     with pytest.raises(ExportError, match=r"cannot export 'mixtral': .* is a slice of") as e:
         export(prepared, tmp_path / "out")
     assert "\n" not in str(e.value)
@@ -247,7 +247,7 @@ def test_buffers_that_a_model_keeps_are_in_the_file(tmp_path: Path) -> None:
     model = deepseek()
     model.register_buffer("seen", torch.tensor(True))
     model.register_buffer("table", torch.ones(2), persistent=False)
-    qat(model, "ct.int4_g32", exceptions=["*.gate", "*.experts"])
+    qat(model, "ct.int4_g32", ignore=["*.gate", "*.experts"])
     folder = export(model, tmp_path / "out")
     stored = load_file(folder / "model.safetensors")
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -355,11 +355,11 @@ def test_transformer_xl_is_refused_without_a_remedy_that_fails(name: str, tmp_pa
     initialise(model, 0)
     save_model(model, tmp_path / "model")
     with pytest.raises(ExportError, match=r"run it with ms_parallel\.load_model, or train a"):
-        export(qat(model, name, exceptions=["*_bias"]), tmp_path / "out")
+        export(qat(model, name, ignore=["*_bias"]), tmp_path / "out")
     load_model(tmp_path / "model")
     with pytest.raises(LayerError, match="add it to the exceptions"):
         prune(load_model(tmp_path / "model"), 0.5)
-    prune(load_model(tmp_path / "model"), 0.5, exceptions=["*_bias"])
+    prune(load_model(tmp_path / "model"), 0.5, ignore=["*_bias"])
 
 
 def test_the_remedy_for_a_plain_model_names_functions_that_exist(tmp_path: Path) -> None:

@@ -312,4 +312,4 @@ def test_patterns_refuse_what_they_cannot_do() -> None:
         with pytest.raises(ConfigError):
             prune(layers, wrong)
     with pytest.raises(ConfigError, match="'down' matches no layer"):
-        prune(layers, 0.5, exceptions=["down"])
+        prune(layers, 0.5, ignore=["down"])

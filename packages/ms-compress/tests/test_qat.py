@@ -115,7 +115,7 @@ def test_layers_are_prepared_in_place_and_exceptions_left() -> None:
     """Names and parameters stay; the head and what is excepted are plain."""
     model = decoder(tied=False)
     before = dict(model.named_parameters())
-    qat(model, "ct.int4_g32", exceptions=["*.down_proj"])
+    qat(model, "ct.int4_g32", ignore=["*.down_proj"])
     after = dict(model.named_parameters())
     assert all(after[name] is before[name] for name in before)
     kinds = {name: type(layer) for name, layer in model.named_modules()}
@@ -169,10 +169,10 @@ def test_experts_in_one_tensor_are_refused_not_left_out() -> None:
     )
     model = transformers.MixtralForCausalLM(config)
     with pytest.raises(LayerError, match=r"mlp\.experts must be .*got MixtralExperts"):
-        qat(model, "ct.int4_g32", exceptions=["*.gate"])
+        qat(model, "ct.int4_g32", ignore=["*.gate"])
     with pytest.raises(LayerError, match=r"mlp\.experts must be .*got MixtralExperts"):
-        prune(model, "2:4", exceptions=["*.gate"])
-    qat(model, "ct.int4_g32", exceptions=["*.gate", "*.experts"])
+        prune(model, "2:4", ignore=["*.gate"])
+    qat(model, "ct.int4_g32", ignore=["*.gate", "*.experts"])
     normed = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)))
     with pytest.raises(
         LayerError,
@@ -185,14 +185,12 @@ def test_both_uses_of_a_tied_weight_are_excepted_or_neither() -> None:
     """They are one tensor in the file."""
     both = {"embeddings": True, "head": True}
     for name in ("lm_head", "model.embed_tokens"):
-        with pytest.raises(
-            LayerError, match=r"are one weight.*name both as exceptions, or neither"
-        ):
-            qat(llama(tied=True), "gguf.q4_0", exceptions=[name], **both)
-    qat(llama(tied=True), "gguf.q4_0", exceptions=["lm_head", "model.embed_tokens"], **both)
-    staged = qat(decoder(), "gguf.q4_0", exceptions=["model.embed_tokens"], **both)
+        with pytest.raises(LayerError, match=r"are one weight.*name both in `ignore`, or neither"):
+            qat(llama(tied=True), "gguf.q4_0", ignore=[name], **both)
+    qat(llama(tied=True), "gguf.q4_0", ignore=["lm_head", "model.embed_tokens"], **both)
+    staged = qat(decoder(), "gguf.q4_0", ignore=["model.embed_tokens"], **both)
     assert type(staged.model.embed_tokens) is nn.Embedding
-    untied = qat(decoder(tied=False), "gguf.q4_0", exceptions=["lm_head"], head=True)
+    untied = qat(decoder(tied=False), "gguf.q4_0", ignore=["lm_head"], head=True)
     assert not isinstance(untied.lm_head, PreparedLinear)
 
 

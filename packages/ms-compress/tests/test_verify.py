@@ -171,7 +171,7 @@ def test_inputs_that_transformers_rounds_otherwise_are_refused(
     torch.manual_seed(5)
     config = transformers.Qwen2MoeConfig(**sizes, **heads, **inner, num_experts_per_tok=2)
     model = transformers.Qwen2MoeForCausalLM(config).eval()
-    qat(model, "ct.w8a8", exceptions=["*.mlp.gate", "*.mlp.experts"])
+    qat(model, "ct.w8a8", ignore=["*.mlp.gate", "*.mlp.experts"])
     if guarded:
         with pytest.raises(LayerError, match=r"shared_expert\S+: ct\.w8a8 .*as an exception"):
             export(model, tmp_path / "out")
@@ -185,7 +185,7 @@ def test_inputs_that_transformers_rounds_otherwise_are_refused(
 
 def test_a_layer_whose_inputs_transformers_gives_another_shape_is_refused() -> None:
     """`kv_b_proj` of DeepSeek V3 gets (B, 1, S, K)."""
-    model = qat(deepseek(), "ct.w8a8", exceptions=["*.mlp.gate", "*.mlp.experts*"])
+    model = qat(deepseek(), "ct.w8a8", ignore=["*.mlp.gate", "*.mlp.experts*"])
     with pytest.raises(LayerError, match=r"kv_b_proj: its input .*as an exception"):
         check_export(model, "ct.w8a8")
 
@@ -200,7 +200,7 @@ def test_experts_of_llama_4_are_read_by_transformers_one_by_one(tmp_path: Path) 
     model = transformers.Llama4ForCausalLM(config).eval()
     for parameter in model.parameters():
         parameter.data.normal_(std=0.1)
-    qat(model, "ct.int4_g32", exceptions=["*.experts", "*.router"])
+    qat(model, "ct.int4_g32", ignore=["*.experts", "*.router"])
     folder = export(model, tmp_path / "out", verify=True)
     tokens = torch.arange(20)[None]
     again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

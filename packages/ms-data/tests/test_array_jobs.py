@@ -68,7 +68,7 @@ def works(corpus: Path, tokenizer: Tokenizer) -> dict[str, Work]:
     options = DedupOptions(substring_words=8)
     return {
         "build": lambda out, **more: build(
-            corpus, tokenizer=tokenizer, out=out, hold_out=0.2, **more
+            corpus, tokenizer=tokenizer, out=out, held_out_fraction=0.2, **more
         ),
         "clean": lambda out, **more: clean(corpus, RULES, out=out, workers=1, **more),
         "dedup": lambda out, **more: dedup(corpus, out=out, options=options, workers=1, **more),

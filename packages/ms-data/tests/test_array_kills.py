@@ -38,7 +38,7 @@ def works(tmp_path: Path) -> dict[str, Work]:
     options = DedupOptions(substring_words=8)
     return {
         "build": lambda out, **more: build(
-            folder, tokenizer=tokenizer, out=out, hold_out=0.2, **more
+            folder, tokenizer=tokenizer, out=out, held_out_fraction=0.2, **more
         ),
         "clean": lambda out, **more: clean(folder, RULES, out=out, workers=1, **more),
         "dedup": lambda out, **more: dedup(folder, out=out, options=options, workers=1, **more),

@@ -118,7 +118,7 @@ def test_the_same_corpus_gives_the_same_bytes(
 ) -> None:
     """Nothing of the time, the place or the threads enters a dataset."""
     for name in ("one", "two"):
-        build(corpus, tokenizer=tokenizer, out=tmp_path / name, hold_out=0.2)
+        build(corpus, tokenizer=tokenizer, out=tmp_path / name, held_out_fraction=0.2)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
     assert sorted(files_of(tmp_path / "one")) == [
         "build.json",
@@ -137,7 +137,7 @@ def test_held_out_documents_are_chosen_by_their_text(
 
     150 documents at 0.3: the standard deviation of the share is 0.037, five of them 0.19.
     """
-    build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=0.3)
+    build(corpus, tokenizer=tokenizer, out=tmp_path / "out", held_out_fraction=0.3)
     train = documents_in(tmp_path / "out", tokenizer)
     held = documents_in(tmp_path / "out", tokenizer, "held_out")
     assert sorted(train + held) == sorted(expected_texts(corpus))
@@ -199,7 +199,8 @@ INTERRUPTED = """
 import sys, ms_data
 from ms_data.engine import batches, run
 run.SAVE_EVERY_S, batches.BATCH_CHARACTERS = 0.0, 40_000
-ms_data.build(sys.argv[1], tokenizer=sys.argv[2], out=sys.argv[3], hold_out=0.2, shard_size_mib=1)
+more = {"held_out_fraction": 0.2, "shard_size_mib": 1}
+ms_data.build(sys.argv[1], tokenizer=sys.argv[2], out=sys.argv[3], **more)
 """
 
 
@@ -213,7 +214,9 @@ def test_killed_builds_go_on_to_the_same_bytes(tokenizer: Tokenizer, tmp_path: P
         texts = ["".join(rng.choices(letters, k=rng.randint(1, 9000))) for _ in range(170)]
         write_lines(folder / f"{number}.jsonl{('', '.gz', '.zst', '')[number]}", texts)
     (tmp_path / "tokenizer.json").write_bytes(tokenizer.content)
-    build(folder, tokenizer=tokenizer, out=tmp_path / "calm", hold_out=0.2, shard_size_mib=1)
+    build(
+        folder, tokenizer=tokenizer, out=tmp_path / "calm", held_out_fraction=0.2, shard_size_mib=1
+    )
     assert len(files_of(tmp_path / "calm")) >= 4
 
     out, journal = tmp_path / "out", tmp_path / "out.partial" / "journal.msgpack"
@@ -361,7 +364,8 @@ def test_what_is_left_out_is_counted_once(
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"), [({"hold_out": 0.5}, "hold_out"), ({"shard_size_mib": 3}, "shard_size")]
+    ("changes", "named"),
+    [({"held_out_fraction": 0.5}, "held_out_fraction"), ({"shard_size_mib": 3}, "shard_size")],
 )
 def test_another_build_does_not_go_on_from_an_interrupted_one(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, changes: dict[str, float], named: str
@@ -572,9 +576,15 @@ def test_changed_settings_are_told_with_what_they_were(
     """Both values of each setting in one line; a larger limit alone is no other build."""
     interrupt(corpus, tokenizer, tmp_path / "out")
     with pytest.raises(
-        OutputError, match=r"hold_out is 0\.5, was 0\.0; text_column is 'x', was 'text'"
+        OutputError, match=r"held_out_fraction is 0\.5, was 0\.0; text_column is 'x', was 'text'"
     ):
-        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=0.5, text_column="x")
+        build(
+            corpus,
+            tokenizer=tokenizer,
+            out=tmp_path / "out",
+            held_out_fraction=0.5,
+            text_column="x",
+        )
     build(corpus, tokenizer=tokenizer, out=tmp_path / "out", document_limit_mib=64)
 
 
@@ -583,5 +593,5 @@ def test_a_share_outside_its_range_is_refused(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, value: float
 ) -> None:
     """The held-out share is from 0 to below 1."""
-    with pytest.raises(SettingError, match="hold_out"):
-        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=value)
+    with pytest.raises(SettingError, match="held_out_fraction"):
+        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", held_out_fraction=value)

@@ -27,7 +27,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_lines(tmp_path / "corpus.jsonl", texts_of(1, 60))
     assert main(["tokenizer", "corpus.jsonl", "--vocab-size", "300", "--out", "t.json"]) == 0
     build = ["build", "corpus.jsonl", "--tokenizer", "t.json", "--out", "shards"]
-    assert main([*build, "--hold-out", "0.2"]) == 0
+    assert main([*build, "--held-out-fraction", "0.2"]) == 0
     return tmp_path
 
 
@@ -86,7 +86,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "bad zstd": (["build", "bad.txt.zst", "--tokenizer", "t.json"], "damaged compressed file"),
     "no tokenizer": (["build", "corpus.jsonl", "--tokenizer", "latin.txt"], "not a tokenizer"),
     "lost tokenizer": (["build", "corpus.jsonl", "--tokenizer", "no.json"], "no.json: cannot"),
-    "hold out": (["build", "corpus.jsonl", "--tokenizer", "t.json", "--hold-out", "2"], "hold_out"),
+    "hold out": (
+        ["build", "corpus.jsonl", "--tokenizer", "t.json", "--held-out-fraction", "2"],
+        "held_out_fraction",
+    ),
     "end": (["build", "corpus.jsonl", "--tokenizer", "t.json", "--end-of-text", "<x>"], "'<x>'"),
 }
 
@@ -181,29 +184,29 @@ def test_a_finished_build_again_has_nothing_to_do(
     command = ["build", "corpus.jsonl", "--tokenizer", "t.json", "--out", "shards"]
     before = {path: path.stat().st_mtime_ns for path in (place / "shards").iterdir()}
     capsys.readouterr()
-    assert main([*command, "--hold-out", "0.2"]) == 0
+    assert main([*command, "--held-out-fraction", "0.2"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("shards: built before, nothing to do: 60 documents, ")
     assert told.count("\n") == 1
-    assert main([*command, "--hold-out", "0.2", "--json"]) == 0
+    assert main([*command, "--held-out-fraction", "0.2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["built_before"] is True
     assert {path: path.stat().st_mtime_ns for path in (place / "shards").iterdir()} == before
     assert main(command) == 2
-    assert "another build: hold_out is 0.0, was 0.2; use" in capsys.readouterr().err
+    assert "another build: held_out_fraction is 0.0, was 0.2; use" in capsys.readouterr().err
     corpus = place / "corpus.jsonl"
     corpus.write_bytes(corpus.read_bytes())  # later, and the same
-    assert main([*command, "--hold-out", "0.2"]) == 0
+    assert main([*command, "--held-out-fraction", "0.2"]) == 0
     corpus.write_bytes(corpus.read_bytes().replace(b"e", b"a"))
     capsys.readouterr()
-    assert main([*command, "--hold-out", "0.2"]) == 2
+    assert main([*command, "--held-out-fraction", "0.2"]) == 2
     assert "the corpus content changed, possibly in corpus.jsonl" in capsys.readouterr().err
     os.utime(corpus, (1, 1))
     os.truncate(place / "shards" / "shard-00000.msd", 50)
-    assert main([*command, "--hold-out", "0.2"]) == 2
+    assert main([*command, "--held-out-fraction", "0.2"]) == 2
     assert "shard-00000.msd: damaged: has 50 bytes, but" in capsys.readouterr().err
     (place / "shards" / "shard-00000.msd").write_bytes(b"")
     (place / "corpus.jsonl").write_text('{"text": "x"}\n')
-    assert main([*command, "--hold-out", "0.2"]) == 2
+    assert main([*command, "--held-out-fraction", "0.2"]) == 2
     assert "the corpus has different files or content" in capsys.readouterr().err
 
 

@@ -41,13 +41,15 @@ Work = Callable[[Path, Path], object]
 
 def a_build(place: Path, out: Path) -> None:
     """A dataset of text, in two splits."""
-    build(place / "corpus", tokenizer=place / "tokenizer.json", out=out, hold_out=0.2)
+    build(place / "corpus", tokenizer=place / "tokenizer.json", out=out, held_out_fraction=0.2)
 
 
 def a_build_with_pictures(place: Path, out: Path) -> None:
     """A dataset of conversations, whose pictures go into a split of their own."""
     model = place / "model"
-    build(place / "seen", tokenizer=model, out=out, chat=model, processor=model, hold_out=0.4)
+    build(
+        place / "seen", tokenizer=model, out=out, chat=model, processor=model, held_out_fraction=0.4
+    )
 
 
 def a_clean(place: Path, out: Path) -> None:

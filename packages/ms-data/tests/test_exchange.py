@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     lines = write_lines(folder / "a.jsonl", texts_of(3, 40))
     train_tokenizer(lines, vocab_size=300, out=folder / "tokenizer.json")
-    build(lines, tokenizer=folder / "tokenizer.json", out=folder / "shards", hold_out=0.2)
+    build(lines, tokenizer=folder / "tokenizer.json", out=folder / "shards", held_out_fraction=0.2)
     return folder
 
 

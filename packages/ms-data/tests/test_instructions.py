@@ -399,7 +399,7 @@ def test_the_command_builds_and_verifies_an_instruction_set(
     """`--chat-template` takes a tokenizer's folder; damage in the template's file is found."""
     out, model = str(place / "made"), str(place / "model")
     command = ["build", str(place / "rows.jsonl"), "--tokenizer", model, "--chat-template", model]
-    assert main([*command, "--out", out, "--hold-out", "0.3"]) == 0
+    assert main([*command, "--out", out, "--held-out-fraction", "0.3"]) == 0
     assert "300 documents" in capsys.readouterr().out
     assert inspect(out).splits["held_out"].documents > 50
     assert verify(out).ok
@@ -436,7 +436,7 @@ def test_rows_that_differ_in_their_weight_alone_are_in_one_split(
     for name, given in (("rows", rows), ("more", more)):
         corpus, out = write_rows(tmp_path / f"{name}.jsonl", given), tmp_path / name
         tokenizer = Tokenizer.load(model)
-        build(corpus, tokenizer=tokenizer, out=out, chat=model, hold_out=0.5, pairs=pairs)
+        build(corpus, tokenizer=tokenizer, out=out, chat=model, held_out_fraction=0.5, pairs=pairs)
         held.append(Samples(out, "held_out"))
     assert 0 < len(held[0]) < len(rows)
     assert held[0].sizes.tolist() == held[1].sizes.tolist()

@@ -122,12 +122,12 @@ def test_deduplicating_adds_up(
 
 
 @settings(max_examples=25, deadline=None)
-@given(lines=LINES, hold_out=st.sampled_from([0.0, 0.5]))
+@given(lines=LINES, held_out_fraction=st.sampled_from([0.0, 0.5]))
 def test_building_adds_up(
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: Tokenizer,
     lines: list[str],
-    hold_out: float,
+    held_out_fraction: float,
 ) -> None:
     """Lines are documents of a split, left out, or without text."""
     folder = tmp_path_factory.mktemp("build")
@@ -136,7 +136,7 @@ def test_building_adds_up(
         folder / "a.jsonl",
         tokenizer=tokenizer,
         out=folder / "out",
-        hold_out=hold_out,
+        held_out_fraction=held_out_fraction,
         skip_invalid=True,
     )
     fates = Counter(["document", *map(fate_of, lines)])

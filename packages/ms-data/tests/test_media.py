@@ -67,7 +67,12 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(corpus / "rows.jsonl", rows)
     for k, name in enumerate(("shards", "more")):
         build(
-            corpus, tokenizer=model, out=place / name, chat=model, processor=model, hold_out=k / 9
+            corpus,
+            tokenizer=model,
+            out=place / name,
+            chat=model,
+            processor=model,
+            held_out_fraction=k / 9,
         )
     return place
 

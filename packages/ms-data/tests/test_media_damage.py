@@ -69,7 +69,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(place: Path, out: Path) -> None:
     """Builds the shards of the fixture."""
     model = place / "model"
-    build(place / "corpus", tokenizer=model, out=out, chat=model, processor=model, hold_out=0.4)
+    build(
+        place / "corpus",
+        tokenizer=model,
+        out=out,
+        chat=model,
+        processor=model,
+        held_out_fraction=0.4,
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -110,8 +110,8 @@ def test_what_a_cluster_is_sent_makes_the_words_of_this_process(
     monkeypatch.setattr("ms_data.engine.pools.check_ray", lambda: None)
     monkeypatch.setattr("ms_data.engine.batches.BATCH_CHARACTERS", 800)
     for name, settings in conversations.items():
-        build(out=tmp_path / "here" / name, hold_out=0.2, **settings)
-        build(out=tmp_path / "there" / name, hold_out=0.2, workers="ray", **settings)
+        build(out=tmp_path / "here" / name, held_out_fraction=0.2, **settings)
+        build(out=tmp_path / "there" / name, held_out_fraction=0.2, workers="ray", **settings)
     assert addresses == ["ray"] * len(conversations)
     assert files_below(tmp_path / "there") == files_below(tmp_path / "here")
 
@@ -131,11 +131,17 @@ def test_a_cluster_gives_the_bytes_of_one_machine(
     options = DedupOptions(substring_words=8)
 
     def run(folder: Path, workers: str | None) -> None:
-        build(corpus, tokenizer=tokenizer, out=folder / "build", hold_out=0.2, workers=workers)
+        build(
+            corpus,
+            tokenizer=tokenizer,
+            out=folder / "build",
+            held_out_fraction=0.2,
+            workers=workers,
+        )
         clean(corpus, RULES, out=folder / "clean", workers=workers or 1)
         dedup(corpus, out=folder / "dedup", options=options, workers=workers or 1)
         for name, settings in conversations.items():
-            build(out=folder / name, hold_out=0.2, workers=workers, **settings)
+            build(out=folder / name, held_out_fraction=0.2, workers=workers, **settings)
 
     run(tmp_path / "here", None)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

@@ -40,15 +40,18 @@ def test_a_split_that_is_empty_is_told(tmp_path: Path) -> None:
     texts = "".join(f'{{"text": "text {n % 8}"}}\n' for n in range(300))
     (tmp_path / "a.jsonl").write_text(texts)
     train_tokenizer(tmp_path / "a.jsonl", vocab_size=270, out=tmp_path / "tokenizer.json")
-    for hold_out, says in ((1e-9, "selected none of 300 documents"), (0.9999999, "all 300")):
+    for held_out_fraction, says in (
+        (1e-9, "selected none of 300 documents"),
+        (0.9999999, "all 300"),
+    ):
         made = build(
             tmp_path / "a.jsonl",
             tokenizer=tmp_path / "tokenizer.json",
-            out=tmp_path / str(hold_out),
-            hold_out=hold_out,
+            out=tmp_path / str(held_out_fraction),
+            held_out_fraction=held_out_fraction,
         )
         assert [says in warning for warning in made.warnings] == [True]
-        shown = inspect(tmp_path / str(hold_out)).build
+        shown = inspect(tmp_path / str(held_out_fraction)).build
         assert shown is not None
         assert shown["warnings"] == list(made.warnings)
 

@@ -43,7 +43,7 @@ def test_a_build_killed_inside_a_row_group_goes_on_to_the_same_bytes(tmp_path: P
         tmp_path / "c.jsonl",
         tokenizer=tokenizer,
         out=tmp_path / "calm",
-        hold_out=0.2,
+        held_out_fraction=0.2,
         shard_size_mib=1,
     )
     made, calm = files_of(out), files_of(tmp_path / "calm")

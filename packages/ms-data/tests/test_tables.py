@@ -201,7 +201,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> 
     """The dataset that is built from JSON Lines, but for the record of where it came from."""
     folder = tmp_path_factory.mktemp("lines")
     lines = write_lines(folder / "a.jsonl", TEXTS)
-    build(lines, tokenizer=tokenizer, out=folder / "out", hold_out=0.2)
+    build(lines, tokenizer=tokenizer, out=folder / "out", held_out_fraction=0.2)
     return {name: one for name, one in files_of(folder / "out").items() if name != "build.json"}
 
 
@@ -211,7 +211,7 @@ def test_the_same_rows_give_the_same_shards_byte_for_byte(
 ) -> None:
     """As from JSON Lines; and reading goes on from every row."""
     place = make(tmp_path)
-    build(place, tokenizer=tokenizer, out=tmp_path / "out", hold_out=0.2)
+    build(place, tokenizer=tokenizer, out=tmp_path / "out", held_out_fraction=0.2)
     made = files_of(tmp_path / "out")
     del made["build.json"]
     assert made == expected
@@ -278,11 +278,11 @@ def test_a_corpus_elsewhere_is_read_like_one_on_a_disk(
     filesystem.put_file(str(tmp_path / "rest.jsonl"), f"{path}/rest.jsonl")
     filesystem.put_file(str(tmp_path / "rest.jsonl"), f"{path}/x/.hidden/rest.jsonl")
     corpus = [f"{root}/x", f"{root}/rest.jsonl"]
-    build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=0.2)
+    build(corpus, tokenizer=tokenizer, out=tmp_path / "out", held_out_fraction=0.2)
     made = files_of(tmp_path / "out")
     del made["build.json"]
     assert made == expected
-    again = build(corpus, tokenizer=tokenizer, out=tmp_path / "out", hold_out=0.2)
+    again = build(corpus, tokenizer=tokenizer, out=tmp_path / "out", held_out_fraction=0.2)
     assert again.built_before
     source = find_corpus(corpus)
     (document, *_) = source.documents(Position(1, 7))

@@ -36,7 +36,7 @@ def write_dataset(
         vocabulary_size=vocabulary_size,
         end_of_text=END,
         tokenizer="99aa06d3014798d86001c324468d497f",  # of an empty file
-        hold_out=0.0,
+        held_out_fraction=0.0,
         shards=tuple(entries),
     )
     (folder / "index.json").write_bytes(encode_index(index))

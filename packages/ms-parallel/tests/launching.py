@@ -22,11 +22,11 @@ RUN = {
     "sequence_length": 32,
     "batch_size": 4,
     "vocab_size": 320,
-    "hold_out": 0.4,
+    "held_out_fraction": 0.4,
     "learning_rate": 3e-3,
     "steps": 12,
     "checkpoint_every": 3,
-    "evaluate_batches": 2,
+    "eval_batches": 2,
     "log_every": 1,
     "device": "cpu",
 }

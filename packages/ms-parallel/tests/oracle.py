@@ -12,7 +12,7 @@ RUNS = Path(__file__).parent / "context_runs.py"
 TOLERANCE = 1e-12
 STRADDLING = [3, 1, 7, 2]
 """Lengths of documents in a row of 16: one of a single token, and one on both sides of each cut."""
-LOSSES = {"balance", "balance_coefficient", "router_z_coefficient"}
+LOSSES = {"balance", "balance_coefficient", "router_z_loss_coefficient"}
 """Options that change what one process computes."""
 
 

@@ -34,7 +34,7 @@ def _train(engine: Engine, first: int, last: int) -> list[list[str]]:
     told = []
     for step in range(first, last):
         batch = local_rows(global_batch(step, ROWS), engine.groups)
-        update = engine.step(batch, NextTokenLoss(z_coefficient=1e-3))
+        update = engine.step(batch, NextTokenLoss(z_loss_coefficient=1e-3))
         told.append([each.hex() for each in (update.loss, update.grad_norm, *update.mtp_losses)])
     return told
 

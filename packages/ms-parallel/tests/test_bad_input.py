@@ -45,7 +45,10 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ("batch_size=2.5", "batch_size must be an integer"),
         ("betas=0.9", "betas is 0.9; give two numbers"),
         ("learning_rate=-1", "learning_rate must be a number of at least 0, got -1"),
-        ("hold_out=1", "hold_out must be a number of at least 0 and less than 1, got 1"),
+        (
+            "held_out_fraction=1",
+            "held_out_fraction must be a number of at least 0 and less than 1, got 1",
+        ),
         ("parallel_config.data=2", "needs 2 processes and this is one; type: torchrun"),
         ("parallel_config.expert=2", "expert=2 does not divide the 1 ranks of data and context"),
         ("sequence_length=8192", "longer than the model's 4096 positions"),
@@ -94,7 +97,7 @@ def test_a_corpus_that_cannot_be_used_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], corpus_name: str, said: str
 ) -> None:
     """Empty, not text, not there, or too short for one sequence."""
-    run = write_run(tmp_path / "run.toml", corpora(tmp_path)[corpus_name], hold_out=0.0)
+    run = write_run(tmp_path / "run.toml", corpora(tmp_path)[corpus_name], held_out_fraction=0.0)
     assert re.search(said, complaint(capsys, run))
 
 

@@ -130,7 +130,7 @@ def test_the_template_trains_when_its_dataset_is_filled_in(
         if name != "epochs"
     )
     Path("RUN.toml").write_text(text.replace("corpus/", str(corpus)))
-    small = ("steps=1", "sequence_length=64", "hold_out=0.4", "vocab_size=512")
+    small = ("steps=1", "sequence_length=64", "held_out_fraction=0.4", "vocab_size=512")
     few = [word for key in small for word in ("--set", key)]
     capsys.readouterr()
     assert main(["train", "RUN.toml", *few, "--json"]) == 0
@@ -144,7 +144,7 @@ def test_a_run_that_holds_too_little_out_says_so(
     corpus: Path, tmp_path: Path, share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was to measure a held-out loss and measures none; who asks for none hears nothing."""
-    run = write_run(tmp_path / "run.toml", corpus, hold_out=share, steps=1)
+    run = write_run(tmp_path / "run.toml", corpus, held_out_fraction=share, steps=1)
     assert main(["train", str(run), "--set", f"output_dir={tmp_path / 'out'}"]) == 0
     said = "leaves too little text for a held-out loss" in caplog.text
     assert said is (share > 0)

@@ -179,7 +179,7 @@ def test_a_path_of_a_run_file_that_no_system_takes_is_one_line(
     [
         "steps=1" + "0" * 400,
         "learning_rate=1" + "0" * 400,
-        "epsilon=1" + "0" * 400,
+        "eps=1" + "0" * 400,
         "batch_size=1" + "0" * 30,
         "seed=1" + "0" * 400,
         "vocab_size=1" + "0" * 18,

@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
     "steps": STEPS,
     "checkpoint_every": 4,
     "reproducible": True,
-    "hold_out": 0.0,
+    "held_out_fraction": 0.0,
 }
 
 
@@ -206,7 +206,7 @@ def test_a_run_that_shrinks_and_grows_comes_to_the_bits_of_one_that_does_not(
 @pytest.mark.slow
 def test_a_pipeline_with_the_rest_on_data_comes_to_the_same_at_other_widths(tmp_path: Path) -> None:
     """Two stages on two processes, killed, and on four: losses and weights to the bit."""
-    settings = {"batch_size": BATCH, "hold_out": 0.0, "reproducible": True, "steps": 12}
+    settings = {"batch_size": BATCH, "held_out_fraction": 0.0, "reproducible": True, "steps": 12}
     whole = write_run(tmp_path / "whole.toml", write_corpus(tmp_path / "corpus"), **settings)
     assert train(whole, 1).returncode == 0
     run = write_run(tmp_path / "run.toml", whole.with_suffix("") / "shards", **settings)

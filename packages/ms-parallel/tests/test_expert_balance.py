@@ -73,7 +73,7 @@ GLM = {
 }
 METHODS = {
     "step": (QWEN, {"balance": "step"}),
-    "sequence": (QWEN, {"balance": "sequence", "router_z_coefficient": 0.01}),
+    "sequence": (QWEN, {"balance": "sequence", "router_z_loss_coefficient": 0.01}),
     "bias": (GLM, {"balance_coefficient": 0.01, "balance_bias_rate": 0.02}),
 }
 STEPS = {"bias": 20}
@@ -193,7 +193,7 @@ def test_a_checkpoint_holds_what_balance_depends_on(tmp_path: Path) -> None:
         ("qwen3_moe", {"balance": "stp"}, "did you mean 'step'"),
         ("qwen3_moe", {"balance": "bias"}, "needs routers with a score correction bias"),
         ("llama", {"balance": "step"}, "need a mixture of experts"),
-        ("llama", {"router_z_coefficient": 0.1}, "need a mixture of experts"),
+        ("llama", {"router_z_loss_coefficient": 0.1}, "need a mixture of experts"),
         ("qwen3_moe", {"balance_coefficient": -1.0}, "balance_coefficient"),
     ],
 )
@@ -227,7 +227,7 @@ def test_experts_that_transformers_builds_are_balanced_as_ours(
 ) -> None:
     """The same counts, balance losses and, after three updates, losses as our own family's."""
     job = published(family, tmp_path)
-    options = {"balance": method, "router_z_coefficient": 0.01}
+    options = {"balance": method, "router_z_loss_coefficient": 0.01}
     kinds = ({}, {"foreign": True}, {"foreign": True, "options": {"balance": "none"}})
     jobs = [{**job, "options": options, **kind} for kind in kinds]
     ours, found, without = expert_runs.loads(jobs)

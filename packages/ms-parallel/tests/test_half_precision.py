@@ -116,10 +116,10 @@ def test_every_gradient_carries_the_scale(groups: Groups, family: str) -> None:
 
     One rounding to float16 is 2^-11; a router that chooses otherwise moves a token's share.
     """
-    options = {"router_z_coefficient": 0.1, "balance_coefficient": 0.5, "balance": "sequence"}
+    options = {"router_z_loss_coefficient": 0.1, "balance_coefficient": 0.5, "balance": "sequence"}
     norms = [
         build(FAMILIES[family], groups, **options, **more)
-        .step(global_batch(0), NextTokenLoss(z_coefficient=0.01))
+        .step(global_batch(0), NextTokenLoss(z_loss_coefficient=0.01))
         .grad_norm
         for more in (
             {},

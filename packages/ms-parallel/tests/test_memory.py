@@ -381,7 +381,7 @@ def test_the_largest_microbatch_is_found_by_prediction_and_trial(tmp_path: Path)
     (tmp_path / "text.txt").write_text("So many words, and so few of them new. " * 4000)
     model = LARGER | {"num_hidden_layers": 2}
     common = {"model_config": model, "batch_size": 8, "sequence_length": 128, "vocab_size": 512}
-    common |= {"device": "cpu", "progress": False, "recompute": "none", "hold_out": 0.1}
+    common |= {"device": "cpu", "progress": False, "recompute": "none", "held_out_fraction": 0.1}
     options = Options("llama", **common)
     need = {rows: run_memory(options, Layout(), None, rows)[0].total for rows in (1, 2, 4, 8)}
     assert sorted(need.values()) == list(need.values())

@@ -36,7 +36,7 @@ def by_hand() -> list[float]:
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     config = AdamWConfig(learning_rate=5e-3, warmup_steps=2, decay_steps=20)
-    adam = torch.optim.AdamW(groups, betas=config.betas, eps=config.epsilon)
+    adam = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
     losses = []
     for step in range(STEPS):
         from ms_parallel.engine.optimizer import learning_rate

@@ -112,7 +112,7 @@ def by_hand(family: str, folder: Path, steps: int) -> list[float]:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.epsilon)
+    adam = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     losses = []
     for step in range(steps):
         batch = global_batch(step)

@@ -20,7 +20,7 @@ from ms_parallel.training import run as runs
 SETTINGS: dict[str, Any] = {
     **{name: value for name, value in RUN.items() if name != "steps"},
     "model_config": MODEL,
-    "hold_out": 0.0,
+    "held_out_fraction": 0.0,
     "progress": False,
     "spike_window": 4,
     "checkpoint_every": 3,

@@ -70,7 +70,7 @@ def cases() -> tuple[FuzzCase, ...]:
         FuzzCase(
             name="compare-events",
             make=_run("events/rank-00000.000000.events"),
-            command=("compare", "{folder}", "{folder}", "--most-wait", "1", "--json"),
+            command=("compare", "{folder}", "{folder}", "--max-wait", "1", "--json"),
         ),
         FuzzCase(
             name="compare-traces",

@@ -74,8 +74,8 @@ def test_logs_are_exported_to_tensorboard(folder: Path, capsys: pytest.CaptureFi
             "--repeats must be at least 1, got 0",
         ),
         (
-            ["compare", "a", "b", "--least-change", "-1"],
-            "--least-change must be a share from 0 to 1, got -1",
+            ["compare", "a", "b", "--min-change", "-1"],
+            "--min-change must be a share from 0 to 1, got -1",
         ),
     ],
 )

@@ -94,7 +94,7 @@ def test_of_too_many_spans_the_longest_are_kept_and_the_rest_is_counted(
 ) -> None:
     """With room for 100 spans the 100 longest are shown, and the total is still said."""
     found = analyse(traces_folder / "ddp")
-    timeline = build_timeline(found, most_events=100)
+    timeline = build_timeline(found, max_events=100)
     total = sum(len(one.trace) for one in found.ranks.values())
     assert (timeline.layout["shown"], timeline.layout["total"]) == (100, total)
     longest = sorted(int(d) for one in found.ranks.values() for d in one.trace.duration_ns)[-100:]

@@ -401,13 +401,13 @@ def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
     ("arguments", "said"),
     [
         (["report", "x", "--window", "0"], "--window must be at least 1, got 0"),
-        (["report", "x", "--most-events", "0"], "--most-events must be at least 1, got 0"),
+        (["report", "x", "--max-events", "0"], "--max-events must be at least 1, got 0"),
         (["logs", "x", "--since", "nan"], "--since must be 0 to 10000000000 seconds, got nan"),
         (
-            ["compare", "a", "b", "--most-wait", "nan"],
-            "--most-wait must be a share of at least 0, got nan",
+            ["compare", "a", "b", "--max-wait", "nan"],
+            "--max-wait must be a share of at least 0, got nan",
         ),
-        (["report", "x", "--most-events", "many"], "invalid int value"),
+        (["report", "x", "--max-events", "many"], "invalid int value"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused_in_one_line(

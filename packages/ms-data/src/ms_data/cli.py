@@ -163,7 +163,7 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         _run_build,
         "build",
         "Tokenize a corpus into a folder of checked, compressed shards.",
-        "ms-data build stdlib --tokenizer tokenizer.json --out shards --hold-out 0.02",
+        "ms-data build stdlib --tokenizer tokenizer.json --out shards --held-out-fraction 0.02",
     )
     add_reading_arguments(parser)
     parser.add_argument("--tokenizer", type=path_argument, required=True, help=_TOKENIZER)
@@ -174,7 +174,7 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         help="output folder; must be empty or not exist",
     )
     parser.add_argument(
-        "--hold-out", type=float, default=0.0, help="fraction of documents held out"
+        "--held-out-fraction", type=float, default=0.0, help="fraction of documents held out"
     )
     parser.add_argument("--shard-size-mib", type=int, default=64, help="close a shard at this size")
     add_shard_argument(parser)
@@ -261,7 +261,7 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
                 options.tokenizer, end_of_text=options.end_of_text, begin_of_text=begin
             ),
             out=options.out,
-            hold_out=options.hold_out,
+            held_out_fraction=options.held_out_fraction,
             shard_size_mib=options.shard_size_mib,
             **reading_options(options, "skip_invalid", "workers"),
             chat=template,

@@ -135,19 +135,19 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="generate",
         help="write responses to prompts",
-        example_overrides="group_size=4 out=responses.jsonl",
+        example_overrides="num_generations=4 output_path=responses.jsonl",
         settings="commands.generate:Generation",
         run="commands.generate:generate",
         placeholders={
             "model": "runs/sft/model",
             "dataset": "prompts.jsonl",
-            "out": "responses.jsonl",
+            "output_path": "responses.jsonl",
         },
     ),
     Command(
         name="evaluate",
         help="run tasks of lm-evaluation-harness on a model",
-        example_overrides="limit=100 out=results.json",
+        example_overrides="limit=100 output_path=results.json",
         settings="commands.evaluate:Evaluation",
         run="commands.evaluate:evaluate",
         placeholders={"model": "runs/sft/model", "tasks": ["arc_easy", "hellaswag"]},

@@ -27,8 +27,6 @@ from ms_align.settings.validators import Check
 
 MODELS = ("model", "policy_model", "reference_model", "value_model", "teacher_model")
 OTHER_NAMES = {"policy_model": "model", "prompt_dataset": "dataset"}
-OTHER_NAMES |= {"include_path": "task_folder", "num_fewshot": "few_shot"}
-OTHER_NAMES |= {"output_path": "out", "apply_chat_template": "chat"}
 """Aliases of keys that commands accept as well."""
 DATASETS = {
     "dataset": "a folder of shards, or for prompts a JSON Lines file",

@@ -17,10 +17,6 @@ from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import flag, integer, valid_path
 from ms_align.settings.run_file import build
 
-LM_EVAL_NAMES = {"include_path": "task_folder", "num_fewshot": "few_shot", "output_path": "out"}
-LM_EVAL_NAMES |= {"apply_chat_template": "chat"}
-"""Keys of lm-evaluation-harness that are accepted as aliases of keys here."""
-
 
 def _names(instance: object, attribute: Any, value: object) -> None:
     if not (isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value)):
@@ -43,8 +39,8 @@ class Evaluation(ComputeOptions):
     model: str = field(validator=valid_path())
     """Folder of the model, or of a model exported by ms-compress."""
     tasks: list[str] = field(validator=_names)
-    """Tasks, groups or tags of the harness, or task files in `task_folder`."""
-    task_folder: str | None = field(default=None, validator=valid_path(optional=True))
+    """Tasks, groups or tags of the harness, or task files in `include_path`."""
+    include_path: str | None = field(default=None, validator=valid_path(optional=True))
     """Folder with YAML files of custom tasks; these need no network."""
     tokenizer: str | None = field(default=None, validator=valid_path(optional=True))
     """Tokenizer: a folder, a `tokenizer.json`, or `bytes`. Default: the tokenizer of the model."""
@@ -53,19 +49,21 @@ class Evaluation(ComputeOptions):
     Default: the model runs on an engine."""
     layout: Any = field(default=None, validator=_ranks)
     """Ranks per ms-parallel axis, such as `{ data = 2, tensor = 2 }`. None: one process."""
-    few_shot: int | None = field(default=None, validator=integer(minimum=0, optional=True))
+    num_fewshot: int | None = field(default=None, validator=integer(minimum=0, optional=True))
     """Number of few-shot examples per question. Default: the task's own number."""
-    chat: bool = field(default=False, validator=flag)
+    apply_chat_template: bool = field(default=False, validator=flag)
     """Format questions with the model's chat template."""
     limit: int | None = field(default=None, validator=integer(optional=True))
     """Maximum number of questions per task. Default: all."""
-    context: int | None = field(default=None, validator=integer(optional=True))
+    max_length: int | None = field(default=None, validator=integer(optional=True))
     """Maximum number of tokens per request. Default: the model's context length."""
     batch_size: int = field(default=16, validator=integer())
     """Rows per forward pass, over all processes."""
     seed: int = field(default=0, validator=integer(minimum=0, maximum=LARGEST_SEED))
     """Seed for choosing few-shot examples and for sampling."""
-    out: str | None = field(default=None, validator=valid_path(written="file", optional=True))
+    output_path: str | None = field(
+        default=None, validator=valid_path(written="file", optional=True)
+    )
     """JSON file for the results. Default: results are only printed."""
 
 
@@ -73,11 +71,6 @@ def evaluate(
     options_class: type[Evaluation], settings: dict[str, Any], where: str
 ) -> dict[str, Any]:
     """Run `ms-align evaluate`."""
-    for alias, key in LM_EVAL_NAMES.items():
-        if alias in settings and key in settings:
-            raise ConfigError(f"{where}: {alias} and {key} are the same setting; remove one")
-        if alias in settings:
-            settings[key] = settings.pop(alias)
     options = build(options_class, settings, where=where)
     if options.runtime is not None and options.layout is not None:
         raise ConfigError(f"{where}: an exported model runs in one process; remove layout")
@@ -90,7 +83,7 @@ def evaluate(
         else _open_exported(options.model, options.runtime),
         options.tokenizer or (None if options.runtime is None else options.model),
         layout=options.layout,
-        context=options.context,
+        context=options.max_length,
         batch_size=options.batch_size,
         seed=options.seed,
         options=options,
@@ -98,9 +91,9 @@ def evaluate(
     results = run_tasks(
         model,
         options.tasks,
-        folder=options.task_folder,
-        few_shot=options.few_shot,
-        chat=options.chat,
+        folder=options.include_path,
+        num_fewshot=options.num_fewshot,
+        chat=options.apply_chat_template,
         limit=options.limit,
         seed=options.seed,
     )
@@ -118,8 +111,8 @@ def evaluate(
                 f"{model.max_length} tokens",
                 flush=True,
             )
-        if options.out is not None:
-            path = Path(options.out)
+        if options.output_path is not None:
+            path = Path(options.output_path)
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(report, indent=2).encode() + b"\n")

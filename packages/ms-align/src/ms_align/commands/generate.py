@@ -33,13 +33,13 @@ class Generation(Sampling, DeviceOptions):
     """Tokenizer: a folder, a `tokenizer.json`, or `bytes`. Default: the tokenizer of the model."""
     dataset: str = field(validator=valid_path())
     """File of prompts: JSON Lines, a JSON array, CSV or Parquet."""
-    stop_tokens: Any = field(default=None, converter=optional(token_ids))
+    stop_token_ids: Any = field(default=None, converter=optional(token_ids))
     """Token ids that end a response. Default: the end-of-text tokens of the model."""
-    out: str = field(validator=valid_path(written="file"))
+    output_path: str = field(validator=valid_path(written="file"))
     """JSON Lines file to write."""
-    group_size: int = field(default=1, validator=integer())
+    num_generations: int = field(default=1, validator=integer())
     """Responses per prompt."""
-    slots: int = field(default=64, validator=integer())
+    max_num_seqs: int = field(default=64, validator=integer())
     """Responses generated at the same time."""
     seed: int = field(default=0, validator=integer(minimum=0, maximum=LARGEST_SEED))
     """Random seed."""
@@ -65,26 +65,29 @@ def generate(
         )
     prompts = read_prompts(options.dataset, tokenizer, name="dataset")
     sampling_settings = {item.name: getattr(options, item.name) for item in fields(Sampling)}
-    sampling = Sampling(**{**sampling_settings, "stop_tokens": options.stop_tokens or ()})
-    sampling = with_stops(sampling, options.stop_tokens, tokenizer, files)
+    sampling = Sampling(**{**sampling_settings, "stop_token_ids": options.stop_token_ids or ()})
+    sampling = with_stops(sampling, options.stop_token_ids, tokenizer, files)
     generator = LocalGenerator(
         open_model(options.model, device=options.device),
-        slots=options.slots,
+        max_num_seqs=options.max_num_seqs,
         decode=tokenizer.decode,
     )
     responses = generator(
-        [prompt.tokens for prompt in prompts], sampling, count=options.group_size, seed=options.seed
+        [prompt.tokens for prompt in prompts],
+        sampling,
+        count=options.num_generations,
+        seed=options.seed,
     )
-    _write(Path(options.out), prompts, responses, tokenizer, options.group_size)
+    _write(Path(options.output_path), prompts, responses, tokenizer, options.num_generations)
     count, stopped = len(responses.lengths), int(responses.stopped.sum())
     print(
-        f"wrote {count} responses to {len(prompts)} prompts to {options.out}: {stopped} stopped, "
-        f"{count - stopped} cut at max_new_tokens = {options.max_new_tokens}",
+        f"wrote {count} responses to {len(prompts)} prompts to {options.output_path}: "
+        f"{stopped} stopped, {count - stopped} cut at max_new_tokens = {options.max_new_tokens}",
         flush=True,
     )
     return {
         "code": 0,
-        "out": options.out,
+        "output_path": options.output_path,
         "prompts": len(prompts),
         "responses": len(responses.lengths),
         "tokens": int(responses.lengths.sum()),
@@ -98,11 +101,11 @@ def _write(
     prompts: list[Prompt],
     responses: Responses,
     tokenizer: Tokenizer,
-    group_size: int,
+    num_generations: int,
 ) -> None:
     lines = []
     for row in range(len(responses.lengths)):
-        prompt, tokens = prompts[row // group_size], responses.row(row)
+        prompt, tokens = prompts[row // num_generations], responses.row(row)
         assert responses.logprobs is not None
         record = {
             "prompt": prompt.text,

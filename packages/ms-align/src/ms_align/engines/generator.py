@@ -15,19 +15,21 @@ from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, first_stop
 
 
-def generator_of(engine: Engine, *, slots: int = 64, decode: Decode | None = None) -> Generator:
+def generator_of(
+    engine: Engine, *, max_num_seqs: int = 64, decode: Decode | None = None
+) -> Generator:
     """Build a `LocalGenerator` for an engine of one process, an `EngineGenerator` for others.
 
     Args:
         engine: engine of the policy.
-        slots: rows generated at the same time, in one process.
+        max_num_seqs: rows generated at the same time, in one process.
         decode: converts tokens to text; needed for stop strings only.
 
     Raises:
         ModelError: the model does not support a KV cache.
     """
     if isinstance(engine, LocalEngine):
-        return LocalGenerator(engine.module, slots=slots, decode=decode)
+        return LocalGenerator(engine.module, max_num_seqs=max_num_seqs, decode=decode)
     return EngineGenerator(engine, decode)
 
 
@@ -59,9 +61,9 @@ class EngineGenerator:
             raise ModelError("stop_strings need a tokenizer to decode tokens; pass decode=")
         rows = self.engine.generate(
             [prompt for prompt in prompts for _ in range(count)],
-            **asdict(sampling, filter=exclude("stop_tokens", "stop_strings")),
+            **asdict(sampling, filter=exclude("stop_token_ids", "stop_strings")),
             seed=seed,
-            stop_token=sampling.stop_tokens or None,
+            stop_token=sampling.stop_token_ids or None,
         )
         # Position of the first stop, if any; the rest of the row is dropped.
         ends = [first_stop(row, sampling, self.decode) for row in rows]

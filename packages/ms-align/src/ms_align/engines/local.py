@@ -125,7 +125,7 @@ class LocalEngine:
                 [group for group in groups if group["params"]],
                 lr=self.options.learning_rate,
                 betas=self.options.betas,
-                eps=self.options.epsilon,
+                eps=self.options.eps,
                 fused=self.device.type in ("cpu", "cuda"),
             )
             for parameter in self.parameters.values():
@@ -228,7 +228,7 @@ class LocalEngine:
         Raises:
             ModelError: the model does not support a KV cache.
         """
-        settings = Sampling(**sampling, stop_tokens=stop_token or ())
+        settings = Sampling(**sampling, stop_token_ids=stop_token or ())
         responses = LocalGenerator(self.module)(prompts, settings, count=1, seed=seed)
         return [responses.row(index) for index in range(len(prompts))]
 

@@ -32,7 +32,7 @@ class OptimizerOptions:
     """Final learning rate as a fraction of the peak."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), converter=_betas)
     """Decay rates of the first and second moments."""
-    epsilon: float = field(default=1e-8, validator=number(minimum=1e-20))
+    eps: float = field(default=1e-8, validator=number(minimum=1e-20))
     """Added to the denominator for numerical stability."""
     weight_decay: float = field(default=0.0, validator=number())
     """Decoupled weight decay; not applied to one-dimensional weights (norms, biases)."""

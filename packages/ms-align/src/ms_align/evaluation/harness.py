@@ -189,6 +189,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return Sampling(
             **sampling,
             max_new_tokens=max_new_tokens,
-            stop_tokens=self.codec.ends,
+            stop_token_ids=self.codec.ends,
             stop_strings=tuple(visible),
         )

@@ -17,7 +17,7 @@ def run_tasks(
     tasks: Sequence[str],
     *,
     folder: str | None = None,
-    few_shot: int | None = None,
+    num_fewshot: int | None = None,
     chat: bool = False,
     limit: int | None = None,
     seed: int = 0,
@@ -29,7 +29,7 @@ def run_tasks(
         tasks: names of tasks, groups or tags.
         folder: folder with YAML files of tasks; if it has all tasks, the harness's own tasks are
             not indexed.
-        few_shot: few-shot examples per question. None: the task's own number.
+        num_fewshot: few-shot examples per question. None: the task's own number.
         chat: format questions with the model's chat template.
         limit: maximum number of questions per task.
         seed: seed for choosing examples.
@@ -49,7 +49,7 @@ def run_tasks(
             model=model,
             tasks=list(tasks),
             task_manager=task_manager,
-            num_fewshot=few_shot,
+            num_fewshot=num_fewshot,
             apply_chat_template=chat,
             limit=limit,
             bootstrap_iters=1000,
@@ -71,7 +71,7 @@ def _task_manager(tasks: Sequence[str], folder: str | None) -> Any:
     from lm_eval.tasks import TaskManager
 
     if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"task_folder must be a folder of YAML files, got {folder}; correct it")
+        raise ConfigError(f"include_path must be a folder of YAML files, got {folder}; correct it")
     try:
         # Indexing the harness's own tasks takes seconds, so try without them.
         manager = TaskManager(include_path=folder, include_defaults=False)
@@ -84,7 +84,7 @@ def _task_manager(tasks: Sequence[str], folder: str | None) -> Any:
         closest = get_close_matches(missing, manager.all_tasks, n=1)
         raise ConfigError(
             f"task {missing!r} is unknown{f'; did you mean {closest[0]!r}?' if closest else ''}; "
-            "set task_folder to use your own tasks"
+            "set include_path to use your own tasks"
         )
     return manager
 

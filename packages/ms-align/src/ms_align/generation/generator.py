@@ -29,7 +29,7 @@ class LocalGenerator:
 
     Args:
         model: model of ms-parallel or transformers.
-        slots: rows generated at the same time.
+        max_num_seqs: rows generated at the same time.
         decode: converts tokens to text; needed for stop strings only.
         fused: for Llama-like models, use fused weights, with which a step needs a third of the
             kernel calls. They are copied at every call, as training changes the weights. Other
@@ -43,12 +43,12 @@ class LocalGenerator:
         self,
         model: nn.Module,
         *,
-        slots: int = 64,
+        max_num_seqs: int = 64,
         decode: Decode | None = None,
         fused: bool = True,
     ) -> None:
         self.model: LanguageModel = language_model(model)
-        self.slots = slots
+        self.max_num_seqs = max_num_seqs
         self.decode = decode
         self.fused = fused
         self._verified = False
@@ -86,12 +86,12 @@ class LocalGenerator:
         queue = list(range(len(prompts) * count))[::-1]
         longest = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
         active = _ActiveRows.empty(
-            Columns(longest + 1, max_rows=min(self.slots, len(queue))), device
+            Columns(longest + 1, max_rows=min(self.max_num_seqs, len(queue))), device
         )
         reader = self._reader()
         while queue or len(active.rows):
-            if queue and len(active.rows) < self.slots:
-                free = self.slots - len(active.rows)
+            if queue and len(active.rows) < self.max_num_seqs:
+                free = self.max_num_seqs - len(active.rows)
                 new = [queue.pop() for _ in range(min(free, len(queue)))]
                 self._prefill(reader, new, prompts, count, active, buffer)
             else:
@@ -205,7 +205,7 @@ class _ResponseBuffer:
             lengths=torch.zeros(count, dtype=torch.int64, device=device),
             stopped=torch.zeros(count, dtype=torch.bool, device=device),
             finished=torch.zeros(count, dtype=torch.bool, device=device),
-            stops=torch.tensor(sampling.stop_tokens, dtype=torch.int64, device=device),
+            stops=torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device),
         )
 
     def sample(self, logits: Tensor, rows: Tensor) -> SampledTokens:

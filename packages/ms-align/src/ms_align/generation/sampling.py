@@ -29,7 +29,7 @@ def token_ids(value: object) -> tuple[int, ...]:
     if not all(_is_token(token) for token in ids):
         original = list(ids) if isinstance(value, Iterable) else value
         raise ConfigError(
-            f"stop_tokens must be token ids from 0 to below {TOKEN_ID_LIMIT}, got "
+            f"stop_token_ids must be token ids from 0 to below {TOKEN_ID_LIMIT}, got "
             f"{_shown(original)}; correct them"
         )
     return ids
@@ -58,7 +58,7 @@ class Sampling:
     """Sample from the most likely tokens that together reach this probability."""
     min_p: float = field(default=0.0, validator=number(maximum=1.0))
     """Minimum probability of a token, as a fraction of the most likely token's."""
-    stop_tokens: tuple[int, ...] = field(default=(), converter=token_ids)
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=token_ids)
     """Token ids that end a response; the stop token is included."""
     stop_strings: tuple[str, ...] = field(default=(), converter=_strings)
     """Texts that end a response; the token that completes one is included."""

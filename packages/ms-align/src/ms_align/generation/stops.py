@@ -35,7 +35,7 @@ def first_stop(tokens: Sequence[int], sampling: Sampling, decode: Decode | None)
     strings = sampling.stop_strings if decode is not None else ()
     lookback = max_stop_tokens(strings) if strings else 0
     for length, token in enumerate(tokens, 1):
-        if token in sampling.stop_tokens:
+        if token in sampling.stop_token_ids:
             return length
         tail = tokens[max(0, length - lookback) : length]
         if strings and decode is not None and contains_stop_string(tail, strings, decode):
@@ -55,7 +55,7 @@ def resolve_tokenizer(tokenizer: Any, model: Any) -> Any:
 
 def with_stops(
     sampling: Sampling,
-    stop_tokens: tuple[int, ...] | None,
+    stop_token_ids: tuple[int, ...] | None,
     tokenizer: Tokenizer | None,
     files: TokenizerFiles | None,
 ) -> Sampling:
@@ -63,14 +63,14 @@ def with_stops(
 
     Args:
         sampling: settings; stop strings that are special tokens become stop tokens.
-        stop_tokens: None for the end-of-text tokens of the tokenizer's files.
+        stop_token_ids: None for the end-of-text tokens of the tokenizer's files.
         tokenizer: decodes tokens for stop strings.
         files: files of the tokenizer.
 
     Raises:
         ConfigError: a stop string can never occur.
     """
-    ends = stop_tokens
+    ends = stop_token_ids
     if ends is None:
         end = getattr(tokenizer, "end_of_text", None)
         ends = files.ends if files and files.ends else () if end is None else (int(end),)
@@ -80,7 +80,7 @@ def with_stops(
     if strings and tokenizer is None:
         raise ConfigError(
             f"stop_strings {strings!r} need a tokenizer to decode tokens; set tokenizer, or use "
-            "stop_tokens"
+            "stop_token_ids"
         )
     for text in strings:
         inside = next((name for name in special if name in text), None)
@@ -92,6 +92,6 @@ def with_stops(
     special_ids = [special[text] for text in sampling.stop_strings if text in special]
     return evolve(
         sampling,
-        stop_tokens=tuple(dict.fromkeys([*ends, *special_ids])),
+        stop_token_ids=tuple(dict.fromkeys([*ends, *special_ids])),
         stop_strings=tuple(strings),
     )

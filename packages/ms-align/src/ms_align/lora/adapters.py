@@ -37,13 +37,13 @@ def _targets(value: Any) -> Any:
             re.compile(value)
         except re.error as error:
             raise ConfigError(
-                f"targets must be names or a regular expression, got {value!r} ({error}); correct "
-                "it"
+                f"target_modules must be names or a regular expression, got {value!r} ({error}); "
+                "correct it"
             ) from error
         return value
     if not isinstance(value, Iterable) or not all(isinstance(item, str) for item in value):
         raise ConfigError(
-            f"targets must be layer names or a regular expression, got {value!r}; correct it"
+            f"target_modules must be layer names or a regular expression, got {value!r}; correct it"
         )
     return tuple(value)
 
@@ -56,16 +56,16 @@ class LoraOptions:
     """Rank of the adapters."""
     alpha: float = field(default=16.0, validator=number(minimum=1e-6, maximum=LARGEST_ALPHA))
     """LoRA alpha; updates are scaled by alpha / rank."""
-    targets: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
+    target_modules: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
     """Layers to adapt: a list of last parts of names, a regular expression for full names, or
     `all-linear` for all linear layers except the output head."""
-    rslora: bool = field(default=False, validator=flag)
+    use_rslora: bool = field(default=False, validator=flag)
     """Scale by alpha / √rank instead (rsLoRA)."""
 
     @property
     def scale(self) -> float:
         """Factor s of the update B·A·x."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 def lora_options(value: Any) -> LoraOptions | None:
@@ -300,12 +300,12 @@ def save_adapters(
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    targets = options.targets
+    targets = options.target_modules
     config = AdapterConfig(
         r=options.rank,
         lora_alpha=options.alpha,
         target_modules=targets if isinstance(targets, str) else sorted(targets),
-        use_rslora=options.rslora,
+        use_rslora=options.use_rslora,
         base_model_name_or_path=base_name or None,
     )
     write_adapter(folder, config, weights)
@@ -323,10 +323,10 @@ def add_lora(
         base_name: name or folder of the base model, for `adapter_config.json`.
 
     Raises:
-        ConfigError: no layer matches `targets`, or the rank exceeds every layer's size.
+        ConfigError: no layer matches `target_modules`, or the rank exceeds every layer's size.
     """
     options = lora_options(options) or LoraOptions()
-    names = _matching(model, options.targets)
+    names = _matching(model, options.target_modules)
     _check_rank(model, names, options.rank)
     adapted = adapt(model, names, options, base_name)
     for name, layer in adapted.adapters().items():
@@ -374,7 +374,7 @@ def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
                 " Conv1D, as GPT-2 is; remove lora to train all weights, or use another model"
             )
         raise ConfigError(
-            f"no linear layer matches targets {targets!r}; the model has: {available}"
+            f"no linear layer matches target_modules {targets!r}; the model has: {available}"
         )
     return matches
 

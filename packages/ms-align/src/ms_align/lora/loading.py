@@ -37,8 +37,8 @@ def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
     options = LoraOptions(
         rank=config.r,
         alpha=config.lora_alpha,
-        targets=_targets_of(config),
-        rslora=config.use_rslora,
+        target_modules=_targets_of(config),
+        use_rslora=config.use_rslora,
     )
     initial_adapter = INITIAL_ADAPTERS.get(str(config.init_lora_weights).lower())
     if initial_adapter is not None:
@@ -47,7 +47,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
             for name, pair in weights.items()
         }
         # The scale alpha / rank (or alpha / √rank) must not change with the doubled rank.
-        factor = math.sqrt(2) if options.rslora else 2.0
+        factor = math.sqrt(2) if options.use_rslora else 2.0
         options = evolve(options, rank=2 * options.rank, alpha=options.alpha * factor)
     adapted = adapt(model, list(weights), options, config.base_model_name_or_path or "")
     with torch.no_grad():

@@ -75,14 +75,14 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float =
 
 
 def group_relative(
-    rewards: Tensor, group_size: int, *, scale: str = "group", epsilon: float = 1e-4
+    rewards: Tensor, num_generations: int, *, scale: str = "group", epsilon: float = 1e-4
 ) -> Tensor:
     """Compute GRPO advantages: reward minus the group mean, optionally divided by a deviation.
 
     Args:
         rewards: (B,) float; the responses of a group are adjacent. NaN rewards are ignored in all
             statistics, and their advantage is 0.
-        group_size: responses per prompt; divides B.
+        num_generations: responses per prompt; divides B.
         scale: divisor: `"group"`, the group's standard deviation + ε (Shao et al., 2024);
             `"batch"`, the batch's; `"none"` (Liu et al., 2025, "Dr. GRPO").
         epsilon: added to the standard deviation.
@@ -91,9 +91,9 @@ def group_relative(
         (B,); 0 in a group whose rewards are equal or which has fewer than two valid rewards.
 
     Raises:
-        ValueError: `group_size` does not divide B, or `scale` is unknown.
+        ValueError: `num_generations` does not divide B, or `scale` is unknown.
     """
-    groups, valid = _groups(rewards, group_size)
+    groups, valid = _groups(rewards, num_generations)
     count = valid.sum(dim=1, keepdim=True)
     # Rewards minus the mean of the group's valid rewards; 0 for invalid ones.
     centered = (groups - groups.sum(dim=1, keepdim=True) / count.clamp(min=1)) * valid
@@ -107,40 +107,40 @@ def group_relative(
     return centered.flatten()
 
 
-def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
+def leave_one_out(rewards: Tensor, num_generations: int) -> Tensor:
     """Compute RLOO advantages: reward minus the mean of the group's others (Ahmadian et al. 2024).
 
     Args:
         rewards: (B,) float; the responses of a group are adjacent. NaN rewards are ignored, and
             their advantage is 0.
-        group_size: responses per prompt, at least 2; divides B.
+        num_generations: responses per prompt, at least 2; divides B.
 
     Returns:
         (B,); 0 in a group with fewer than two valid rewards.
 
     Raises:
-        ValueError: `group_size` does not divide B.
+        ValueError: `num_generations` does not divide B.
     """
-    groups, valid = _groups(rewards, group_size)
+    groups, valid = _groups(rewards, num_generations)
     others = valid.sum(dim=1, keepdim=True) - 1
     # NaN is 0 in `groups`, so the sum is over valid rewards.
     mean = (groups.sum(dim=1, keepdim=True) - groups) / others.clamp(min=1)
     return torch.where(valid & (others > 0), groups - mean, 0.0).flatten()
 
 
-def has_baseline(rewards: Tensor, group_size: int) -> Tensor:
+def has_baseline(rewards: Tensor, num_generations: int) -> Tensor:
     """Return True for valid rewards (B,) with another valid reward in their group, (B,) bool."""
-    valid = _groups(rewards, group_size)[1]
+    valid = _groups(rewards, num_generations)[1]
     return (valid & (valid.sum(dim=1, keepdim=True) > 1)).flatten()
 
 
-def _groups(rewards: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return rewards (B / group_size, group_size), with 0 for NaN, and the mask of valid ones."""
-    if rewards.ndim != 1 or group_size < 2 or rewards.shape[0] % group_size:
+def _groups(rewards: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:
+    """Return rewards (prompts, num_generations), with 0 for NaN, and the mask of valid ones."""
+    if rewards.ndim != 1 or num_generations < 2 or rewards.shape[0] % num_generations:
         raise ValueError(
-            f"{tuple(rewards.shape)} rewards must be (B,) with B divisible by group_size "
-            f"{group_size}, at least 2"
+            f"{tuple(rewards.shape)} rewards must be (B,) with B divisible by num_generations "
+            f"{num_generations}, at least 2"
         )
-    groups = rewards.view(-1, group_size)
+    groups = rewards.view(-1, num_generations)
     valid = ~groups.isnan()
     return groups.masked_fill(~valid, 0.0), valid

@@ -17,21 +17,31 @@ from ms_align.settings import number
 
 
 def pairwise_loss(
-    chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, *, centring: float = 0.0
+    chosen: Tensor,
+    rejected: Tensor,
+    margin: Tensor | float = 0.0,
+    *,
+    center_rewards_coefficient: float = 0.0,
 ) -> Tensor:
-    """Compute -log sigmoid(chosen - rejected - margin) + centring·(chosen + rejected)².
+    """Compute -log sigmoid(chosen - rejected - margin) + c·(chosen + rejected)².
+
+    c is `center_rewards_coefficient`.
 
     Args:
         chosen: scores (P,).
         rejected: scores (P,).
         margin: required score difference, (P,) or a number.
-        centring: weight of the term that keeps scores around 0.
+        center_rewards_coefficient: weight of the term that keeps scores around 0.
 
     Returns:
         Loss per pair, (P,).
     """
     loss = -F.logsigmoid(chosen - rejected - margin)
-    return loss + centring * (chosen + rejected).square() if centring else loss
+    return (
+        loss + center_rewards_coefficient * (chosen + rejected).square()
+        if center_rewards_coefficient
+        else loss
+    )
 
 
 def row_scores(output: Output, batch: Batch, head: str) -> Tensor:
@@ -63,7 +73,7 @@ class PairwiseLoss:
 
     margin_scale: float = field(default=1.0, validator=number())
     """Factor for the margins in the dataset; 0 ignores them."""
-    centring: float = field(default=0.0, validator=number())
+    center_rewards_coefficient: float = field(default=0.0, validator=number())
     head: str = "score"
 
     statistics = ("accuracy", "gap", "mean_score")
@@ -79,7 +89,12 @@ class PairwiseLoss:
         # rows alternate: chosen, rejected
         chosen, rejected = row_scores(output, batch, self.head).view(-1, 2).T
         margin = batch["margin"].view(-1, 2)[:, 0] if "margin" in batch else 0.0
-        losses = pairwise_loss(chosen, rejected, self.margin_scale * margin, centring=self.centring)
+        losses = pairwise_loss(
+            chosen,
+            rejected,
+            self.margin_scale * margin,
+            center_rewards_coefficient=self.center_rewards_coefficient,
+        )
         with torch.no_grad():
             gap = chosen - rejected
             statistics = torch.stack(((gap > 0).float(), gap, (chosen + rejected) / 2))

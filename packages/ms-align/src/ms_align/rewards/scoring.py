@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ms_align.errors import ConfigError, RewardError
 from ms_align.secret_text import without_secrets
 
-Failure = Literal["stop", "skip", "penalise"]
+Failure = Literal["stop", "skip", "penalize"]
 """Handling of a failed reward: stop the run, skip the sample, or assign a fixed reward."""
 
 
@@ -182,7 +182,7 @@ def score(
         rewards: result of `rewards_of`.
         samples: samples to score.
         on_failure: `stop` raises; `skip` scores the sample as NaN, so that it is skipped;
-            `penalise` scores it as `penalty`.
+            `penalize` scores it as `penalty`.
         penalty: total score of a sample with a failed reward.
 
     Raises:
@@ -278,5 +278,5 @@ def _failure_message(name: str, sample: Sample, index: int, problem: str) -> str
     response = sample.response if sample.prompt else str(list(sample.response_tokens))
     return (
         f"reward {name!r} {problem}, on sample {index}: prompt {prompt[-60:]!r}, response "
-        f"{response[:60]!r}; fix it, or set on_reward_failure to 'skip' or 'penalise'"
+        f"{response[:60]!r}; fix it, or set on_reward_failure to 'skip' or 'penalize'"
     )

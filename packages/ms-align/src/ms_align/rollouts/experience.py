@@ -73,13 +73,13 @@ def shaped_scores(
     scores: Tensor,
     responses: Responses,
     *,
-    missing_stop_penalty: float,
+    missing_eos_penalty: float,
     length_penalty: float,
     clip: float | None,
 ) -> Tensor:
     """Clip scores (N,), then subtract the penalties for a missing stop and for length."""
     shaped = scores if clip is None else scores.clamp(-clip, clip)
-    shaped = shaped - missing_stop_penalty * (~responses.stopped).float()
+    shaped = shaped - missing_eos_penalty * (~responses.stopped).float()
     return shaped - length_penalty * responses.lengths.float()
 
 

@@ -108,7 +108,7 @@ class RolloutLearner:
             metrics["left_out"] = float(skipped)
         for failure in scores.failures:
             log.event("reward_failure", {"rollout": -1, "problem": failure})
-        for index in range(min(self.options.evaluate_samples, count)):
+        for index in range(min(self.options.eval_samples, count)):
             sample = samples[index]
             reward = float(scores.total[index])
             log_sample(log, sample.prompt, sample.response, reward, show=bool(sample.response))
@@ -154,23 +154,23 @@ class RolloutLearner:
     def _collect_rollout(self, log: RunLog) -> None:
         """Generate, score and prepare responses, and split them into minibatches."""
         options = self.options
-        count = options.batch_size // options.group_size
+        count = options.batch_size // options.num_generations
         order = PromptOrder(count=len(self.prompts), seed=self.seed)
         prompts = [self.prompts[index] for index in order.take(self.rollouts * count, count)]
         seed = seed_of(self.seed, self.rollouts, stride=SEED_STRIDE)
         rank, ranks = self.policy.data_rank, self.policy.data_ranks
         local = prompts[processes.rows_of_rank(count, rank, ranks)]
         # Each data rank generates for its own prompts; scoring sees all of them.
-        responses = self._generate(local, count=options.group_size, seed=seed)
+        responses = self._generate(local, count=options.num_generations, seed=seed)
         rows = self._prepare(local, responses, max(len(prompt.tokens) for prompt in prompts))
         all_responses = gather_responses(self.policy, responses)
-        repeated = [prompt for prompt in prompts for _ in range(options.group_size)]
+        repeated = [prompt for prompt in prompts for _ in range(options.num_generations)]
         scores, samples = self.scoring(repeated, all_responses)
         # Every rank has the scores of all ranks, so group statistics need no further communication.
         shaped = shaped_scores(
             scores.total,
             all_responses,
-            missing_stop_penalty=options.missing_stop_penalty,
+            missing_eos_penalty=options.missing_eos_penalty,
             length_penalty=options.length_penalty,
             clip=options.reward_clip,
         )
@@ -211,7 +211,7 @@ class RolloutLearner:
     ) -> dict[str, Tensor]:
         """Build padded rows, add log-probabilities and values, and gather all data ranks."""
         options = self.options
-        repeated = [prompt.tokens for prompt in prompts for _ in range(options.group_size)]
+        repeated = [prompt.tokens for prompt in prompts for _ in range(options.num_generations)]
         # Data ranks must agree on the width, but each sees only its local responses.
         width = longest + options.max_new_tokens if self.policy.data_ranks > 1 else None
         rows = sequences(repeated, responses, longest=width, parts=self.policy.row_parts)
@@ -236,7 +236,9 @@ class RolloutLearner:
         if not self.algorithm.learns_from_groups:
             return
         valid = experience.valid
-        groups = experience.scores.view(-1, self.options.group_size)  # (groups, group_size)
+        groups = experience.scores.view(
+            -1, self.options.num_generations
+        )  # (groups, num_generations)
         skipped = ~valid.view(groups.shape)
         # Extremes over valid rewards; a group without any compares -inf > inf, which is False.
         highest = groups.masked_fill(skipped, -torch.inf).amax(1)
@@ -249,7 +251,7 @@ class RolloutLearner:
             raise NothingToLearnError(
                 f"the rewards of each group were equal in {self.equal_in_a_row} rollouts in a row "
                 f"(last reward: {last:g}), so nothing was learned; use prompts of another "
-                "difficulty, a finer-grained reward, a higher temperature, or a larger group_size"
+                "difficulty, a finer-grained reward, a higher temperature, or more num_generations"
             )
 
     def _split_minibatches(self, experience: Experience) -> None:

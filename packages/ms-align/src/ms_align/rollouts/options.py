@@ -21,7 +21,7 @@ class RolloutOptions(Sampling):
     """Responses per rollout, over all processes."""
     minibatch_size: int | None = field(default=None, validator=integer(optional=True))
     """Responses per update. Default: the entire rollout."""
-    group_size: int = field(default=1, validator=integer())
+    num_generations: int = field(default=1, validator=integer())
     """Responses per prompt."""
     epochs: int = field(default=1, validator=integer())
     """Passes over each rollout."""
@@ -43,16 +43,16 @@ class RolloutOptions(Sampling):
     """Lower PPO clip range: ratios below 1 - clip_low get no gradient."""
     clip_high: float = field(default=0.2, validator=number())
     """Upper PPO clip range: ratios above 1 + clip_high get no gradient."""
-    missing_stop_penalty: float = field(default=0.0, validator=number())
+    missing_eos_penalty: float = field(default=0.0, validator=number())
     """Penalty for a response that was cut at its maximum length."""
     length_penalty: float = field(default=0.0, validator=number())
     """Penalty per token of a response."""
     reward_clip: float | None = field(default=None, validator=number(optional=True))
     """Clip rewards to plus or minus this value."""
-    on_reward_failure: Literal["stop", "skip", "penalise"] = field(
-        default="stop", validator=one_of("stop", "skip", "penalise")
+    on_reward_failure: Literal["stop", "skip", "penalize"] = field(
+        default="stop", validator=one_of("stop", "skip", "penalize")
     )
-    """If a reward fails: `stop` the run, `skip` the sample, or `penalise` it."""
+    """If a reward fails: `stop` the run, `skip` the sample, or `penalize` it."""
     reward_failure_penalty: float = field(default=-1.0, validator=number(minimum=-math.inf))
     """Reward of a penalized sample."""
     equal_rewards_limit: int = field(default=10, validator=integer())
@@ -60,7 +60,7 @@ class RolloutOptions(Sampling):
     recompute_logprobs: bool = field(default=False, validator=flag)
     """Recompute rollout log-probabilities with a training forward pass; always done if the
     generator does not return them."""
-    evaluate_samples: int = field(default=3, validator=integer(minimum=0))
+    eval_samples: int = field(default=3, validator=integer(minimum=0))
     """Held-out samples shown at each evaluation."""
 
     def __attrs_post_init__(self) -> None:
@@ -70,10 +70,11 @@ class RolloutOptions(Sampling):
                 f"batch_size {self.batch_size} must be divisible by minibatch_size {size}; change "
                 "minibatch_size"
             )
-        if self.batch_size % self.group_size:
+        if self.batch_size % self.num_generations:
             raise ConfigError(
-                f"batch_size {self.batch_size} must be divisible by group_size {self.group_size}; "
-                "change group_size"
+                f"batch_size {self.batch_size} must be divisible by num_generations"
+                f" {self.num_generations}; "
+                "change num_generations"
             )
         allowed = ("k1", "k2", "k3") if self.kl_in == "reward" else IN_LOSS
         if self.kl_estimator not in allowed:
@@ -93,7 +94,7 @@ class RolloutOptions(Sampling):
     def sampling(self) -> Sampling:
         """Sampling settings."""
         settings = {item.name: getattr(self, item.name) for item in fields(Sampling)}
-        return Sampling(**{**settings, "stop_tokens": self.stop_tokens or ()})
+        return Sampling(**{**settings, "stop_token_ids": self.stop_token_ids or ()})
 
     @property
     def controller(self) -> AdaptiveKL | None:

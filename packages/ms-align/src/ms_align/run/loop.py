@@ -230,7 +230,7 @@ class Loop:
             self._check_finite(update, skipped)
             start = monotonic()
             last = self.progress.step == self.steps
-            if last or _due(self.progress.step, self.options.evaluate_every):
+            if last or _due(self.progress.step, self.options.eval_every):
                 self._evaluate(log)
             if last or _due(self.progress.step, self.options.checkpoint_every):
                 self._save(log)

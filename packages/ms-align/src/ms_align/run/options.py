@@ -32,7 +32,7 @@ class RunOptions:
     `runs/ppo` and so on."""
     seed: int = field(default=0, validator=integer(minimum=0, maximum=LARGEST_SEED))
     """Random seed of the run."""
-    evaluate_every: int | None = field(default=None, validator=integer(optional=True))
+    eval_every: int | None = field(default=None, validator=integer(optional=True))
     """Updates between held-out evaluations. None: only before the first and after the last."""
     checkpoint_every: int = field(default=50, validator=integer())
     """Updates between checkpoints; the last update always saves one."""

@@ -29,7 +29,7 @@ class SamplePrompts:
         Args:
             engine: engine that generates.
             log: destination.
-            ends: tokens that end a response, in addition to `sampling.stop_tokens`.
+            ends: tokens that end a response, in addition to `sampling.stop_token_ids`.
         """
         if not self.prompts:
             return
@@ -39,8 +39,8 @@ class SamplePrompts:
             log.note(f"no samples: {error}")
             return
         # `ends` may grow during training, as end tokens are found in the data.
-        stops = tuple(sorted({*self.sampling.stop_tokens, *ends}))
-        sampling = evolve(self.sampling, stop_tokens=stops)
+        stops = tuple(sorted({*self.sampling.stop_token_ids, *ends}))
+        sampling = evolve(self.sampling, stop_token_ids=stops)
         responses = generator(self.prompts, sampling, count=1, seed=0)
         for index, prompt in enumerate(self.prompts):
             log_sample(log, self._text(prompt), self._text(responses.row(index)))

@@ -23,7 +23,7 @@ class GRPOTrainer(OnlineTrainer):
     algorithm = "grpo"
     learns_from_groups = True
 
-    group_size: int = field(default=8, validator=integer(minimum=2))
+    num_generations: int = field(default=8, validator=integer(minimum=2))
     """Responses per prompt, at least 2."""
     kl_in: Literal["reward", "loss"] = field(default="loss", validator=one_of("reward", "loss"))
     kl_estimator: str = "k3_weighted"
@@ -46,5 +46,5 @@ class GRPOTrainer(OnlineTrainer):
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
         """Compute one advantage per response, repeated at its tokens, (N, S)."""
         scores = response_scores(experience, kl_coeff, self.kl_estimator)  # (N,)
-        advantages = group_relative(scores, self.group_size, scale=self.scale_rewards)
+        advantages = group_relative(scores, self.num_generations, scale=self.scale_rewards)
         return {"advantages": spread_over_tokens(advantages, experience)}

@@ -31,7 +31,7 @@ class RewardOptions:
 
     margin_scale: float = field(default=1.0, validator=number())
     """Factor for the margins in the dataset; 0 ignores them."""
-    centring: float = field(default=0.01, validator=number())
+    center_rewards_coefficient: float = field(default=0.01, validator=number())
     """Weight of the squared sum of a pair's scores, which keeps scores centered around 0."""
 
 
@@ -118,7 +118,9 @@ class RewardLearner(PairLearner):
     def loss(self) -> PairwiseLoss:
         """Return the loss of the next update."""
         return PairwiseLoss(
-            margin_scale=self.options.margin_scale, centring=self.options.centring, head=HEAD
+            margin_scale=self.options.margin_scale,
+            center_rewards_coefficient=self.options.center_rewards_coefficient,
+            head=HEAD,
         )
 
     def pair_losses(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

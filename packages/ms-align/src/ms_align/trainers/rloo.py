@@ -23,7 +23,7 @@ class RLOOTrainer(OnlineTrainer):
     algorithm = "rloo"
     learns_from_groups = True
 
-    group_size: int = field(default=4, validator=integer(minimum=2))
+    num_generations: int = field(default=4, validator=integer(minimum=2))
     """Responses per prompt, at least 2."""
     kl_coeff: float = field(default=0.05, validator=number())
     whiten_advantages: bool = field(default=False, validator=flag)
@@ -36,8 +36,10 @@ class RLOOTrainer(OnlineTrainer):
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
         """Compute one advantage per response, repeated at its tokens, (N, S)."""
         scores = response_scores(experience, kl_coeff, self.kl_estimator)  # (N,)
-        advantages = leave_one_out(scores, self.group_size)
+        advantages = leave_one_out(scores, self.num_generations)
         if self.whiten_advantages:
             # Responses without a baseline have no advantage and are left out of the statistics.
-            advantages = whiten(advantages[None], has_baseline(scores, self.group_size)[None])[0]
+            advantages = whiten(advantages[None], has_baseline(scores, self.num_generations)[None])[
+                0
+            ]
         return {"advantages": spread_over_tokens(advantages, experience)}

@@ -60,7 +60,7 @@ class ModelRun:
     lists."""
     rows: int = field(default=256, validator=integer())
     """Number of rows to read from the dataset; training cycles through them."""
-    exceptions: tuple[str, ...] = field(default=(), converter=names)
+    ignore: tuple[str, ...] = field(default=(), converter=names)
     """Name patterns of layers to leave unchanged."""
     tuning: Tuning = field(factory=Tuning, metadata={"table": Tuning})
     """Training settings."""

@@ -39,7 +39,7 @@ def calibrate(
             model,
             target,
             batches,
-            exceptions=options.exceptions,
+            ignore=options.ignore,
             progress=display.update,
             **settings,
         )
@@ -55,7 +55,7 @@ def prepare(model: nn.Module, options: SchemeRun, *, learned_scales: bool) -> No
     qat(
         model,
         options.scheme,
-        exceptions=options.exceptions,
+        ignore=options.ignore,
         embeddings=options.embeddings,
         head=options.head,
         activations=options.activations,

@@ -45,9 +45,9 @@ def _prune(model: nn.Module, options: PruneRun) -> GradualPruning | None:
     """Prune in one shot, or return the schedule by which training prunes."""
     if options.method == "gradual":
         half = max(1, options.tuning.steps // 2)
-        return GradualPruning(pattern=options.pattern, end=half, exceptions=options.exceptions)
+        return GradualPruning(pattern=options.pattern, end=half, ignore=options.ignore)
     if options.method == "magnitude":
-        prune(model, options.pattern, exceptions=options.exceptions)
+        prune(model, options.pattern, ignore=options.ignore)
         return None
     calibrate(wanda, model, options.pattern, options)
     return None

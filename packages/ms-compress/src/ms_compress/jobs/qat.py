@@ -61,7 +61,7 @@ def _teacher(model: nn.Module, options: QatRun) -> nn.Module | None:
 
 
 def _keep_zeros(model: nn.Module, options: QatRun) -> None:
-    mask_zeros(model, options.exceptions)
+    mask_zeros(model, options.ignore)
     if not masks(model):
         raise ConfigError(
             f"sparse=true needs weights that are zero, but {options.model} has none; prune it"

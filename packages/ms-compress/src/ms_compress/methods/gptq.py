@@ -36,7 +36,7 @@ def gptq(
     scheme_name: str | Scheme,
     batches: Sequence[Tensor],
     *,
-    exceptions: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     activations: bool = True,
     damping: float = 0.01,
     act_order: bool = False,
@@ -51,7 +51,7 @@ def gptq(
         model: a complete decoder from ms-parallel or transformers; masks are preserved.
         scheme_name: scheme or its name, such as `"ct.int4_g32"`.
         batches: calibration tokens, (B, S) int64 each.
-        exceptions: name patterns of layers to leave unchanged.
+        ignore: name patterns of layers to leave unchanged.
         activations: also quantize inputs, if the target does.
         damping: fraction of the mean of the Hessian's diagonal to add to the diagonal.
         act_order: round the columns with the largest inputs first; columns keep their position and
@@ -79,8 +79,8 @@ def gptq(
         fit_scales=fit_scales,
         for_training=for_training,
     )
-    check_calibration(model, batches, {name for name, _ in select(model, exceptions)})
-    qat(model, scheme_name, exceptions=exceptions, activations=activations, learned_scales=True)
+    check_calibration(model, batches, {name for name, _ in select(model, ignore)})
+    qat(model, scheme_name, ignore=ignore, activations=activations, learned_scales=True)
     targets = {name for name, layer in prepared_layers(model) if layer.scheme is not None}
     walk(model, batches, _add_outer, rounding.visit, targets, rounding.begin, progress)
 

@@ -32,7 +32,7 @@ def prune(
     pattern: str | float | Pattern,
     *,
     scores: Mapping[str, Tensor] | None = None,
-    exceptions: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     share: float | None = None,
 ) -> None:
     """Mask every linear layer except the head, in place.
@@ -42,7 +42,7 @@ def prune(
         pattern: `"2:4"`, a sparsity such as 0.5, or a pattern object.
         scores: importance of each weight, (N, K) by layer. None: magnitudes, with weights that are
             already masked scoring lowest.
-        exceptions: name patterns of modules to leave dense.
+        ignore: name patterns of modules to leave dense.
         share: a smaller sparsity than the pattern's, for gradual pruning.
 
     Raises:
@@ -52,7 +52,7 @@ def prune(
         OrderError: the model is already split or sharded.
     """
     parsed = parse_pattern(pattern)
-    selected = select(model, exceptions)
+    selected = select(model, ignore)
     check_pattern(model, parsed, selected)
     if scores is not None:
         _check_scores(scores, selected)
@@ -152,14 +152,14 @@ def keep_zeros(model: nn.Module) -> None:
             local_part(weight).mul_(mask)
 
 
-def mask_zeros(model: nn.Module, exceptions: Sequence[str] = ()) -> None:
+def mask_zeros(model: nn.Module, ignore: Sequence[str] = ()) -> None:
     """Mask weights that are exactly zero: those pruned in a model that was saved and loaded.
 
     Raises:
         ConfigError: an exception matches nothing.
         OrderError: the model is split or sharded.
     """
-    selected = select(model, exceptions)
+    selected = select(model, ignore)
     _check_whole(model, selected)
     for name, layer in selected:
         weight: Tensor = layer.weight  # type: ignore[assignment]
@@ -190,7 +190,7 @@ class GradualPruning:
     """Step from which the masks are final."""
     every: int = field(default=10, validator=integer())
     """Steps between mask updates."""
-    exceptions: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if self.end <= self.begin:
@@ -211,5 +211,5 @@ class GradualPruning:
         due = self.begin <= step <= self.end and (step - self.begin) % self.every == 0
         if not due and step != self.end:
             return False
-        prune(model, self.pattern, exceptions=self.exceptions, share=self.share(step))
+        prune(model, self.pattern, ignore=self.ignore, share=self.share(step))
         return True

@@ -34,7 +34,7 @@ def qat(
     model: M,
     scheme_name: str | Scheme,
     *,
-    exceptions: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     embeddings: bool = False,
     head: bool = False,
     activations: bool = True,
@@ -49,7 +49,7 @@ def qat(
     Args:
         model: a complete model, or one pipeline stage.
         scheme_name: scheme or its name, such as `"gguf.q4_0"`.
-        exceptions: name patterns of modules to leave unchanged, such as `"*.down_proj"`.
+        ignore: name patterns of modules to leave unchanged, such as `"*.down_proj"`.
         embeddings: also prepare `nn.Embedding`.
         head: also prepare the output head: the module `lm_head`, or the embedding it is tied to.
         activations: also quantize inputs, if the target does.
@@ -66,7 +66,7 @@ def qat(
         OrderError: the model was sharded or split in an unsupported order.
     """
     quant_scheme = scheme(scheme_name)
-    selected = select(model, exceptions, embeddings=embeddings, head=head)
+    selected = select(model, ignore, embeddings=embeddings, head=head)
     if not selected:
         raise LayerError(f"nothing in {type(model).__name__} is left to prepare for {quant_scheme}")
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -180,7 +180,7 @@ def _check_embeddings(
     if (tied in selected) != (output_layer in selected):
         raise LayerError(
             f"{tied} and {output_layer} are one weight, which {quant_scheme} stores once; name both"
-            " as exceptions, or neither"
+            " in `ignore`, or neither"
         )
 
 

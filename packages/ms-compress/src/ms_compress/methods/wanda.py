@@ -22,7 +22,7 @@ def wanda(
     pattern: str | float | Pattern,
     batches: Sequence[Tensor],
     *,
-    exceptions: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Mask every linear layer except the head by Wanda's scores, in place.
@@ -31,7 +31,7 @@ def wanda(
         model: a complete decoder from ms-parallel or transformers, not split or sharded.
         pattern: `"2:4"`, a sparsity such as 0.5 (of each row), or a pattern object.
         batches: calibration tokens, (B, S) int64 each.
-        exceptions: name patterns of layers to leave dense.
+        ignore: name patterns of layers to leave dense.
         progress: called with the number of finished decoder layers, from 0, and their total.
 
     Raises:
@@ -42,7 +42,7 @@ def wanda(
     parsed = parse_pattern(pattern)
     if isinstance(parsed, Unstructured):
         parsed = attrs.evolve(parsed, by_row=True)
-    selected = select(model, exceptions)
+    selected = select(model, ignore)
     check_pattern(model, parsed, selected)
 
     def visit(name: str, layer: nn.Linear, squares: Tensor) -> None:

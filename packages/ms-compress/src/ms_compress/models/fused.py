@@ -72,7 +72,7 @@ def _stack_entries(name: str, parts: Sequence[WholeTensor]) -> WholeTensor:
         if (part.scheme, part.activations) != (first.scheme, first.activations):
             raise ExportError(
                 f"{first.module} and {part.module} are one tensor, {name}, in the folder, but are"
-                " not quantized alike; name both as exceptions, or neither"
+                " not quantized alike; name both in `ignore`, or neither"
             )
     rows = sum(part.shape[0] for part in parts)
     shards = tuple(shard for part in parts for shard in part.shards)

@@ -12,7 +12,7 @@ from ms_compress.quantisation.layers import Prepared
 
 def select(
     model: nn.Module,
-    exceptions: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     *,
     embeddings: bool = False,
     head: bool = False,
@@ -21,7 +21,7 @@ def select(
 
     Args:
         model: a complete model or a pipeline stage.
-        exceptions: name patterns to exclude, such as `"*.down_proj"`.
+        ignore: name patterns to exclude, such as `"*.down_proj"`.
         embeddings: also select embeddings.
         head: also select `lm_head`, or the embedding whose weight it uses.
 
@@ -29,12 +29,12 @@ def select(
         ConfigError: an exception matches nothing.
     """
     output = find_head(model)
-    unused = set(exceptions)
+    unused = set(ignore)
     selected = []
     for name, layer in model.named_modules():
         if not _has_matrix(layer):
             continue
-        matched = {pattern for pattern in exceptions if fnmatchcase(name, pattern)}
+        matched = {pattern for pattern in ignore if fnmatchcase(name, pattern)}
         unused -= matched
         if matched or (name == output.layer and not head):
             continue

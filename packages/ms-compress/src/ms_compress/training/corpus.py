@@ -64,7 +64,7 @@ def held_out(
     if not _is_instruction_set(Path(dataset)):
         raise DataError(
             f"{dataset} must be a folder of shards with a split held_out, or a file of"
-            " conversations; build the shards with --hold-out"
+            " conversations; build the shards with --held-out-fraction"
         )
     with _rendered(Path(dataset), chat) as folder:
         return _conversations(folder, "train", sequence_length, count, 0, dataset)
@@ -258,7 +258,7 @@ def _text_stream(folder: str | Path, split: str, length: int, batch_size: int, s
     if split not in splits:
         raise DataError(
             f"{folder} has no split {split!r}, only {', '.join(sorted(splits))}; build it with"
-            " --hold-out"
+            " --held-out-fraction"
         )
     return ms_data.TokenStream(
         folder, sequence_length=length, batch_size=batch_size, split=split, seed=seed

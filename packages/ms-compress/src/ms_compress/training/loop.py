@@ -201,7 +201,7 @@ def _loss(
     tokens, targets = batch["tokens"], batch["targets"]
     logits = next_token_logits(model, tokens)
     loss = _text_loss(logits, targets, batch.get("weights"))
-    if teacher is None or (options.distil_weight == 0 and options.hidden_weight == 0):
+    if teacher is None or (options.distill_weight == 0 and options.hidden_weight == 0):
         return loss
     with torch.no_grad():
         teacher_logits = next_token_logits(teacher.eval(), tokens)
@@ -209,7 +209,7 @@ def _loss(
     divergence = distillation_loss(
         logits, teacher_logits, kind=options.divergence, targets=masked_targets
     )
-    loss = options.distil_weight * divergence + (1 - options.distil_weight) * loss
+    loss = options.distill_weight * divergence + (1 - options.distill_weight) * loss
     return loss if states is None else loss + options.hidden_weight * states.distance()
 
 

@@ -35,7 +35,7 @@ class Tuning:
         default="forward", validator=one_of("forward", "reverse", "skewed")
     )
     """Divergence from the teacher, if there is one."""
-    distil_weight: float = field(default=1.0, validator=number(maximum=1.0))
+    distill_weight: float = field(default=1.0, validator=number(maximum=1.0))
     """Weight of the divergence in the loss; the text's loss has the rest."""
     hidden_weight: float = field(default=0.0, validator=number())
     """With a teacher, weight of `hidden_distance`, which pulls the layers' outputs to the

@@ -33,7 +33,7 @@ def build(
     *,
     tokenizer: str | Path | Tokenizer,
     out: str | Path,
-    hold_out: float = 0.0,
+    held_out_fraction: float = 0.0,
     shard_size_mib: int = 64,
     text_column: str = "text",
     skip_invalid: bool = False,
@@ -56,7 +56,7 @@ def build(
         corpus: files, folders or URLs, or `stdlib`; see `find_corpus`.
         tokenizer: a `tokenizer.json`, a tokenizer folder, or a loaded tokenizer.
         out: output folder; must be empty, or hold the same build.
-        hold_out: fraction of documents in the split `held_out`, at least 0 and below 1, chosen by a
+        held_out_fraction: fraction of documents in the split `held_out`, from 0 to below 1, by a
             hash of their text.
         shard_size_mib: a shard is closed at the first document end past this size.
         text_column: column or JSON key with the text of a row.
@@ -90,7 +90,7 @@ def build(
         parse=encoder.parser,
         document_limit_mib=document_limit_mib,
     )
-    recipe = _recipe(encoder, source, hold_out, shard_size_mib)
+    recipe = _recipe(encoder, source, held_out_fraction, shard_size_mib)
     job = None if shard is None else ArrayShard.parse(shard, out, corpus)
     cluster = "" if workers is None else str(worker_count(workers))
 
@@ -107,7 +107,7 @@ def build(
                 source=source,
                 encoder=encoder,
                 recipe=recipe,
-                hold_out=recipe["hold_out"],
+                held_out_fraction=recipe["held_out_fraction"],
                 shard_size_bytes=recipe["shard_size_bytes"],
             ),
             journal=Journal[BuildState],
@@ -169,14 +169,14 @@ def make_encoder(
 
 
 def _recipe(
-    encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mib: int
+    encoder: TextEncoder, source: Corpus, held_out_fraction: float, shard_size_mib: int
 ) -> dict[str, Any]:
     """Return everything that determines the bytes of a dataset, apart from the corpus."""
     check_counts(shard_size_mib=shard_size_mib)
     return {
         "tokenizer": encoder.tokenizer.digest,
         "end_of_text": encoder.tokenizer.end_of_text,
-        "hold_out": check_share("hold_out", hold_out),
+        "held_out_fraction": check_share("held_out_fraction", held_out_fraction),
         "shard_size_bytes": operator.index(shard_size_mib) << 20,
         "text_column": source.options.text_column,
         "libraries": f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",

@@ -133,7 +133,7 @@ class ShardOutput:
     source: Corpus
     encoder: TextEncoder
     recipe: Mapping[str, Any]
-    hold_out: float
+    held_out_fraction: float
     shard_size_bytes: int
     _folder: Path = field(init=False)
     _writer: DatasetWriter | None = field(init=False, default=None)
@@ -212,11 +212,11 @@ class ShardOutput:
                 self._answers = self._answers.plus(counter.count(words))
 
     def _is_held_out(self, text: str) -> bool:
-        if not self.hold_out:
+        if not self.held_out_fraction:
             return False
         key = self.encoder.hold_out_key(text).encode()
         # The choice depends on the text only, so duplicates end up in the same split.
-        return xxhash.xxh3_64_intdigest(key) < self.hold_out * 2.0**64
+        return xxhash.xxh3_64_intdigest(key) < self.held_out_fraction * 2.0**64
 
     def save(self) -> BuildState:  # noqa: D102
         assert self._writer is not None
@@ -252,7 +252,7 @@ class ShardOutput:
             vocabulary_size=tokenizer.vocabulary_size,
             end_of_text=tokenizer.end_of_text,
             tokenizer=tokenizer.digest,
-            hold_out=self.hold_out,
+            held_out_fraction=self.held_out_fraction,
             shards=shards,
             kind=self.encoder.document_kind if files else msgspec.UNSET,
             chat=chat if files else msgspec.UNSET,
@@ -292,7 +292,7 @@ class ShardOutput:
             begin_of_text=tokenizer.begin_of_text_names if is_text else (),
             end_of_text=tokenizer.end_of_text_name,
             answers=self._answers,
-            warnings=tuple(_warnings(documents, self._answers, self.hold_out)),
+            warnings=tuple(_warnings(documents, self._answers, self.held_out_fraction)),
         )
 
     def abandon(self) -> None:  # noqa: D102
@@ -320,16 +320,20 @@ class ShardOutput:
 
 
 def _warnings(
-    documents: Mapping[str, int], answers: AnswerCounts, hold_out: float
+    documents: Mapping[str, int], answers: AnswerCounts, held_out_fraction: float
 ) -> Iterator[str]:
     total = sum(documents.values())
-    if hold_out and not documents.get("held_out"):
+    if held_out_fraction and not documents.get("held_out"):
         yield (
-            f"hold_out={hold_out:g} selected none of {total:,} documents, as the choice "
-            "depends on a hash of their text; raise --hold-out, or evaluate on other data"
+            f"held_out_fraction={held_out_fraction:g} selected none of {total:,} documents, as "
+            "the choice depends on a hash of their text; raise --held-out-fraction, or evaluate "
+            "on other data"
         )
     if not documents.get("train"):
-        yield f"all {total:,} documents are held out, leaving none for training; lower --hold-out"
+        yield (
+            f"all {total:,} documents are held out, leaving none for training; "
+            "lower --held-out-fraction"
+        )
     if answers.answers and not answers.ended:
         yield (
             f"none of {answers.answers:,} answers ends with a special token that has loss, so the "

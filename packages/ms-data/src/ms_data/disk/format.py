@@ -153,7 +153,7 @@ class Index(
     end_of_text: int
     tokenizer: str
     """xxh3-128 of `tokenizer.json`, hexadecimal."""
-    hold_out: float
+    held_out_fraction: float = msgspec.field(name="hold_out")
     """Requested fraction of documents in the split `held_out`."""
     shards: tuple[ShardEntry, ...]
     kind: DocumentKind | msgspec.UnsetType = msgspec.UNSET

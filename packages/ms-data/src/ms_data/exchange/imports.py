@@ -128,7 +128,7 @@ def _write(
         vocabulary_size=tokenizer.vocabulary_size,
         end_of_text=tokenizer.end_of_text,
         tokenizer=tokenizer.digest,
-        hold_out=0.0,
+        held_out_fraction=0.0,
         shards=shards,
     )
     write_file(folder / "index.json", encode_index(index))

@@ -71,16 +71,16 @@ class NextTokenLoss:
     Args:
         mtp_weight: weight of the multi-token-prediction (MTP) loss if the model has MTP layers;
             0 does not train them.
-        z_coefficient: weight of the squared logsumexp of each target's logits, which keeps logits
-            from drifting (Chowdhery et al., 2022: 1e-4); included in the reported loss.
+        z_loss_coefficient: weight of the squared logsumexp of each target's logits, which keeps
+            logits from drifting (Chowdhery et al., 2022: 1e-4); included in the reported loss.
     """
 
     mtp_weight: float = 0.3
-    z_coefficient: float = 0.0  # default for subclasses whose constructor sets neither
+    z_loss_coefficient: float = 0.0  # default for subclasses whose constructor sets neither
 
-    def __init__(self, mtp_weight: float = 0.3, z_coefficient: float = 0.0) -> None:
+    def __init__(self, mtp_weight: float = 0.3, z_loss_coefficient: float = 0.0) -> None:
         self.mtp_weight = mtp_weight
-        self.z_coefficient = z_coefficient
+        self.z_loss_coefficient = z_loss_coefficient
 
     def weight(self, batch: Batch) -> float:
         """Return the number of targets other than -100, or the sum of their weights."""
@@ -90,5 +90,5 @@ class NextTokenLoss:
 
     def __call__(self, output: Output, batch: Batch) -> Tensor:
         """Return the weighted sum of the microbatch's token losses."""
-        options = {"z_loss": self.z_coefficient} if self.z_coefficient else {}
+        options = {"z_loss": self.z_loss_coefficient} if self.z_loss_coefficient else {}
         return output.loss_sum(batch["targets"], weights=batch.get("weights"), **options)

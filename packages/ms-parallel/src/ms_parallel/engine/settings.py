@@ -98,7 +98,7 @@ class EngineSettings:
     """Weight of the balance loss, E · sum of f · P. None: router_aux_loss_coef of config.json."""
     balance_bias_rate: float = field(default=1e-3, validator=number(), metadata=EXPERTS)
     """Change of an expert's bias per step with `bias`."""
-    router_z_coefficient: float = field(default=0.0, validator=number(), metadata=EXPERTS)
+    router_z_loss_coefficient: float = field(default=0.0, validator=number(), metadata=EXPERTS)
     """Weight of the mean squared logsumexp of the routers, which keeps their logits small."""
     seed: int = field(
         default=0, validator=integer(minimum=0, maximum=2**63 - 1), metadata=OPTIMIZATION

@@ -71,7 +71,7 @@ def _build(
         corpus,
         tokenizer=tokenizer or trained_tokenizer,
         out=shards,
-        hold_out=options.hold_out,
+        held_out_fraction=options.held_out_fraction,
         text_column=options.text_column,
     )
 
@@ -99,7 +99,7 @@ def _source(corpus: str | Path, options: Options, tokenizer: Path | None) -> dic
         "files": _files_digest(Path(corpus)),
         "tokenizer": hashlib.blake2b(tokenizer_bytes, digest_size=16).hexdigest(),
         "vocab_size": 0 if tokenizer else options.vocab_size,
-        "hold_out": options.hold_out,
+        "held_out_fraction": options.held_out_fraction,
         "text_column": options.text_column,
     }
 

@@ -242,7 +242,9 @@ def memory_question(
         "sequence_length": options.sequence_length,
         "microbatches": -(-total_rows // rows),
         "documents": first_documents(options, rows, shards),
-        "loss": NextTokenLoss(mtp_weight=options.mtp_weight, z_coefficient=options.z_coefficient),
+        "loss": NextTokenLoss(
+            mtp_weight=options.mtp_weight, z_loss_coefficient=options.z_loss_coefficient
+        ),
         **engine_settings(options, layout, 2),
         "microbatch_size": rows,
     }
@@ -276,7 +278,7 @@ def _optimizer(options: Options, total: int) -> OptimizerConfig:
         final_ratio=options.final_learning_rate_ratio,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
-        otherwise={"betas": options.betas, "epsilon": options.epsilon},
+        otherwise={"betas": options.betas, "eps": options.eps},
     )
 
 

@@ -114,7 +114,9 @@ def resolve_microbatch_size(
             sizes, *(max(r.total for r in predict(size)) for size in (sizes[0], sizes[-1]))
         )
     )
-    loss = NextTokenLoss(mtp_weight=options.mtp_weight, z_coefficient=options.z_coefficient)
+    loss = NextTokenLoss(
+        mtp_weight=options.mtp_weight, z_loss_coefficient=options.z_loss_coefficient
+    )
     engine.runner.microbatch_size = sizes[0]
     trial_bytes(engine, loss, rows, options.sequence_length)  # one-time allocations
     give_back()

@@ -175,7 +175,7 @@ class Options(_Positional):
     """Weight decay of matrices; norms and biases are never decayed."""
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas, metadata=OPTIMIZATION)
     """Betas of AdamW, including the AdamW that Muon uses for vectors."""
-    epsilon: float = field(default=1e-8, validator=number(minimum=1e-30), metadata=OPTIMIZATION)
+    eps: float = field(default=1e-8, validator=number(minimum=1e-30), metadata=OPTIMIZATION)
     """Epsilon of AdamW, including the AdamW that Muon uses for vectors."""
     max_grad_norm: float | None = field(
         default=1.0, validator=number(minimum=1e-30, optional=True), metadata=OPTIMIZATION
@@ -190,7 +190,7 @@ class Options(_Positional):
     mtp_weight: float = field(default=0.3, validator=number(), metadata=OPTIMIZATION)
     """Weight of the multi-token-prediction loss, for models with such layers; 0 does not train
     them."""
-    z_coefficient: float = field(default=0.0, validator=number(), metadata=OPTIMIZATION)
+    z_loss_coefficient: float = field(default=0.0, validator=number(), metadata=OPTIMIZATION)
     """Weight of the z-loss: the mean squared logsumexp of the logits, which keeps them from
     drifting; PaLM used 1e-4."""
 
@@ -256,7 +256,7 @@ class Options(_Positional):
     """A `tokenizer.json` for raw text. None: train one."""
     vocab_size: int = field(default=8192, validator=integer(minimum=257), metadata=RAW_TEXT)
     """Vocabulary size of the tokenizer that is trained if none is given."""
-    hold_out: float = field(default=0.02, validator=number(below=1.0), metadata=RAW_TEXT)
+    held_out_fraction: float = field(default=0.02, validator=number(below=1.0), metadata=RAW_TEXT)
     """Fraction of documents that is held out for evaluation when raw text is built into shards."""
     text_column: str = field(default="text", validator=text(), metadata=RAW_TEXT)
     """Field of a JSON line that holds the text."""
@@ -279,12 +279,10 @@ class Options(_Positional):
     copied."""
     keep_checkpoints: int = field(default=3, validator=integer(), metadata=OUTPUT)
     """Number of checkpoints to keep; with more than one, a damaged one can be passed over."""
-    evaluate_every: int | None = field(
-        default=None, validator=integer(optional=True), metadata=OUTPUT
-    )
+    eval_every: int | None = field(default=None, validator=integer(optional=True), metadata=OUTPUT)
     """Steps between evaluations on held-out text. None: only before the first and after the last
     step."""
-    evaluate_batches: int = field(default=8, validator=integer(), metadata=OUTPUT)
+    eval_batches: int = field(default=8, validator=integer(), metadata=OUTPUT)
     """Maximum number of held-out batches per evaluation."""
     record_every: int | None = field(
         default=None, validator=integer(optional=True), metadata=OUTPUT
@@ -308,7 +306,7 @@ class Options(_Positional):
                 " schedule='search' needs to know what is recomputed; name a schedule, or set"
                 " recompute to selective or full"
             )
-        shared = [f for f in fields(type(self)) if f.name in ("betas", "epsilon")]
+        shared = [f for f in fields(type(self)) if f.name in ("betas", "eps")]
         changed = [f.name for f in shared if getattr(self, f.name) != f.default]
         check_takes(self.optimizer, changed)
         optimizer_of(self.optimizer)  # last, as it imports torch, which takes seconds

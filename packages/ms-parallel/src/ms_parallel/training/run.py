@@ -101,11 +101,11 @@ class Run:
         if self.schedule is not None:
             self._log_schedule(self.schedule)
         built_here = self.shards == self.options.output_dir / SHARDS
-        if self.held_out is None and self.options.hold_out and built_here and is_first():
+        if self.held_out is None and self.options.held_out_fraction and built_here and is_first():
             logger.warning(
-                "hold_out=%g leaves too little text for a held-out loss, so none is measured;"
-                " raise it, or add documents",
-                self.options.hold_out,
+                "held_out_fraction=%g leaves too little text for a held-out loss, so none is"
+                " measured; raise it, or add documents",
+                self.options.held_out_fraction,
             )
         self.checkpoints.resume()
 
@@ -116,7 +116,7 @@ class Run:
             False if a signal stopped the run before its last step; a checkpoint is saved.
         """
         engine, options, progress = self.engine, self.options, self.progress
-        loss = NextTokenLoss(options.mtp_weight, options.z_coefficient)
+        loss = NextTokenLoss(options.mtp_weight, options.z_loss_coefficient)
         throughput = Throughput()
         self.shares.begin(self.stream, progress.shares)
         if engine.step_count == 0:
@@ -143,7 +143,7 @@ class Run:
                 if self.recovery.roll_back(report):
                     continue
                 paused, last = monotonic(), step == self.total
-                if last or _due(step, options.evaluate_every):
+                if last or _due(step, options.eval_every):
                     self.evaluate()
                 stopped = self.stop.agreed() and not last
                 if last or stopped or _due(step, options.checkpoint_every):

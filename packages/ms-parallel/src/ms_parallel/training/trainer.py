@@ -243,7 +243,7 @@ class DistributedTrainer:
                 rows,
                 sequence_length=options.sequence_length,
                 batch_size=options.batch_size,
-                batches=options.evaluate_batches,
+                batches=options.eval_batches,
             ),
             total=total,
             options=options,

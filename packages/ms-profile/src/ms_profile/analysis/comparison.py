@@ -107,7 +107,7 @@ def compare(
     before: Analysis,
     after: Analysis,
     *,
-    least_change: float = LEAST_CHANGE,
+    min_change: float = LEAST_CHANGE,
     recorded: tuple[Sequence[RecordedSteps], Sequence[RecordedSteps]] | None = None,
 ) -> Comparison:
     """Compare the steps, phases and operators of two runs.
@@ -115,7 +115,7 @@ def compare(
     Args:
         before: run A.
         after: run B.
-        least_change: smallest relative change that counts.
+        min_change: smallest relative change that counts.
         recorded: step times of the runs of A and of the runs of B, from `recorded_steps`. None:
             use the steps of the traces. With 3 or more runs in total, the variance between runs
             decides.
@@ -137,11 +137,11 @@ def compare(
     return Comparison(
         step=change,
         p_value=faster if change.after_ns < change.before_ns else slower,
-        detectable=_max_or_none([_detectable(a, b, least_change) for a, b in pairs]),
+        detectable=_max_or_none([_detectable(a, b, min_change) for a, b in pairs]),
         steps=(sum(map(len, old)), sum(map(len, new))),
         runs=(len(old), len(new)),
-        regression=slower < SIGNIFICANCE and min(shares) >= least_change,
-        improvement=faster < SIGNIFICANCE and max(shares) <= -least_change,
+        regression=slower < SIGNIFICANCE and min(shares) >= min_change,
+        improvement=faster < SIGNIFICANCE and max(shares) <= -min_change,
         phases=phases,
         not_measurable=not_measurable,
         operators=_operators(before, after),
@@ -279,13 +279,13 @@ def _between_runs(before: Runs, after: Runs) -> tuple[float, float, float]:
     return float(new.mean() - old.mean()), error, float(freedom)
 
 
-def _detectable(before: Runs, after: Runs, least_change: float) -> float | None:
+def _detectable(before: Runs, after: Runs, min_change: float) -> float | None:
     """Return the relative slowdown that is significant in 9 of 10 pairs of such runs."""
     _, error, freedom = _difference(before, after)
     draws = np.random.default_rng(0).standard_t(freedom, DRAWS)
     critical, power_quantile = np.quantile(draws, [1 - SIGNIFICANCE, POWER])
     log_change = float(error * (critical + power_quantile))
-    return max(float(np.expm1(log_change)), least_change) if log_change < np.log(10) else None
+    return max(float(np.expm1(log_change)), min_change) if log_change < np.log(10) else None
 
 
 def _phases(before: Analysis, after: Analysis) -> tuple[tuple[Change, ...], tuple[str, ...]]:

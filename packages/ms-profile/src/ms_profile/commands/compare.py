@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         dest="more_before", help=f"another run of A; {several_help}")  # fmt: skip
     parser.add_argument("--after", type=path_argument, action="append", default=[], metavar="RUN",
                         dest="more_after", help="another run of B")  # fmt: skip
-    parser.add_argument("--least-change", type=float, default=LEAST_CHANGE, metavar="SHARE",
+    parser.add_argument("--min-change", type=float, default=LEAST_CHANGE, metavar="SHARE",
                         help="smallest relative change that counts; default: 0.03")  # fmt: skip
-    parser.add_argument("--most-wait", type=float, default=MOST_WAIT, metavar="SHARE",
+    parser.add_argument("--max-wait", type=float, default=MOST_WAIT, metavar="SHARE",
                         help="largest share of time waiting for a CPU; busier runs are refused; "
                         "default: 0.1")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
@@ -54,25 +54,25 @@ def execute(options: argparse.Namespace) -> int:
     Returns:
         1 for a significant regression, 0 otherwise.
     """
-    if not 0 <= options.least_change < 1:
+    if not 0 <= options.min_change < 1:
         raise TraceError(
-            f"--least-change must be a share from 0 to 1, got {options.least_change}; 0.03 is 3%"
+            f"--min-change must be a share from 0 to 1, got {options.min_change}; 0.03 is 3%"
         )
-    if not options.most_wait >= 0:
+    if not options.max_wait >= 0:
         raise TraceError(
-            f"--most-wait must be a share of at least 0, got {options.most_wait}; 0.1 is 10%"
+            f"--max-wait must be a share of at least 0, got {options.max_wait}; 0.1 is 10%"
         )
     recorded = _recorded(options)
     comparison = compare(
         analyse(options.before),
         analyse(options.after),
-        least_change=options.least_change,
+        min_change=options.min_change,
         recorded=recorded,
     )
     if options.json:
         print(msgspec.json.encode(_to_json(comparison)).decode())
     else:
-        _show(comparison, options.least_change)
+        _show(comparison, options.min_change)
     return 1 if comparison.regression else 0
 
 
@@ -101,11 +101,11 @@ def _recorded(
                 )
             if recorded is None:
                 return None
-            if not has_several and (recorded.cpu_wait_share or 0) > options.most_wait:
+            if not has_several and (recorded.cpu_wait_share or 0) > options.max_wait:
                 raise TraceError(
                     f"not measurable: {folder} waited for a CPU {recorded.cpu_wait_share:.0%} of "
                     "the time because its host was busy; compare several runs of each (--before, "
-                    "--after), record on a quiet host, or raise --most-wait"
+                    "--after), record on a quiet host, or raise --max-wait"
                 )
             side.append(recorded)
     return steps
@@ -123,7 +123,7 @@ def _to_json(comparison: Comparison) -> dict[str, Any]:
     return {**asdict(comparison), "step": with_share(comparison.step), **series}
 
 
-def _show(comparison: Comparison, least_change: float) -> None:
+def _show(comparison: Comparison, min_change: float) -> None:
     table = Table(title="per step")
     for column in ("what", "before ms", "after ms", "change"):
         table.add_column(column, justify="left" if column == "what" else "right")
@@ -141,7 +141,7 @@ def _show(comparison: Comparison, least_change: float) -> None:
         verdict = "significant regression"
     elif comparison.improvement:
         verdict = "significant improvement"
-    elif share is not None and abs(share) >= least_change:
+    elif share is not None and abs(share) >= min_change:
         verdict = "inconclusive (not significant: too few steps, or too much variance)"
     change = "" if share is None else f"{share:+.1%} per step, "
     way = "get faster" if share is not None and share < 0 else "get slower"

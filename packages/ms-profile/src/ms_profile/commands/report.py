@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--perfetto", type=file_argument, metavar="FILE", help="also write a trace of all ranks"
     )
-    parser.add_argument("--most-events", type=int, default=1_000_000, metavar="N",
+    parser.add_argument("--max-events", type=int, default=1_000_000, metavar="N",
                         help="most spans in the timeline, longest first; 1000000")  # fmt: skip
     parser.add_argument(
         "--json", action="store_true", help="print the summary as JSON and write no page"
@@ -55,9 +55,9 @@ def execute(options: argparse.Namespace) -> int:
     links = None
     if options.links is not None:
         links = read_links(options.links)
-    if options.most_events < 1:
+    if options.max_events < 1:
         raise TraceError(
-            f"--most-events must be at least 1, got {options.most_events}; the default is 1000000"
+            f"--max-events must be at least 1, got {options.max_events}; the default is 1000000"
         )
     if options.window is not None and options.window < 1:
         raise TraceError(
@@ -72,7 +72,7 @@ def execute(options: argparse.Namespace) -> int:
     folder = options.path if options.path.is_dir() else options.path.parent
     out = options.out if options.out is not None else folder / "report.html"
     summary = write_report(analysis, out, title=options.title, links=links,
-                           most_events=options.most_events, metrics=metrics)  # fmt: skip
+                           max_events=options.max_events, metrics=metrics)  # fmt: skip
     for warning in analysis.warnings:
         print(f"ms-profile: warning: {plain(warning)}", file=sys.stderr)
     for finding in summary["advice"]:

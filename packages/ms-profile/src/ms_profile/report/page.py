@@ -29,7 +29,7 @@ def write_report(
     *,
     title: str = "",
     links: LinkMatrix | None = None,
-    most_events: int = 1_000_000,
+    max_events: int = 1_000_000,
     metrics: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Write the report of a run as one HTML file.
@@ -39,7 +39,7 @@ def write_report(
         path: file to write; it appears complete or not at all.
         title: title of the page.
         links: link matrix from `ms-profile link --out`.
-        most_events: maximum number of spans in the timeline; the longest ones are shown.
+        max_events: maximum number of spans in the timeline; the longest ones are shown.
         metrics: metrics to show. None: those of the run, or all if unknown.
 
     Returns:
@@ -50,7 +50,7 @@ def write_report(
         OSError: the file cannot be written.
     """
     check_path("path", path, error=RecordError, written="file")
-    timeline = build_timeline(analysis, most_events=most_events)
+    timeline = build_timeline(analysis, max_events=max_events)
     table, packed = pack_columns(timeline.columns)
     summary = build_summary(analysis, title=title, links=links, metrics=metrics)
     page_data = {"timeline": timeline.layout, "columns": msgspec.to_builtins(table)}

@@ -35,8 +35,8 @@ class Timeline:
     """`start` (difference from the track's previous start), `duration`, `name`, `category`."""
 
 
-def build_timeline(analysis: Analysis, *, most_events: int = 1_000_000) -> Timeline:
-    """Convert all ranks to one clock and keep the longest `most_events` spans."""
+def build_timeline(analysis: Analysis, *, max_events: int = 1_000_000) -> Timeline:
+    """Convert all ranks to one clock and keep the longest `max_events` spans."""
     origins = _origins(analysis)
     parts = [_rank_spans(rank, index) for index, rank in enumerate(analysis.ranks.values())]
     for part, rank in zip(parts, analysis.ranks.values(), strict=True):
@@ -52,8 +52,8 @@ def build_timeline(analysis: Analysis, *, most_events: int = 1_000_000) -> Timel
         part["name"] = table[part["name"]]
     columns = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     total = len(columns["start"])
-    if total > most_events:
-        keep = np.sort(np.argpartition(-columns["duration"], most_events)[:most_events])
+    if total > max_events:
+        keep = np.sort(np.argpartition(-columns["duration"], max_events)[:max_events])
         columns = {key: column[keep] for key, column in columns.items()}
     tracks, columns = _order(columns, analysis)
     return _finish(analysis, columns, tracks, list(names), origins, total)

@@ -1,6 +1,6 @@
 """Rollout engines; the name of each module here is a value of the setting `generator`.
 
-A module defines `build(policy, *, slots, decode)`, which returns a `Generator`.
+A module defines `build(policy, *, max_num_seqs, decode)`, which returns a `Generator`.
 """
 
 import importlib

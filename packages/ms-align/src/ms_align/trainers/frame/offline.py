@@ -53,17 +53,17 @@ class TrainingData:
     """Folders without a `held_out` split."""
 
 
-def data_notices(data: TrainingData, evaluate_every: int | None) -> list[Notice]:
+def data_notices(data: TrainingData, eval_every: int | None) -> list[Notice]:
     """Build the notices about missing held-out data and shortened samples."""
     notices = []
-    if evaluate_every is not None and data.held_out is None:
+    if eval_every is not None and data.held_out is None:
         source = f"{', '.join(data.lacking)} has" if data.lacking else "the stream comes with"
         notices.append(
             Notice(
                 event="no_held_out",
-                fields={"evaluate_every": evaluate_every, "lacking": ", ".join(data.lacking)},
+                fields={"eval_every": eval_every, "lacking": ", ".join(data.lacking)},
                 line=f"warning: nothing is evaluated, as {source} no held-out samples; rebuild the "
-                "data with a larger --hold-out, or remove evaluate_every",
+                "data with a larger --held-out-fraction, or remove eval_every",
             )
         )
     if data.held_out_left_out:
@@ -108,9 +108,9 @@ class OfflineTrainer(Trainer):
     """Total updates; alternative to epochs."""
     epochs: int | None = field(default=None, validator=integer(optional=True))
     """Passes over the data; alternative to steps."""
-    evaluate_samples: int = field(default=3, validator=integer(minimum=0))
+    eval_samples: int = field(default=3, validator=integer(minimum=0))
     """Held-out prompts whose responses are shown at each evaluation."""
-    held_out_batches: int | None = field(default=None, validator=integer(optional=True))
+    eval_batches: int | None = field(default=None, validator=integer(optional=True))
     """Batches per evaluation. Default: the entire `held_out` split."""
 
     def __attrs_post_init__(self) -> None:
@@ -167,7 +167,7 @@ class OfflineTrainer(Trainer):
             steps=steps,
             identity=identity,
             tokenizer=lambda: tokenizer and tokenizer.with_ends(learner.ends.tokens),
-            notices=data_notices(data, self.evaluate_every),
+            notices=data_notices(data, self.eval_every),
         )
 
     def engine(self) -> Engine:
@@ -220,15 +220,15 @@ class OfflineTrainer(Trainer):
             data,
             held_out_left_out=getattr(self.stream(folders, engine, **split), "left_out", 0),
             held_out=lambda: first_batches(
-                self.stream(folders, engine, **split), self.held_out_batches
+                self.stream(folders, engine, **split), self.eval_batches
             ),
             samples=self._samples(folders),
         )
 
     def _samples(self, folders: Any) -> SamplePrompts | None:
-        if not self.evaluate_samples:
+        if not self.eval_samples:
             return None
-        prompts, tokenizer = held_out_prompts(folders, self.evaluate_samples)
+        prompts, tokenizer = held_out_prompts(folders, self.eval_samples)
         # Half of the row for the prompt, so that the response fits as well.
         longest = max(1, (self.sequence_length or 0) // 2)
         return SamplePrompts(

@@ -62,12 +62,12 @@ class OnlineTrainer(RolloutOptions, Trainer):
     tokenizer: Any = field(default=None, validator=valid_path(optional=True, objects=True))
     """Tokenizer: a folder, a file or `bytes`; in Python also an object with `encode` and `decode`.
     Needed for text prompts; saved with the trained model. Default: the policy's."""
-    stop_tokens: Any = field(default=None, converter=optional(token_ids))
+    stop_token_ids: Any = field(default=None, converter=optional(token_ids))
     """Token ids that end a response. Default: the end-of-text tokens of the model."""
     generator: Any = "policy"
     """Rollout engine: `policy` for the policy's own engine, or another module of
     `ms_align.rollouts.generators`; in Python also any `Generator`."""
-    slots: int = field(default=64, validator=integer())
+    max_num_seqs: int = field(default=64, validator=integer())
     """Responses generated at the same time."""
     steps: int = field(default=100, validator=integer())
     """Total updates."""
@@ -77,7 +77,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
     @property
     def fixed(self) -> tuple[str, ...]:
         """Settings that cannot change when a run resumes."""
-        sizes = ("batch_size", "minibatch_size", "group_size", "epochs")
+        sizes = ("batch_size", "minibatch_size", "num_generations", "epochs")
         return ("seed", "lora", *sizes, "value_model")
 
     def optimize(
@@ -108,9 +108,9 @@ class OnlineTrainer(RolloutOptions, Trainer):
         tokenizer = self._tokenizer()
         files = files_of(resolve_tokenizer(self.tokenizer, self.policy_model), tokenizer)
         self._check_tokenizers(files)
-        sampling = with_stops(self.sampling, self.stop_tokens, tokenizer, files)
+        sampling = with_stops(self.sampling, self.stop_token_ids, tokenizer, files)
         resolved = evolve(
-            self, stop_tokens=sampling.stop_tokens, stop_strings=sampling.stop_strings
+            self, stop_token_ids=sampling.stop_token_ids, stop_strings=sampling.stop_strings
         )
         prompts = read_prompts(prompt_dataset, tokenizer, response_dataset)
         is_file = isinstance(prompt_dataset, str | Path)
@@ -150,13 +150,13 @@ class OnlineTrainer(RolloutOptions, Trainer):
         fields = {"prompts": len(lengths), "held_out": held_out, "longest": max(lengths)}
         line = f"{len(lengths)} prompts of up to {max(lengths)} tokens, {held_out} held out"
         notices = [Notice(event="prompts", fields=fields, line=line)]
-        if self.evaluate_every is not None and not held_out:
+        if self.eval_every is not None and not held_out:
             notices.append(
                 Notice(
                     event="no_held_out",
-                    fields={"evaluate_every": self.evaluate_every, "lacking": "held_out"},
+                    fields={"eval_every": self.eval_every, "lacking": "held_out"},
                     line="warning: nothing is evaluated, as there are no held-out prompts; set "
-                    "held_out, or remove evaluate_every",
+                    "held_out, or remove eval_every",
                 )
             )
         return notices
@@ -195,7 +195,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
         self, policy: Engine, prompts: list[Prompt], tokenizer: Tokenizer | None
     ) -> RolloutLearner:
         _check_vocabulary(tokenizer, policy, "the model")
-        rows = self.batch_size // self.group_size
+        rows = self.batch_size // self.num_generations
         if rows % policy.data_ranks:
             raise ConfigError(
                 f"the {rows} prompts of a rollout must divide evenly among {policy.data_ranks} "
@@ -268,7 +268,9 @@ class OnlineTrainer(RolloutOptions, Trainer):
     def _generator(self, policy: Engine, tokenizer: Tokenizer | None) -> Generator:
         decode = tokenizer.decode if tokenizer else None
         if isinstance(self.generator, str):
-            return build_generator(self.generator)(policy, slots=self.slots, decode=decode)
+            return build_generator(self.generator)(
+                policy, max_num_seqs=self.max_num_seqs, decode=decode
+            )
         if not callable(self.generator):
             raise ConfigError(
                 f"generator must be a name or a callable, got {self.generator!r}; use 'policy'"

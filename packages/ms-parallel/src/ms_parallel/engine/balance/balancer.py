@@ -144,7 +144,7 @@ class Balancer:
             return
         documents, num_terms = DocumentNumbers(), len(self.layers) * tokens
         rate = (self.balance.coefficient or 0.0) * self.counts.shape[1] / num_terms
-        z_rate = self.balance.z_coefficient / num_terms
+        z_rate = self.balance.z_loss_coefficient / num_terms
         has_counts = bool(self.counts.any())
         for row, router in self.rows.items():
             load = None

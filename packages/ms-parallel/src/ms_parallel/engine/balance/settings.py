@@ -50,7 +50,7 @@ class Balance:
     load is even; None for the router_aux_loss_coef of config.json, which means the same."""
     bias_rate: float = field(default=1e-3, validator=number())
     """How far an expert's bias moves in one update."""
-    z_coefficient: float = field(default=0.0, validator=number())
+    z_loss_coefficient: float = field(default=0.0, validator=number())
     """Weight of the mean over tokens and layers of the square of the logits' logsumexp."""
 
     def of(self, mixture: "Mixture | None") -> "Balance":
@@ -60,9 +60,9 @@ class Balance:
             ConfigError: the settings need something that the model does not have.
         """
         if mixture is None:
-            if self.method not in (None, "none") or self.coefficient or self.z_coefficient:
+            if self.method not in (None, "none") or self.coefficient or self.z_loss_coefficient:
                 raise ConfigError(
-                    "balance, balance_coefficient and router_z_coefficient need a mixture of"
+                    "balance, balance_coefficient and router_z_loss_coefficient need a mixture of"
                     " experts, and the model is dense; remove them"
                 )
             return Balance(method="none", coefficient=0.0)
@@ -89,5 +89,5 @@ def balance_of(options: Any) -> Balance:
         method=options.balance,
         coefficient=options.balance_coefficient,
         bias_rate=options.balance_bias_rate,
-        z_coefficient=options.router_z_coefficient,
+        z_loss_coefficient=options.router_z_loss_coefficient,
     )

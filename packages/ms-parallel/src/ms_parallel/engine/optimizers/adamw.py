@@ -33,7 +33,7 @@ class AdamWConfig(OptimizerConfig):
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
     """Decay of the first and second moment."""
     offloads: ClassVar[bool] = True
-    epsilon: float = field(default=1e-8, validator=number(minimum=LEAST))
+    eps: float = field(default=1e-8, validator=number(minimum=LEAST))
     """Added to the root of the second moment."""
 
     def rules(self, held: Held) -> list[Rule]:
@@ -47,7 +47,7 @@ def adamw_rules(
     """Build AdamW rules for some of the parameters.
 
     Args:
-        config: settings that include `betas` and `epsilon`.
+        config: settings that include `betas` and eps.
         held: all local parameters.
         names: parameters to update; None for all.
         ratio: factor on each group's learning rate.
@@ -158,7 +158,7 @@ class AdamWRule:
             beta2=self.share.config.betas[1],
             lr=rate * self.share.rate,
             weight_decay=self.share.weight_decay,
-            eps=self.share.config.epsilon,
+            eps=self.share.config.eps,
             maximize=False,
         )
 

@@ -82,7 +82,7 @@ class MuonConfig(OptimizerConfig):
     """AdamW's highest rate; None for the same."""
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
     """AdamW's decay of the first and second moment."""
-    epsilon: float = field(default=1e-8, validator=number(minimum=LEAST))
+    eps: float = field(default=1e-8, validator=number(minimum=LEAST))
     """Added to the root of AdamW's second moment."""
     fused: Mapping[str, Sequence[int]] = field(factory=dict, validator=_fused)
     """Rows of each of the matrices that lie one below the other in a weight, by pattern of names;

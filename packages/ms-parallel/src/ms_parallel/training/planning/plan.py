@@ -311,7 +311,9 @@ class _PlanRequest:
 
     def _saved_bytes(self, config: Any) -> Callable[[Layout], Any]:
         options = self.options
-        loss = NextTokenLoss(mtp_weight=options.mtp_weight, z_coefficient=options.z_coefficient)
+        loss = NextTokenLoss(
+            mtp_weight=options.mtp_weight, z_loss_coefficient=options.z_loss_coefficient
+        )
         documents = first_documents(options, 1, self.shards)
         small = short_model(config)
 
