@@ -26,7 +26,7 @@ from ms_parallel.split.context.assignment import (
     query_ranges,
     token_costs,
 )
-from ms_parallel.split.context.kinds import BALANCES
+from ms_parallel.split.context.kinds import CONTEXT_BALANCES
 from ms_parallel.split.context.rows import attend_ranges
 
 LIMIT = 1.1
@@ -83,7 +83,7 @@ def above_mean(values: Sequence[float]) -> float:
 def compare(ranks: int, window: int | None, batches: int, timed: int) -> dict[str, object]:
     """Figures of both ways of assigning."""
     result: dict[str, object] = {"context": ranks, "window": window}
-    for name in BALANCES:
+    for name in CONTEXT_BALANCES:
         seen, computed, measured = [], [], []
         for seed in range(batches):
             documents = draw(seed)

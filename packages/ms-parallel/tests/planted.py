@@ -159,16 +159,22 @@ def unreduced_rows() -> Any:
 
 def unsummed_keys() -> Any:
     """Each context rank keeps its own share of the gradients of keys and values."""
-    right = rows.gathered
+    right = rows.all_gather_positions
     return patch.object(
-        rows, "gathered", lambda part, mesh, summed: right(part, mesh, summed=False)
+        rows,
+        "all_gather_positions",
+        lambda local, mesh, sum_grads: right(local, mesh, sum_grads=False),
     )
 
 
 def summed_losses() -> Any:
     """Losses that every context rank has alike give it a gradient for each of them."""
-    right = rows.gathered
-    return patch.object(rows, "gathered", lambda part, mesh, summed: right(part, mesh, summed=True))
+    right = rows.all_gather_positions
+    return patch.object(
+        rows,
+        "all_gather_positions",
+        lambda local, mesh, sum_grads: right(local, mesh, sum_grads=True),
+    )
 
 
 def cut_documents() -> Any:
@@ -195,10 +201,13 @@ def unordered_rows() -> Any:
 def kept_gradients() -> Any:
     """Gradients of tokens do not come back from the processes that have their experts."""
     return patch.object(
-        expert_parallel._Travel,
+        expert_parallel._Exchange,
         "backward",
         lambda ctx, gradient: (
-            torch.zeros(sum(ctx.route.got if ctx.home else ctx.route.sent), gradient.shape[1]),
+            torch.zeros(
+                sum(ctx.route.received_counts if ctx.reverse else ctx.route.sent_counts),
+                gradient.shape[1],
+            ),
             None,
             None,
         ),

@@ -32,7 +32,7 @@ from ms_parallel.engine.optimizer import (
     optimizers,
 )
 from ms_parallel.operators import losses
-from ms_parallel.split.owners import owners
+from ms_parallel.split.owners import assign_owners
 
 RUNS = Path(__file__).parent / "optimizer_runs.py"
 LAYOUT_RUNS = RUNS.with_name("runs.py")
@@ -347,10 +347,10 @@ def test_a_model_learns_with_each_optimizer(groups: Groups, optimizer: dict[str,
 def test_owners_share_the_work_evenly() -> None:
     """The dearest first, each to the one with the least; every process finds the same."""
     costs = {(f"w{n}", 0): float(cost) for n, cost in enumerate((9, 7, 6, 5, 4, 3, 2))}
-    found = owners(costs, 2)
+    found = assign_owners(costs, 2)
     loads = [sum(cost for key, cost in costs.items() if found[key] == rank) for rank in (0, 1)]
     assert abs(loads[0] - loads[1]) <= min(costs.values())
-    assert owners(dict(reversed(costs.items())), 2) == found
+    assert assign_owners(dict(reversed(costs.items())), 2) == found
 
 
 MODELS = {"tied": {"tie_word_embeddings": True}, "experts": FAMILIES["qwen3_moe"]}

@@ -9,8 +9,12 @@ from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.updates.settings import LossScale, check_loss_scale, loss_scale_of
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import flag, integer, number, one_of, short_repr
-from ms_parallel.split.context.kinds import BALANCES, CONTEXT_MODES, ContextKind
-from ms_parallel.split.context.kinds import Balance as ContextBalance
+from ms_parallel.split.context.kinds import (
+    CONTEXT_BALANCES,
+    CONTEXT_MODES,
+    ContextBalance,
+    ContextKind,
+)
 from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
 from ms_parallel.split.memory.recompute_choice import Recompute, recompute_setting
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
@@ -86,7 +90,7 @@ class EngineSettings:
     """Attention over rows that are split over context ranks: `all_gather` of keys and values,
     `ulysses`, `ring`, `ulysses_ring`, or `auto`, which sends least."""
     context_balance: ContextBalance = field(
-        default="balanced", validator=one_of(*BALANCES), metadata=EXECUTION
+        default="balanced", validator=one_of(*CONTEXT_BALANCES), metadata=EXECUTION
     )
     """Split of a row over context ranks: `balanced` by the cost of attention, or `zig-zag`."""
     balance: str | None = field(default=None, validator=method, metadata=EXPERTS)

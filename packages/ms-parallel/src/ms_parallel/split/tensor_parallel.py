@@ -73,7 +73,7 @@ def split_model(
             case "router":
                 styles[name] = GatherRouterChoices()
             case "expert_column" | "expert_row" as style:
-                styles[name] = SplitExperts(rows=style == "expert_column")
+                styles[name] = SplitExpertWidth(rows=style == "expert_column")
                 styles[name.rpartition(".")[0]] = GatherTokens()
             # Replicated parameters on a slice of the sequence, or on the local heads.
             case "sequence" | "heads":
@@ -267,7 +267,7 @@ class GatherRouterChoices(ParallelStyle):
         return module
 
 
-class SplitExperts(ParallelStyle):
+class SplitExpertWidth(ParallelStyle):
     """Splits the width of every expert; each rank computes a partial sum of the output."""
 
     def __init__(self, *, rows: bool) -> None:

@@ -24,7 +24,7 @@ def take_gradients(stage: nn.Module, names: Mapping[int, str]) -> dict[str, Tens
         name = names.get(id(parameter))
         if name is not None and parameter.grad is not None:
             gradients[name], parameter.grad = parameter.grad, None
-    for state in _sharded(stage):
+    for state in _fsdp_states(stage):
         name = names.get(id(state.sharded_param))
         gathered = gathered_weight(state)
         accumulated, state.unsharded_accumulated_grad = state.unsharded_accumulated_grad, None
@@ -46,7 +46,7 @@ def take_gradients(stage: nn.Module, names: Mapping[int, str]) -> dict[str, Tens
     return gradients
 
 
-def _sharded(stage: nn.Module) -> Iterator[Any]:
+def _fsdp_states(stage: nn.Module) -> Iterator[Any]:
     """Yield the FSDP state of each sharded parameter."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):

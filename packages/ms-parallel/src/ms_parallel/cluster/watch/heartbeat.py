@@ -86,21 +86,21 @@ class Heartbeat:
         """
         try:
             store = self._reconnect()
-            if store.check([f"{self.prefix}/said-mistake"]):
+            if store.check([f"{self.prefix}/reports-mistake"]):
                 return False
-            return int(store.add(f"{self.prefix}/said-{cause}", 1)) == 1
+            return int(store.add(f"{self.prefix}/reports-{cause}", 1)) == 1
         except LOST:
             return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def finish_report(self) -> None:
         """Let the other ranks exit; torchrun stops all when the first has exited."""
         with suppress(*LOST):
-            self._reconnect().set(f"{self.prefix}/spoken", "1")
+            self._reconnect().set(f"{self.prefix}/reported", "1")
 
     def wait_for_report(self) -> None:
         """Wait while another rank collects the positions and reports."""
         with suppress(*LOST):
-            self._reconnect().wait([f"{self.prefix}/spoken"], STORE_TIMEOUT + self._record_period)
+            self._reconnect().wait([f"{self.prefix}/reported"], STORE_TIMEOUT + self._record_period)
 
     @property
     def _record_period(self) -> timedelta:

@@ -91,8 +91,8 @@ def _eager(problem: Problem) -> ListPolicy:
     return ListPolicy(period=1, forward=tuple(range(stages)), backward=(-1,) * stages)
 
 
-def glance(problem: Problem) -> Arrangement:
-    """Return the shortest of a few arrangements: a cheap estimate to compare costs, not orders.
+def quick_arrangement(problem: Problem) -> Arrangement:
+    """Return the shortest of a few arrangements: a cheap estimate for comparing splits of a model.
 
     Raises:
         ScheduleError: a memory cap is too small for one microbatch.

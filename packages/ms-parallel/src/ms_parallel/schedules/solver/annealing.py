@@ -15,7 +15,7 @@ from ms_parallel.schedules.construction.building_block import BuildingBlock, bui
 from ms_parallel.schedules.construction.list_scheduler import arrange
 from ms_parallel.schedules.construction.policies import follow, keep_order
 from ms_parallel.schedules.construction.problem import Arrangement, Problem
-from ms_parallel.schedules.solver.play import Played, Player
+from ms_parallel.schedules.solver.play import Player, PlayTimes
 
 _STRETCHES = (100, 104, 110, 118, 130)
 WARM, COOL = (0.012, 0.008, 0.004), (0.006, 0.003, 0.0015)
@@ -180,7 +180,7 @@ class _Walker:
         return Arrangement(rows=result_rows, makespan=shortest, peaks=start.peaks)
 
     def _critical(
-        self, rows: Sequence[list[int]], played: Played, positions: list[int]
+        self, rows: Sequence[list[int]], played: PlayTimes, positions: list[int]
     ) -> list[tuple[int, int]]:
         """(rank, index) of critical actions that start when their left neighbor ends."""
         player, starts, end = self.player, played.starts, played.end

@@ -13,7 +13,7 @@ from fractions import Fraction
 from attrs import frozen
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.construction.portfolio import glance
+from ms_parallel.schedules.construction.portfolio import quick_arrangement
 from ms_parallel.schedules.construction.problem import problem_of
 from ms_parallel.schedules.solver.search import Found, search
 from ms_parallel.schedules.table.costs import Number
@@ -22,7 +22,7 @@ from ms_parallel.schedules.table.segments import SegmentCosts
 
 _BUDGET = 2_000_000
 """Actions scheduled over all splits while segments move; about 6 s on one core."""
-_GLANCES = 7
+_ARRANGEMENTS = 7
 """Number of arrangements per split."""
 
 
@@ -95,14 +95,14 @@ def _climb(
             with suppress(ScheduleError):
                 costs = segments.stages(candidate, placement)
                 problem = problem_of(costs, memory_cap, microbatches, placement, split_backwards)
-                makespan = glance(problem).makespan
+                makespan = quick_arrangement(problem).makespan
                 cost_of[candidate] = Fraction(makespan, problem.ticks.per_unit)
         return cost_of[candidate]
 
     split = split_by_work(segments, placement)
     best = cost(split)
-    # A split costs `_GLANCES` schedules of three actions per stage and microbatch.
-    max_splits = _BUDGET // (_GLANCES * 3 * len(placement) * microbatches)
+    # A split costs `_ARRANGEMENTS` schedules of three actions per stage and microbatch.
+    max_splits = _BUDGET // (_ARRANGEMENTS * 3 * len(placement) * microbatches)
     for _ in range(4 * len(placement)):
         if len(cost_of) > max_splits:
             break

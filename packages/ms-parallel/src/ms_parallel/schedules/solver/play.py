@@ -8,7 +8,7 @@ from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.problem import Operation, Problem
 
 
-class Played(NamedTuple):
+class PlayTimes(NamedTuple):
     """Times of the actions of rows, in ticks."""
 
     starts: list[int]
@@ -82,14 +82,19 @@ class Player:
             return self.number((0, stage + 1, number) if stage + 1 < self.stages else (1, *op[1:]))
         return self.number((1, stage - 1, number)) if phase == 1 and stage else -1
 
-    def play(self, rows: Sequence[Sequence[int]]) -> Played | None:
+    def play(self, rows: Sequence[Sequence[int]]) -> PlayTimes | None:
         """Play rows from the start; None if they deadlock."""
         starts, cursor = [-1] * len(self.ops), [0] * self.ranks
         return self._play(rows, starts, self.ready[:], cursor, [0] * self.ranks)
 
     def replay(
-        self, rows: Sequence[Sequence[int]], before: Played, rank: int, first: int, change_time: int
-    ) -> Played | None:
+        self,
+        rows: Sequence[Sequence[int]],
+        before: PlayTimes,
+        rank: int,
+        first: int,
+        change_time: int,
+    ) -> PlayTimes | None:
         """Play rows after a change to one row, from the change on.
 
         Actions that start before the first changed one keep their start, as they do not depend on
@@ -133,7 +138,7 @@ class Player:
         arrived: list[int],
         cursor: list[int],
         free: list[int],
-    ) -> Played | None:
+    ) -> PlayTimes | None:
         """Play each row from its cursor, at the time from which its rank is free."""
         action_data, waiting_for = self._action_data, [-1] * self.ranks
         links: dict[tuple[int, int], int] = {}
@@ -173,7 +178,7 @@ class Player:
             free[rank], cursor[rank] = time, index
         if any(index < len(row) for index, row in zip(cursor, rows, strict=True)):
             return None
-        return Played(starts, arrived, max(free))
+        return PlayTimes(starts, arrived, max(free))
 
 
 def play_rows(problem: Problem, rows: Sequence[Sequence[Operation]]) -> dict[Operation, int]:

@@ -18,7 +18,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.simulate import Timeline, peak_memory
 
 Times = Sequence[Sequence[tuple[Number, Number]]]
-_Timed = tuple[Action, Fraction, Fraction]
+_TimedAction = tuple[Action, Fraction, Fraction]
 
 
 def measured(schedule: Schedule, times: Times, costs: Costs | None = None) -> Timeline:
@@ -32,7 +32,7 @@ def measured(schedule: Schedule, times: Times, costs: Costs | None = None) -> Ti
     Raises:
         ScheduleError: the times do not fit the schedule.
     """
-    timed = _timed(schedule, times)
+    timed = _with_times(schedule, times)
     flat = [time for row in timed for _, start, end in row for time in (start, end)]
     # Ticks per unit: the least common denominator of all measured times.
     per_unit, first = lcm(*(time.denominator for time in flat)), min(flat)
@@ -87,7 +87,7 @@ def measured_costs(schedule: Schedule, times: Times) -> Costs:
     Raises:
         ScheduleError: the times do not fit the schedule.
     """
-    timed = _timed(schedule, times)
+    timed = _with_times(schedule, times)
     lengths: dict[tuple[Kind, int], list[Fraction]] = {}
     for row in timed:
         for action, start, end in row:
@@ -120,7 +120,7 @@ def _mean(values: Sequence[Fraction]) -> Fraction:
     return sum(values, Fraction(0)) / len(values) if values else Fraction(0)
 
 
-def _timed(schedule: Schedule, times: Times) -> list[list[_Timed]]:
+def _with_times(schedule: Schedule, times: Times) -> list[list[_TimedAction]]:
     rows = [[p for a in row for p in a.computations] for row in schedule.computations()]
     if [len(row) for row in rows] != [len(row) for row in times]:
         raise ScheduleError(
@@ -136,7 +136,7 @@ def _timed(schedule: Schedule, times: Times) -> list[list[_Timed]]:
     ]
 
 
-def _latency(schedule: Schedule, timed: Sequence[Sequence[_Timed]]) -> Fraction:
+def _latency(schedule: Schedule, timed: Sequence[Sequence[_TimedAction]]) -> Fraction:
     """Mean time from the end of a computation to the start of its waiting consumer."""
     end_of = {result: end for row in timed for action, _, end in row for result in results(action)}
     gaps = []

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from ms_parallel.models.spans import SHORTEST_MEAN
-from ms_parallel.split.context.kinds import Balance
+from ms_parallel.split.context.kinds import ContextBalance
 
 MAX_IMBALANCE = 1.02
 """Accepted ratio of the slowest rank's cost to the mean."""
@@ -78,7 +78,7 @@ def document_starts(documents: Tensor | None, rows: int, length: int) -> Tensor:
     return starts
 
 
-def assign(costs: Tensor, count: int, balance: Balance = "balanced") -> Assignment:
+def assign(costs: Tensor, count: int, balance: ContextBalance = "balanced") -> Assignment:
     """Assign the positions of all rows to `count` ranks.
 
     `balanced` uses the fewest, largest blocks that reach `MAX_IMBALANCE`; if none do, the best

@@ -20,14 +20,14 @@ ContextKind = Literal["auto", "all_gather", "ulysses", "ring", "ulysses_ring"]
   take more than 1 GiB per microbatch, `ulysses` or `ring`, which do not gather.
 """
 CONTEXT_MODES = get_args(ContextKind)
-Balance = Literal["balanced", "zig-zag"]
+ContextBalance = Literal["balanced", "zig-zag"]
 """How blocks of a row are assigned to ranks:
 
 - `balanced`: greedily, most expensive block first, each to the rank with the lowest cost so far.
 - `zig-zag`: two blocks per rank: the first and the last, the second and the last but one, and so
   on. Balanced for rows of one document.
 """
-BALANCES = get_args(Balance)
+CONTEXT_BALANCES = get_args(ContextBalance)
 MAX_GATHERED_BYTES = 1 << 30
 
 

@@ -17,7 +17,7 @@ from ms_parallel.split.context.assignment import (
     token_costs,
 )
 from ms_parallel.split.context.kinds import (
-    Balance,
+    ContextBalance,
     ContextKind,
     HeadSizes,
     resolve_context_mode,
@@ -51,7 +51,12 @@ class Splitter:
     """
 
     def __init__(
-        self, config: Any, groups: Groups, mode: ContextKind, balance: Balance, element_bytes: int
+        self,
+        config: Any,
+        groups: Groups,
+        mode: ContextKind,
+        balance: ContextBalance,
+        element_bytes: int,
     ) -> None:
         self.groups, self.mode, self.balance = groups, mode, balance
         self.element_bytes = element_bytes
@@ -100,7 +105,7 @@ def assign_positions(
     windows: Mapping[int | None, int],
     ranks: int,
     mode: ContextKind,
-    balance: Balance,
+    balance: ContextBalance,
 ) -> tuple[Tensor, ContextLoad]:
     """Assign row positions to ranks.
 
