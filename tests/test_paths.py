@@ -79,7 +79,7 @@ MADE_HERE = {
     *("Corpus.names", "Corpus.named", "HeldOut.shards", "Result.model_folder", "FoundTraces.files"),
     *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of", "OpenFile.path"),
-    *("Pass.corpus", "CheckpointJob.folder", "Processor.folder", "ArrayShard.folder"),
+    *("Run.corpus", "CheckpointJob.folder", "Processor.folder", "ArrayShard.folder"),
     *("_PlanRequest.shards", "RecordedSteps.folder", "Run.shards"),
 }
 """Values that a package makes of paths that were checked, and no user does; and what is a table of

@@ -9,6 +9,7 @@ results of another corpus or other settings are never used.
 import fcntl
 import os
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -22,8 +23,9 @@ from ms_data.files.durable import publish, sync_folder, write_all, writing
 from ms_data.files.work_folder import check_outside_corpus
 
 _MAGIC = b"MSDPART1"
-_KEY_BYTES, _NUMBER_BYTES = 16, 8
-_HEAD_BYTES = _KEY_BYTES + 2 * _NUMBER_BYTES
+_KEY_BYTES = 16
+_HEADER = struct.Struct("<16sQQ")
+"""Key, size and xxh3-64 of a result, which follows."""
 _PATTERN = re.compile(r"(\d+|merge)/(\d+)")
 
 
@@ -141,8 +143,7 @@ class ResultWriter:
 
     def add(self, key: bytes, result: bytes) -> None:
         """Write a result."""
-        numbers = (len(result), xxhash.xxh3_64_intdigest(result))
-        header = key + b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers)
+        header = _HEADER.pack(key, len(result), xxhash.xxh3_64_intdigest(result))
         write_all(self._file, header + result)
         self._stored_keys.add(key)
 
@@ -209,12 +210,9 @@ def _read_valid(file: FileIO, settings_key: bytes) -> Iterator[tuple[bytes, int,
     if file.read(len(_MAGIC) + _KEY_BYTES) == _MAGIC + settings_key:
         end = file.tell()
         largest = os.fstat(file.fileno()).st_size
-        while len(header := file.read(_HEAD_BYTES)) == _HEAD_BYTES:
-            size, checksum = (
-                int.from_bytes(header[offset : offset + _NUMBER_BYTES], "little")
-                for offset in (_KEY_BYTES, _KEY_BYTES + _NUMBER_BYTES)
-            )
-            begin = end + _HEAD_BYTES
+        while len(header := file.read(_HEADER.size)) == _HEADER.size:
+            key, size, checksum = _HEADER.unpack(header)
+            begin = end + _HEADER.size
             # A killed job may leave a truncated or damaged last result; stop before it.
             if begin + size > largest:
                 break
@@ -222,7 +220,7 @@ def _read_valid(file: FileIO, settings_key: bytes) -> Iterator[tuple[bytes, int,
             if len(content) < size or xxhash.xxh3_64_intdigest(content) != checksum:
                 break
             end = begin + size
-            yield header[:_KEY_BYTES], begin, content
+            yield key, begin, content
     file.seek(end)
 
 
