@@ -226,10 +226,10 @@ class SplitHeads(SplitRows):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
 
-        def sharded(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        def to_dtensor(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
             return (DTensor.from_local(inputs[0], device_mesh, [Shard(2)], run_check=False),)
 
-        module.register_forward_pre_hook(sharded)
+        module.register_forward_pre_hook(to_dtensor)
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
 
@@ -250,8 +250,8 @@ class _NormReduction:
         self.mesh = mesh
 
     def total(self, sums: Tensor) -> Tensor:
-        sharded = DTensor.from_local(sums, self.mesh, [Partial()], run_check=False)
-        return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        partial = DTensor.from_local(sums, self.mesh, [Partial()], run_check=False)
+        return partial.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def local(self, weight: Tensor) -> Tensor:
         return local_view(weight)
@@ -297,8 +297,8 @@ class GatherTokens(ParallelStyle):
             return tuple(_all_gather_sequence(part, device_mesh) for part in inputs)
 
         def scatter(_: nn.Module, inputs: object, partial_sum: Tensor) -> Tensor:
-            sharded = DTensor.from_local(partial_sum, device_mesh, [Partial()], run_check=False)
-            return sharded.redistribute(placements=[Shard(1)]).to_local()
+            partial = DTensor.from_local(partial_sum, device_mesh, [Partial()], run_check=False)
+            return partial.redistribute(placements=[Shard(1)]).to_local()
 
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(scatter)
