@@ -17,7 +17,7 @@ from ms_parallel.models.batch import Batch
 from ms_parallel.models.experts.replay import is_recomputing
 from ms_parallel.models.experts.router import Router
 from ms_parallel.split import expert_parallel
-from ms_parallel.split.part import whole_of
+from ms_parallel.split.part import gather_full_tensor
 
 ROWS, MANY = 4, 8
 
@@ -148,7 +148,9 @@ def saved(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
         for step in range(2):
             _more(engine, step, MANY)
         place = engine.groups.place
-        state = {name: whole_of(tensor).clone() for name, tensor in engine.state_dict().items()}
+        state = {
+            name: gather_full_tensor(tensor).clone() for name, tensor in engine.state_dict().items()
+        }
         if place.tensor == 0 and engine.groups.token_rank == 0:
             torch.save(state, Path(folder, f"{number} whole {place.pipeline}"))
         path = Path(folder, number)
@@ -175,7 +177,7 @@ def loaded(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
         wrong = [
             name
             for name, tensor in [*engine.state_dict().items(), *read.parameters.items()]
-            if not torch.equal(whole_of(tensor.detach()), right[owners.get(name, name)])
+            if not torch.equal(gather_full_tensor(tensor.detach()), right[owners.get(name, name)])
         ]
         found[number] = {
             "wrong": wrong,

@@ -12,7 +12,7 @@ from ms_parallel import NextTokenLoss
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
-from ms_parallel.split.part import local_part, whole_of
+from ms_parallel.split.part import gather_full_tensor, local_part
 
 SCALE = {"initial": 4096.0, "growth_interval": 3}
 PLANTED = (2, 3, 7)
@@ -61,7 +61,7 @@ def courses(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             losses.append(update.loss)
         owners = {copy: owner for owner, copy in engine.plan.tied}
         weights = {
-            owners.get(name, name): whole_of(parameter.detach()).double().norm().item()
+            owners.get(name, name): gather_full_tensor(parameter.detach()).double().norm().item()
             for name, parameter in engine.parameters.items()
         }
         found.append(

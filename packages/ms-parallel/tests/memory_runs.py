@@ -30,7 +30,7 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.split.memory.block_costs import storages
 from ms_parallel.split.memory.recompute import recomputed_blocks
-from ms_parallel.split.part import local_part, whole_of
+from ms_parallel.split.part import gather_full_tensor, local_part
 
 
 class Alive(TorchDispatchMode):
@@ -341,7 +341,10 @@ def offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dic
             engine.step(local_rows(global_batch(step), groups), NextTokenLoss()).loss
             for step in range(2)
         ]
-        state = {name: whole_of(part.detach()).cpu() for name, part in engine.parameters.items()}
+        state = {
+            name: gather_full_tensor(part.detach()).cpu()
+            for name, part in engine.parameters.items()
+        }
         alive = Alive()
         on_device: list[int] = []
         runtime = engine.runner.runtime

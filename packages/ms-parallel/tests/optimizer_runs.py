@@ -18,7 +18,7 @@ from ms_parallel import ConfigError, NextTokenLoss, TorchConfig, checkpoint
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
-from ms_parallel.split.part import part_of, whole_of
+from ms_parallel.split.part import gather_full_tensor, part_of
 
 RATE = 0.01
 
@@ -53,7 +53,9 @@ def digest(tensor: Tensor) -> str:
 
 def whole_state(engine: Engine) -> dict[str, str]:
     """A digest of each tensor of the state that this process has, gathered."""
-    return {name: digest(whole_of(tensor)) for name, tensor in engine.state_dict().items()}
+    return {
+        name: digest(gather_full_tensor(tensor)) for name, tensor in engine.state_dict().items()
+    }
 
 
 def stepped(jobs: list[dict[str, Any]]) -> list[dict[str, str]]:

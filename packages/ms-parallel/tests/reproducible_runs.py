@@ -13,7 +13,7 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.split.part import whole_of
+from ms_parallel.split.part import gather_full_tensor
 
 ROWS = 12
 """Rows of a batch: 1, 2, 3 and 4 divide it, and it is no power of two."""
@@ -23,7 +23,7 @@ def _digests(state: dict[str, Tensor]) -> dict[str, str]:
     """Digest of each whole tensor of this process's stages, by name."""
     found = {}
     for name in sorted(state):
-        whole = whole_of(state[name].detach()).cpu().contiguous()
+        whole = gather_full_tensor(state[name].detach()).cpu().contiguous()
         data = whole.flatten().view(torch.uint8).numpy().tobytes()
         found[name] = f"{whole.dtype} {tuple(whole.shape)} {hashlib.sha256(data).hexdigest()}"
     return found

@@ -15,7 +15,7 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.split.part import whole_of
+from ms_parallel.split.part import gather_full_tensor
 
 UNCLIPPED = evolve(OPTIMIZER, max_grad_norm=None)
 """Without the norm, whose float32 sum has another order where shards are others."""
@@ -31,7 +31,7 @@ def digest(state: dict[str, Tensor]) -> str:
     """Digest of each whole tensor of this process's stages, by name."""
     found = hashlib.sha256()
     for name in sorted(state):
-        whole = whole_of(state[name].detach()).cpu().contiguous()
+        whole = gather_full_tensor(state[name].detach()).cpu().contiguous()
         found.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
         found.update(whole.flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

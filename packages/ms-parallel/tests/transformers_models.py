@@ -14,7 +14,7 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.models import TransformersModel
-from ms_parallel.split.part import whole_of
+from ms_parallel.split.part import gather_full_tensor
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -166,7 +166,9 @@ def fresh(jobs: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
         engine = Engine(TransformersModel(job["document"]), groups=groups, seed=3)
-        whole = {name: whole_of(value.detach()) for name, value in engine.parameters.items()}
+        whole = {
+            name: gather_full_tensor(value.detach()) for name, value in engine.parameters.items()
+        }
         found.append({name: _spread(value.double()) for name, value in whole.items()})
     return found
 
@@ -183,9 +185,9 @@ def gradient_of(folder: str, layout: str, name: str) -> list[float]:
     options = {"groups": groups, "optimizer": {**sgd, "max_grad_norm": None}}
     engine = Engine(TransformersModel(folder), **options)
     tokens = torch.arange(3, 27)[None]
-    before = whole_of(engine.parameters[name].detach()).clone()
+    before = gather_full_tensor(engine.parameters[name].detach()).clone()
     update = engine.step({"tokens": tokens, "targets": tokens.roll(-1, 1)}, NextTokenLoss())
-    after = whole_of(engine.parameters[name].detach())
+    after = gather_full_tensor(engine.parameters[name].detach())
     return [update.grad_norm, float((before - after).sum())]
 
 

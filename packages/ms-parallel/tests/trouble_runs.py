@@ -14,7 +14,7 @@ from ms_data import TokenStream
 from ms_parallel import DistributedTrainer, NextTokenLoss, ParallelError
 from ms_parallel.engine.loss import Output
 from ms_parallel.models.batch import Batch
-from ms_parallel.split.part import whole_of
+from ms_parallel.split.part import gather_full_tensor
 from ms_parallel.training import run as runs
 
 SETTINGS: dict[str, Any] = {
@@ -88,7 +88,7 @@ def troubled(
         "counts": run.progress.skipped,
         "rolled_back": run.progress.rolled_back,
         "weights": {
-            name: whole_of(parameter.detach()).double().norm().item()
+            name: gather_full_tensor(parameter.detach()).double().norm().item()
             for name, parameter in run.engine.parameters.items()
         },
     }

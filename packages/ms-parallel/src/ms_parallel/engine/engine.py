@@ -63,7 +63,7 @@ from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
 from ms_parallel.split.memory.budget import Budget
 from ms_parallel.split.memory.recompute_choice import budget_bytes
 from ms_parallel.split.own_model import OwnModelConfig, check_accepts_cache, warn_without_documents
-from ms_parallel.split.part import drop_gathered, is_whole_here
+from ms_parallel.split.part import drop_gathered, is_plain_tensor
 from ms_parallel.split.precision import warn_of_slow_bfloat16
 from ms_parallel.split.precision_choice import precision_name
 from ms_parallel.weights.save import save_model
@@ -229,7 +229,7 @@ class Engine:
         if self.groups.layout.world_size > 1 or len(self.stages) > 1:
             return None
         (stage,) = self.stages.values()
-        return stage if all(map(is_whole_here, stage.parameters())) else None
+        return stage if all(map(is_plain_tensor, stage.parameters())) else None
 
     def step(
         self,

@@ -14,7 +14,7 @@ from ms_parallel.engine.report import MicrobatchResult, StepCounts, StepTotals
 from ms_parallel.engine.row_check import TERMS, fingerprint
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.models.batch import Batch
-from ms_parallel.pipeline.runtime import Take
+from ms_parallel.pipeline.runtime import OnGradients
 
 
 class Reduction(Protocol):
@@ -22,7 +22,7 @@ class Reduction(Protocol):
 
     microbatch_size: int | None
     """Rows per microbatch that the order of summation demands; None for the engine's setting."""
-    take: Take | None
+    take: OnGradients | None
     """Collects each microbatch's gradients. None: autograd and FSDP sum them in `param.grad`."""
 
     def count(self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> StepCounts:
@@ -67,7 +67,7 @@ class SummedReduction:
     """
 
     microbatch_size: int | None = None
-    take: Take | None = None
+    take: OnGradients | None = None
 
     def __init__(self, trained: Trainable) -> None:
         self.trained, self.groups = trained, trained.groups

@@ -149,7 +149,7 @@ class StageRunner:
             self.budget.start_step(batches)
         with self.stopwatch.of([len(batch["tokens"]) for batch in batches]):
             self.runtime.run(
-                schedule, batches, compute_loss, row_splits=row_splits, take=reduction.take
+                schedule, batches, compute_loss, row_splits=row_splits, on_gradients=reduction.take
             )
         if self.budget is not None:
             self.budget.end_step(schedule)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import CheckpointError
-from ms_parallel.split.part import laid_out_like, local_part
+from ms_parallel.split.part import local_part, wrap_like
 
 TAKEN, STEP, SCALE = "optimizer.taken", "engine.step", "engine.loss_scale"
 
@@ -32,7 +32,7 @@ def state_of(trained: Trainable, step: int, beside: Mapping[str, Tensor]) -> dic
     for moment, tensors in trained.optimizer.moments.items():
         for own_name, tensor in tensors.items():
             name = f"optimizer.{moment}.{owners.get(own_name, own_name)}"
-            state.setdefault(name, laid_out_like(trained.parameters[own_name], tensor))
+            state.setdefault(name, wrap_like(trained.parameters[own_name], tensor))
     for moment, tensors in trained.optimizer.whole.items():
         for own_name, tensor in tensors.items():
             state.setdefault(f"optimizer.{moment}.{owners.get(own_name, own_name)}", tensor)

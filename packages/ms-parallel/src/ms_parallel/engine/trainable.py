@@ -11,7 +11,7 @@ from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.engine.rules.rule import Held
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import Rules
-from ms_parallel.split.part import is_whole_here
+from ms_parallel.split.part import is_plain_tensor
 from ms_parallel.split.tensor_parallel import has_partial_gradient
 
 
@@ -62,7 +62,7 @@ class Trainable:
         replicated = {
             name: parameter
             for name, parameter in self.parameters.items()
-            if groups.layout.shards > 1 and is_whole_here(parameter)
+            if groups.layout.shards > 1 and is_plain_tensor(parameter)
         }
         for parameter in replicated.values() if summed else ():
             parameter.register_hook(self._sum_over_shards)  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ Call = Callable[..., Tensor]
 """Computes a stage's output from (input, positions=, documents=, cache=), with row_split= and
 pictures= if the batch has them."""
 
-Take = Callable[[int, int, bool], None]
+OnGradients = Callable[[int, int, bool], None]
 """Called after a backward with (stage, microbatch, weight gradients are complete)."""
 
 Key = tuple[int, int]
@@ -47,7 +47,7 @@ class Step:
 
     microbatches: Sequence[Batch]
     finish: Finish
-    take: Take | None
+    on_gradients: OnGradients | None
     """Receives each microbatch's gradients, which are then not reduced over the data axis."""
     caches: Mapping[int, KeyValueCache]
     row_splits: Sequence[RowSplit | None]
@@ -103,7 +103,7 @@ class Runtime:
         *,
         caches: Mapping[int, KeyValueCache] | None = None,
         row_splits: Sequence[RowSplit | None] | None = None,
-        take: Take | None = None,
+        on_gradients: OnGradients | None = None,
     ) -> list[Tensor]:
         """Run `schedule`; return the last stage's result of each microbatch, detached.
 
@@ -124,7 +124,7 @@ class Runtime:
         step = Step(
             microbatches=microbatches,
             finish=finish,
-            take=take,
+            on_gradients=on_gradients,
             caches=caches or {},
             row_splits=row_splits or [None] * len(microbatches),
             gradients_left={
@@ -185,7 +185,7 @@ class Runtime:
             case Kind.RESHARD:
                 drop_gathered(self.stages[stage])
             case Kind.REDUCE_GRAD:
-                after_weight_gradients(self.stages[stage], True, summed=step.take is None)
+                after_weight_gradients(self.stages[stage], True, summed=step.on_gradients is None)
             case Kind.WAIT_REDUCE_GRAD:
                 pass  # REDUCE_GRAD has ordered its reduction before anything that follows
             case _:
@@ -212,10 +212,10 @@ class Runtime:
 
     def _after_weight_gradients(self, key: Key, last: bool, step: Step) -> None:
         """Finish a stage's backward after deferred weight gradients."""
-        stage, summed = self.stages[key[0]], step.take is None
+        stage, summed = self.stages[key[0]], step.on_gradients is None
         after_weight_gradients(stage, last, self.sharding, summed=summed)
-        if step.take is not None:
-            step.take(*key, True)
+        if step.on_gradients is not None:
+            step.on_gradients(*key, True)
 
     def _count_backward(self, stage: int, step: Step) -> bool:
         """Count a completed weight gradient; return whether this backward reduces the gradients.
@@ -279,7 +279,7 @@ class Runtime:
         split = key in step.split
         # With deferred weight gradients, `_after_weight_gradients` reduces over the data axis.
         last = not split and self._count_backward(stage, step)
-        summed = step.take is None
+        summed = step.on_gradients is None
         set_last_backward(
             self.stages[stage], last, self.sharding, complete=not split, summed=summed
         )
@@ -288,8 +288,8 @@ class Runtime:
         )  # reruns blocks
         with self.recorder or UNTIMED, recomputation:
             torch.autograd.backward(step.roots.pop(key), gradient)
-            if step.take is not None:
-                step.take(stage, microbatch, not split)
+            if step.on_gradients is not None:
+                step.on_gradients(stage, microbatch, not split)
         if stage > 0:
             stage_input = step.inputs.pop(key)
             assert stage_input.grad is not None

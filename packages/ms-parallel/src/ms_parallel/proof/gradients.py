@@ -12,7 +12,7 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.proof.batches import local_rows
 from ms_parallel.proof.records import Counterexample
-from ms_parallel.split.part import laid_out_like
+from ms_parallel.split.part import wrap_like
 
 
 def full_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
@@ -34,7 +34,7 @@ def full_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float, 
     owners = {copy: owner for owner, copy in engine.plan.tied}
     gradients = {}
     for name, gradient in engine.reduction.gradients().items():
-        full = laid_out_like(engine.parameters[name], gradient)
+        full = wrap_like(engine.parameters[name], gradient)
         if isinstance(full, DTensor):
             full = full.full_tensor()
         gradients[owners.get(name, name)] = full.detach().clone()

@@ -41,17 +41,17 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def is_whole_here(tensor: Tensor) -> bool:
+def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether a tensor is a plain tensor, entirely on this process."""
     return not isinstance(tensor, DTensor)
 
 
-def whole_of(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Gather the full tensor; a collective call for all processes that have a part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
+def wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
     """Wrap `local` as this process's part of a DTensor placed like `tensor`."""
     if not isinstance(tensor, DTensor):
         return local

@@ -36,7 +36,7 @@ from ms_parallel.models.registry import (
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
 from ms_parallel.models.weight_names import WeightSlice
-from ms_parallel.split.part import drop_gathered, part_of, whole_of
+from ms_parallel.split.part import drop_gathered, gather_full_tensor, part_of
 from ms_parallel.weights.folder import INDEX, SINGLE, is_finite
 
 T = TypeVar("T")
@@ -240,7 +240,7 @@ def _write(
             # Gathering is collective, so continue even after a local failure.
             for source in sources:
                 if source.name not in gathered:
-                    gathered[source.name] = whole_of(source.weight)
+                    gathered[source.name] = gather_full_tensor(source.weight)
             used = {source.name: gathered[source.name] for source in sources}
             gathered = {key: tensor for key, tensor in gathered.items() if last_use[key] != name}
             file = file_of.get(name)

@@ -22,7 +22,7 @@ from ms_parallel.engine.reproducible.tree import fold
 from ms_parallel.engine.row_check import TERMS, fingerprint
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.models.batch import Batch
-from ms_parallel.pipeline.runtime import Take
+from ms_parallel.pipeline.runtime import OnGradients
 
 
 class OrderedReduction:
@@ -41,7 +41,7 @@ class OrderedReduction:
     ) -> None:
         self.trained, self.groups = trained, trained.groups
         self.row_gradients = RowGradients(stages, trained.parameters, trained.groups, copy)
-        self.take: Take | None = self.row_gradients.take
+        self.take: OnGradients | None = self.row_gradients.take
         self.head_weight = self.row_gradients.head
         self.norm = FixedNorm(trained.parameters, trained.counted)
         self.rows = Rows(groups=trained.groups, counts=(0,))

@@ -11,7 +11,7 @@ from ms_parallel.engine.optimizer import ParameterGroup
 from ms_parallel.engine.rules.rule import Held, Moments
 from ms_parallel.errors import ConfigError
 from ms_parallel.split.owners import OwnerExchange
-from ms_parallel.split.part import is_whole_here, local_part
+from ms_parallel.split.part import is_plain_tensor, local_part
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
 """Builds a torch optimizer over some tensors."""
@@ -106,7 +106,7 @@ class PartsRule:
         split = [
             param_name
             for param_name in share.names
-            if not is_whole_here(held.parameters[param_name])
+            if not is_plain_tensor(held.parameters[param_name])
         ]
         if split and not is_elementwise(make):
             raise ConfigError(

@@ -23,7 +23,7 @@ from ms_parallel.engine.stage_runner import StageRunner
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.engine.updates.audit import LEVELS, Audit, Compared
 from ms_parallel.models.batch import Batch
-from ms_parallel.split.part import laid_out_like, local_part
+from ms_parallel.split.part import local_part, wrap_like
 
 GROUP = re.compile(r"(.*\blayers\.\d+\.[^.]+|.*(?=\.[^.]+$))")
 """Model part of a parameter: a module of a layer, such as its MLP, or one outside the layers."""
@@ -176,7 +176,7 @@ def adopt(stage: nn.Module, own: nn.Module, trained: Trainable) -> dict[str, Ten
     with torch.no_grad():
         for name, empty in list(stage.named_parameters(remove_duplicate=False)):
             local = local_part(trained.parameters[name])
-            parameter = nn.Parameter(laid_out_like(empty, local), empty.requires_grad)
+            parameter = nn.Parameter(wrap_like(empty, local), empty.requires_grad)
             _set(stage, name, "_parameters", parameter)
             parameters[name] = parameter
         for name, buffer in own.named_buffers(remove_duplicate=False):
