@@ -69,7 +69,7 @@ def courses(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "course": course,
                 "losses": losses,
                 "kept": kept,
-                "taken": engine.optimizer.taken,
+                "taken": engine.optimizer.update_count,
                 "skipped": engine.scaler.skipped,
                 "weights": weights,
             }

@@ -43,7 +43,7 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ("epochs=1", "set either epochs or steps, got both"),
         ("steps=0", "steps must be an integer of at least 1, got 0"),
         ("batch_size=2.5", "batch_size must be an integer"),
-        ("betas=0.9", "betas is 0.9; give two numbers"),
+        ("betas=0.9", "betas must be two numbers of at least 0 and below 1, got 0.9"),
         ("learning_rate=-1", "learning_rate must be a number of at least 0, got -1"),
         (
             "held_out_fraction=1",

@@ -168,8 +168,8 @@ def test_moments_that_lie_in_the_machines_memory_are_the_same_to_the_bit(tmp_pat
 @pytest.mark.parametrize(
     ("layout", "options", "why"),
     [
-        ({"data": 4, "replicate": 2}, {"sharding": "replicate"}, "leave replicate out, or set"),
-        ({"data": 2, "expert": 2}, {"sharding": "replicate"}, "set sharding to zero1"),
+        ({"data": 4, "replicate": 2}, {"sharding": "replicate"}, "remove replicate, or set"),
+        ({"data": 2, "expert": 2}, {"sharding": "replicate"}, "set sharding='zero1'"),
         ({"data": 2}, {"sharding": "zero4"}, "sharding is 'zero4'"),
         (
             {"data": 2},

@@ -173,7 +173,7 @@ def test_a_number_that_is_no_token_of_the_model_is_refused_with_its_row(
 
 def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
     """Rows, optimizer, schedule, recompute and layout each say what to change."""
-    with pytest.raises(ConfigError, match="a batch of 0 rows"):
+    with pytest.raises(ConfigError, match="at least one row per batch, got 0"):
         build({}, groups).step(global_batch(0, rows=0), NextTokenLoss())
     with pytest.raises(ConfigError, match="needs measured costs; call search_schedule first"):
         build({}, groups, schedule="search")

@@ -168,7 +168,7 @@ def test_prompts_may_be_a_tensor(groups: Groups) -> None:
 
 def test_a_head_that_was_not_asked_for_is_named(groups: Groups) -> None:
     """With what would give one."""
-    with pytest.raises(ModelError, match=r"no head 'value'; start it with heads=\{'value': 1\}"):
+    with pytest.raises(ModelError, match=r"no head 'value'; build it with heads=\{'value': 1\}"):
         build({}, groups).evaluate(global_batch(0), lambda output, _: output.head("value"))
 
 
@@ -284,9 +284,9 @@ def test_to_make_a_trainer_changes_nothing_in_the_process() -> None:
     [
         ({"warmup_steps": 1.5}, "warmup_steps must be an integer"),
         ({"decay_steps": True}, "decay_steps must be an integer"),
-        ({"betas": 3}, "betas is 3; give two numbers"),
-        ({"betas": (0.9,)}, "betas is .*; give two numbers"),
-        ({"betas": (0.9, 1.0)}, "betas is .*; give two numbers"),
+        ({"betas": 3}, "betas must be two numbers .*, got 3"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
         ({"decay": "cosin"}, "decay is 'cosin'; did you mean 'cosine'"),
         ({"learning_rate": float("nan")}, "learning_rate is nan; give a number"),
     ],

@@ -188,8 +188,8 @@ def test_a_checkpoint_holds_what_balance_depends_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
-        ("qwen3_moe", {"balance": "microbatch"}, "microbatch_size and the layout; choose 'step'"),
-        ("qwen3_moe", {"balance": "aux_loss"}, "microbatch_size and the layout; choose 'step'"),
+        ("qwen3_moe", {"balance": "microbatch"}, "microbatch_size and the layout; use 'step'"),
+        ("qwen3_moe", {"balance": "aux_loss"}, "microbatch_size and the layout; use 'step'"),
         ("qwen3_moe", {"balance": "stp"}, "did you mean 'step'"),
         ("qwen3_moe", {"balance": "bias"}, "needs routers with a score correction bias"),
         ("llama", {"balance": "step"}, "need a mixture of experts"),
@@ -260,7 +260,7 @@ def test_balance_is_asked_for_as_transformers_asks(tmp_path: Path) -> None:
     theirs("qwen3_moe").save_pretrained(tmp_path)
     model = TransformersModel(tmp_path)
     assert Engine(model, device="cpu").balancer.balance.method == "none"
-    with pytest.raises(ConfigError, match=r"config\.json does not give; set balance_coefficient"):
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef; set balance_coefficient"):
         Engine(model, device="cpu", balance="step")
     assert Engine(model, device="cpu", balance="step", balance_coefficient=0.1).balancer.layers
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from ms_parallel.engine.generation import Sampling, pick
+from ms_parallel.engine.generation import Sampling, sample_tokens
 from ms_parallel.errors import ConfigError
 
 PROBABILITIES = torch.tensor([0.15, 0.5, 0.05, 0.3], dtype=torch.float64)
@@ -15,7 +15,7 @@ DRAWS = 4000
 def drawn(sampling: Sampling) -> dict[int, float]:
     """How often each token was chosen, as a share."""
     logits = PROBABILITIES.log().expand(DRAWS, 4)
-    counts = Counter(pick(logits, sampling, 0).tolist())
+    counts = Counter(sample_tokens(logits, sampling, 0).tolist())
     return {token: count / DRAWS for token, count in sorted(counts.items())}
 
 
@@ -65,5 +65,5 @@ def test_seeds_of_every_size_draw_apart():
     """Also those that differ in their highest bits alone: torch's generator takes the lowest."""
     logits = PROBABILITIES.log().expand(200, 4)
     seeds = (0, 1, 1 << 31, 1 << 40, (1 << 64) + 1, -1)
-    drawn_by = {tuple(pick(logits, Sampling(seed=seed), 0).tolist()) for seed in seeds}
+    drawn_by = {tuple(sample_tokens(logits, Sampling(seed=seed), 0).tolist()) for seed in seeds}
     assert len(drawn_by) == len(seeds)

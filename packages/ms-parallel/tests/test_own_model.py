@@ -96,7 +96,7 @@ def test_what_cannot_be_split_says_so() -> None:
     assert "tensor=2 cannot split Mine without a plan" in tensor
     with pytest.raises(ConfigError, match="recompute='full' needs to know the blocks of Mine"):
         Engine(Mine(), device="cpu", recompute="full")
-    with pytest.raises(ConfigError, match="plan is for a module of your own"):
+    with pytest.raises(ConfigError, match="plan is only for a module of your own"):
         Engine("llama", device="cpu", plan=PLAN)
 
 

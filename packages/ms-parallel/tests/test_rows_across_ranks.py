@@ -9,8 +9,8 @@ from processes import run_processes
 from ms_data import build, train_tokenizer
 
 RUNS = Path(__file__).parent / "row_runs.py"
-REPEATED = "data ranks 0, 1 were given the same rows"
-DIFFERENT = "ranks 0 and 1 of data rank 0 were given different ones"
+REPEATED = "data ranks 0, 1 have the same rows"
+DIFFERENT = "ranks 0 and 1 of data rank 0 have different rows"
 
 
 @pytest.mark.parametrize("options", [{}, {"reproducible": True}])
@@ -37,7 +37,7 @@ def test_some_data_ranks_that_repeat_each_other_are_named() -> None:
         3, RUNS, "updates", layout="data=3", steps=steps, rows=2
     ):
         for text, changed in (first, later):
-            assert "data ranks 1, 2 were given the same rows" in text
+            assert "data ranks 1, 2 have the same rows" in text
             assert not changed
         assert good == ["", True]
 
@@ -100,7 +100,7 @@ def test_swapped_rows_of_two_data_ranks_do_not_cancel() -> None:
     layout = "data=2,pipeline=2"
     for good, swapped in run_processes(4, RUNS, "updates", layout=layout, steps=steps, rows=2):
         assert good == ["", True]
-        assert "of data rank 0 were given different ones" in swapped[0]
+        assert "of data rank 0 have different rows" in swapped[0]
         assert not swapped[1]
 
 

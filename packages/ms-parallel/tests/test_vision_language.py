@@ -193,7 +193,7 @@ def test_a_model_of_text_alone_refuses_pictures(shards: Path) -> None:
     """Instead of training on places whose pictures it does not see."""
     config = transformers.Qwen2Config(**{**TEXT, "vocab_size": 300, "rope_parameters": None})
     engine = Engine(TransformersModel(config.to_dict()), Layout(), device="cpu")
-    with pytest.raises(ModelError, match="reads text alone; give the engine a VisionLanguageModel"):
+    with pytest.raises(ModelError, match="is a text-only model; use a VisionLanguageModel"):
         engine.step(batch_of(shards), NextTokenLoss())
     with pytest.raises(ModelError, match="model_type must be one of qwen2_vl"):
         VisionLanguageModel(torch.nn.Linear(2, 2))

@@ -1,1 +1,1 @@
-"""The engine: a model, its optimizer and its processes behind one object."""
+"""The engine: one object for a model, its optimizer and its processes."""

@@ -40,20 +40,20 @@ from ms_parallel.weights.load import has_weights, load_weights
 GIB, STATE_BYTES = 1 << 30, 16
 """Training bytes per parameter: weight, gradient and two moments, in float32."""
 
-Given = str | Path | ModelConfig | TransformersModel | nn.Module
-"""Architecture name, model folder, configuration, or the user's own module."""
+ModelSource = str | Path | ModelConfig | TransformersModel | nn.Module
+"""Architecture name, model folder, configuration, or user-defined module."""
 
 
 @frozen
 class EngineArguments(EngineOptions):
     """Arguments of an `Engine`: the positional ones and its options."""
 
-    model: Given = field(validator=valid_path(objects=True))
+    model: ModelSource = field(validator=valid_path(objects=True))
     layout: Layout | None = None
 
 
-def describe(
-    model: Given, plan: ModelPlan | None, layout: Layout, recompute: Recompute
+def resolve_model(
+    model: ModelSource, plan: ModelPlan | None, layout: Layout, recompute: Recompute
 ) -> tuple[ModelConfig, ModelPlan]:
     """Return the configuration and plan of a model, checked against the layout.
 
@@ -65,12 +65,12 @@ def describe(
     if isinstance(model, nn.Module):
         plan = plan or UNSPLIT_PLAN
         check_own(model, plan, layout, recompute)
-        # OwnModelConfig lacks sizes, such as head counts, that only our own models are split by.
+        # OwnModelConfig lacks sizes such as head counts; only our own models are split by those.
         config = OwnModelConfig.of(model, plan)
         plan = evolve(plan, cuts=tuple(range(config.num_hidden_layers)))
         return cast(ModelConfig, config), plan
     if plan is not None:
-        raise ConfigError("plan is for a module of your own; leave it out, as this model has one")
+        raise ConfigError("plan is only for a module of your own; remove it, as this model has one")
     model_config = (
         architecture(model) if isinstance(model, str | Path) else cast(ModelConfig, model)
     )
@@ -89,25 +89,25 @@ def sharded_layout(layout: Layout, sharding: Sharding) -> Layout:
     if layout.replicate not in (1, layout.token_ranks):
         raise LayoutError(
             f"sharding='replicate' shards nothing, but replicate={layout.replicate} shards weights"
-            f" over {layout.shards} ranks; leave replicate out, or set sharding to zero3"
+            f" over {layout.shards} ranks; remove replicate, or set sharding='zero3'"
         )
     if layout.expert > 1:
         raise LayoutError(
-            f"expert={layout.expert} shares out experts over ranks that shard weights, and"
-            " sharding='replicate' has none; set sharding to zero1"
+            f"expert={layout.expert} distributes experts over ranks that shard weights, but"
+            " sharding='replicate' shards nothing; set sharding='zero1'"
         )
     return evolve(layout, replicate=layout.token_ranks)
 
 
-class Alike(Protocol):
-    """Settings that may require all devices to be of one kind."""
+class RequiresReproducible(Protocol):
+    """Options that may require all devices to be of one kind."""
 
     @property
     def reproducible(self) -> bool:
         """Whether weights must be bitwise identical under every layout."""
 
 
-def check_devices(devices: object, layout: Layout, options: Alike) -> None:
+def check_devices(devices: object, layout: Layout, options: RequiresReproducible) -> None:
     """Check that a run's devices can train together if they are of different kinds.
 
     Args:
@@ -127,13 +127,13 @@ def check_devices(devices: object, layout: Layout, options: Alike) -> None:
     check_mixed(layout)
     if options.reproducible:
         raise ConfigError(
-            "reproducible=True cannot hold on devices of several kinds, whose products are rounded"
-            " differently; leave reproducible out, or use one kind"
+            "reproducible=True needs devices of one kind, since different kinds round products"
+            " differently; remove reproducible, or use one kind"
         )
 
 
 def build_stages(
-    model: Given,
+    model: ModelSource,
     config: ModelConfig,
     plan: ModelPlan,
     placement: Sequence[int],
@@ -146,7 +146,7 @@ def build_stages(
     """Build this process's stages by number, split and sharded, with their weights.
 
     Args:
-        model: the user's model.
+        model: the model as passed to the engine.
         config: model configuration.
         plan: model plan.
         placement: pipeline rank of each stage.
@@ -199,14 +199,14 @@ def build_stages(
     return stages
 
 
-def build_beside(
+def build_float32_stages(
     config: ModelConfig,
     placement: Sequence[int],
     split: Sequence[int] | None,
     groups: Groups,
     options: EngineOptions,
 ) -> dict[int, StagedModel]:
-    """Build this process's stages again in float32, without storage, for audits."""
+    """Build this process's stages a second time, in float32 on the meta device, for audits."""
     layers = cut_layers(config.num_hidden_layers, len(placement), model_plan(config).cuts, split)
     return {
         stage: build_stage(
@@ -240,8 +240,8 @@ def _preparation(options: EngineOptions) -> Callable[[Any], object]:
 def _check_memory(config: ModelConfig, layout: Layout) -> None:
     """Reject a model whose training state does not fit in this machine's memory.
 
-    Counts weights, gradients and two moments in float32 for all local processes. This is a lower
-    bound of the real need, so a model that fits is never rejected.
+    Counts weights, gradients and two moments in float32 for all local processes, a lower bound of
+    the actual memory, so a model that fits is never rejected.
     """
     local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.world_size)
     count = sum(shape.numel() for shape in parameter_shapes(config).values())
@@ -249,12 +249,12 @@ def _check_memory(config: ModelConfig, layout: Layout) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise ConfigError(
-            f"a model of {count:,} parameters needs {needed / GIB:,.0f} GiB here in training, and"
-            f" this machine has {memory / GIB:,.0f} GiB; make it smaller, or use more machines"
+            f"a model of {count:,} parameters needs {needed / GIB:,.0f} GiB here in training, but"
+            f" this machine has {memory / GIB:,.0f} GiB; use a smaller model or more machines"
         )
 
 
-def _weights_in(model: Given) -> Path | None:
+def _weights_in(model: ModelSource) -> Path | None:
     """Return the folder to read weights from; None if the model comes without weights."""
     if isinstance(model, TransformersModel):
         return model.folder if model.folder and has_weights(model.folder) else None

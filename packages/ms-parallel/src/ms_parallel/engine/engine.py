@@ -1,4 +1,4 @@
-"""Trains and runs a model under any parallel layout; all trainers build on it."""
+"""Training and inference of a model under any parallel layout; all trainers build on it."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,16 +17,16 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adapters import Adapters, check_adaptable
 from ms_parallel.engine.assembly import (
     EngineArguments,
-    Given,
-    build_beside,
+    ModelSource,
+    build_float32_stages,
     build_stages,
     check_devices,
-    describe,
+    resolve_model,
     sharded_layout,
 )
-from ms_parallel.engine.balance.balancer import Balancer
-from ms_parallel.engine.balance.settings import Balance, balance_of
-from ms_parallel.engine.generation import Sampling, generate, stops_of
+from ms_parallel.engine.balance.balancer import ExpertBalancer
+from ms_parallel.engine.balance.settings import BalanceSettings, balance_of
+from ms_parallel.engine.generation import Sampling, generate, stop_tokens
 from ms_parallel.engine.heads import thaw_heads
 from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
 from ms_parallel.engine.mtp import mtp_depths
@@ -34,12 +34,12 @@ from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.engine.reduction import Reduction, SummedReduction
 from ms_parallel.engine.report import Skipped, StepReport, StepTotals
-from ms_parallel.engine.reproducible.check import check_reproducible, kept_apart
+from ms_parallel.engine.reproducible.check import check_reproducible, separate_tied_pair
 from ms_parallel.engine.reproducible.reduction import OrderedReduction
 from ms_parallel.engine.row_check import RowCheck
 from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.engine.stage_runner import StageRunner
-from ms_parallel.engine.state import SCALE, align_kinds, load_state, state_of
+from ms_parallel.engine.state import SCALE, align_replicas, load_state, state_of
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.engine.updates.auditor import Auditor, NoAuditor
 from ms_parallel.engine.updates.loss_scale import LossScaler
@@ -81,8 +81,8 @@ class Engine:
 
     Args:
         model: name of an architecture, a configuration, or a folder with a config.json. Each rank
-            reads its part of the folder's weights, if there are any. Or your own nn.Module (see
-            `ms_parallel.split.own_model`); all ranks start with the weights of rank 0.
+            reads its part of the folder's weights, if the folder has weights. Or your own nn.Module
+            (see `ms_parallel.split.own_model`); all ranks start with the weights of rank 0.
         layout: parallel layout. None: a single process.
 
     Raises:
@@ -94,11 +94,11 @@ class Engine:
     """
 
     @takes(EngineArguments)
-    def __init__(self, model: Given, layout: Layout | None = None, **options: Any) -> None:
+    def __init__(self, model: ModelSource, layout: Layout | None = None, **options: Any) -> None:
         self.options = settings = EngineOptions(**options)
         layout = settings.groups.layout if settings.groups else layout or Layout()
         layout = sharded_layout(layout, settings.sharding)
-        self.config, self.plan = describe(model, settings.plan, layout, settings.recompute)
+        self.config, self.plan = resolve_model(model, settings.plan, layout, settings.recompute)
         if settings.reproducible:
             check_reproducible(
                 layout, self.plan, self.config, prepared=settings.prepare is not None
@@ -107,7 +107,7 @@ class Engine:
         check_devices(
             settings.groups.devices if settings.groups else settings.device, layout, settings
         )
-        if own := isinstance(model, nn.Module):
+        if user_module := isinstance(model, nn.Module):
             check_audit(settings, "a module of your own, which cannot be built a second time")
         self.groups = settings.groups or connect(layout, device=settings.device)
         if isinstance(model, nn.Module) and dist.get_rank() == 0:
@@ -156,10 +156,10 @@ class Engine:
                 "offload=%r has no effect on activations on a CPU: they are in host memory already",
                 settings.offload,
             )
-        self.trained = self._trainable(frozen_too=not own)
+        self.trained = self._trainable(include_frozen=not user_module)
         self.reduction = self._reduction()
         mixture = getattr(self.config, "mixture", None)
-        self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(settings))
+        self.balancer = ExpertBalancer(self.stages, mixture, self.groups, balance_of(settings))
         self.row_check = RowCheck(self.groups)
         self.scaler = LossScaler(settings.scaling)
         self.auditor = self._auditor() if settings.audit_every else NoAuditor()
@@ -245,7 +245,7 @@ class Engine:
                 must pass the same rows, and data ranks different ones; this is checked.
             loss: loss summed over microbatches, then divided by its weight in the global batch.
             accept: called before the update with the loss and the gradient norm, which are finite
-                and equal on all processes; returning False skips the step.
+                and equal on all processes; False skips the step.
 
         Raises:
             ConfigError: the batch is empty, the sequence length is not divisible by `tensor`, data
@@ -255,8 +255,8 @@ class Engine:
         microbatches = self.runner.microbatches(batch, self.reduction.microbatch_size)
         counts = self.reduction.count(microbatches, loss)
         tokens = counts.tokens
-        self.row_check.check_counts(counts.local, counts.of_data_ranks)
-        rate = learning_rate(self.optimizer.taken, self.optimizer.config)
+        self.row_check.check_counts(counts.local, counts.by_data_rank)
+        rate = learning_rate(self.optimizer.update_count, self.optimizer.config)
         scale = self.scaler.factor
         loss_scale = scale if self.scaler.settings else None
         metrics = loss.statistics if isinstance(loss, LossWithStatistics) else ()
@@ -276,7 +276,7 @@ class Engine:
         load = self.balancer.expert_load(tokens)
         gradients = self.scaler.unscale(self.reduction.gradients())
         mtp = mtp_depths(self.config, loss)
-        # One all-reduce, then the step's only wait for the device.
+        # One all-reduce, and the only host synchronization of the step.
         totals = self.reduction.totals(
             results, len(metrics), mtp, gradients, self.row_check.terms()
         )
@@ -288,8 +288,8 @@ class Engine:
         skipped = self._skip_reason(totals, accept)
         if totals.grad_norm == 0.0 and self.step_count == 0 and dist.get_rank() == 0:
             logger.warning(
-                "the first gradient is exactly 0, so nothing is learned; check the loss weights,"
-                " frozen parameters and initial weights"
+                "the first gradient is exactly 0, so the model will not train; check the loss"
+                " weights, frozen parameters and initial weights"
             )
         audit = self.auditor.audit(
             self.step_count + 1, microbatches, loss, counts, totals, gradients
@@ -301,9 +301,9 @@ class Engine:
             self.scaler.adjust(overflow=skipped is not None)
         if skipped == "nonfinite" and self.options.on_nonfinite == "raise":
             raise ParallelError(
-                f"update {self.step_count}: loss {totals.loss}, gradient norm"
-                f" {totals.grad_norm}: not finite; weights are unchanged; lower the learning rate"
-                " or look at this batch"
+                f"update {self.step_count}: loss {totals.loss} and gradient norm"
+                f" {totals.grad_norm} are not finite; weights are unchanged; lower the learning"
+                " rate or inspect this batch"
             )
         self.step_count += 1
         return StepReport(
@@ -323,7 +323,7 @@ class Engine:
     def _skip_reason(
         self, totals: StepTotals, accept: Callable[[float, float], bool]
     ) -> Skipped | None:
-        """Return why to skip the step, or None. Totals are equal on all ranks, so this is too."""
+        """Return the reason to skip the step, or None; the same on all ranks, as totals are."""
         if not (isfinite(totals.loss) and isfinite(totals.grad_norm)):
             return "overflow" if self.scaler.may_overflow(totals.loss) else "nonfinite"
         return None if accept(totals.loss, totals.grad_norm) else "refused"
@@ -396,7 +396,7 @@ class Engine:
         Raises:
             ConfigError: processes of one data rank have different prompts, or a prompt is empty.
         """
-        if self.runner.own:
+        if self.runner.user_module:
             for stage in cast(Mapping[int, nn.Module], self.stages).values():
                 check_accepts_cache(stage)
         return generate(
@@ -405,7 +405,7 @@ class Engine:
             compare=self.row_check.compare_within,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(**sampling),
-            stops=stops_of(self.config, stop_token),
+            stops=stop_tokens(self.config, stop_token),
         )
 
     def adapt(self, make: Callable[[Mapping[int, nn.Module]], Adapters]) -> None:
@@ -423,10 +423,10 @@ class Engine:
         self.adapters = make(self.stages)
         for stage in self.stages.values():
             thaw_heads(stage, self.options.heads)
-        self.trained = self._trainable(frozen_too=False)
+        self.trained = self._trainable(include_frozen=False)
         self.reduction = self._reduction()
         # Routers are frozen too: their choices are counted, but not balanced.
-        self.balancer.balance = Balance(method="none", coefficient=0.0)
+        self.balancer.balance = BalanceSettings(method="none", coefficient=0.0)
 
     def save(
         self,
@@ -461,9 +461,9 @@ class Engine:
 
         With mixed device types all processes must call it, since it synchronizes replicas.
         """
-        beside = self._beside()
+        beside = self._extra_state()
         state = state_of(self.trained, self.step_count, beside)
-        align_kinds(state, self.trained, beside, self.groups)
+        align_replicas(state, self.trained, beside, self.groups)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -472,20 +472,22 @@ class Engine:
         Raises:
             CheckpointError: names or shapes are not this engine's.
         """
-        beside = self._beside()
+        beside = self._extra_state()
         self.step_count = load_state(self.trained, state, beside)
         self.scaler.load(beside[SCALE])
 
-    def _beside(self) -> dict[str, Tensor]:
-        """State other than weights and optimizer state that the next step depends on."""
+    def _extra_state(self) -> dict[str, Tensor]:
+        """State besides weights and optimizer state that the next step depends on."""
         return {**self.balancer.state, SCALE: self.scaler.state}
 
     def _auditor(self) -> Auditor:
         layers, name = self.tables.layers, precision_name(self.options.mixed_precision)
 
         def build() -> StageRunner:
-            again = build_beside(self.config, self.placement, layers, self.groups, self.options)
-            return self._runner(again)
+            stages = build_float32_stages(
+                self.config, self.placement, layers, self.groups, self.options
+            )
+            return self._runner(stages)
 
         every = self.options.audit_every or 0
         return Auditor(self.stages, self.trained, self.balancer, build, name, every)
@@ -505,7 +507,7 @@ class Engine:
             budget=budget,
         )
 
-    def _trainable(self, *, frozen_too: bool) -> Trainable:
+    def _trainable(self, *, include_frozen: bool) -> Trainable:
         return Trainable(
             self.stages,
             self.plan,
@@ -513,7 +515,7 @@ class Engine:
             self.groups,
             self.options.optimizer,
             weights=self._weight_rules,
-            frozen_too=frozen_too,
+            include_frozen=include_frozen,
             offload=self.options.offload in MOMENTS,
             summed=not self.options.reproducible,
         )
@@ -523,7 +525,7 @@ class Engine:
         if not self.options.reproducible:
             return SummedReduction(self.trained)
         prepared = self.options.prepare is not None
-        copy = kept_apart(self.plan, self.config, self.placement, prepared)
+        copy = separate_tied_pair(self.plan, self.config, self.placement, prepared)
         return OrderedReduction(self.stages, self.trained, copy)
 
     def _weight_rules(self) -> Rules:

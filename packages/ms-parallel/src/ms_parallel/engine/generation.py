@@ -18,8 +18,8 @@ from ms_parallel.settings import integer, number, short_repr
 from ms_parallel.split.part import drop_gathered
 
 
-class Forwards(Protocol):
-    """The engine interface that generation uses."""
+class GenerationEngine(Protocol):
+    """The part of the engine's interface that generation uses."""
 
     @property
     def groups(self) -> Groups:
@@ -27,7 +27,7 @@ class Forwards(Protocol):
 
     @property
     def sequence_parts(self) -> int:
-        """Number of parts into which a sequence is split between blocks."""
+        """Number of slices of a sequence between blocks (sequence parallelism)."""
 
     @property
     def stages(self) -> Mapping[int, nn.Module]:
@@ -35,7 +35,7 @@ class Forwards(Protocol):
 
     @property
     def vocabulary(self) -> int | None:
-        """Vocabulary size; None if the model does not say."""
+        """Vocabulary size; None if unknown."""
 
     def forward(
         self,
@@ -55,20 +55,20 @@ class Sampling:
     """Sampling settings for the next token."""
 
     temperature: float = field(default=1.0, validator=number())
-    """Divides the logits; 0 always takes the likeliest."""
+    """Divisor of the logits; 0 is greedy decoding."""
     top_k: int | None = field(default=None, validator=integer(optional=True))
-    """Only so many likeliest tokens are ever chosen; None for all."""
+    """Sample from the k most likely tokens; None disables top-k."""
     top_p: float = field(default=1.0, validator=number(minimum=1e-30, maximum=1.0))
-    """Only the likeliest tokens that together reach this probability are ever chosen."""
+    """Nucleus sampling: sample from the smallest set of tokens with this total probability."""
     min_p: float = field(default=0.0, validator=number(maximum=1.0))
-    """Only tokens of at least this share of the likeliest one's probability are ever chosen."""
+    """Drop tokens less likely than this fraction of the most likely token's probability."""
     seed: int = 0
-    """Seed of the random numbers; the same seed gives the same tokens under every layout."""
+    """Random seed; the same seed gives the same tokens under every layout."""
 
 
 @torch.no_grad()
 def generate(
-    engine: Forwards,
+    engine: GenerationEngine,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -88,15 +88,15 @@ def generate(
 
     Raises:
         ModelError: a prompt is not a list of integers.
-        ConfigError: there are no prompts, a prompt is empty or has a token outside the vocabulary,
-            processes of one data rank pass different prompts, or `max_new_tokens` is not a
-            non-negative integer.
+        ConfigError: the list of prompts is empty, a prompt is empty or has a token outside the
+            vocabulary, processes of one data rank pass different prompts, or `max_new_tokens` is
+            not a non-negative integer.
     """
     if type(max_new_tokens) is not int or max_new_tokens < 0:
         raise ConfigError(
             f"max_new_tokens must be a whole number of at least 0, got {short_repr(max_new_tokens)}"
         )
-    window = _Window(_rows_of(prompts), engine.sequence_parts)
+    window = _PromptBatches(_rows_of(prompts), engine.sequence_parts)
     caches = {stage: KeyValueCache() for stage in engine.stages}
     generated: list[Tensor] = []
     finished = torch.zeros(len(prompts), dtype=torch.bool)
@@ -110,7 +110,9 @@ def generate(
         logits = _forward(engine, batch, caches, at=window.width - 1 if index == 0 else 0)
         for cache in caches.values():
             cache.rewind(cached_length)
-        sampled = None if logits is None else pick(logits, sampling, index, *rank_and_count)
+        sampled = (
+            None if logits is None else sample_tokens(logits, sampling, index, *rank_and_count)
+        )
         tokens = engine.share(sampled).cpu()
         generated.append(tokens)
         if stops:
@@ -122,11 +124,11 @@ def generate(
     for stage in engine.stages.values():
         drop_gathered(stage)
     rows = torch.stack(generated, dim=1).tolist() if generated else [[] for _ in prompts]
-    return [_until(row, stops) for row in rows]
+    return [_truncate(row, stops) for row in rows]
 
 
-def stops_of(config: Any, stop_token: int | Collection[int] | str | None) -> Collection[int]:
-    """Return the stop tokens; for `"eos"`, those of the model configuration."""
+def stop_tokens(config: Any, stop_token: int | Collection[int] | str | None) -> Collection[int]:
+    """Return the stop tokens; `"eos"` means the `eos_token_id` of the model configuration."""
     stops: Any = config.eos_token_id if stop_token == "eos" else stop_token
     return () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
 
@@ -158,17 +160,17 @@ def _row_of(prompt: Any, index: int) -> list[int]:
     )
 
 
-class _Window:
+class _PromptBatches:
     """Input batches of generation: the prompts, then one token at a time.
 
-    Prompts are left-padded, and the padding counts as a document of its own. Where the sequence is
-    split over `parts` ranks, each batch is padded to a multiple of `parts`, and the cache discards
+    Prompts are left-padded, and the padding is a separate document. If the sequence is split over
+    `parts` ranks, each batch is padded to a multiple of `parts`, and the cache is rewound to drop
     the positions after the new token.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], parts: int) -> None:
         if not prompts or not all(len(prompt) for prompt in prompts):
-            raise ConfigError("a prompt is empty; give each at least one token")
+            raise ConfigError("prompts must have at least one token each, got an empty prompt")
         self.parts = parts
         self.lengths = torch.tensor([len(prompt) for prompt in prompts])
         self.width = -(-int(self.lengths.max()) // parts) * parts
@@ -198,7 +200,7 @@ class _Window:
 
 
 def _forward(
-    engine: Forwards, batch: Batch, caches: dict[int, KeyValueCache], at: int
+    engine: GenerationEngine, batch: Batch, caches: dict[int, KeyValueCache], at: int
 ) -> Tensor | None:
     """Compute the logits (B, V) of one position; None except on the last stage."""
 
@@ -209,31 +211,35 @@ def _forward(
     return results[0] if results else None
 
 
-def pick(logits: Tensor, sampling: Sampling, index: int, part: int = 0, parts: int = 1) -> Tensor:
+def sample_tokens(
+    logits: Tensor, sampling: Sampling, index: int, part: int = 0, parts: int = 1
+) -> Tensor:
     """Sample one token per row, (B,) int64 on the CPU, from logits (B, V).
 
-    Inverts the cumulative distribution at one uniform random number per row, in float64. Small
-    differences between the logits of two layouts change a token only if they straddle that number.
+    Inverse transform sampling in float64: one uniform number per row is looked up in the cumulative
+    distribution. Rounding differences between layouts change a token only if its boundary crosses
+    that number.
     """
     scores = logits.cpu().double()
     if sampling.temperature == 0.0:
         return scores.argmax(dim=1)
-    scores = _cut(scores / sampling.temperature, sampling)
+    scores = _filter_logits(scores / sampling.temperature, sampling)
     generator = torch.Generator().manual_seed(_seed_at(sampling.seed, index))
     rows = scores.shape[0]
+    # Every rank draws for all rows of all data ranks, so the numbers do not depend on the layout.
     uniform = torch.rand(parts * rows, generator=generator, dtype=torch.float64)
-    cumulative = scores.softmax(dim=1).cumsum(dim=1)
+    cumulative = scores.softmax(dim=1).cumsum(dim=1)  # (B, V)
     targets = uniform[part * rows : (part + 1) * rows, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp(max=scores.shape[1] - 1)
 
 
 def _seed_at(seed: int, index: int) -> int:
-    """Derive the seed of a position by hashing; torch's generator uses 32 bits of a seed."""
+    """Hash the seed and a position to 32 bits, the number of bits that torch's generator uses."""
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
 
-def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
+def _filter_logits(scores: Tensor, sampling: Sampling) -> Tensor:
     """Apply top-k, top-p and min-p, in this order, to scores (B, V); excluded tokens get -inf."""
     if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
         lowest = scores.topk(sampling.top_k, dim=1).values[:, -1:]
@@ -241,6 +247,7 @@ def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1.0:
         ordered, index = scores.sort(dim=1, descending=True, stable=True)
         probabilities = ordered.softmax(dim=1)
+        # A token stays if the tokens before it have not reached top_p yet.
         preceding = probabilities.cumsum(dim=1) - probabilities
         excluded = torch.zeros_like(scores, dtype=torch.bool)
         scores = scores.masked_fill(
@@ -253,12 +260,12 @@ def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
     return scores
 
 
-def _all_done(engine: Forwards, done: Tensor) -> bool:
-    """Return whether all rows of all data ranks have stopped; all ranks run the same steps."""
+def _all_done(engine: GenerationEngine, done: Tensor) -> bool:
+    """Whether all rows of all data ranks have stopped; collective, so all ranks stop together."""
     flag = done.all().int().reshape(1).to(engine.groups.device)
     return bool(engine.groups.all_reduce(flag, "rows", dist.ReduceOp.MIN))
 
 
-def _until(tokens: list[int], stops: Collection[int]) -> list[int]:
+def _truncate(tokens: list[int], stops: Collection[int]) -> list[int]:
     end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
     return tokens[: end + 1]

@@ -1,4 +1,4 @@
-"""Reduces gradients between the backward pass and the optimizer, for any layout."""
+"""Gradient reduction between the backward pass and the optimizer, for any layout."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -17,19 +17,19 @@ BUCKET_BYTES = 32 << 20
 
 def reduce_gradients(
     parameters: Mapping[str, Tensor],
-    whole: Collection[str],
+    replicated: Collection[str],
     tied: Sequence[tuple[str, str]],
     placement: Sequence[int],
     groups: Groups,
 ) -> dict[str, Tensor]:
     """Reduce the gradients of the global batch and return this process's shards by name.
 
-    FSDP has already summed over the ranks that shard weights. Summed here: replicas of shards,
-    parameters that are replicated over tensor ranks, and tied weights in two pipeline stages.
+    FSDP has already summed over the ranks that shard weights. This sums over replicas of shards,
+    over tensor ranks for parameters replicated there, and over the two stages of tied weights.
 
     Args:
         parameters: parameters of this process's stages.
-        whole: names of the parameters that are replicated over tensor ranks.
+        replicated: names of the parameters that are replicated over tensor ranks.
         tied: pairs (owner, copy) of names of the same weight.
         placement: pipeline rank of each stage.
         groups: process groups of the layout.
@@ -37,7 +37,7 @@ def reduce_gradients(
     gradients = {name: local_gradient(parameter) for name, parameter in parameters.items()}
     if groups.replicas is not None:
         sum_over("replicas", list(gradients.values()), groups)
-    sum_over_tensor([gradients[name] for name in whole], groups)
+    sum_over_tensor([gradients[name] for name in replicated], groups)
     add_tied(gradients, tied, placement, groups)
     return gradients
 
@@ -58,7 +58,7 @@ def add_tied(
     """
     first, last = placement[0], placement[-1]
     for owner, copy in tied if len(placement) > 1 else ():
-        if first == last == groups.place.pipeline:
+        if first == last == groups.place.pipeline:  # both stages are on this rank
             gradients[owner] += gradients[copy]
             gradients[copy].copy_(gradients[owner])
         elif owner in gradients:
@@ -102,9 +102,9 @@ def messages(sizes_bytes: Sequence[int]) -> Iterator[range]:
 
 
 def sum_tied(gradient: Tensor, peer: int, groups: Groups) -> None:
-    """Add, in place, the gradient that pipeline rank `peer` has of the same weight.
+    """Add pipeline rank `peer`'s gradient of the same tied weight, in place.
 
-    Both ends add the same two numbers, so the two copies stay equal bit by bit.
+    Both ranks add the same two numbers, so the copies stay bitwise equal.
     """
     local = gradient.to(groups.wire)
     remote = torch.empty_like(local)
@@ -126,5 +126,5 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def scale(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply all in place."""
+    """Multiply gradients by a factor, in place."""
     foreach_mul_(list(gradients), factor)

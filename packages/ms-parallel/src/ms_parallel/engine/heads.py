@@ -47,7 +47,7 @@ def thaw_heads(stage: Any, widths: Mapping[str, int]) -> None:
 
 
 def _final_norm(stage: Any) -> Any:
-    """Return the final norm of a stage, which holds the heads' parameters.
+    """Return the final norm of a stage, which owns the heads' parameters.
 
     Raises:
         ModelError: no final norm has a weight of the hidden size.

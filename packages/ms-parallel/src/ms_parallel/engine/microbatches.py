@@ -1,4 +1,4 @@
-"""Splits a data rank's rows into microbatches, and sums counts over data ranks."""
+"""Microbatches of a data rank's rows, and counts summed over data ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.batch import PICTURES, Batch, check_tokens, slice_rows
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16)
-CONTRACT = (
+BATCH_FORMAT = (
     "a batch has tokens (B, S) int64, and as needed targets (B, S) int64 (already shifted, -100"
-    " where there is no loss), positions and documents (B, S) integers, weights (B, S), and other"
-    " tensors with B rows"
+    " for no loss), positions and documents (B, S) integers, weights (B, S), and other tensors with"
+    " B rows"
 )
 SHIFTED = (
     "; pass input_ids as tokens and, as targets, labels shifted left by one with -100 in the last"
@@ -26,7 +26,7 @@ SHIFTED = (
 )
 
 
-def cut_batch(
+def split_batch(
     batch: Mapping[str, Any],
     size: int | None,
     tensor: int,
@@ -38,22 +38,22 @@ def cut_batch(
     The last one may be smaller.
 
     Args:
-        batch: tensors or arrays (B, S), and pictures, as described in the Batch seam.
+        batch: tensors or arrays (B, S), and images, in the format of `Batch`.
         size: rows per microbatch; None for all rows.
-        tensor: number of ranks that split the sequence between matrix products.
-        context: number of ranks that split the sequence.
-        vocabulary: vocabulary size; None if the model does not say.
+        tensor: number of tensor-parallel ranks that split the sequence between blocks.
+        context: number of context-parallel ranks.
+        vocabulary: vocabulary size; None if unknown.
 
     Raises:
-        ModelError: a key is missing, or a tensor's shape or dtype differs from the Batch seam.
-        ConfigError: there are no rows, the sequence does not divide over those ranks, or a token is
-            outside the vocabulary.
+        ModelError: a key is missing, or a tensor has the wrong shape or dtype.
+        ConfigError: the batch is empty, its sequence length is not divisible by the number of
+            ranks, or a token is outside the vocabulary.
     """
     tensors = _checked_tensors(batch)
     count, length = tensors["tokens"].shape
     size = size or count
     if not count:
-        raise ConfigError("a batch of 0 rows on a data rank; give each at least one")
+        raise ConfigError("every data rank must have at least one row per batch, got 0")
     check_length("sequence length", length, tensor=tensor, context=context)
     if vocabulary is not None:
         check_tokens(tensors, vocabulary)
@@ -63,22 +63,22 @@ def cut_batch(
 
 
 def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Convert a batch to tensors; check shapes and dtypes, but no values, against `CONTRACT`."""
+    """Convert a batch to tensors; check shapes and dtypes, but not values."""
     if not isinstance(batch, Mapping):
-        raise ModelError(f"{CONTRACT}; got {type(batch).__name__} instead of a mapping")
+        raise ModelError(f"{BATCH_FORMAT}; got {type(batch).__name__} instead of a mapping")
     tensors = {}
     for name, value in batch.items():
         try:
             tensors[name] = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModelError(
-                f"{CONTRACT}; got {name!r} as {type(value).__name__}, which is not an array of"
+                f"{BATCH_FORMAT}; got {name!r} as {type(value).__name__}, which is not an array of"
                 f" numbers: {' '.join(str(error).split())[:200]}"
             ) from error
     problem = _batch_problem(tensors)
     if problem is not None:
         remedy = SHIFTED if "input_ids" in tensors and "tokens" not in tensors else ""
-        raise ModelError(f"{problem}: {CONTRACT}; got {describe_batch(tensors)}{remedy}")
+        raise ModelError(f"{problem}: {BATCH_FORMAT}; got {describe_batch(tensors)}{remedy}")
     return tensors | {n: tensors[n].long() for n in ("tokens", "targets") if n in tensors}
 
 
@@ -111,11 +111,11 @@ def _dtype(tensor: Tensor) -> str:
 
 
 @contextmanager
-def reading(batch: Batch) -> Iterator[None]:
-    """Raise an error that shows the batch if the loss reads a missing key inside the block.
+def explain_missing_keys(batch: Batch) -> Iterator[None]:
+    """Turn a KeyError of the loss for a missing batch key into an error that shows the batch.
 
     Raises:
-        ModelError: in place of the KeyError.
+        ModelError: the loss read a key that the batch does not have.
     """
     try:
         yield
@@ -124,22 +124,21 @@ def reading(batch: Batch) -> Iterator[None]:
         if not isinstance(key, str) or key in batch:
             raise
         raise ModelError(
-            f"the batch has no {key!r}, which the loss reads: {CONTRACT}; got"
+            f"the batch must have {key!r}, which the loss reads: {BATCH_FORMAT}; got"
             f" {describe_batch(batch)}"
         ) from error
 
 
-def check_length(what: str, length: int, **parts: int) -> None:
-    """Check that a row's length divides over the axes that split it.
+def check_length(label: str, length: int, **parts: int) -> None:
+    """Check that a sequence length is divisible by the axes that split it.
 
     Raises:
-        ConfigError: the length is not a multiple of the number of parts.
+        ConfigError: it is not; names the axes.
     """
     if length % prod(parts.values()):
         axes = " and ".join(f"{axis}={size}" for axis, size in parts.items() if size > 1)
-        multiple = "it" if axes.count("=") == 1 else str(prod(parts.values()))
         raise ConfigError(
-            f"{what} {length} does not divide over {axes}; choose a multiple of {multiple}"
+            f"{label} must be a multiple of {prod(parts.values())} for {axes}, got {length}"
         )
 
 
@@ -151,7 +150,7 @@ def measure(microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> T
     """Return loss weight and token count of each local microbatch, (n, 2) float64 on the CPU."""
     counts = []
     for microbatch in microbatches:
-        with reading(microbatch):
+        with explain_missing_keys(microbatch):
             counts.append((loss.weight(microbatch), microbatch["tokens"].numel()))
     return torch.tensor(counts, dtype=torch.float64)
 
@@ -159,8 +158,8 @@ def measure(microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> T
 def gather_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
     """Gather float64 numbers (n,) on the CPU from all data ranks, to (data ranks, n).
 
-    Each number is sent as two float32 words, because not every device has float64 collectives.
-    Integers below 2^48 arrive exactly.
+    Each number is sent as a sum of two float32 numbers, because not every device has float64
+    collectives. Integers below 2^48 are exact.
     """
     count = groups.place.count
     if count == 1:

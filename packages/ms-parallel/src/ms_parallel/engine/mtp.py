@@ -46,6 +46,7 @@ def mtp_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     shifted = torch.full_like(targets, IGNORED)
     shifted[:, :num_valid] = targets[:, depth:]
     if documents is not None:
+        # Drop targets with a document boundary anywhere between position i and i + depth.
         for step in range(depth if num_valid else 0):
             crossing = (
                 documents[:, step : step + num_valid]
@@ -81,7 +82,7 @@ def mtp_losses_of(
     output: Callable[[Tensor], Output],
     row_split: RowSplit | None = None,
 ) -> Tensor:
-    """Compute a microbatch's share (depths,) of the mean loss of each MTP layer.
+    """Compute a microbatch's contribution (depths,) to the mean loss of each MTP layer.
 
     Args:
         stage: last stage.
@@ -98,9 +99,9 @@ def mtp_losses_of(
         documents=batch.get("documents"),
         row_split=row_split,
     )
-    shares = []
+    losses = []
     for depth, (states, divisor) in enumerate(zip(depth_states, divisors, strict=True), 1):
         targets, weights = mtp_targets(batch, depth)
         total = output(states).loss_sum(targets, weights=weights)
-        shares.append(total / divisor if divisor else total * 0.0)
-    return torch.stack(shares)
+        losses.append(total / divisor if divisor else total * 0.0)
+    return torch.stack(losses)

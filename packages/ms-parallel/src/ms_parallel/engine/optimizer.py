@@ -18,10 +18,10 @@ from ms_parallel.settings import integer, nearest, number, short_repr
 from ms_parallel.settings.keys import groups_of
 
 if TYPE_CHECKING:  # a run file's keys are known without torch
-    from ms_parallel.engine.rules.rule import Held, Rule
+    from ms_parallel.engine.rules.rule import LocalParameters, Rule
 
-LEAST = 1e-30
-"""Smallest divisor that is accepted."""
+SMALLEST_DIVISOR = 1e-30
+"""Smallest accepted value of settings that divide."""
 SHARED = (
     "learning_rate",
     "warmup_steps",
@@ -31,16 +31,16 @@ SHARED = (
     "weight_decay",
     "max_grad_norm",
 )
-"""Settings of every optimizer; top-level keys of a run file."""
-OF_A_GROUP = ("learning_rate", "weight_decay")
+"""Settings of all optimizers; top-level keys of a run file."""
+GROUP_OVERRIDES = ("learning_rate", "weight_decay")
 """Shared settings that a parameter group may override."""
 
 
 class Decay(Protocol):
     """Learning rate decay, with its settings."""
 
-    def share_left(self, passed: float) -> float:
-        """Return the remaining share of the decay after a share `passed` of the updates."""
+    def remaining(self, progress: float) -> float:
+        """Return the decay factor, from 1 to 0, at `progress` from 0 to 1."""
 
 
 @frozen(kw_only=True)
@@ -52,8 +52,8 @@ class OptimizerKind:
     """Settings of this optimizer, without the shared ones."""
 
 
-def _modules(room: str) -> Iterable[Any]:
-    package = import_module(f"ms_parallel.engine.{room}")
+def _modules(folder: str) -> Iterable[Any]:
+    package = import_module(f"ms_parallel.engine.{folder}")
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     return [import_module(f"{package.__name__}.{name}") for name in names]
 
@@ -72,15 +72,15 @@ def optimizers() -> Mapping[str, OptimizerKind]:
     """
     modules = list(_modules("optimizers"))
     tables = [getattr(module, name, {}) for name in ("OTHERS", "KINDS") for module in modules]
-    return {name: kind for table in tables for name, kind in table.items()}
+    return {name: entry for table in tables for name, entry in table.items()}
 
 
 @cache
 def declared_optimizers() -> Mapping[str, tuple[str, ...] | None]:
     """Return the settings of each optimizer by name, without importing torch.
 
-    Ours are parsed from the source, as the keys of run files are. torch's other classes map to
-    None, because only their signatures list their settings.
+    Our optimizers' settings are parsed from the source. Other classes of torch map to None, because
+    only their signatures list their settings.
     """
     torch = find_spec("torch")
     exports = torch and _assigned(Path(torch.origin or "").parent / "optim/__init__.py", "__all__")
@@ -116,8 +116,8 @@ def kind_of(config: type[Any]) -> OptimizerKind:
     )
 
 
-def _spelled(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that matches, ignoring case, hyphens and underscores; else None."""
+def _match_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the name in `known` that matches, ignoring case, hyphens and underscores, or None."""
     by_plain_name = {_plain(candidate): candidate for candidate in known}
     return by_plain_name.get(_plain(name))
 
@@ -126,8 +126,8 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
-def _chosen(what: str, value: object, known: Iterable[str]) -> tuple[str, dict[str, Any]]:
-    """Return a known name and its settings, from a name or from a table with a `name`.
+def _resolve_name(label: str, value: object, known: Iterable[str]) -> tuple[str, dict[str, Any]]:
+    """Return a canonical name and its settings, from a name or from a table with a `name`.
 
     Raises:
         ConfigError: the value is neither, or the name is unknown.
@@ -135,26 +135,29 @@ def _chosen(what: str, value: object, known: Iterable[str]) -> tuple[str, dict[s
     table = {"name": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
         raise ConfigError(
-            f"{what} is {short_repr(value)}; give a name, or a table of name and settings, such as"
-            f" {{name = {next(iter(sorted(known)))!r}}}"
+            f"{label} must be a name, or a table of name and settings such as"
+            f" {{name = {next(iter(sorted(known)))!r}}}, got {short_repr(value)}"
         )
-    name = _spelled(table["name"], known)
+    name = _match_name(table["name"], known)
     if name is None:
-        raise ConfigError(f"{what} is {short_repr(table['name'])}; {nearest(table['name'], known)}")
+        remedy = nearest(table["name"], known)
+        raise ConfigError(f"{label} is {short_repr(table['name'])}; {remedy}")
     return name, {key: setting for key, setting in table.items() if key != "name"}
 
 
-def _built(what: str, build: Callable[..., Any], keys: Iterable[str], given: dict[str, Any]) -> Any:
-    _check_known(what, given, keys)
-    return build(**given)
+def _build_checked(
+    label: str, build: Callable[..., Any], keys: Iterable[str], settings: dict[str, Any]
+) -> Any:
+    _check_known(label, settings, keys)
+    return build(**settings)
 
 
-def _check_known(what: str, given: Mapping[str, Any], keys: Iterable[str] | None) -> None:
+def _check_known(label: str, settings: Mapping[str, Any], keys: Iterable[str] | None) -> None:
     """Check that all settings are among `keys`; None accepts any."""
-    for key in given:
+    for key in settings:
         if keys is not None and key not in keys:
-            known = nearest(str(key), keys) if keys else "it has no settings"
-            raise ConfigError(f"{what} has unknown setting {short_repr(key)}; {known}")
+            remedy = nearest(str(key), keys) if keys else "it has no settings"
+            raise ConfigError(f"{label} has unknown setting {short_repr(key)}; {remedy}")
 
 
 def decay_of(value: object) -> Decay:
@@ -163,9 +166,9 @@ def decay_of(value: object) -> Decay:
     Raises:
         ConfigError: the name or a setting is unknown.
     """
-    name, settings = _chosen("decay", value, decays())
+    name, settings = _resolve_name("decay", value, decays())
     decay_class: Any = decays()[name]
-    schedule: Decay = _built(
+    schedule: Decay = _build_checked(
         f"decay {name!r}", decay_class, [f.name for f in fields(decay_class)], settings
     )
     return schedule
@@ -186,7 +189,7 @@ def named_optimizer(value: object) -> tuple[str, dict[str, Any]]:
     Raises:
         ConfigError: the optimizer is unknown.
     """
-    return _chosen("optimizer", value, declared_optimizers())
+    return _resolve_name("optimizer", value, declared_optimizers())
 
 
 def optimizer_of(
@@ -204,27 +207,27 @@ def optimizer_of(
     """
     name, settings = named_optimizer(value)
     _check_known(f"optimizer {name!r}", settings, declared_optimizers()[name])
-    kind = optimizers()[name]
-    defaults = {key: overrides for key, overrides in (otherwise or {}).items() if key in kind.keys}
+    entry = optimizers()[name]
+    defaults = {key: overrides for key, overrides in (otherwise or {}).items() if key in entry.keys}
 
     def build(**overrides: Any) -> OptimizerConfig:
-        return kind.build(**{**shared, **defaults, **overrides})
+        return entry.build(**{**shared, **defaults, **overrides})
 
-    config: OptimizerConfig = _built(f"optimizer {name!r}", build, kind.keys, settings)
+    config: OptimizerConfig = _build_checked(f"optimizer {name!r}", build, entry.keys, settings)
     return config
 
 
 def check_takes(value: object, keys: Iterable[str]) -> None:
-    """Check that an optimizer has settings of these names.
+    """Check that an optimizer has all of these settings.
 
     Raises:
-        ConfigError: one of them is unknown.
+        ConfigError: a setting is unknown.
     """
     name, _ = named_optimizer(value)
     declared = declared_optimizers()[name]
     for key in keys:
         if key not in (optimizers()[name].keys if declared is None else declared):
-            raise ConfigError(f"optimizer {name!r} has no {key}; leave it out")
+            raise ConfigError(f"optimizer {name!r} does not have the setting {key}; remove it")
 
 
 def betas(value: Sequence[float]) -> tuple[float, float]:
@@ -237,7 +240,7 @@ def betas(value: Sequence[float]) -> tuple[float, float]:
     fits = [isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in pair]
     if len(pair) != 2 or not all(fits):
         raise ConfigError(
-            f"betas is {short_repr(value)}; give two numbers from 0 up to, not including, 1"
+            f"betas must be two numbers of at least 0 and below 1, got {short_repr(value)}"
         )
     return pair
 
@@ -245,11 +248,11 @@ def betas(value: Sequence[float]) -> tuple[float, float]:
 def _groups(instance: "OptimizerConfig", attribute: "Attribute[Any]", value: object) -> None:
     """Validate a table of settings per pattern of parameter names."""
     specific = [f.name for f in fields(type(instance)) if f.name not in (*SHARED, attribute.name)]
-    allowed = [*OF_A_GROUP, *specific]
+    allowed = [*GROUP_OVERRIDES, *specific]
     if not isinstance(value, Mapping) or not all(isinstance(g, Mapping) for g in value.values()):
         raise ConfigError(
-            f"{attribute.name} is {short_repr(value)}; give a table of settings for each pattern of"
-            " names, such as {'*.bias' = {learning_rate = 1e-4}}"
+            f"{attribute.name} must map name patterns to tables of settings, such as"
+            f" {{'*.bias' = {{learning_rate = 1e-4}}}}, got {short_repr(value)}"
         )
     for pattern, settings in value.items():
         for key in settings:
@@ -262,7 +265,7 @@ def _groups(instance: "OptimizerConfig", attribute: "Attribute[Any]", value: obj
 
 @frozen(kw_only=True)
 class ParameterGroup:
-    """Parameters that are updated with the same settings."""
+    """Parameters with the same optimizer settings."""
 
     names: tuple[str, ...]
     config: Any
@@ -281,29 +284,31 @@ class OptimizerConfig(ABC):
     """
 
     offloads: ClassVar[bool] = False
-    """Whether moments may be kept in host memory while the device computes."""
+    """Whether moments can be offloaded to host memory."""
 
     learning_rate: float = field(default=3e-4, validator=number())
-    """The highest rate, reached at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up."""
     warmup_steps: int = field(default=0, validator=integer(minimum=0))
-    """Updates over which the rate rises in a straight line."""
+    """Number of linear warm-up steps."""
     decay: str | Mapping[str, Any] = field(default="cosine", validator=decay)
-    """How the rate then falls: `cosine`, `linear` or `wsd`; or a table of `name` and settings."""
+    """Decay after the warm-up: `cosine`, `linear` or `wsd`; or a table of `name` and settings."""
     decay_steps: int | None = field(default=None, validator=integer(optional=True))
-    """Updates, with the warm-up's, after which it has reached its floor; None keeps the highest."""
+    """Step, counted from the start, at which the decay ends. None: no decay."""
     final_ratio: float = field(default=0.1, validator=number(maximum=1.0))
-    """The floor, as a share of `learning_rate`."""
+    """Final learning rate as a fraction of `learning_rate`."""
     weight_decay: float = field(default=0.1, validator=number())
-    """Decoupled decay of matrices; norms' weights and biases (one dim) are never decayed."""
-    max_grad_norm: float | None = field(default=1.0, validator=number(minimum=LEAST, optional=True))
-    """Gradients of a greater global norm are scaled down to it; None never scales."""
+    """Decoupled weight decay of matrices; vectors (norm weights and biases) are not decayed."""
+    max_grad_norm: float | None = field(
+        default=1.0, validator=number(minimum=SMALLEST_DIVISOR, optional=True)
+    )
+    """Clip the global gradient norm to this. None: no clipping."""
     groups: Mapping[str, Mapping[str, Any]] = field(factory=dict, validator=_groups)
-    """Settings of their own for parameters whose names fit a pattern, in which `*` stands for
-    anything; the first that fits counts. A weight_decay given here is also that of vectors."""
+    """Overrides for parameters by name pattern, in which `*` matches anything; the first matching
+    pattern applies. A weight_decay set here applies to vectors too."""
 
     def __attrs_post_init__(self) -> None:
         for pattern in self.groups:
-            self._of_group(pattern)
+            self._group_config(pattern)
 
     @cached_property
     def schedule(self) -> Decay:
@@ -311,29 +316,33 @@ class OptimizerConfig(ABC):
         return decay_of(self.decay)
 
     @abstractmethod
-    def rules(self, held: "Held") -> "list[Rule]":
+    def rules(self, params: "LocalParameters") -> "list[Rule]":
         """Build the rules that update this process's parameters.
 
         Raises:
             ConfigError: the optimizer cannot update them under this layout.
         """
 
-    def shares(self, held: "Held", chosen: Iterable[str] | None = None) -> list[ParameterGroup]:
-        """Group the parameters (`chosen`; default: all) by the settings that apply to them."""
+    def parameter_groups(
+        self, params: "LocalParameters", subset: Iterable[str] | None = None
+    ) -> list[ParameterGroup]:
+        """Group the parameters (`subset`, or all) by the settings that apply to them."""
         names: dict[tuple[str | None, bool], list[str]] = {}
-        for name in held.parameters if chosen is None else chosen:
-            setting_name = held.called(name)
+        for name in params.parameters if subset is None else subset:
+            setting_name = params.settings_name(name)
             pattern = next((p for p in self.groups if fnmatchcase(setting_name, p)), None)
             overrides = self.groups.get(pattern or "", {})
-            decays = held.parameters[name].dim() > 1 or "weight_decay" in overrides
+            decays = params.parameters[name].dim() > 1 or "weight_decay" in overrides
             names.setdefault((pattern, decays), []).append(name)
         return [
-            self._share(pattern, decays, tuple(group_names))
+            self._parameter_group(pattern, decays, tuple(group_names))
             for (pattern, decays), group_names in names.items()
         ]
 
-    def _share(self, pattern: str | None, decays: bool, names: tuple[str, ...]) -> ParameterGroup:
-        config = self if pattern is None else self._of_group(pattern)
+    def _parameter_group(
+        self, pattern: str | None, decays: bool, names: tuple[str, ...]
+    ) -> ParameterGroup:
+        config = self if pattern is None else self._group_config(pattern)
         peak = self.learning_rate
         return ParameterGroup(
             names=names,
@@ -342,7 +351,7 @@ class OptimizerConfig(ABC):
             weight_decay=config.weight_decay if decays else 0.0,
         )
 
-    def _of_group(self, pattern: str) -> "OptimizerConfig":
+    def _group_config(self, pattern: str) -> "OptimizerConfig":
         try:
             return evolve(self, groups={}, **self.groups[pattern])
         except ConfigError as error:
@@ -352,8 +361,8 @@ class OptimizerConfig(ABC):
 def learning_rate(step: int, config: OptimizerConfig) -> float:
     """Return the learning rate of update number `step`, counted from 0.
 
-    Warm-up: lr·(step+1)/warmup. Then lr·(f + (1-f)·d(t)), with t the elapsed share of `decay_steps`
-    after the warm-up, d the decay and f the `final_ratio`.
+    Warm-up: lr·(step+1)/warmup. Then lr·(f + (1-f)·d(t)), where t is the progress from 0 to 1
+    between the warm-up and `decay_steps`, d the decay, and f the `final_ratio`.
     """
     peak = config.learning_rate
     if step < config.warmup_steps:
@@ -363,4 +372,4 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
     span = max(config.decay_steps - config.warmup_steps, 1)
     elapsed = min((step - config.warmup_steps) / span, 1.0)
     floor = config.final_ratio
-    return peak * (floor + (1.0 - floor) * config.schedule.share_left(elapsed))
+    return peak * (floor + (1.0 - floor) * config.schedule.remaining(elapsed))

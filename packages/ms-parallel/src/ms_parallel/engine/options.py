@@ -42,8 +42,8 @@ class EngineOptions(EngineSettings):
     and settings."""
     schedule: Choice = field(default="1f1b", validator=valid_path(objects=True))
     """Pipeline schedule: a generator's name such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
-    the format of torch.distributed.pipelining; a table; or a `Staged`, which also says the layers
-    of each stage. Files and tables have a fixed number of microbatches."""
+    the format of torch.distributed.pipelining; a table; or a `Staged`, which also assigns layers to
+    stages. Files and tables have a fixed number of microbatches."""
     microbatch_size: int | None = field(default=None, validator=integer(optional=True))
     """Rows per forward pass on each data rank; the last may have fewer. None: all rows at once."""
     weights: Literal["initial", "unset"] | Path = field(default="initial", validator=valid_path())
@@ -63,7 +63,7 @@ class EngineOptions(EngineSettings):
     groups: Groups | None = None
     """Process groups to use. None: connect the processes of the layout."""
     plan: ModelPlan | None = None
-    """How a user's own module may be split. None: over the data axis only."""
+    """Parallel plan of a user-defined module. None: data parallelism only."""
     prepare: Callable[[Any], object] | None = None
     """Called with each local stage after it is split over the tensor axis and before it is sharded;
     may change layers in place. Parameters that it adds start at zero."""

@@ -15,8 +15,8 @@ from ms_parallel.operators.protocol import Ops
 from ms_parallel.operators.split_vocabulary import VocabularyParallelLoss
 from ms_parallel.split.tensor_parallel import gather_sequence, gather_vocabulary, local_view
 
-EVERYWHERE = slice(None)
-WHOLE_LOGITS_BYTES = 256 * 2**20
+ALL_POSITIONS = slice(None)
+MAX_SAVED_LOGITS_BYTES = 256 * 2**20
 """Logits up to this size are saved for the backward; larger ones are recomputed in chunks."""
 
 
@@ -24,7 +24,7 @@ class HeadOutput:
     """Final hidden states and output head, from which logits and losses are computed.
 
     Args:
-        hidden: normalized hidden states (B, S, H); under tensor parallelism the local part of the
+        hidden: normalized hidden states (B, S, H); under tensor parallelism the local slice of the
             sequence, (B, S/t, H).
         weight: head weight (V, H); under tensor parallelism a DTensor split over the vocabulary.
         ops: operators of the model.
@@ -32,9 +32,9 @@ class HeadOutput:
         heads: weight and offset of each extra head, by name.
         softcap: soft cap on the logits; None for no cap.
         split: whether the tensor axis splits the sequence and the vocabulary.
-        row_split: split of positions over processes, if any; `hidden` then has the local positions,
-            while arguments and results of all methods have whole rows.
-        make_logits: computes logits from hidden states (B, S, H) for heads that are more than a
+        row_split: split of positions under context parallelism; `hidden` then has the local
+            positions, while arguments and results of all methods have full rows.
+        make_logits: computes logits from hidden states (B, S, H), for heads that are not a plain
             matrix product; the logits are then materialized.
     """
 
@@ -61,11 +61,11 @@ class HeadOutput:
         self.weight = local_view(weight)
         self.hidden = gather_sequence(hidden, groups) if self.split else hidden
 
-    def logits(self, positions: slice = EVERYWHERE) -> Tensor:
-        """Compute logits (B, S, V) of these positions, gathered over the axes that split them."""
+    def logits(self, positions: slice = ALL_POSITIONS) -> Tensor:
+        """Compute logits (B, S, V) of these positions, gathered over all axes."""
         if self.row_split is None:
             return self._logits(positions)
-        return self.row_split.whole(self._logits(EVERYWHERE))[:, positions]
+        return self.row_split.whole(self._logits(ALL_POSITIONS))[:, positions]
 
     def _logits(self, positions: slice) -> Tensor:
         """Compute the logits of the local positions."""
@@ -113,16 +113,16 @@ class HeadOutput:
         return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="sum")
 
     def _ops_take(self, weights: Tensor | None, z_loss: float) -> bool:
-        """Whether the operators have this sum; only ours have all options."""
+        """Whether `ops` supports these options of the loss; only our operators support all."""
         return self.ops is operators or (weights is None and self.softcap is None and not z_loss)
 
     def _token_losses(self, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
         """Compute the losses of the local positions."""
         if temperature != 1.0 or self.make_logits is not None:
-            return _token_losses(self._logits(EVERYWHERE), targets, temperature, z_loss)
+            return _token_losses(self._logits(ALL_POSITIONS), targets, temperature, z_loss)
         if self.split:
             group = self.groups.group("tensor")
-            flat, limit = self.hidden.flatten(0, 1), WHOLE_LOGITS_BYTES
+            flat, limit = self.hidden.flatten(0, 1), MAX_SAVED_LOGITS_BYTES
             losses: Tensor = VocabularyParallelLoss.apply(  # type: ignore[no-untyped-call]
                 flat, self.weight, targets.flatten(), group, limit, self.softcap, z_loss
             )
@@ -141,50 +141,51 @@ class HeadOutput:
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
         """Compute entropies of softmax(logits / temperature) in nats, float32 (B, S)."""
         if self.row_split is None:
-            return _entropies(self._logits(EVERYWHERE), counted, temperature)
+            return _entropies(self._logits(ALL_POSITIONS), counted, temperature)
         local_counted = self.row_split.mine(counted)
         return self.row_split.whole(
-            _entropies(self._logits(EVERYWHERE), local_counted, temperature)
+            _entropies(self._logits(ALL_POSITIONS), local_counted, temperature)
         )
 
     def head(self, name: str) -> Tensor:
         """Compute an extra head's output for the hidden states, float32 (B, S, width).
 
         Raises:
-            ModelError: there is no head of that name.
+            ModelError: the engine was built without this head.
         """
         if name not in self.heads:
             raise ModelError(
-                f"the engine has no head {name!r}; start it with heads={{{name!r}: 1}}, or give a"
-                " model of its own for it"
+                f"the engine has no head {name!r}; build it with heads={{{name!r}: 1}}, or use a"
+                " separate model"
             )
+        # All tensor ranks compute the same head, and their gradients are summed.
         parts = self.groups.layout.tensor if self.split else 1
         hidden, weight, offset = (
-            _share_of_gradient(widen(x), parts) for x in (self.hidden, *self.heads[name])
+            _divide_gradient(widen(x), parts) for x in (self.hidden, *self.heads[name])
         )
         output = F.linear(hidden, weight, offset)
         return output if self.row_split is None else self.row_split.whole(output)
 
 
 class LogitsOutput:
-    """Output of a model that returns logits without a separate head.
+    """Output of a model whose forward returns logits.
 
     Args:
-        whole: logits (B, S, V), the same on every tensor rank.
+        logits: (B, S, V), the same on every tensor rank.
     """
 
-    def __init__(self, whole: Tensor) -> None:
-        self.whole = whole
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
 
-    def logits(self, positions: slice = EVERYWHERE) -> Tensor:
+    def logits(self, positions: slice = ALL_POSITIONS) -> Tensor:
         """Return the logits (B, S, V) of the given positions."""
-        return self.whole[:, positions]
+        return self._logits[:, positions]
 
     def token_losses(
         self, targets: Tensor, *, temperature: float = 1.0, z_loss: float = 0.0
     ) -> Tensor:
         """Compute -log p(target), float32 (B, S), 0 where the target is -100."""
-        return _token_losses(self.whole, targets, temperature, z_loss)
+        return _token_losses(self._logits, targets, temperature, z_loss)
 
     def loss_sum(
         self, targets: Tensor, *, weights: Tensor | None = None, z_loss: float = 0.0
@@ -193,8 +194,8 @@ class LogitsOutput:
         return _weighted_sum(self.token_losses(targets, z_loss=z_loss), weights)
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """Compute softmax(logits / temperature)'s entropy in nats, float32 (B, S), if counted."""
-        return _entropies(self.whole, counted, temperature)
+        """Compute entropies of softmax(logits / temperature) in nats, float32 (B, S)."""
+        return _entropies(self._logits, counted, temperature)
 
     def head(self, name: str) -> Tensor:
         """Raise an error: a user's own module does not expose its hidden states.
@@ -202,7 +203,10 @@ class LogitsOutput:
         Raises:
             ModelError: always.
         """
-        raise ModelError(f"a module of your own has no head {name!r}; let it return what you need")
+        raise ModelError(
+            f"extra heads such as {name!r} are not supported for a module of your own; return their"
+            " output from its forward"
+        )
 
 
 def _weighted_sum(losses: Tensor, weights: Tensor | None) -> Tensor:
@@ -221,6 +225,6 @@ def _entropies(logits: Tensor, counted: Tensor, temperature: float) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1) * counted
 
 
-def _share_of_gradient(x: Tensor, parts: int) -> Tensor:
-    """Scale the gradient of `x` by 1 / parts, for ranks whose equal gradients are summed."""
+def _divide_gradient(x: Tensor, parts: int) -> Tensor:
+    """Return `x` unchanged, with its gradient divided by `parts`."""
     return x if parts == 1 else x.detach() + (x - x.detach()) / parts

@@ -21,9 +21,9 @@ class Reduction(Protocol):
     """How a step's losses and gradients are summed; chosen once when the engine is built."""
 
     microbatch_size: int | None
-    """Rows per microbatch that the order of summation demands; None for the engine's setting."""
+    """Rows per microbatch that this reduction requires; None for the engine's setting."""
     take: OnGradients | None
-    """Collects each microbatch's gradients. None: autograd and FSDP sum them in `param.grad`."""
+    """Collects the gradients of each microbatch. None: autograd and FSDP sum in `param.grad`."""
 
     def count(self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> StepCounts:
         """Count the global batch and gather its checksums; every process calls it."""
@@ -38,7 +38,7 @@ class Reduction(Protocol):
         """Return the tensor (V, H) through which the output head's gradient is collected."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return this process's part of each gradient of the global batch, by parameter name."""
+        """Return this process's shard of each gradient of the global batch, by parameter name."""
 
     def totals(
         self,
@@ -83,7 +83,7 @@ class SummedReduction:
             weight=weight,
             tokens=round(tokens),
             local=rows,
-            of_data_ranks=[(code, distinct) for code, distinct in gathered[:, 2:].long().tolist()],
+            by_data_rank=[(code, distinct) for code, distinct in gathered[:, 2:].long().tolist()],
         )
 
     def sum_over_rows(self, values: Tensor) -> Tensor:
@@ -102,7 +102,11 @@ class SummedReduction:
         """Return this process's part of each gradient of the global batch, by parameter name."""
         trained = self.trained
         return reduce_gradients(
-            trained.parameters, trained.whole, trained.plan.tied, trained.placement, self.groups
+            trained.parameters,
+            trained.replicated,
+            trained.plan.tied,
+            trained.placement,
+            self.groups,
         )
 
     def totals(

@@ -21,11 +21,11 @@ class MicrobatchResult:
     """Outputs of the last stage for one microbatch; detached."""
 
     loss: Tensor
-    """(), share of the batch's mean loss."""
+    """(), contribution to the global batch's mean loss."""
     metrics: Tensor
-    """(M,), shares of the loss's statistics; M = 0 without any."""
+    """(M,), contributions to the loss's statistics; M = 0 without statistics."""
     mtp_losses: Tensor
-    """(D,), shares of each multi-token-prediction layer's mean loss; D = 0 without MTP."""
+    """(D,), contributions to the mean loss of each MTP layer; D = 0 without MTP."""
 
     @property
     def values(self) -> Tensor:
@@ -42,7 +42,7 @@ class StepCounts:
     tokens: int
     local: Fingerprint
     """Checksums of this process's rows."""
-    of_data_ranks: Sequence[tuple[int, int]]
+    by_data_rank: Sequence[tuple[int, int]]
     """`Fingerprint.numbers` of each data rank's rows."""
 
 
@@ -66,12 +66,12 @@ class StepTotals:
         row_terms: Sequence[float],
     ) -> "StepTotals":
         """Build from the gradients' sum of squares and the sum of `MicrobatchResult.values`."""
-        loss, *rest = sums
+        loss, *other_sums = sums
         return cls(
             grad_norm=squared_norm**0.5,
             loss=loss,
-            metrics=tuple(rest[:metrics]),
-            mtp_losses=tuple(rest[metrics:]),
+            metrics=tuple(other_sums[:metrics]),
+            mtp_losses=tuple(other_sums[metrics:]),
             row_terms=tuple(row_terms),
         )
 
@@ -83,14 +83,14 @@ class StepReport:
     loss: float = nan
     """Mean loss over the global batch; NaN if no position had a target."""
     grad_norm: float = nan
-    """L2 norm of the whole gradient before clipping; NaN if no position had a target."""
+    """Global L2 norm of the gradient before clipping; NaN if no position had a target."""
     learning_rate: float
     tokens: int
     """Tokens of the global batch."""
     skipped: Skipped | None = None
-    """Why weights, optimizer state and the learning rate schedule are unchanged: no position had a
-    target; the gradient was not finite; it overflowed in float16, and the loss scale is lower now;
-    or `accept` returned False. None if the step was taken."""
+    """Reason why the update was skipped: no position had a target; the gradient was not finite; it
+    overflowed in float16 (the loss scale is then lowered); or `accept` returned False. Weights,
+    optimizer state and learning rate schedule are unchanged. None if the update was applied."""
     loss_scale: float | None = None
     """Factor on the loss in float16; None in other precisions."""
     statistics: Mapping[str, float] = field(factory=dict)
@@ -103,4 +103,4 @@ class StepReport:
     """Balance of the context axis for this data rank's last microbatch, if the axis is used; the
     only value that differs between data ranks."""
     audit: Audit | None = None
-    """The same step in float32, if an audit was due; None if this one was not finite."""
+    """Comparison with the same step in float32, if an audit was due and the step was finite."""

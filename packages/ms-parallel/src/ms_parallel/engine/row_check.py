@@ -1,10 +1,11 @@
-"""Checks that data ranks read different rows, and that the ranks within one read the same rows.
+"""Checks that data ranks read different rows, and that all ranks of a data rank read the same rows.
 
-Neither mistake shows in a loss: data ranks that repeat each other train on fewer rows than
-configured, and pipeline, tensor or context ranks with different rows train on a mixture. Checksums
-of the local rows travel in messages that a step sends anyway: those of the data ranks with the
-count of targets, and numbers that cancel within each data rank with the gradient norm. Only the
-first update, and one whose checksums raise a suspicion, gathers the checksums of all processes.
+Neither mistake shows in the loss: data ranks that repeat each other train on fewer rows than
+configured, and pipeline, tensor or context ranks with different rows train on a mixture.
+
+The checks cost no extra messages. Checksums of the data ranks are sent along with the count of
+targets, and terms that cancel within each data rank along with the gradient norm. Only the first
+update, and any update whose checksums look suspicious, gathers the checksums of all processes.
 """
 
 import logging
@@ -24,11 +25,11 @@ from ms_parallel.models.batch import IGNORED, PATCHES, Batch
 logger = logging.getLogger(__name__)
 
 SHARED = ("tokens", "targets", "documents")
-"""Members that must agree within a data rank. Floats may differ there in their last bits."""
+"""Batch members that must be equal within a data rank; floats may differ in their last bits."""
 TERMS = 3
-"""Numbers that a step adds to its sum over all processes."""
+"""Number of values that a step adds to its all-reduce."""
 SAMPLED_PATCHES = 64
-"""Picture patches in a checksum; hashing all of them would cost milliseconds per step."""
+"""Number of image patches in a checksum; hashing all would cost milliseconds per step."""
 
 
 @frozen(kw_only=True)
@@ -36,11 +37,11 @@ class Fingerprint:
     """Checksums of one process's local rows, below 2^48 each; 0 if they are not on the CPU."""
 
     shared: int = 0
-    """Checksum of `SHARED`, to compare within a data rank."""
+    """Checksum of the members in `SHARED`, compared within a data rank."""
     everything: int = 0
-    """Checksum of all members, to compare between data ranks; 0 without targets."""
+    """Checksum of all members, compared between data ranks; 0 without targets."""
     distinct: int = 0
-    """Different rows with targets: 0 (none, or copies of one), 1 (a single row) or 2 (several)."""
+    """Number of different rows with targets, up to 2; 0 for no rows or copies of one row."""
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -49,11 +50,11 @@ class Fingerprint:
 
 
 def fingerprint(microbatches: Sequence[Batch], weight: float) -> Fingerprint:
-    """Compute the checksums of a process's rows; they are not looked at on an accelerator.
+    """Compute the checksums of a process's rows; rows on an accelerator are not checked.
 
     Args:
         microbatches: local rows.
-        weight: their loss weight; rows without weight may repeat.
+        weight: total loss weight; rows without weight may repeat.
     """
     if not all(_is_on_host(rows["tokens"]) for rows in microbatches):
         return Fingerprint()
@@ -94,12 +95,12 @@ class RowCheck:
         self.warned = False
         self.suspicion = False
 
-    def check_counts(self, local: Fingerprint, of_data_ranks: Sequence[tuple[int, int]]) -> None:
-        """Compare the rows before a step's forward; in the first step, those of all processes.
+    def check_counts(self, local: Fingerprint, by_data_rank: Sequence[tuple[int, int]]) -> None:
+        """Compare the rows before a step's forward; in the first step, across all processes.
 
         Args:
             local: of this process.
-            of_data_ranks: `Fingerprint.numbers` of each data rank.
+            by_data_rank: `Fingerprint.numbers` of each data rank.
 
         Raises:
             ConfigError: on every process, if the rows of the first update are wrong.
@@ -110,21 +111,21 @@ class RowCheck:
             self.passed_first = True
             self.suspicion = False
             return
-        repeated, several = _repeated(dict(enumerate(of_data_ranks)))
+        repeated, several = _repeated(dict(enumerate(by_data_rank)))
         self.suspicion = not self.is_fake and bool(repeated) and (several or not self.warned)
 
     def terms(self) -> Tensor:
         """Return numbers (TERMS,) whose sum over all processes is 0 unless rows look wrong.
 
-        The first rank of a data rank adds its checksum once for each of the others, which subtract
-        theirs. Whole numbers whose sums stay below 2^24 are exact in float32 in any order.
+        Within a data rank of n processes, the first adds (n-1) times its checksum and the others
+        subtract theirs. Integers with sums below 2^24 are exact in float32 in any order.
         """
         terms = torch.zeros(TERMS)
         terms[0] = float(self.suspicion)
         layout, place = self.groups.layout, self.groups.place
         others = layout.world_size // place.count - 1
         if others and not self.is_fake:
-            # Hashed with the data rank, or the rows of two swapped data ranks would cancel.
+            # Hashing in the data rank prevents rows of two swapped data ranks from canceling.
             digest = blake2b(f"{place.rank}/{self.local.shared}".encode(), digest_size=8).digest()
             limit = max(2**23 // layout.world_size, 2)
             first = all(getattr(place, axis) == 0 for axis in self.axes)
@@ -143,10 +144,10 @@ class RowCheck:
             self._compare_all()
 
     def compare_within(self, microbatches: Sequence[Batch]) -> None:
-        """Compare the rows of the processes of this data rank, which all call this.
+        """Compare the rows of all processes of this data rank; all of them must call it.
 
         Raises:
-            ConfigError: on each of them, if they differ.
+            ConfigError: the rows differ; raised on every process.
         """
         if not self.axes or self.is_fake:
             return
@@ -159,17 +160,16 @@ class RowCheck:
     def _compare_all(self) -> None:
         members = _decode(_gather(self._facts(self.local), self.groups, None))
         _check_agreement(members)
-        of_data_ranks: dict[int, tuple[int, int]] = {}
+        by_data_rank: dict[int, tuple[int, int]] = {}
         for member in members:
-            of_data_ranks.setdefault(member.data_rank, member.rows.numbers)
-        repeated, several = _repeated(of_data_ranks)
+            by_data_rank.setdefault(member.data_rank, member.rows.numbers)
+        repeated, several = _repeated(by_data_rank)
         if not repeated:
             return
         ranks = ", ".join(map(str, repeated[:8])) + (", ..." if len(repeated) > 8 else "")
         text = (
-            f"data ranks must read different rows, and data ranks {ranks} were given the same rows;"
-            " read each data rank's own: TokenStream(..., place=groups.place), with the"
-            " engine's groups"
+            f"data ranks must read different rows, but data ranks {ranks} have the same rows; use"
+            " TokenStream(..., place=groups.place) with the engine's groups"
         )
         if several:
             raise ConfigError(text)
@@ -178,7 +178,7 @@ class RowCheck:
         self.warned = True
 
     def _facts(self, local: Fingerprint) -> Tensor:
-        """Encode a fingerprint as (1, 9) float32 words: every wire carries those exactly."""
+        """Encode a fingerprint as (1, 9) float32 integers, exact on every backend."""
         facts = [dist.get_rank(), self.groups.place.rank, local.distinct]
         facts += [*_words(local.shared), *_words(local.everything)]
         return torch.tensor([facts], dtype=torch.float32)
@@ -186,7 +186,7 @@ class RowCheck:
 
 @frozen(kw_only=True)
 class _Member:
-    """Rows of one process."""
+    """Checksums of one process's rows."""
 
     rank: int
     data_rank: int
@@ -207,7 +207,7 @@ def _decode(facts: Tensor) -> list[_Member]:
 
 
 def _words(number: int) -> list[int]:
-    """Split a number below 2^48 into three of 16 bits."""
+    """Split a number below 2^48 into three 16-bit words."""
     return [(number >> shift) & 0xFFFF for shift in (0, 16, 32)]
 
 
@@ -216,7 +216,7 @@ def _number(words: Sequence[int]) -> int:
 
 
 def _gather(facts: Tensor, groups: Groups, axis: str | None) -> Tensor:
-    """Gather the facts (n, 9) of the processes along an axis, or of all."""
+    """Gather facts (n, 9) of the processes along an axis; None for all processes."""
     group = None if axis is None else groups.group(axis)
     local = facts.to(groups.wire)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
@@ -237,21 +237,19 @@ def _check_agreement(members: Sequence[_Member]) -> None:
         first = firsts.setdefault(member.data_rank, member)
         if first.rows.shared != member.rows.shared:
             raise ConfigError(
-                f"all processes of a data rank must be given the same rows, and ranks {first.rank}"
-                f" and {member.rank} of data rank {member.data_rank} were given different ones;"
-                " read rows by data rank, not by process: TokenStream(..., place=groups.place),"
-                " with the engine's groups"
+                f"all processes of a data rank must read the same rows, but ranks {first.rank} and"
+                f" {member.rank} of data rank {member.data_rank} have different rows; use"
+                " TokenStream(..., place=groups.place) with the engine's groups"
             )
 
 
-def _repeated(of_data_ranks: Mapping[int, tuple[int, int]]) -> tuple[list[int], bool]:
-    """Return the data ranks that were given the same rows, and whether those are several rows.
+def _repeated(by_data_rank: Mapping[int, tuple[int, int]]) -> tuple[list[int], bool]:
+    """Return the largest group of data ranks with equal rows, and whether they have several rows.
 
-    A group with several different rows goes before one with a single row, a larger one before a
-    smaller one.
+    Groups with several different rows take precedence over groups with a single row.
     """
     owners: dict[tuple[int, int], list[int]] = {}
-    for data_rank, numbers in of_data_ranks.items():
+    for data_rank, numbers in by_data_rank.items():
         if numbers[1]:
             owners.setdefault(numbers, []).append(data_rank)
     groups = [(distinct > 1, ranks) for (_, distinct), ranks in owners.items() if len(ranks) > 1]
@@ -280,10 +278,10 @@ def _add(digest: "blake2b", name: str, rows: Batch) -> None:
 
 
 def _distinct(microbatches: Sequence[Batch]) -> int:
-    """Count the different rows that have targets, up to 2; 0 for one row that is repeated.
+    """Count the different rows with targets, up to 2; 0 for copies of one row.
 
-    Rows without targets are padding. A small dataset may fill every rank with copies of one row, so
-    copies do not show that a rank reads the rows of another.
+    Rows without targets are padding. With a small dataset every rank may have copies of one row, so
+    copies are no evidence that a rank reads another rank's rows.
     """
     first: Tensor | None = None
     count = 0

@@ -41,7 +41,9 @@ def _loss_scale(instance: Any, attribute: Any, value: Any) -> None:
 
 def _flag_or_auto(instance: Any, attribute: Any, value: Any) -> None:
     if value != "auto" and not isinstance(value, bool):
-        raise ConfigError(f"{attribute.name} is {short_repr(value)}; give true, false or 'auto'")
+        raise ConfigError(
+            f"{attribute.name} must be true, false or 'auto', got {short_repr(value)}"
+        )
 
 
 @frozen(kw_only=True)
@@ -77,8 +79,8 @@ class EngineSettings:
     with tensor, context or expert ranks, experts, recompute other than `full`, or schedules that
     split backwards."""
     sharding: Sharding = field(default="auto", validator=one_of(*SHARDINGS), metadata=EXECUTION)
-    """What data and context ranks shard: `replicate` nothing, `zero1` optimizer state, `zero2` also
-    gradients, `zero3` also weights; `auto` weights, or optimizer state with a pipeline."""
+    """State sharded over data and context ranks: `replicate` nothing, `zero1` optimizer state,
+    `zero2` also gradients, `zero3` also weights; `auto`: zero3, or zero1 with a pipeline."""
     offload: Offload = field(default="none", validator=one_of(*OFFLOADS), metadata=EXECUTION)
     """Keep AdamW `moments`, saved `activations`, or `all` of these in host memory."""
     reproducible: bool = field(default=False, validator=flag, metadata=EXECUTION)
@@ -87,15 +89,15 @@ class EngineSettings:
     context_attention: ContextKind = field(
         default="auto", validator=one_of(*CONTEXT_MODES), metadata=EXECUTION
     )
-    """Attention over rows that are split over context ranks: `all_gather` of keys and values,
-    `ulysses`, `ring`, `ulysses_ring`, or `auto`, which sends least."""
+    """Attention under context parallelism: `all_gather` of keys and values, `ulysses`, `ring`,
+    `ulysses_ring`, or `auto` (the one that sends the least)."""
     context_balance: ContextBalance = field(
         default="balanced", validator=one_of(*CONTEXT_BALANCES), metadata=EXECUTION
     )
     """Split of a row over context ranks: `balanced` by the cost of attention, or `zig-zag`."""
     balance: str | None = field(default=None, validator=method, metadata=EXPERTS)
-    """Load balancing of experts: `step`, a loss by the loads of the previous step; `sequence`, by
-    those of each document; `bias`; or `none`. None: as the model's configuration says."""
+    """Expert load balancing: `step`, a loss with the expert loads of the previous step; `sequence`,
+    a loss with the loads of each document; `bias`; or `none`. None: by the model's config.json."""
     balance_coefficient: float | None = field(
         default=None, validator=number(optional=True), metadata=EXPERTS
     )

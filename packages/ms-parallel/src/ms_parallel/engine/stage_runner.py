@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.heads import heads_of
 from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
-from ms_parallel.engine.microbatches import cut_batch, reading
+from ms_parallel.engine.microbatches import explain_missing_keys, split_batch
 from ms_parallel.engine.mtp import MTPLoss, mtp_depths, mtp_divisors, mtp_losses_of
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.engine.output import HeadOutput, LogitsOutput
@@ -37,7 +37,7 @@ class StageRunner:
     """Runs batches through this process's stages by the pipeline schedule.
 
     Args:
-        stages: this process's, by number.
+        stages: this process's stages by number.
         config: model configuration.
         plan: model plan.
         groups: process groups of the layout.
@@ -65,37 +65,37 @@ class StageRunner:
         self.ops, self.tables, self.splitter, self.options = ops, tables, splitter, options
         self.budget = budget
         self.microbatch_size = options.microbatch_size
-        self.own = isinstance(config, OwnModelConfig)
+        self.user_module = isinstance(config, OwnModelConfig)
         self.sequence_parts = groups.layout.tensor if plan.split_sequence else 1
-        """Number of parts into which the tensor axis splits a sequence between blocks."""
+        """Number of slices of a sequence between blocks (sequence parallelism)."""
         self.vocabulary: int | None = config.vocab_size or None
-        """Vocabulary size; None for a user's own module that does not say."""
+        """Vocabulary size; None if unknown (a user-defined module)."""
         modules = cast(Mapping[int, nn.Module], stages)
         calls = {
-            number: partial(call_own, stage) if self.own else partial(stage, logits=False)
+            number: partial(call_own, stage) if self.user_module else partial(stage, logits=False)
             for number, stage in modules.items()
         }
         self.runtime = Runtime(modules, groups, calls, options.sharding)
         self.stopwatch: NoStopwatch | Stopwatch = NoStopwatch()
-        """Times a step's forwards and backwards, for sharing rows between unequal ranks."""
+        """Times a step's forwards and backwards, to distribute rows over ranks of unequal speed."""
 
     def microbatches(self, batch: Mapping[str, Any], size: int | None = None) -> list[Batch]:
-        """Cut this data rank's rows into microbatches of `size` (default: `microbatch_size`) rows.
+        """Split this data rank's rows into microbatches of `size` rows (default `microbatch_size`).
 
         Raises:
-            ConfigError: there are no rows, the sequence does not divide over the axes that split
-                it, or a token is outside the vocabulary.
-            ModelError: a key is missing, a tensor has another shape or dtype than the Batch seam
-                says, or the batch has pictures and the model reads text alone.
+            ConfigError: the batch is empty, its sequence length is not divisible by the axes that
+                split it, or a token is outside the vocabulary.
+            ModelError: a key is missing, a tensor has the wrong shape or dtype, or the batch has
+                images and the model is text-only.
         """
-        if not self.own and isinstance(batch, Mapping) and PATCHES in batch:
+        if not self.user_module and isinstance(batch, Mapping) and PATCHES in batch:
             raise ModelError(
-                f"the batch has pictures, and {self.config.model_type} reads text alone; give the"
-                " engine a VisionLanguageModel, or leave pictures out of the data"
+                f"the batch has images, but {self.config.model_type} is a text-only model; use a"
+                " VisionLanguageModel, or remove the images from the data"
             )
         size = size or self.microbatch_size
         context = self.groups.layout.context
-        return cut_batch(batch, size, self.sequence_parts, context, self.vocabulary)
+        return split_batch(batch, size, self.sequence_parts, context, self.vocabulary)
 
     def forward_backward(
         self,
@@ -109,13 +109,13 @@ class StageRunner:
 
         Args:
             microbatches: this data rank's rows.
-            loss: computes the loss of each.
+            loss: computes the loss of a microbatch.
             weight: divisor of the summed loss, the loss weight of the global batch.
             reduction: sums gradients and losses.
             scale: factor on all gradients, but not on the reported losses.
 
         Returns:
-            A result per microbatch, in order; empty away from the last stage.
+            One result per microbatch, in order; empty except on the last stage.
         """
         depths = mtp_depths(self.config, loss)
         divisors = mtp_divisors(microbatches, depths, reduction.sum_over_rows)
@@ -124,21 +124,21 @@ class StageRunner:
         results: dict[int, MicrobatchResult] = {}
 
         def compute_loss(number: int, hidden: Tensor) -> Tensor:
-            """Return the share of the loss to differentiate, and note the microbatch's result."""
+            """Return the microbatch's loss to differentiate, and store its result."""
             batch, row_split = batches[number], row_splits[number]
             output = partial(self.output, row_split=row_split, reduction=reduction)
-            with reading(batch):
+            with explain_missing_keys(batch):
                 total, metrics = _with_metrics(loss(output(hidden), batch))
-            share = total / weight
-            mtp_losses = share.new_zeros(0)
-            objective = share
+            mean = total / weight  # contribution to the mean loss of the global batch
+            mtp_losses = mean.new_zeros(0)
+            objective = mean
             if depths:
                 last = self.stages[len(self.tables.placement) - 1]
                 mtp_losses = mtp_losses_of(last, hidden, batch, divisors, output, row_split)
                 mtp = cast(MTPLoss, loss).mtp_weight * mtp_losses.mean()
-                objective = share + (mtp - mtp.detach())  # the reported loss excludes MTP
+                objective = mean + (mtp - mtp.detach())  # gradient of MTP, but not its value
             results[number] = MicrobatchResult(
-                loss=share.detach(),
+                loss=mean.detach(),
                 metrics=metrics.detach() / weight,
                 mtp_losses=mtp_losses.detach(),
             )
@@ -171,7 +171,7 @@ class StageRunner:
         row_splits = [None if has_caches else self.splitter.split(rows) for rows in microbatches]
 
         def apply(number: int, hidden: Tensor) -> Tensor:
-            with reading(batches[number]):
+            with explain_missing_keys(batches[number]):
                 return function(self.output(hidden, row_splits[number]), batches[number])
 
         return self.runtime.run(
@@ -183,9 +183,9 @@ class StageRunner:
         )
 
     def share(self, result: Tensor | None) -> Tensor:
-        """Send what the last stage computed (None elsewhere) to every process of its data rank."""
+        """Broadcast the last stage's result (None elsewhere) to all processes of its data rank."""
         shared = self.runtime.mailbox.share(result, self.tables.placement[-1])
-        if self.groups.layout.context > 1:  # all context ranks computed it; their bits may differ
+        if self.groups.layout.context > 1:  # context ranks' results may differ in the last bits
             shared = shared.to(self.groups.device).contiguous()
             dist.broadcast(shared, self.groups.peer("context", 0), self.groups.group("context"))
         return shared
@@ -207,8 +207,8 @@ class StageRunner:
         row_split: RowSplit | None = None,
         reduction: Reduction | None = None,
     ) -> Output:
-        """Build the loss's view of the last stage's hidden states; in training with a reduction."""
-        if self.own:
+        """Wrap the last stage's hidden states for a loss; pass `reduction` in training."""
+        if self.user_module:
             return LogitsOutput(hidden)
         last = self.stages[len(self.tables.placement) - 1]
         weight = last.head_weight

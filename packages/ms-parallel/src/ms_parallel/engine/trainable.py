@@ -8,7 +8,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.gradients import is_counted, scale, squared_norm
 from ms_parallel.engine.optimizer import OptimizerConfig
 from ms_parallel.engine.rules.grouped import GroupedOptimizer
-from ms_parallel.engine.rules.rule import Held
+from ms_parallel.engine.rules.rule import LocalParameters
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.split.part import is_plain_tensor
@@ -18,19 +18,19 @@ from ms_parallel.split.tensor_parallel import has_partial_gradient
 class Trainable:
     """Local parameters by name, and their optimizer.
 
-    Gradients of parameters that are neither split nor sharded are summed over the processes that
-    shard the other parameters; they count once in the gradient norm.
+    Gradients of unsharded parameters are summed over the ranks that shard the other parameters, and
+    count once in the gradient norm.
 
     Args:
         stages: this process's stages by number.
-        plan: how the model is split.
+        plan: parallel plan of the model.
         placement: pipeline rank of each stage.
         groups: process groups of the layout.
         config: optimizer settings.
-        weights: returns the mapping from a folder's tensors to the parameters.
-        frozen_too: include parameters without gradients.
+        weights: returns the weight rules of the model.
+        include_frozen: include parameters without gradients.
         offload: keep optimizer moments in host memory.
-        summed: whether backwards sum gradients over processes; otherwise the caller does.
+        summed: sum gradients over processes in the backward pass; False leaves it to the caller.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Trainable:
         config: OptimizerConfig,
         *,
         weights: Callable[[], Rules],
-        frozen_too: bool,
+        include_frozen: bool,
         offload: bool = False,
         summed: bool = True,
     ) -> None:
@@ -51,32 +51,32 @@ class Trainable:
             name: parameter
             for stage in stages.values()
             for name, parameter in stage.named_parameters()
-            if parameter.requires_grad or frozen_too
+            if parameter.requires_grad or include_frozen
         }
         # Cached: matching hundreds of names against patterns is too slow for every step.
-        self.whole = [
+        self.replicated = [
             name
             for name in self.parameters
             if groups.layout.tensor > 1 and has_partial_gradient(name, plan)
         ]
-        replicated = {
+        unsharded = {
             name: parameter
             for name, parameter in self.parameters.items()
             if groups.layout.shards > 1 and is_plain_tensor(parameter)
         }
-        for parameter in replicated.values() if summed else ():
+        for parameter in unsharded.values() if summed else ():
             parameter.register_hook(self._sum_over_shards)  # type: ignore[no-untyped-call]
         self.counted = [
             name
             for name in self.parameters
             if groups.is_first_replica
             and is_counted(name, plan, placement, groups)
-            and (name not in replicated or groups.token_rank == 0)
+            and (name not in unsharded or groups.token_rank == 0)
         ]
         all_parameters = [
             parameter for stage in stages.values() for parameter in stage.parameters()
         ]
-        params = Held(
+        params = LocalParameters(
             parameters=self.parameters, plan=plan, groups=groups, weights=weights, offload=offload
         )
         self.optimizer = GroupedOptimizer(params, config, all_parameters)
@@ -89,9 +89,10 @@ class Trainable:
         return squared_norm([gradients[name] for name in self.counted], self.groups.device)
 
     def apply(self, gradients: Mapping[str, Tensor] | None, norm: float, rate: float) -> None:
-        """Clip gradients of this L2 norm in place, and update the parameters.
+        """Clip gradients with this global L2 norm in place, and update the parameters.
 
-        None skips the update, but torch's optimizer hooks, by which profilers count steps, run.
+        None skips the update but still runs torch's optimizer hooks, which profilers use to count
+        steps.
         """
         limit = self.optimizer.config.max_grad_norm
         if gradients is not None and limit is not None and norm > limit:

@@ -178,7 +178,7 @@ def held_bytes(engine: Any) -> int:
     """Count the bytes held between updates: all that is allocated, or on a CPU what is known of."""
     if engine.device.type != "cpu":
         return int(torch.accelerator.memory_allocated(engine.device))
-    moments = (*engine.optimizer.moments.values(), *engine.optimizer.whole.values())
+    moments = (*engine.optimizer.moments.values(), *engine.optimizer.unsharded.values())
     state = [*engine.parameters.values(), *(part for each in moments for part in each.values())]
     return sum(part.nbytes for part in state)
 

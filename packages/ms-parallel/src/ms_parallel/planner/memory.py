@@ -182,7 +182,7 @@ def row_bytes(
         engine = Engine(model, groups=groups, **settings)
         (number,) = _stages(engine)
         weights = sum(local_part(each).numel() for each in engine.parameters.values())
-        every = [*engine.optimizer.moments.values(), *engine.optimizer.whole.values()]
+        every = [*engine.optimizer.moments.values(), *engine.optimizer.unsharded.values()]
         moments = sum(each.nbytes for moment in every for each in moment.values())
         costs = _stage_costs(engine, number, batch, device, loss or NextTokenLoss())
     return RowBytes(
@@ -224,7 +224,7 @@ def _rank(
         known: costs of stages by what they are; those of new ones are added.
     """
     weights = [local_part(each) for each in engine.parameters.values()]
-    every = [*engine.optimizer.moments.values(), *engine.optimizer.whole.values()]
+    every = [*engine.optimizer.moments.values(), *engine.optimizer.unsharded.values()]
     moments = sum(each.nbytes for moment in every for each in moment.values())
     row = engine.tables.training(microbatches).actions[engine.groups.place.pipeline]
     held = peak_microbatches(row)

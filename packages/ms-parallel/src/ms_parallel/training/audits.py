@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ms_parallel.engine.updates.audit import Audit, Compared, Levels
+from ms_parallel.engine.updates.audit import Audit, GroupComparison, Levels
 from ms_parallel.events import OnEvent
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.progress import RunDisplay
@@ -106,7 +106,7 @@ def _audit(record: AuditRecord) -> Audit:
         loss_float32=_number(record.loss_float32),
         levels=Levels(loss=loss, error=error, gain=gain),
         groups={
-            name: Compared(error=_number(e), gain=_number(g), share=_number(s))
+            name: GroupComparison(error=_number(e), gain=_number(g), share=_number(s))
             for name, (e, g, s) in record.groups.items()
         },
     )

@@ -172,7 +172,7 @@ class Run:
         sample: str | None = None
         if finished:
             try:
-                check_outcome(progress, engine.step_count, engine.optimizer.taken)
+                check_outcome(progress, engine.step_count, engine.optimizer.update_count)
             except DivergenceError:
                 self._emit_end(finished=False)
                 raise

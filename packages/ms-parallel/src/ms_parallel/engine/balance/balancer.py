@@ -1,6 +1,6 @@
-"""Counts tokens per expert over an update, and balances the following updates by the counts.
+"""Expert load balancing: token counts per expert and step, balance losses, and bias updates.
 
-Counts are integers summed over all processes once per update, so they, the bias and the factors of
+Counts are integers summed over all processes once per step, so they, the bias and the factors of
 the losses are the same under every layout and microbatch size.
 """
 
@@ -15,22 +15,22 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.balance.settings import Balance
+from ms_parallel.engine.balance.settings import BalanceSettings
 from ms_parallel.models.experts.router_config import Mixture
 from ms_parallel.models.experts.router_stats import DocumentNumbers, RouterStats, RouterWithStats
 
 COUNTS = "experts.counts"
 LAYER = re.compile(r".*\blayers\.(\d+)\.")
-NOTED = 3
-"""Number of sums in an `RouterStats`."""
+NUM_SUMS = 3
+"""Number of sums in `RouterStats`."""
 
 
 @frozen(kw_only=True, eq=False)
 class ExpertLoad:
-    """Distribution of an update's tokens over experts; the same on every process."""
+    """Distribution of a step's tokens over experts; the same on every process."""
 
     layers: tuple[int, ...]
-    """Numbers of the layers with experts."""
+    """Indices of the MoE layers."""
     counts: Tensor
     """(layers, experts) int64: tokens routed to each expert; none are dropped."""
     entropy: tuple[float, ...]
@@ -40,23 +40,23 @@ class ExpertLoad:
     z_loss: float
     """Router z-loss, including its coefficient."""
     bias: Tensor | None
-    """(layers, experts) float32 score correction before the update; None without one."""
+    """(layers, experts) float32 selection bias before the update; None for routers without it."""
     ranks: int = 1
     """Number of ranks over which the experts are split evenly."""
 
     @property
     def dropped_share(self) -> float:
-        """Share of routing choices that were dropped; always 0."""
+        """Fraction of routing choices that were dropped; always 0."""
         return 0.0
 
     @property
     def highest_load(self) -> float:
-        """Highest load of an expert relative to an even share; 0 without tokens."""
+        """Load of the busiest expert relative to an even load; 0 without tokens."""
         return _highest(self.counts)
 
     @property
     def highest_rank_load(self) -> float:
-        """Highest load of an expert-parallel rank relative to an even share; 0 without tokens."""
+        """Load of the busiest expert-parallel rank relative to an even load; 0 without tokens."""
         return _highest(self.counts.view(len(self.counts), self.ranks, -1).sum(2))
 
     @property
@@ -71,17 +71,17 @@ class ExpertLoad:
 
 
 def _highest(counts: Tensor) -> float:
-    """Return the maximum of `counts` (rows, parts), each divided by the mean of its row."""
+    """Maximum of `counts` (rows, parts) relative to the mean of its row."""
     even = counts.sum(1, keepdim=True) / counts.shape[1]
     return float((counts / even).nan_to_num(0.0).max())
 
 
-class Balancer:
-    """Routers of this process's stages, and the whole model's counts of the last update.
+class ExpertBalancer:
+    """Routers of this process's stages, and the full model's counts of the previous step.
 
     Args:
         stages: this process's stages by number.
-        mixture: experts of the whole model; None for a dense model, which needs no balancing.
+        mixture: expert settings of the full model; None for a dense model.
         groups: process groups of the layout.
         balance: balancing settings.
 
@@ -94,7 +94,7 @@ class Balancer:
         stages: Mapping[int, nn.Module],
         mixture: Mixture | None,
         groups: Groups,
-        balance: Balance,
+        balance: BalanceSettings,
     ) -> None:
         self.balance = balance.of(mixture)
         self.mixture, self.groups = mixture, groups
@@ -108,14 +108,14 @@ class Balancer:
                     self.names[name] = module
                     self.rows[self.layers.index(int(match[1]))] = module
         experts = mixture.choice.num_experts if mixture is not None else 0
-        self.chosen = mixture.choice.num_experts_per_tok if mixture is not None else 0
+        self.top_k = mixture.choice.num_experts_per_tok if mixture is not None else 0
         self.corrected = mixture is not None and mixture.choice.corrected
         self.counts = torch.zeros(len(self.layers), experts, dtype=torch.int64)
-        """Counts of the last update that was performed; zeros before the first."""
+        """(layers, experts): counts of the last performed update; zeros before the first."""
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """State that the next update depends on, by name; shares storage."""
+        """State that the next step depends on, by name; shares storage."""
         if not self.layers:
             return {}
         biases = {
@@ -125,9 +125,9 @@ class Balancer:
         }
         return {COUNTS: self.counts, **biases}
 
-    def beside(self, stages: Mapping[int, nn.Module]) -> "Balancer":
-        """Build a balancer that shares the counts, for other stages of the same model."""
-        balancer = Balancer(stages, self.mixture, self.groups, self.balance)
+    def for_stages(self, stages: Mapping[int, nn.Module]) -> "ExpertBalancer":
+        """Build a balancer with the same counts for a second copy of the stages."""
+        balancer = ExpertBalancer(stages, self.mixture, self.groups, self.balance)
         balancer.counts = self.counts
         return balancer
 
@@ -136,8 +136,8 @@ class Balancer:
         """Count routed tokens and add the gradients of the balance losses inside the block.
 
         Args:
-            tokens: number of tokens in the whole update.
-            scale: factor on all gradients of the update.
+            tokens: number of tokens in the global batch.
+            scale: factor on all gradients of the step.
         """
         if not self.layers:  # a dense model
             yield
@@ -149,7 +149,8 @@ class Balancer:
         for row, router in self.rows.items():
             load = None
             if self.balance.method == "step":
-                load = self.counts[row].double() * self.chosen / max(1, int(self.counts[row].sum()))
+                # f of the previous step; sums to k over experts.
+                load = self.counts[row].double() * self.top_k / max(1, int(self.counts[row].sum()))
                 load = load.to(
                     router.weight.device, torch.promote_types(router.weight.dtype, torch.float32)
                 )
@@ -174,15 +175,15 @@ class Balancer:
             return None
         device = self.groups.device
         counts = torch.zeros(self.counts.shape, dtype=torch.int64, device=device)
-        facts = torch.zeros(len(self.layers), NOTED + self.counts.shape[1], device=device)
+        facts = torch.zeros(len(self.layers), NUM_SUMS + self.counts.shape[1], device=device)
         for row, router in self.rows.items():
             assert router.stats is not None
             if router.sees_all_positions and self.groups.place.tensor > 0:
                 continue
             counts[row] = router.stats.counts
-            facts[row, :NOTED] = router.stats.sums
+            facts[row, :NUM_SUMS] = router.stats.sums
             if self.corrected and self.groups.place.tensor == 0 and self.groups.token_rank == 0:
-                facts[row, NOTED:] = router.e_score_correction_bias
+                facts[row, NUM_SUMS:] = router.e_score_correction_bias
         self._close()
         counts = self.groups.all_reduce(counts).cpu()
         facts = self.groups.all_reduce(facts).cpu()
@@ -192,16 +193,16 @@ class Balancer:
             entropy=tuple((facts[:, 0] / tokens).tolist()),
             balance_loss=float(facts[:, 1].sum()),
             z_loss=float(facts[:, 2].sum()),
-            bias=facts[:, NOTED:] if self.corrected else None,
+            bias=facts[:, NUM_SUMS:] if self.corrected else None,
             ranks=self.groups.layout.expert,
         )
 
     @torch.no_grad()
     def update_bias(self, load: ExpertLoad | None) -> None:
-        """Store the counts of a step and adjust the bias by them; None for a skipped step.
+        """Store the counts of a step and update the selection bias; None for a skipped step.
 
-        An expert's bias rises by the rate where fewer tokens chose it than the mean, and falls
-        where more did; as whole numbers, sign(total - E · count).
+        An expert's bias rises by the rate if its count is below the mean, and falls if above
+        (DeepSeek-V3, section 2.1.2). In integers: sign(total - E · count).
         """
         if load is None:
             return

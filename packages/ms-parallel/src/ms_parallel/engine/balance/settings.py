@@ -22,9 +22,9 @@ def method(instance: object, attribute: "Attribute[Any]", value: object) -> None
     """
     if value in CUT_DEPENDENT:
         raise ConfigError(
-            f"{attribute.name}={value!r} counts the tokens of what passes at once, so that the"
-            " gradient would depend on microbatch_size and the layout; choose 'step' (the whole"
-            " update before), 'sequence' (a token's own document) or 'bias'"
+            f"{attribute.name}={value!r} would count tokens per microbatch, so the gradient would"
+            " depend on microbatch_size and the layout; use 'step' (counts of the previous step),"
+            " 'sequence' (counts of the token's document) or 'bias'"
         )
     if value is not None and value not in METHODS:
         raise ConfigError(
@@ -33,27 +33,27 @@ def method(instance: object, attribute: "Attribute[Any]", value: object) -> None
 
 
 @frozen(kw_only=True)
-class Balance:
-    """How the load of experts is balanced.
+class BalanceSettings:
+    """Settings of expert load balancing.
 
     Raises:
-        ConfigError: a value is of the wrong kind or out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     method: str | None = field(default=None, validator=method)
-    """`step`: a loss by the loads of the whole update before. `sequence`: a loss by those of each
-    token's document. `bias`: scores are corrected after each update, as DeepSeek-V3 does, with the
-    sequence's loss besides where `coefficient` is given. `none`. None: `bias` where the model has
-    one to correct, else `step` where its config.json has a router_aux_loss_coef."""
+    """`step`: a loss with the expert loads of the previous step. `sequence`: a loss with the loads
+    of each token's document. `bias`: adjust the selection bias after each step as in DeepSeek-V3,
+    plus the sequence loss if `coefficient` is set. `none`: no balancing. None: `bias` if the
+    routers have one, else `step` if config.json has a router_aux_loss_coef."""
     coefficient: float | None = field(default=None, validator=number(optional=True))
-    """Weight of the loss E · Σ f · P, the mean over layers, which is the choices of a token where
-    load is even; None for the router_aux_loss_coef of config.json, which means the same."""
+    """Weight of the loss E · Σ f · P, averaged over layers, which equals top-k for an even load.
+    None: router_aux_loss_coef of config.json."""
     bias_rate: float = field(default=1e-3, validator=number())
-    """How far an expert's bias moves in one update."""
+    """Change of an expert's bias per step."""
     z_loss_coefficient: float = field(default=0.0, validator=number())
-    """Weight of the mean over tokens and layers of the square of the logits' logsumexp."""
+    """Weight of the squared logsumexp of router logits, averaged over tokens and layers."""
 
-    def of(self, mixture: "Mixture | None") -> "Balance":
+    def of(self, mixture: "Mixture | None") -> "BalanceSettings":
         """Return the settings with all defaults resolved for a model.
 
         Raises:
@@ -65,27 +65,27 @@ class Balance:
                     "balance, balance_coefficient and router_z_loss_coefficient need a mixture of"
                     " experts, and the model is dense; remove them"
                 )
-            return Balance(method="none", coefficient=0.0)
+            return BalanceSettings(method="none", coefficient=0.0)
         corrected, model_coefficient = mixture.choice.corrected, mixture.coefficient
         if self.method == "bias" and not corrected:
             raise ConfigError(
                 "balance='bias' needs routers with a score correction bias, which this model's"
                 " routers lack; use 'step' or 'sequence'"
             )
-        chosen = self.method or ("bias" if corrected else "step" if model_coefficient else "none")
-        default = {"bias": 0.0, "none": 0.0}.get(chosen, model_coefficient)
-        if self.coefficient is None and chosen in ("step", "sequence") and not model_coefficient:
+        method = self.method or ("bias" if corrected else "step" if model_coefficient else "none")
+        default = {"bias": 0.0, "none": 0.0}.get(method, model_coefficient)
+        if self.coefficient is None and method in ("step", "sequence") and not model_coefficient:
             raise ConfigError(
-                f"balance={chosen!r} adds a loss whose weight config.json does not give; set"
-                " balance_coefficient"
+                f"balance={method!r} needs a loss weight, and config.json has no"
+                " router_aux_loss_coef; set balance_coefficient"
             )
         coefficient = default if self.coefficient is None else self.coefficient
-        return evolve(self, method=chosen, coefficient=coefficient)
+        return evolve(self, method=method, coefficient=coefficient)
 
 
-def balance_of(options: Any) -> Balance:
+def balance_of(options: Any) -> BalanceSettings:
     """Return the balance settings among the options of an engine or a run."""
-    return Balance(
+    return BalanceSettings(
         method=options.balance,
         coefficient=options.balance_coefficient,
         bias_rate=options.balance_bias_rate,

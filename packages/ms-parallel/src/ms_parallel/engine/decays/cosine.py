@@ -11,6 +11,6 @@ NAME = "cosine"
 class Decay:
     """Half-cosine decay: slow at first and at the end."""
 
-    def share_left(self, passed: float) -> float:
-        """Return the remaining share of the decay after a share `passed` of the updates."""
-        return 0.5 * (1.0 + math.cos(math.pi * passed))
+    def remaining(self, progress: float) -> float:
+        """Return the decay factor, from 1 to 0, at `progress` from 0 to 1."""
+        return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -9,6 +9,6 @@ NAME = "linear"
 class Decay:
     """Linear decay from the peak learning rate to the floor."""
 
-    def share_left(self, passed: float) -> float:
-        """Return the remaining share of the decay after a share `passed` of the updates."""
-        return 1.0 - passed
+    def remaining(self, progress: float) -> float:
+        """Return the decay factor, from 1 to 0, at `progress` from 0 to 1."""
+        return 1.0 - progress

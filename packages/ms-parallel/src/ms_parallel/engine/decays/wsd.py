@@ -19,11 +19,11 @@ class Decay:
     """
 
     share: float = field(default=0.2, validator=number(minimum=1e-9, maximum=1.0))
-    """Share of the updates after the warm-up over which the rate falls."""
+    """Fraction of the steps after the warm-up over which the learning rate decays."""
     shape: Literal["linear", "sqrt"] = field(default="linear", validator=one_of("linear", "sqrt"))
-    """A straight line, or 1 - sqrt(t), which falls faster at first (Hägele et al., 2024)."""
+    """Linear, or 1 - sqrt(t), which decays faster at first (Hägele et al., 2024)."""
 
-    def share_left(self, passed: float) -> float:
-        """Return the remaining share of the decay after a share `passed` of the updates."""
-        progress = max(passed - (1.0 - self.share), 0.0) / self.share
-        return 1.0 - min(math.sqrt(progress) if self.shape == "sqrt" else progress, 1.0)
+    def remaining(self, progress: float) -> float:
+        """Return the decay factor, from 1 to 0, at `progress` from 0 to 1."""
+        elapsed = max(progress - (1.0 - self.share), 0.0) / self.share
+        return 1.0 - min(math.sqrt(elapsed) if self.shape == "sqrt" else elapsed, 1.0)

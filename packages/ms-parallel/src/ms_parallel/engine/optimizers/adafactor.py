@@ -1,6 +1,7 @@
-"""Adafactor (Shazeer and Stern, 2018): the second moment factored into row and column means.
+"""Adafactor (Shazeer and Stern, 2018): second moments factored into row and column means.
 
-One owning process gathers and updates each weight, because means and norms span all of it.
+Each weight is gathered and updated by one owning process, because means and norms need the full
+weight.
 """
 
 from functools import partial
@@ -9,34 +10,36 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from ms_parallel.engine.optimizer import LEAST, OptimizerConfig, kind_of
-from ms_parallel.engine.rules.rule import Held, Rule
+from ms_parallel.engine.optimizer import SMALLEST_DIVISOR, OptimizerConfig, kind_of
+from ms_parallel.engine.rules.rule import LocalParameters, Rule
 from ms_parallel.engine.rules.torch_rule import OwnersRule
 from ms_parallel.settings import number
 
 
 @frozen(kw_only=True)
 class AdafactorConfig(OptimizerConfig):
-    """Adafactor as `torch.optim.Adafactor`, whose steps are relative to the size of weights.
+    """Adafactor as in `torch.optim.Adafactor`; steps are relative to the RMS of the weights.
 
     Raises:
-        ConfigError: a value is of the wrong kind or out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     decay_power: float = field(default=0.8, validator=number())
-    """The second moment's decay after t updates is 1 - t^-power."""
-    least_root: float | None = field(default=None, validator=number(minimum=LEAST, optional=True))
-    """Least root of the second moment; None for the smallest step of a float32 at 1."""
+    """Decay of the second moment at step t: 1 - t^-power."""
+    least_root: float | None = field(
+        default=None, validator=number(minimum=SMALLEST_DIVISOR, optional=True)
+    )
+    """Lower bound of the root of the second moment; None for float32's machine epsilon."""
     least_scale: float = field(default=1e-3, validator=number())
-    """Least size of weights that a step is relative to."""
+    """Lower bound of the weight RMS that a step is relative to."""
     clip: float = field(default=1.0, validator=number(minimum=1.0))
-    """Updates of a greater root mean square are scaled down to it."""
+    """Clip the RMS of an update to this."""
 
-    def rules(self, held: Held) -> list[Rule]:
+    def rules(self, params: LocalParameters) -> list[Rule]:
         """Build a rule per parameter group, separately for matrices and vectors."""
         return [
-            OwnersRule(held, share, partial(_adafactor, share.config))
-            for share in self.shares(held)
+            OwnersRule(params, group, partial(_adafactor, group.config))
+            for group in self.parameter_groups(params)
         ]
 
 

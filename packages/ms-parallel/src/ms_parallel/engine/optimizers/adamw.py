@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, 2019), fused where torch can."""
+"""AdamW (Loshchilov and Hutter, 2019), with torch's fused kernel where available."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
@@ -9,8 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
-from ms_parallel.engine.optimizer import LEAST, OptimizerConfig, ParameterGroup, betas, kind_of
-from ms_parallel.engine.rules.rule import Held, Moments, Rule
+from ms_parallel.engine.optimizer import (
+    SMALLEST_DIVISOR,
+    OptimizerConfig,
+    ParameterGroup,
+    betas,
+    kind_of,
+)
+from ms_parallel.engine.rules.rule import LocalParameters, Moments, Rule
 from ms_parallel.settings import number
 from ms_parallel.split.part import local_part
 
@@ -19,7 +25,7 @@ VISIT_BYTES = 64 << 20
 """Minimum size of the offloaded moments that are copied to the device at once."""
 UNIT = 16
 """Elements in the widest CPU vector. torch rounds the remainder after the last full vector
-differently, so that weights would depend on where they are sharded."""
+differently, so weights would depend on how they are sharded."""
 
 
 @frozen(kw_only=True)
@@ -27,33 +33,40 @@ class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov and Hutter, 2019) with a linear warm-up and a decay.
 
     Raises:
-        ConfigError: a value is of the wrong kind or out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
     """Decay of the first and second moment."""
     offloads: ClassVar[bool] = True
-    eps: float = field(default=1e-8, validator=number(minimum=LEAST))
-    """Added to the root of the second moment."""
+    eps: float = field(default=1e-8, validator=number(minimum=SMALLEST_DIVISOR))
+    """Term added to the root of the second moment."""
 
-    def rules(self, held: Held) -> list[Rule]:
+    def rules(self, params: LocalParameters) -> list[Rule]:
         """Build a rule per parameter group, separately for matrices and vectors."""
-        return adamw_rules(self, held)
+        return adamw_rules(self, params)
 
 
 def adamw_rules(
-    config: OptimizerConfig, held: Held, names: Iterable[str] | None = None, ratio: float = 1.0
+    config: OptimizerConfig,
+    params: LocalParameters,
+    names: Iterable[str] | None = None,
+    ratio: float = 1.0,
 ) -> list[Rule]:
     """Build AdamW rules for some of the parameters.
 
     Args:
-        config: settings that include `betas` and eps.
-        held: all local parameters.
+        config: settings that include `betas` and `eps`.
+        params: all local parameters.
         names: parameters to update; None for all.
         ratio: factor on each group's learning rate.
     """
-    shares = (evolve(share, rate=share.rate * ratio) for share in config.shares(held, names))
-    return [AdamWRule(held.parameters, share, offload=held.offload) for share in shares]
+    parameter_groups = (
+        evolve(group, rate=group.rate * ratio) for group in config.parameter_groups(params, names)
+    )
+    return [
+        AdamWRule(params.parameters, group, offload=params.offload) for group in parameter_groups
+    ]
 
 
 class AdamWRule:
@@ -61,18 +74,18 @@ class AdamWRule:
 
     Args:
         parameters: parameters by name.
-        share: group of parameters to update.
+        group: group of parameters to update.
         offload: keep moments in host memory and copy them to the device for the update; results
             are bit-identical.
     """
 
-    whole: Moments = {}  # noqa: RUF012 - always empty
+    unsharded: Moments = {}  # noqa: RUF012 - always empty
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], share: ParameterGroup, *, offload: bool = False
+        self, parameters: Mapping[str, Tensor], group: ParameterGroup, *, offload: bool = False
     ) -> None:
-        self.share, self.offload = share, offload
-        self.parameters = {name: parameters[name] for name in share.names}
+        self.group, self.offload = group, offload
+        self.parameters = {name: parameters[name] for name in group.names}
         local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         self.first = {name: self._zeros(part) for name, part in local.items()}
         self.second = {name: self._zeros(part) for name, part in local.items()}
@@ -83,14 +96,14 @@ class AdamWRule:
         """First and second moments."""
         return {"exp_avg": self.first, "exp_avg_sq": self.second}
 
-    def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
+    def apply(self, gradients: Mapping[str, Tensor], rate: float, update_count: int) -> None:
         """Update the parameters in place."""
         parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         nonempty = [name for name, part in parts.items() if part.numel()]
         if not nonempty:
             return
         for names in self._visits(parts, nonempty):
-            self._update(names, parts, gradients, rate, taken)
+            self._update(names, parts, gradients, rate, update_count)
 
     def _zeros(self, part: Tensor) -> Tensor:
         """Allocate a moment of a shard, in pinned host memory if offloaded."""
@@ -98,14 +111,14 @@ class AdamWRule:
             return torch.zeros_like(part)
         return torch.zeros_like(part, device="cpu").pin_memory()
 
-    def _visits(self, parts: Mapping[str, Tensor], held: Sequence[str]) -> Iterator[list[str]]:
+    def _visits(self, parts: Mapping[str, Tensor], params: Sequence[str]) -> Iterator[list[str]]:
         """Yield groups of weights that are updated together; offloaded moments in small groups."""
         if not self.offload:
-            yield list(held)
+            yield list(params)
             return
         batch: list[str] = []
         size = 0
-        for name in held:
+        for name in params:
             batch.append(name)
             size += parts[name].nbytes
             if 2 * size >= VISIT_BYTES:
@@ -120,7 +133,7 @@ class AdamWRule:
         parts: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         rate: float,
-        taken: int,
+        update_count: int,
     ) -> None:
         """Update some parameters and their moments in place."""
         stored_moments = [(self.first[name], self.second[name]) for name in names]
@@ -130,7 +143,7 @@ class AdamWRule:
         ]
         needs_padding = self.fused and rows[0][0].device.type == "cpu"
         filled = [_filled(row) if needs_padding and row[0].numel() % UNIT else row for row in rows]
-        self._step(filled, rate, taken)
+        self._step(filled, rate, update_count)
         for row, padded_row in zip(rows, filled, strict=True):
             if padded_row is not row:
                 for tensor, longer in zip(row, padded_row, strict=True):
@@ -140,8 +153,8 @@ class AdamWRule:
                 if stored is not updated:
                     stored.copy_(updated)
 
-    def _step(self, rows: Sequence[Sequence[Tensor]], rate: float, taken: int) -> None:
-        """Update weights in place; a row is a weight, its gradient and its two moments."""
+    def _step(self, rows: Sequence[Sequence[Tensor]], rate: float, update_count: int) -> None:
+        """Update weights in place; a row is (weight, gradient, first moment, second moment)."""
         weights, gradients, first, second = map(list, zip(*rows, strict=True))
         device = weights[0].device if self.fused else "cpu"
         adamw(
@@ -150,15 +163,15 @@ class AdamWRule:
             first,
             second,
             [],
-            list(torch.full((len(weights),), float(taken), device=device).unbind()),
+            list(torch.full((len(weights),), float(update_count), device=device).unbind()),
             foreach=False if self.fused else None,
             fused=self.fused,
             amsgrad=False,
-            beta1=self.share.config.betas[0],
-            beta2=self.share.config.betas[1],
-            lr=rate * self.share.rate,
-            weight_decay=self.share.weight_decay,
-            eps=self.share.config.eps,
+            beta1=self.group.config.betas[0],
+            beta2=self.group.config.betas[1],
+            lr=rate * self.group.rate,
+            weight_decay=self.group.weight_decay,
+            eps=self.group.config.eps,
             maximize=False,
         )
 

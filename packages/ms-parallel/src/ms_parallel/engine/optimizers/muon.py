@@ -1,8 +1,8 @@
 """Muon (Jordan et al., 2024): orthogonalized momentum for each hidden matrix.
 
-A sharded matrix is gathered on one owning process, orthogonalized there once, and sent back in
-parts. Both transfers use bfloat16, the precision of the iteration, so the result is the same under
-every layout. Embeddings, heads, norms, biases and routers are updated by AdamW.
+A sharded matrix is gathered on one owning process, orthogonalized there, and scattered back. Both
+transfers use bfloat16, the precision of the iteration, so the result is the same under every
+layout. AdamW updates embeddings, output heads, norms, biases and routers.
 """
 
 import re
@@ -16,9 +16,15 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from ms_parallel.engine.optimizer import LEAST, OptimizerConfig, ParameterGroup, betas, kind_of
+from ms_parallel.engine.optimizer import (
+    SMALLEST_DIVISOR,
+    OptimizerConfig,
+    ParameterGroup,
+    betas,
+    kind_of,
+)
 from ms_parallel.engine.optimizers.adamw import adamw_rules
-from ms_parallel.engine.rules.rule import Held, Moments, Rule
+from ms_parallel.engine.rules.rule import LocalParameters, Moments, Rule
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.weight_names import Box, slices_of
 from ms_parallel.settings import flag, integer, number, one_of, short_repr
@@ -26,9 +32,9 @@ from ms_parallel.split.owners import OwnerExchange
 from ms_parallel.split.part import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Quintic polynomial with the steepest slope at 0 whose iterates stay near 1."""
+"""Coefficients of the quintic iteration, tuned for a steep slope at 0 with iterates near 1."""
 ADAMW = ("*.gate.weight", "*.router.weight", "*.shared_expert_gate.weight")
-"""Matrices in blocks that route tokens rather than transform them."""
+"""Name patterns of matrices that route tokens instead of transforming them."""
 
 HALVES = re.compile(r"gate_up_proj\.weight$")
 """Stacked gate and up projections, two matrices of equal height."""
@@ -42,7 +48,7 @@ def _patterns(value: Any) -> Any:
     if not isinstance(value, list | tuple) or not all(
         isinstance(pattern, str) for pattern in value
     ):
-        raise ConfigError(f"adamw is {short_repr(value)}; give a list of patterns of names")
+        raise ConfigError(f"adamw must be a list of name patterns, got {short_repr(value)}")
     return tuple(value)
 
 
@@ -52,71 +58,75 @@ def _fused(instance: object, attribute: Any, value: Any) -> None:
         counts = row_counts if isinstance(row_counts, list | tuple) else [0]
         if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts):
             raise ConfigError(
-                f"{attribute.name} is {short_repr(value)}; give the rows of each matrix for a"
-                " pattern of names, such as {'*.qkv_proj.weight' = [64, 32, 32]}"
+                f"{attribute.name} must map name patterns to the rows of each matrix, such as"
+                f" {{'*.qkv_proj.weight' = [64, 32, 32]}}, got {short_repr(value)}"
             )
 
 
 @frozen(kw_only=True)
 class MuonConfig(OptimizerConfig):
-    """Muon for the matrices of blocks, AdamW for all else.
+    """Muon for the matrices of blocks, AdamW for all other parameters.
 
     Raises:
-        ConfigError: a value is of the wrong kind or out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     momentum: float = field(default=0.95, validator=number(below=1.0))
-    """Decay of the mean of gradients."""
+    """Decay of the gradient's exponential moving average."""
     nesterov: bool = field(default=True, validator=flag)
-    """Look one step ahead along the momentum."""
+    """Use Nesterov momentum."""
     iterations: int = field(default=5, validator=integer(maximum=99))
-    """Steps of the Newton-Schulz iteration."""
+    """Number of Newton-Schulz iterations."""
     scale: Literal["match_rms_adamw", "original"] = field(
         default="match_rms_adamw", validator=one_of("match_rms_adamw", "original")
     )
-    """Scale of an update: 0.2·sqrt(max(rows, columns)), as great as AdamW's at the same rate (Liu
-    et al., 2025); or sqrt(max(1, rows/columns)), which needs a rate of its own, such as 0.02."""
+    """Scale of an update: 0.2·sqrt(max(rows, columns)), which matches the RMS of AdamW updates (Liu
+    et al., 2025); or sqrt(max(1, rows/columns)), which needs a higher rate such as 0.02."""
     adamw: tuple[str, ...] = field(default=ADAMW, converter=_patterns)
-    """Patterns of names of matrices in blocks that AdamW updates too; `*` stands for anything."""
+    """Name patterns of block matrices that AdamW updates instead; `*` matches anything."""
     adamw_learning_rate: float | None = field(default=None, validator=number(optional=True))
-    """AdamW's highest rate; None for the same."""
+    """Peak learning rate of AdamW; None for `learning_rate`."""
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
     """AdamW's decay of the first and second moment."""
-    eps: float = field(default=1e-8, validator=number(minimum=LEAST))
-    """Added to the root of AdamW's second moment."""
+    eps: float = field(default=1e-8, validator=number(minimum=SMALLEST_DIVISOR))
+    """Term added to the root of AdamW's second moment."""
     fused: Mapping[str, Sequence[int]] = field(factory=dict, validator=_fused)
-    """Rows of each of the matrices that lie one below the other in a weight, by pattern of names;
-    for modules that are not described elsewhere. Experts are always taken one by one."""
+    """Row counts of the matrices stacked in a fused weight, by name pattern; needed for your own
+    modules. Expert matrices are always orthogonalized separately."""
 
-    def rules(self, held: Held) -> list[Rule]:
+    def rules(self, params: LocalParameters) -> list[Rule]:
         """Build Muon rules for the hidden matrices and AdamW rules for all other parameters."""
-        hidden = {name for name in held.parameters if self._is_hidden(name, held)}
-        if not held.plan.blocks:
+        hidden = {name for name in params.parameters if self._is_hidden(name, params)}
+        if not params.plan.blocks:
             raise ConfigError(
-                "Muon is for the matrices of hidden layers, and this module has no plan that names"
-                " them; give plan=ModelPlan(blocks=...), such as blocks='layers.*'"
+                "Muon updates the matrices of blocks, so it needs a plan that names them; pass"
+                " plan=ModelPlan(blocks='layers.*')"
             )
-        rules: list[Rule] = [MuonRule(held, share) for share in self.shares(held, sorted(hidden))]
-        adamw_names = [name for name in held.parameters if name not in hidden]
+        rules: list[Rule] = [
+            MuonRule(params, group) for group in self.parameter_groups(params, sorted(hidden))
+        ]
+        adamw_names = [name for name in params.parameters if name not in hidden]
         adamw_rate = (
             self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
         )
         ratio = adamw_rate / self.learning_rate if self.learning_rate else 1.0
-        return rules + adamw_rules(evolve(self, learning_rate=adamw_rate), held, adamw_names, ratio)
+        return rules + adamw_rules(
+            evolve(self, learning_rate=adamw_rate), params, adamw_names, ratio
+        )
 
-    def _is_hidden(self, name: str, held: Held) -> bool:
-        """Return whether Muon updates this parameter: one or several matrices of a block."""
-        if name.endswith("bias") or not held.plan.holds((held.plan.blocks,), name):
+    def _is_hidden(self, name: str, params: LocalParameters) -> bool:
+        """Whether Muon updates this parameter: one or several matrices of a block."""
+        if name.endswith("bias") or not params.plan.holds((params.plan.blocks,), name):
             return False
         if any(fnmatchcase(name, pattern) for pattern in self.adamw):
             return False
         try:
-            style = held.plan.style(name) if held.plan.tensor else ""
+            style = params.plan.style(name) if params.plan.tensor else ""
         except ModelError:  # adapters are not in the plan
             style = ""
         if style in ("router", "split_heads"):
             return False
-        dims = held.parameters[name].dim()
+        dims = params.parameters[name].dim()
         return dims == 2 or (dims > 2 and "expert" in name)
 
 
@@ -124,15 +134,15 @@ class MuonRule:
     """Muon on local shards, with a momentum buffer of the same shape.
 
     Args:
-        held: all local parameters.
-        share: parameter group to update.
+        params: all local parameters.
+        group: parameter group to update.
     """
 
-    whole: Moments = {}  # noqa: RUF012 - always empty
+    unsharded: Moments = {}  # noqa: RUF012 - always empty
 
-    def __init__(self, held: Held, share: ParameterGroup) -> None:
-        self.share = share
-        self.parameters = {name: held.parameters[name] for name in share.names}
+    def __init__(self, params: LocalParameters, group: ParameterGroup) -> None:
+        self.group = group
+        self.parameters = {name: params.parameters[name] for name in group.names}
         self.momentum = {
             name: torch.zeros_like(local_part(parameter))
             for name, parameter in self.parameters.items()
@@ -140,11 +150,13 @@ class MuonRule:
         boxes = {
             (name, number): box
             for name, parameter in self.parameters.items()
-            for number, box in enumerate(matrices(name, parameter.shape, held, share.config.fused))
+            for number, box in enumerate(
+                matrices(name, parameter.shape, params, group.config.fused)
+            )
         }
         sizes = {key: tuple(s.stop - s.start for s in box[-2:]) for key, box in boxes.items()}
         costs = {key: float(r * c * min(r, c)) for key, (r, c) in sizes.items()}
-        self.exchange = OwnerExchange(self.parameters, boxes, costs, held.groups)
+        self.exchange = OwnerExchange(self.parameters, boxes, costs, params.groups)
         self.factors = {key: self._factor(*size) for key, size in sizes.items()}
 
     @property
@@ -152,9 +164,9 @@ class MuonRule:
         """Momentum buffers."""
         return {"momentum": self.momentum}
 
-    def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
+    def apply(self, gradients: Mapping[str, Tensor], rate: float, update_count: int) -> None:
         """Update the parameters in place."""
-        config = self.share.config
+        config = self.group.config
         ahead = {}
         for name, buffer in self.momentum.items():
             gradient = gradients[name]
@@ -166,8 +178,8 @@ class MuonRule:
             key: orthogonal(matrix.view(matrix.shape[-2:]), config.iterations).view(matrix.shape)
             for key, matrix in matrices_by_key.items()
         }
-        rate *= self.share.rate
-        decay_factor = 1.0 - rate * self.share.weight_decay
+        rate *= self.group.rate
+        decay_factor = 1.0 - rate * self.group.weight_decay
         local = {
             name: local_part(param).mul_(decay_factor) for name, param in self.parameters.items()
         }
@@ -176,13 +188,13 @@ class MuonRule:
             part.add_(values, alpha=-rate * self.factors[piece.key])
 
     def _factor(self, rows: int, columns: int) -> float:
-        if self.share.config.scale == "original":
+        if self.group.config.scale == "original":
             return sqrt(max(1.0, rows / columns))
         return 0.2 * sqrt(max(rows, columns))
 
 
 def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
-    """Approximate U·Vᵀ of a matrix U·S·Vᵀ by the iteration X ← aX + (bA + cA²)X with A = XXᵀ.
+    """Approximate U·Vᵀ for a matrix U·S·Vᵀ by iterating X ← aX + (bA + cA²)X with A = XXᵀ.
 
     Args:
         matrix: (rows, columns) in bfloat16; normalized first, for convergence.
@@ -199,7 +211,7 @@ def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def matrices(
-    name: str, shape: Sequence[int], held: Held, fused: Mapping[str, Sequence[int]]
+    name: str, shape: Sequence[int], params: LocalParameters, fused: Mapping[str, Sequence[int]]
 ) -> Iterator[Box]:
     """Yield the boxes of the matrices that a parameter contains.
 
@@ -207,7 +219,7 @@ def matrices(
         ConfigError: the rows in `fused` do not fit the parameter, or are missing.
     """
     rows = _rows_of(name, shape, fused)
-    for piece in slices_of(held.weights(), name, shape):
+    for piece in slices_of(params.weights(), name, shape):
         *outer, down, across = piece.box
         ends = list(accumulate(rows)) if rows else [down.stop]
         starts = [0, *ends[:-1]] if rows else [down.start]
@@ -225,14 +237,13 @@ def _rows_of(
         return (shape[0] // 2,) * 2
     if rows is None and len(shape) == 2 and FUSED.search(name):
         raise ConfigError(
-            f"{name} seems to hold several matrices, and Muon has to know which; give the rows of"
-            f" each in fused, such as {{'*.{name.split('.')[-2]}.weight' = [{shape[0]}]}} if it is"
-            " one"
+            f"{name} seems to be a fused weight, and Muon needs the row count of each matrix; set"
+            f" fused, for example {{'*.{name.split('.')[-2]}.weight' = [{shape[0]}]}} if it is a"
+            " single matrix"
         )
     if rows is not None and sum(rows) != shape[-2]:
         raise ConfigError(
-            f"fused gives {name} {sum(rows)} rows, and it has {shape[-2]}; give those of each of"
-            " its matrices"
+            f"the row counts of {name} in fused must sum to {shape[-2]}, got {sum(rows)}"
         )
     return rows
 

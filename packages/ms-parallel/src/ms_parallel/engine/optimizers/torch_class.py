@@ -10,7 +10,7 @@ from attrs import field, frozen
 from torch.optim import Optimizer
 
 from ms_parallel.engine.optimizer import OptimizerConfig, OptimizerKind
-from ms_parallel.engine.rules.rule import Held, Rule
+from ms_parallel.engine.rules.rule import LocalParameters, Rule
 from ms_parallel.engine.rules.torch_rule import PartsRule, is_elementwise
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest, short_repr
@@ -32,14 +32,14 @@ class TorchConfig(OptimizerConfig):
     """
 
     kind: type[Optimizer] = field(converter=_class)
-    """The class, or its name in `torch.optim`. One that is not elementwise needs whole weights."""
+    """Optimizer class or its name in `torch.optim`; needs unsharded weights if not elementwise."""
     settings: Mapping[str, Any] = field(factory=dict)
-    """Its arguments, but for `lr` and `weight_decay`."""
+    """Constructor arguments other than `lr` and `weight_decay`."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if not (isinstance(self.kind, type) and issubclass(self.kind, Optimizer)):
-            raise ConfigError(f"kind is {short_repr(self.kind)}; give a class of torch.optim")
+            raise ConfigError(f"kind must be a class of torch.optim, got {short_repr(self.kind)}")
         keys = keys_of(self.kind)
         for key in self.settings:
             if key not in keys:
@@ -48,21 +48,21 @@ class TorchConfig(OptimizerConfig):
                     f" {nearest(str(key), keys)}"
                 )
         try:
-            is_elementwise(partial(_made, self))
+            is_elementwise(partial(_build, self))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"optimizer {self.kind.__name__!r} cannot be used: {str(error).splitlines()[0]}"
             ) from error
 
-    def rules(self, held: Held) -> list[Rule]:
+    def rules(self, params: LocalParameters) -> list[Rule]:
         """Build a rule per parameter group, separately for matrices and vectors."""
         return [
-            PartsRule(held, share, partial(_made, share.config), self.kind.__name__)
-            for share in self.shares(held)
+            PartsRule(params, group, partial(_build, group.config), self.kind.__name__)
+            for group in self.parameter_groups(params)
         ]
 
 
-def _made(config: TorchConfig, tensors: Any) -> Optimizer:
+def _build(config: TorchConfig, tensors: Any) -> Optimizer:
     settings = {k: tuple(v) if isinstance(v, list) else v for k, v in config.settings.items()}
     without = {"weight_decay": 0.0} if "weight_decay" in _arguments(config.kind) else {}
     optimizer_class: Any = config.kind

@@ -1,1 +1,1 @@
-"""Updates that are bitwise independent of which process computes what."""
+"""Updates that are bitwise identical under every layout."""

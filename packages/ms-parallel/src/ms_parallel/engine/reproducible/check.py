@@ -34,10 +34,10 @@ def check_reproducible(
     """
     for axis, size in asdict(layout).items():
         if size > 1 and axis not in ("data", "pipeline", "replicate"):
-            why = CUTS.get(axis, "it splits what one process computes at once")
+            reason = CUTS.get(axis, "it splits single operations over processes")
             raise LayoutError(
-                f"reproducible=True cannot be combined with {axis}={size}: {why}; set {axis}=1 and"
-                " use data or pipeline instead, or remove reproducible"
+                f"reproducible=True cannot be combined with {axis}={size}: {reason}; set {axis}=1"
+                " and use data or pipeline instead, or remove reproducible"
             )
     if layout.pipeline > 1 and plan.tied and not _is_plain(config, prepared):
         raise LayoutError(
@@ -47,7 +47,7 @@ def check_reproducible(
         )
 
 
-def kept_apart(
+def separate_tied_pair(
     plan: ModelPlan, config: ModelConfig, placement: Sequence[int], prepared: bool
 ) -> tuple[str, str] | None:
     """Return (owner, copy) if head and embedding share a weight on a single stage; else None."""
@@ -57,6 +57,6 @@ def kept_apart(
 
 
 def _is_plain(config: ModelConfig, prepared: bool) -> bool:
-    """Return whether the model is an unmodified member of our families with only the head tied."""
+    """Whether the model is an unmodified native model without MTP layers."""
     external = isinstance(config, OwnModelConfig | TransformersModel)
     return not (prepared or external or config.mtp_layers)

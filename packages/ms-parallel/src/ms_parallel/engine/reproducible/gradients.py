@@ -38,14 +38,14 @@ class StageGradients:
 
 
 class RowGradients:
-    """Collects gradients of this process's stages row by row and sums them.
+    """Collects gradients of this process's stages per row, and sums them in a fixed order.
 
     Args:
         stages: this process's stages by number.
         parameters: trainable parameters by name.
         groups: process groups of the layout.
         copy: (owner, name) if head and embedding share a weight on one stage: the head's gradient
-            is collected under `name` and added last, as it is if they are on two stages. Else None.
+            is collected under `name` and added last, as with two stages. None otherwise.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class RowGradients:
             for number, stage in stages.items()
         }
         self.alias: Tensor | None = None
-        self.found: dict[int, StageGradients] = {}
-        self.exchange = GradientExchange.meet(self._own_ranges(), groups)
+        self.stage_gradients: dict[int, StageGradients] = {}
+        self.exchange = GradientExchange.create(self._local_ranges(), groups)
 
-    def _own_ranges(self) -> dict[str, tuple[int, int]]:
+    def _local_ranges(self) -> dict[str, tuple[int, int]]:
         """Return the element range of the local part of each parameter."""
         ranges = {}
         with torch.no_grad():
@@ -86,7 +86,9 @@ class RowGradients:
     def begin(self, rows: Rows) -> None:
         """Reset, and expect the gradients of a new batch."""
         self.rows, self.alias = rows, None
-        self.found = {stage: StageGradients(RowTree(rows.total, _add)) for stage in self.stages}
+        self.stage_gradients = {
+            stage: StageGradients(RowTree(rows.total, _add)) for stage in self.stages
+        }
 
     def head(self, weight: Tensor) -> Tensor:
         """Return the head's weight; if tied, an alias that accumulates a separate gradient."""
@@ -106,7 +108,7 @@ class RowGradients:
         """
         gradients, stage_gradients = (
             take_gradients(self.stages[stage], self.names),
-            self.found[stage],
+            self.stage_gradients[stage],
         )
         if self.copy is not None and self.alias is not None and self.alias.grad is not None:
             owner, name = self.copy
@@ -119,15 +121,15 @@ class RowGradients:
             stage_gradients.incomplete[microbatch] = gradients
             return
         row_gradients = {
-            name: self._whole(gradients.pop(name, None), name) for name in self._names(stage)
+            name: self._unsharded(gradients.pop(name, None), name) for name in self._names(stage)
         }
-        stage_gradients.tree.put((0, self.rows.mine[microbatch]), row_gradients)
+        stage_gradients.tree.put((0, self.rows.local[microbatch]), row_gradients)
 
     def _names(self, stage: int) -> list[str]:
         return [*self.of_stage[stage], *([self.copy[1]] if self.copy else [])]
 
-    def _whole(self, gradient: Tensor | None, name: str) -> Tensor:
-        """Return the unsharded gradient in the weight's dtype; zeros if there is none."""
+    def _unsharded(self, gradient: Tensor | None, name: str) -> Tensor:
+        """Return the unsharded gradient in the weight's dtype; zeros for a missing gradient."""
         owner = self.copy[0] if self.copy and name == self.copy[1] else name
         parameter = self.parameters[owner]
         if gradient is None:
@@ -138,8 +140,8 @@ class RowGradients:
     def total(self) -> dict[str, Tensor]:
         """Return the local part of each gradient of the global batch, by name."""
         totals: dict[str, Tensor] = {}
-        for stage in sorted(self.found):
-            tree = self.found.pop(stage).tree
+        for stage in sorted(self.stage_gradients):
+            tree = self.stage_gradients.pop(stage).tree
             for name, part in self.exchange.sums(tree, self._names(stage), self.rows):
                 owner = self.copy[0] if self.copy and name == self.copy[1] else name
                 totals[name] = part.view_as(local_part(self.parameters[owner]))
@@ -162,12 +164,14 @@ class GradientExchange:
     """Element range of each data rank's part of each weight."""
 
     @classmethod
-    def meet(cls, mine: Mapping[str, tuple[int, int]], groups: Groups) -> "GradientExchange":
-        """Exchange the ranges of all data ranks; all processes call it."""
+    def create(
+        cls, local_ranges: Mapping[str, tuple[int, int]], groups: Groups
+    ) -> "GradientExchange":
+        """Gather the ranges of all data ranks; all processes call it."""
         count = groups.place.count
-        ranges: list[Mapping[str, tuple[int, int]]] = [mine] * count
+        ranges: list[Mapping[str, tuple[int, int]]] = [local_ranges] * count
         if count > 1:
-            dist.all_gather_object(ranges, mine, group=groups.group("rows"))
+            dist.all_gather_object(ranges, local_ranges, group=groups.group("rows"))
         return cls(groups=groups, ranges=tuple(ranges))
 
     def sums(
@@ -186,34 +190,34 @@ class GradientExchange:
             yield from zip(bucket, torch.split(self._sum(flat, rows), sizes), strict=True)
 
     def _sum(self, nodes: list[Sums], rows: Rows) -> Tensor:
-        """Sum some gradients over all rows into the local parts, concatenated.
+        """Sum some gradients over all rows; returns the local parts, flat and concatenated.
 
-        Replicas of the same parts each sum an equal share, and then gather the others.
+        Replicas of the same shard each sum an equal slice and then all-gather.
         """
         replicas = len(self.ranges) // self.groups.layout.shards
         data_rank, group = self.groups.place.rank, self.groups.group("rows")
-        pieces, shares = [], []
+        pieces, slice_sizes = [], []
         for rank, ranges in enumerate(self.ranges):
             length = sum(ranges[name][1] - ranges[name][0] for name in nodes[0])
-            share = -(-length // replicas)
-            shares.append(share)
-            start = rank // self.groups.layout.shards * share
+            slice_size = -(-length // replicas)
+            slice_sizes.append(slice_size)
+            start = rank // self.groups.layout.shards * slice_size
             for node in nodes:
                 parts = torch.cat([node[name][slice(*ranges[name])] for name in node])
-                part = parts[start : start + share]
-                pieces.append(torch.nn.functional.pad(part, (0, share - len(part))))
+                part = parts[start : start + slice_size]
+                pieces.append(torch.nn.functional.pad(part, (0, slice_size - len(part))))
         counts = [len(nodes_of(rows.of(rank), rows.total)) for rank in range(len(self.ranges))]
         send_buffer = torch.cat(pieces)
-        receive_buffer = send_buffer.new_empty(sum(counts) * shares[data_rank])
-        receive_sizes = [count * shares[data_rank] for count in counts]
+        receive_buffer = send_buffer.new_empty(sum(counts) * slice_sizes[data_rank])
+        receive_sizes = [count * slice_sizes[data_rank] for count in counts]
         dist.all_to_all_single(
             receive_buffer,
             send_buffer,
             receive_sizes,
-            [len(nodes) * share for share in shares],
+            [len(nodes) * size for size in slice_sizes],
             group=group,
         )
-        total = _added(receive_buffer.view(-1, shares[data_rank]), rows)
+        total = _sum_nodes(receive_buffer.view(-1, slice_sizes[data_rank]), rows)
         if replicas == 1:
             return total
         gathered = [torch.empty_like(total) for _ in range(replicas)]
@@ -222,13 +226,13 @@ class GradientExchange:
         return torch.cat(gathered)[: sum(ranges[name][1] - ranges[name][0] for name in nodes[0])]
 
 
-def _added(come: Tensor, rows: Rows) -> Tensor:
+def _sum_nodes(received: Tensor, rows: Rows) -> Tensor:
     """Sum the remaining nodes (nodes, n) of all data ranks in the order of the tree."""
     tree: RowTree[Tensor] = RowTree(rows.total, lambda first, second: first.add_(second))
     nodes: list[Node] = [
         node for rank in range(len(rows.counts)) for node in nodes_of(rows.of(rank), rows.total)
     ]
-    for node, values in zip(nodes, come, strict=True):
+    for node, values in zip(nodes, received, strict=True):
         tree.put(node, values)
     return tree.root
 

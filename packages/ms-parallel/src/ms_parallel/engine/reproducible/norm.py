@@ -1,4 +1,4 @@
-"""Gradient norm, summed in one order however weights are sharded."""
+"""Gradient norm, summed in the same order under every sharding."""
 
 from collections.abc import Mapping, Sequence
 
@@ -41,7 +41,7 @@ class FixedNorm:
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
 
     def squares(self, gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Return the sum of squares of each row, (length,); 0 where it is not counted here."""
+        """Return the sum of squares of each row, (length,); 0 for rows of other processes."""
         squares = torch.zeros(self.length, dtype=self.dtype, device=device)
         for name in self.counted:
             gradient = gradients[name]

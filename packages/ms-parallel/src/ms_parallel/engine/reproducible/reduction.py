@@ -26,7 +26,7 @@ from ms_parallel.pipeline.runtime import OnGradients
 
 
 class OrderedReduction:
-    """Gradients and losses collected row by row and summed in one order; a `Reduction`.
+    """`Reduction` that collects gradients and losses per row and sums them in a fixed order.
 
     Args:
         stages: this process's stages by number.
@@ -47,14 +47,14 @@ class OrderedReduction:
         self.rows = Rows(groups=trained.groups, counts=(0,))
 
     def count(self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> StepCounts:
-        """Count the global batch and gather its checksums, and expect this many rows."""
+        """Count the global batch, gather its checksums, and prepare for this many rows."""
         counts = measure(microbatches, loss)
         local = fingerprint(microbatches, float(counts[:, 0].sum()))
-        self.rows, of_data_ranks = Rows.meet(len(microbatches), self.groups, local)
+        self.rows, by_data_rank = Rows.exchange(len(microbatches), self.groups, local)
         self.row_gradients.begin(self.rows)
         weight, tokens = self.rows.sum(counts).tolist()
         return StepCounts(
-            weight=weight, tokens=round(tokens), local=local, of_data_ranks=of_data_ranks
+            weight=weight, tokens=round(tokens), local=local, by_data_rank=by_data_rank
         )
 
     def sum_over_rows(self, values: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class OrderedReduction:
 
     @contextmanager
     def numerics(self) -> Iterator[None]:
-        """Make torch choose deterministic algorithms, or raise where it has none."""
+        """Select torch's deterministic algorithms; torch raises for operators without one."""
         enabled = torch.are_deterministic_algorithms_enabled()
         warned = torch.is_deterministic_algorithms_warn_only_enabled()
         filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Rows of the global batch on each process, and sums over all rows in one order."""
+"""Rows of the global batch on each process, and sums over all rows in a fixed order."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ class Rows:
     """Number of rows of each data rank; consecutive in the global batch."""
 
     @classmethod
-    def meet(
+    def exchange(
         cls, count: int, groups: Groups, local: Fingerprint
     ) -> "tuple[Rows, list[tuple[int, int]]]":
         """Exchange row counts and checksums of all data ranks; all processes call it."""
@@ -47,7 +47,7 @@ class Rows:
         return range(start, start + self.counts[rank])
 
     @property
-    def mine(self) -> range:
+    def local(self) -> range:
         """Rows of this process's data rank."""
         return self.of(self.groups.place.rank)
 
@@ -55,11 +55,11 @@ class Rows:
         """Place `values` (width,) in this data rank's rows of (total, width); other rows are 0."""
         table = like.new_zeros(self.total, width)
         if values:
-            table[self.mine.start : self.mine.stop] = torch.stack(list(values)).to(like)
+            table[self.local.start : self.local.stop] = torch.stack(list(values)).to(like)
         return table
 
-    def sum(self, mine: Tensor) -> Tensor:
+    def sum(self, local: Tensor) -> Tensor:
         """Sum local numbers (local rows, n), float64 on the CPU, over all rows, to (n,)."""
-        placed = mine.new_zeros(self.total, mine.shape[1])
-        placed[self.mine.start : self.mine.stop] = mine
+        placed = local.new_zeros(self.total, local.shape[1])
+        placed[self.local.start : self.local.stop] = local
         return fold(sum_over_rows(placed, self.groups).t().contiguous())

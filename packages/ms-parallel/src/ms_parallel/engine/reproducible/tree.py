@@ -46,14 +46,14 @@ class RowTree(Generic[Value]):
         return value
 
 
-def nodes_of(mine: Iterable[int], rows: int) -> list[Node]:
+def nodes_of(local: Iterable[int], rows: int) -> list[Node]:
     """Return, in order, the nodes that remain after inserting these rows out of `rows`.
 
     >>> nodes_of(range(4), 12), nodes_of(range(6, 12), 12)
     ([(2, 0)], [(1, 3), (3, 1)])
     """
     tree = RowTree[None](rows, lambda first, second: None)
-    for row in mine:
+    for row in local:
         tree.put((0, row), None)
     return sorted(tree.nodes)
 

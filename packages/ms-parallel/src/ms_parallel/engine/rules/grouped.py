@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ms_parallel.engine.optimizer import OptimizerConfig
-from ms_parallel.engine.rules.rule import Held, Moments
+from ms_parallel.engine.rules.rule import LocalParameters, Moments
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
@@ -18,28 +18,30 @@ class GroupedOptimizer(torch.optim.Optimizer):
     each update; `state_dict` is not used.
 
     Args:
-        held: parameters to update.
+        params: parameters to update.
         config: optimizer settings.
         weights: all weights of the models, including frozen ones.
     """
 
-    def __init__(self, held: Held, config: OptimizerConfig, weights: Iterable[Tensor] = ()) -> None:
-        all_params = list(dict.fromkeys((*held.parameters.values(), *weights)))
+    def __init__(
+        self, params: LocalParameters, config: OptimizerConfig, weights: Iterable[Tensor] = ()
+    ) -> None:
+        all_params = list(dict.fromkeys((*params.parameters.values(), *weights)))
         super().__init__([{"params": all_params}], {})
         self.config = config
-        self.rules = config.rules(held)
-        self.taken = 0
+        self.rules = config.rules(params)
+        self.update_count = 0
         """Number of performed updates; skipped ones do not count toward bias correction."""
 
     @property
     def moments(self) -> Moments:
         """State with the shape of its parameter's local shard, by state and parameter name."""
-        return _joined(rule.moments for rule in self.rules)
+        return _merge(rule.moments for rule in self.rules)
 
     @property
-    def whole(self) -> Moments:
+    def unsharded(self) -> Moments:
         """State of other shapes, which is not sharded, by state and parameter name."""
-        return _joined(rule.whole for rule in self.rules)
+        return _merge(rule.unsharded for rule in self.rules)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -55,13 +57,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if gradients is None:
             return
         for rule in self.rules:
-            rule.apply(gradients, rate, self.taken)
-        self.taken += 1
+            rule.apply(gradients, rate, self.update_count)
+        self.update_count += 1
 
 
-def _joined(every: Iterable[Moments]) -> dict[str, dict[str, Tensor]]:
-    joined: dict[str, dict[str, Tensor]] = {}
+def _merge(every: Iterable[Moments]) -> dict[str, dict[str, Tensor]]:
+    merged: dict[str, dict[str, Tensor]] = {}
     for moments in every:
         for moment, tensors in moments.items():
-            joined.setdefault(moment, {}).update(tensors)
-    return joined
+            merged.setdefault(moment, {}).update(tensors)
+    return merged

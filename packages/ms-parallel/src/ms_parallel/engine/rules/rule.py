@@ -15,7 +15,7 @@ Moments = Mapping[str, Mapping[str, Tensor]]
 
 
 @frozen(kw_only=True, eq=False)
-class Held:
+class LocalParameters:
     """Trainable parameters of this process, with their plan and process groups."""
 
     parameters: Mapping[str, Tensor]
@@ -26,7 +26,7 @@ class Held:
     offload: bool = False
     """Keep optimizer state in host memory."""
 
-    def called(self, name: str) -> str:
+    def settings_name(self, name: str) -> str:
         """Return a parameter's name in settings; a tied copy has its owner's name."""
         return {copy: owner for owner, copy in self.plan.tied}.get(name, name)
 
@@ -39,14 +39,14 @@ class Rule(Protocol):
         """Optimizer state with the shape of its parameter's local shard."""
 
     @property
-    def whole(self) -> Moments:
+    def unsharded(self) -> Moments:
         """Optimizer state of other shapes, which is not sharded."""
 
-    def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
+    def apply(self, gradients: Mapping[str, Tensor], rate: float, update_count: int) -> None:
         """Update the parameters in place.
 
         Args:
             gradients: local shards by parameter name; parameters without one are unchanged.
             rate: learning rate.
-            taken: number of earlier updates.
+            update_count: number of earlier updates.
         """

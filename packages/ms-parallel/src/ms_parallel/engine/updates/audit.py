@@ -5,14 +5,14 @@ from math import isfinite
 
 from attrs import frozen
 
-SMALL = 1e-3
-"""Groups with a smaller share of the gradient are reported but raise no alarm: a gradient that is
-zero up to rounding, such as that of a bias that softmax cancels, has no meaningful error."""
+MIN_GRADIENT_SHARE = 1e-3
+"""Groups with a smaller share of the gradient norm are reported but raise no alarm: a gradient that
+is zero up to rounding, such as a key bias that softmax cancels, has no meaningful error."""
 
 
 @frozen(kw_only=True)
 class Levels:
-    """Differences above which an audit raises its alarm."""
+    """Alarm thresholds of an audit."""
 
     loss: float
     """Relative difference of the loss."""
@@ -27,12 +27,12 @@ LEVELS = {
     "bfloat16": Levels(loss=5e-3, error=0.1, gain=0.005),
     "float32": Levels(loss=1e-6, error=1e-5, gain=1e-6),
 }
-"""By audited precision. Rounding errors have random signs, so they move a gradient far more across
-the float32 direction than along it; a wrong factor shows only in the gain."""
+"""Thresholds by audited precision. Rounding errors have random signs, so they move a gradient far
+more across the float32 direction than along it; a wrong factor shows only in the gain."""
 
 
 @frozen(kw_only=True)
-class Compared:
+class GroupComparison:
     """Gradient of a parameter group compared with float32."""
 
     error: float
@@ -40,7 +40,7 @@ class Compared:
     gain: float
     """Relative excess length along the float32 direction."""
     share: float
-    """float32 norm, relative to that of the whole gradient."""
+    """float32 norm, relative to the global gradient norm."""
 
 
 @frozen(kw_only=True)
@@ -49,7 +49,7 @@ class Audit:
 
     loss: float
     loss_float32: float
-    groups: Mapping[str, Compared]
+    groups: Mapping[str, GroupComparison]
     """Comparison by model part, such as `model.layers.0.mlp`."""
     levels: Levels
 
@@ -63,9 +63,9 @@ class Audit:
         """Group whose gradient difference is largest relative to its levels."""
         return max(self.groups, key=lambda name: self.excess(self.groups[name]), default="")
 
-    def excess(self, group: Compared) -> float:
+    def excess(self, group: GroupComparison) -> float:
         """Return the larger of error and gain relative to their levels; above 1 is an alarm."""
-        if group.share < SMALL:
+        if group.share < MIN_GRADIENT_SHARE:
             return 0.0
         ratios = [group.error / self.levels.error, abs(group.gain) / self.levels.gain]
         return max(ratios) if all(map(isfinite, ratios)) else float("inf")

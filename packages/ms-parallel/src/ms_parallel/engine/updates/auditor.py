@@ -1,7 +1,7 @@
-"""Recomputes an update in float32, from the weights that the optimizer updates.
+"""Recomputation of a step in float32, from the weights that the optimizer updates.
 
-The stages are built a second time, without storage; their parameters are the engine's float32
-weights. An audit therefore needs only one more gathered block and one more set of gradients. The
+The stages are built a second time on the meta device, and share the engine's float32 weights. An
+audit therefore needs memory for only one more gathered block and one more set of gradients. The
 engine's own stages, with their casts and hooks, are not involved.
 """
 
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.balance.balancer import Balancer
+from ms_parallel.engine.balance.balancer import ExpertBalancer
 from ms_parallel.engine.gradients import reduce_gradients
 from ms_parallel.engine.loss import Loss, LossWithStatistics
 from ms_parallel.engine.reduction import SummedReduction
 from ms_parallel.engine.report import StepCounts, StepTotals
 from ms_parallel.engine.stage_runner import StageRunner
 from ms_parallel.engine.trainable import Trainable
-from ms_parallel.engine.updates.audit import LEVELS, Audit, Compared
+from ms_parallel.engine.updates.audit import LEVELS, Audit, GroupComparison
 from ms_parallel.models.batch import Batch
 from ms_parallel.split.part import local_part, wrap_like
 
@@ -37,13 +37,13 @@ class NoAuditor:
 
 
 class Auditor:
-    """Compares gradients with those of the same batch in float32.
+    """Compares gradients with float32 gradients of the same batch.
 
     Args:
         stages: the engine's stages, which compute in its precision.
         trained: their trainable parameters.
         balancer: their routers.
-        build: builds the stages again, in float32 and without storage.
+        build: builds the stages again, in float32 on the meta device.
         precision: the audited precision.
         every: number of updates between audits.
     """
@@ -52,16 +52,16 @@ class Auditor:
         self,
         stages: Mapping[int, nn.Module],
         trained: Trainable,
-        balancer: Balancer,
+        balancer: ExpertBalancer,
         build: Callable[[], StageRunner],
         precision: str,
         every: int,
     ) -> None:
         self.stages, self.trained, self.balancer, self.build = stages, trained, balancer, build
         self.levels, self.every = LEVELS[precision], every
-        self.groups = self._every_group()
+        self.groups = self._gather_groups()
 
-    def _every_group(self) -> list[str]:
+    def _gather_groups(self) -> list[str]:
         """Gather the group names of all processes in one order."""
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         local_names = list(dict.fromkeys(map(group_of, self.trained.counted)))
@@ -96,9 +96,9 @@ class Auditor:
         parameters = {
             name: parameter
             for number, stage in runner.stages.items()
-            for name, parameter in adopt(stage, self.stages[number], trained).items()
+            for name, parameter in share_weights(stage, self.stages[number], trained).items()
         }
-        balancer = self.balancer.beside(runner.stages)
+        balancer = self.balancer.for_stages(runner.stages)
         with balancer.count_tokens(counts.tokens):
             results = runner.forward_backward(
                 microbatches, loss, counts.weight, SummedReduction(trained)
@@ -107,7 +107,7 @@ class Auditor:
         groups = trained.groups
         exact = reduce_gradients(
             {name: parameters[name] for name in trained.parameters},
-            trained.whole,
+            trained.replicated,
             trained.plan.tied,
             trained.placement,
             groups,
@@ -134,14 +134,14 @@ class Auditor:
                 ]
             )
 
-    def _audit(self, mine: float, groups: Groups, facts: Tensor) -> Audit:
-        value, *sums = groups.all_reduce(facts).tolist()
+    def _audit(self, loss: float, groups: Groups, facts: Tensor) -> Audit:
+        loss_float32, *sums = groups.all_reduce(facts).tolist()
         total = max(sum(sums[2::3]), 1e-60)
         return Audit(
-            loss=mine,
-            loss_float32=value,
+            loss=loss,
+            loss_float32=loss_float32,
             groups={
-                name: Compared(
+                name: GroupComparison(
                     error=(squared_error / max(square, 1e-60)) ** 0.5,
                     gain=along / max(square, 1e-60),
                     share=(square / total) ** 0.5,
@@ -166,8 +166,8 @@ def group_of(name: str) -> str:
     return match[1] if match else name
 
 
-def adopt(stage: nn.Module, own: nn.Module, trained: Trainable) -> dict[str, Tensor]:
-    """Replace parameters and buffers of a stage without storage by the engine's, in place.
+def share_weights(stage: nn.Module, source: nn.Module, trained: Trainable) -> dict[str, Tensor]:
+    """Replace the parameters and buffers of a meta stage by the engine's, in place.
 
     Returns:
         Parameters by name; they share storage with the engine's weights, but not gradients.
@@ -179,7 +179,7 @@ def adopt(stage: nn.Module, own: nn.Module, trained: Trainable) -> dict[str, Ten
             parameter = nn.Parameter(wrap_like(empty, local), empty.requires_grad)
             _set(stage, name, "_parameters", parameter)
             parameters[name] = parameter
-        for name, buffer in own.named_buffers(remove_duplicate=False):
+        for name, buffer in source.named_buffers(remove_duplicate=False):
             _set(stage, name, "_buffers", buffer)
     return parameters
 

@@ -1,4 +1,4 @@
-"""Loss scaling in float16, without which small gradients would round to zero.
+"""Loss scaling in float16, which keeps small gradients from rounding to zero.
 
 The loss is multiplied by a power of two before the backward, and the summed float32 gradients are
 divided by it; both are exact. If a gradient overflows on any process, all processes see it in the
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_parallel.engine.updates.settings import LEAST, LossScale
+from ms_parallel.engine.updates.settings import MIN_SCALE, LossScale
 from ms_parallel.torch_private import foreach_mul_
 
 
 class LossScaler:
-    """Current loss scale; the same on every process, because all decide by the same numbers.
+    """Current loss scale; the same on every process, since all see the same gradient norm.
 
     Args:
         settings: loss scaling settings; None leaves gradients unscaled.
@@ -45,8 +45,8 @@ class LossScaler:
             self.factor = factor
 
     def may_overflow(self, loss: float) -> bool:
-        """Return whether a smaller scale might make a non-finite gradient finite."""
-        return self.settings is not None and self.factor > LEAST and math.isfinite(loss)
+        """Whether a non-finite gradient may be an overflow that a smaller scale would avoid."""
+        return self.settings is not None and self.factor > MIN_SCALE and math.isfinite(loss)
 
     def unscale(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide gradients by the scale, in place."""
@@ -63,7 +63,7 @@ class LossScaler:
             self.skipped += 1
             self.bad += 1
             if self.bad >= self.settings.hysteresis:
-                self.factor, self.bad = max(LEAST, self.factor / 2), 0
+                self.factor, self.bad = max(MIN_SCALE, self.factor / 2), 0
         elif self.good >= self.settings.growth_interval:
             self.factor, self.good, self.bad = self.factor * 2, 0, 0
 

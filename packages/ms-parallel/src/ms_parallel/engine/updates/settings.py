@@ -9,16 +9,16 @@ from attrs import Attribute, field, fields, frozen
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import integer, nearest, short_repr
 
-LEAST = 1.0
+MIN_SCALE = 1.0
 """Lowest scale: a loss that overflows unscaled cannot be rescued."""
 
 
 def _power_of_two(instance: object, attribute: "Attribute[Any]", value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not LEAST <= value <= 2.0**40 or math.frexp(value)[0] != 0.5:  # type: ignore[operator,arg-type]
+    if not number or not MIN_SCALE <= value <= 2.0**40 or math.frexp(value)[0] != 0.5:  # type: ignore[operator,arg-type]
         raise ConfigError(
-            f"{attribute.name} is {short_repr(value)}; give a power of two from 1 to 2**40, by"
-            " which gradients are multiplied and divided without an error"
+            f"{attribute.name} must be a power of two from 1 to 2**40, so that scaling is exact,"
+            f" got {short_repr(value)}"
         )
 
 
@@ -31,11 +31,11 @@ class LossScale:
     """
 
     initial: float = field(default=2.0**16, validator=_power_of_two)
-    """The scale to begin with, a power of two."""
+    """Initial scale, a power of two."""
     growth_interval: int = field(default=2000, validator=integer())
-    """Updates in a row without an overflow after which it is doubled."""
+    """Double the scale after this many consecutive steps without overflow."""
     hysteresis: int = field(default=1, validator=integer())
-    """Overflows, since it was last doubled or halved, that halve it; each is skipped."""
+    """Halve the scale after this many overflows since it last changed; each skips its step."""
 
 
 def loss_scale_of(value: "LossScale | Mapping[str, Any] | None") -> "LossScale | None":
@@ -49,8 +49,8 @@ def loss_scale_of(value: "LossScale | Mapping[str, Any] | None") -> "LossScale |
     known = [f.name for f in fields(LossScale)]
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"loss_scale is {short_repr(value)}; give a table of {', '.join(known)}, such as"
-            " {initial = 65536}"
+            f"loss_scale must be a table of {', '.join(known)}, such as {{initial = 65536}}, got"
+            f" {short_repr(value)}"
         )
     for key in value:
         if key not in known:
@@ -73,11 +73,11 @@ def check_loss_scale(settings: LossScale | None, mixed_precision: object) -> Non
         )
 
 
-def check_audit(options: Any, what: str) -> None:
+def check_audit(options: Any, subject: str) -> None:
     """Check that no audit is requested for a model that does not support audits.
 
     Raises:
         ConfigError: an audit is requested.
     """
     if options.audit_every is not None:
-        raise ConfigError(f"audit_every audits no {what.removeprefix('a ')}; leave it out")
+        raise ConfigError(f"audit_every is not supported for {subject}; remove it")
