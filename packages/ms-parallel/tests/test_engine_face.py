@@ -81,7 +81,7 @@ BATCH["targets"] = BATCH["tokens"]
     ("change", "problem"),
     [
         ({"tokens": None, "targets": None, "input_ids": torch.ones(2, 16).long()}, "no 'tokens'"),
-        ({"targets": None}, "has no 'targets', which the loss reads"),
+        ({"targets": None}, "must have 'targets', which the loss reads"),
         ({"targets": torch.ones(2, 8).long()}, "targets and tokens must have the same shape"),
         ({"targets": torch.ones(2, 16)}, "targets must be integers, not float32"),
         ({"tokens": torch.rand(2, 16)}, "tokens must be integers, not float32"),

@@ -103,15 +103,18 @@ def test_what_cannot_be_split_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tensor": {"nothing": "column"}}, "names 'nothing', where it has no parameter; known: "),
+        ({"tensor": {"nothing": "column"}}, "names 'nothing', which matches no parameter; known: "),
         ({"tensor": {"layers.*.feed.upp": "column"}}, "did you mean 'layers.*.feed.up'?"),
         ({"tensor": {"layers.2.feed.up": "column"}}, "did you mean 'layers.*.feed.up'?"),
-        ({"tensor": {"layers.*.feed": "column"}}, "names 'layers.*.feed', where"),
+        ({"tensor": {"layers.*.feed": "column"}}, "names 'layers.*.feed', which"),
         (
             {"tensor": {"head": "collumn"}},
-            "gives 'head' the style 'collumn'; did you mean",
+            "has an unknown style 'collumn' for 'head'; did you mean",
         ),
-        ({"blocks": "layer.*"}, "names 'layer.*', where it has no parameter; did you mean 'layers"),
+        (
+            {"blocks": "layer.*"},
+            "names 'layer.*', which matches no parameter; did you mean 'layers",
+        ),
         ({"embedding": ("embedding",)}, "did you mean 'embed'?"),
         ({"head": ("norm", "heads")}, "did you mean 'head'?"),
         ({"tied": (("embed.weight", "head.wait"),)}, "did you mean 'head.weight'?"),
