@@ -15,7 +15,7 @@ from ms_kernels.aot import TARGETS, build, load
 from ms_kernels.aot.gpu_library import entries
 from ms_kernels.aot.manifest import read_manifest
 from ms_kernels.aot.targets import target_named
-from ms_kernels.aot.workers import each_done
+from ms_kernels.aot.workers import map_in_processes
 from ms_kernels.cli import main
 from ms_kernels.errors import ArgumentError, BackendError
 
@@ -172,7 +172,7 @@ def test_several_processes_build_the_same_library_as_one(library, tmp_path):
 
     few = [each for each in entries("sm_90") if each.name in FEW]
     work = partial(gpu_library._kept_or_compiled, target=target_named("sm_90"), work=tmp_path)
-    made = list(each_done(work, few, jobs=2, least=1))
+    made = list(map_in_processes(work, few, jobs=2, min_items=1))
     assert [each.entry.name for each in made] == [each.name for each in few]
     for each in made:
         assert each.binary == (library / f"{each.entry.name}.cubin").read_bytes()
@@ -188,7 +188,7 @@ def test_the_command_builds_for_amd_and_refuses_what_it_does_not_know(tmp_path, 
     assert "exists; remove it" in capsys.readouterr().err
     assert main(["build", "--target", "sm_91", "--out", str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert told == f"ms-kernels: there is no target 'sm_91'; there are {', '.join(TARGETS)}\n"
+    assert told == f"ms-kernels: target must be one of {', '.join(TARGETS)}, got 'sm_91'\n"
     assert main([*arguments[:2], "sm_90", *arguments[3:6], "nothing"]) == 2
     assert "there are adamw_step, attention_backward_keys" in capsys.readouterr().err
     (tmp_path / "file").write_text("")

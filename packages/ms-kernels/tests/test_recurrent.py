@@ -46,7 +46,7 @@ def test_a_token_moves_no_other_document_by_a_bit(operator, backend, monkeypatch
     """Be it changed to another number, to infinity or to NaN; chunks of 4 positions too."""
     (each,) = [each for each in OPERATORS[operator].implementations if each.backend == backend]
     assert_apart(each.run, CONTRACTS[operator])
-    monkeypatch.setattr(chunks, "LONGEST", 4)
+    monkeypatch.setattr(chunks, "MAX_CHUNK", 4)
     assert_apart(each.run, CONTRACTS[operator])
 
 
@@ -239,13 +239,13 @@ def test_chunks_equal_the_recurrence_and_its_gradients(data):
     share = data.draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
     starts = torch.rand(2, positions, generator=generator) < share
     given_ = {**drawn, "documents": starts.cumsum(1)}
-    before, chunks.LONGEST = chunks.LONGEST, longest
+    before, chunks.MAX_CHUNK = chunks.MAX_CHUNK, longest
     try:
         options = (None, data.draw(st.booleans()), True)
         for part, off in compare(contract, chunks.gated_delta_rule, given_.values(), options):
             assert off <= 1, f"{part} is off by {off:.3g} times the tolerance"
     finally:
-        chunks.LONGEST = before
+        chunks.MAX_CHUNK = before
 
 
 @pytest.mark.parametrize("strong", [-50.0, -1e4, -torch.inf])

@@ -17,20 +17,20 @@ from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
 @frozen(kw_only=True)
 class Finding:
-    """How far one backend lies from the truth in one trial."""
+    """Error of one backend in one trial."""
 
     operator: str
     backend: str
     device: str
     dtype: str
     options: str
-    """Options and sizes that are not the example's, and optional arguments that were left out."""
+    """Options and sizes that differ from the example, and omitted optional arguments."""
     part: str
-    """``"result"`` or ``"gradient of NAME"``; ``""`` when the backend does not take the call."""
+    """``"result"`` or ``"gradient of NAME"``; ``""`` if the backend does not support the call."""
     share: float
-    """Largest error, as a share of the tolerance: it holds up to 1."""
+    """Largest error as a fraction of the tolerance; 1 or less passes."""
     reason: str = ""
-    """Why the backend does not take the call."""
+    """Reason why the backend does not support the call."""
 
     @property
     def holds(self) -> bool:
@@ -45,19 +45,19 @@ def check(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Finding, ...]:
-    """Compare backends with the reference in float64, on the contracts' examples.
+    """Compare backends with the float64 reference on the contracts' examples.
 
-    Each option is tried at its default and, one at a time, at each other value that its contract
-    names; optional arguments are tried with and without.
+    Each option is tried at its default and, one option at a time, at the other values listed in
+    its contract. Optional arguments are tried with and without.
 
     Args:
-        operators: names; all if None.
-        backends: names; all if None.
-        device: where to run.
+        operators: names of operators. None: all.
+        backends: names of backends. None: all.
+        device: device to run on.
         dtype: dtype of the inputs.
 
     Returns:
-        A finding for each result and gradient of each trial.
+        One finding per result and gradient of a trial.
     """
     findings: list[Finding] = []
     for implementation in IMPLEMENTATIONS:

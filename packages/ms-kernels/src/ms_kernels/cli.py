@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # With subcommands, argparse does not accept positional arguments after options.
     options, extra = parser.parse_known_args(arguments)
     if any(argument.startswith("-") for argument in extra) or (extra and "details" not in options):
-        parser.error(f"not understood: {' '.join(extra)}")
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
     if extra:
         options.details += extra
     return perform("ms-kernels", lambda: _command(options.run)(options))
@@ -35,7 +35,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "ms-kernels",
         version=__version__,
-        description="Operators, their backends, and the proof that they agree.",
+        description="Inspect, check, time and build operators and their backends.",
         example="ms-kernels explain attention --dtype bfloat16 Sq=1 Sk=4096",
     )
     commands = parser.add_subparsers(
@@ -50,46 +50,61 @@ def _parser() -> CommandParser:
 
 
 def _add_explain(command: argparse.ArgumentParser) -> None:
-    command.add_argument("operator", help="its name; `ms-kernels list` names all")
+    command.add_argument("operator", help="name of the operator, from `ms-kernels list`")
     command.add_argument(
         "details",
         nargs="*",
         metavar="NAME[=VALUE]",
-        help="a size or an option that differs from the usual, or an optional argument",
+        help="size, option or optional argument of the call",
     )
-    command.add_argument("--chip", help="whose tuning table counts, such as sm_90; this machine's")
+    command.add_argument(
+        "--chip", help="chip whose tuning table is used, such as sm_90; default: this machine"
+    )
     _add_device(command)
 
 
 def _add_check(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--operator", action="append", help="only this one; may be repeated")
+    command.add_argument(
+        "--operator", action="append", help="restrict to this one; may be repeated"
+    )
     _add_device(command)
 
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--tune", action="store_true", help="make a tuning table of this chip")
     command.add_argument(
-        "--out", type=file_argument, help="where to write the table; CHIP.json if left out"
+        "--tune", action="store_true", help="generate the tuning table of this chip"
+    )
+    command.add_argument(
+        "--out", type=file_argument, help="output file of the table; default: CHIP.json"
     )
     _add_check(command)
 
 
 def _add_device(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--backend", action="append", help="only this one; may be repeated")
-    command.add_argument("--device", default="cpu", help="such as cpu, cuda or npu")
-    command.add_argument("--dtype", default="float32", help="such as bfloat16")
+    command.add_argument("--backend", action="append", help="restrict to this one; may be repeated")
+    command.add_argument("--device", default="cpu", help="device, such as cpu, cuda or npu")
+    command.add_argument("--dtype", default="float32", help="dtype, such as bfloat16")
 
 
 def _add_build(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--target", required=True, help=f"one of: {', '.join(TARGETS)}")
+    command.add_argument("--target", required=True, help=f"chip: {', '.join(TARGETS)}")
     command.add_argument(
-        "--out", type=folder_argument, required=True, help="where the target's folder goes"
+        "--out",
+        type=folder_argument,
+        required=True,
+        help="output folder, in which TARGET/ is created",
     )
     command.add_argument(
-        "--only", action="append", default=[], help="kernels or operators whose names begin so"
+        "--only",
+        action="append",
+        default=[],
+        help="prefix of kernels or operators to build; may be repeated",
     )
     command.add_argument(
-        "--jobs", type=int, default=cores(), help="processes to compile in; one a core if left out"
+        "--jobs",
+        type=int,
+        default=cores(),
+        help="number of compiler processes; default: one per core",
     )
 
 
@@ -98,35 +113,35 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None], str,
         "list",
         "list_operators",
         lambda command: None,
-        "show every operator and what implements it",
+        "list all operators and their implementations",
         "ms-kernels list --json",
     ),
     (
         "explain",
         "explain",
         _add_explain,
-        "show which backend a call gets, why, and the least work it must do",
+        "show the backend chosen for a call, the reasons, and its minimum work",
         "ms-kernels explain attention Sq=1 Sk=4096 window=1024 documents",
     ),
     (
         "check",
         "check",
         _add_check,
-        "compare backends with the truth in float64, forward and backward",
+        "compare backends with the float64 reference, forward and backward",
         "ms-kernels check --operator attention --dtype bfloat16",
     ),
     (
         "bench",
         "bench",
         _add_bench,
-        "time every backend on this machine, or make its tuning table",
+        "time all backends on this machine, or generate its tuning table",
         "ms-kernels bench --tune --device cuda --out sm_90.json",
     ),
     (
         "build",
         "build",
         _add_build,
-        "make the operator library of a chip that need not be here",
+        "build the operator library of a chip, which need not be installed",
         "ms-kernels build --target sm_90 --out lib/",
     ),
 )

@@ -9,7 +9,7 @@ SHOWN_CHARACTERS = 80
 def shown(value: object) -> str:
     """Format a value for a message: in one line of bounded length."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
-        return f"a whole number of {value.bit_length()} bits"  # str() fails above 4,300 digits
+        return f"an integer of {value.bit_length()} bits"  # str() fails above 4,300 digits
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a failing __repr__ must not hide the actual error
@@ -18,20 +18,20 @@ def shown(value: object) -> str:
 
 
 class KernelError(Exception):
-    """Base of all errors of ms-kernels. Its text is one line: what, where, the remedy."""
+    """Base class of the errors of ms-kernels; the message is one line."""
 
     exit_code: ClassVar[int] = 2
-    """Exit code of a command that raises it: 2, bad input."""
+    """Exit code of commands: 2, bad input."""
 
 
 class ArgumentError(KernelError, ValueError):
-    """An argument that an operator's contract does not allow.
+    """An argument that violates the operator's contract.
 
     Attributes:
         operator: name of the operator, such as ``"rms_norm"``.
-        argument: name of the argument that does not fit.
-        got: what was passed, described.
-        fits: what would have been accepted.
+        argument: name of the argument.
+        got: description of the value passed.
+        fits: description of the accepted values.
     """
 
     def __init__(self, operator: str, argument: str, got: str, fits: str) -> None:
@@ -43,8 +43,8 @@ class ArgumentError(KernelError, ValueError):
 
 
 class BackendError(KernelError, RuntimeError):
-    """A backend that is unknown, absent on this machine, or cannot take this call."""
+    """A backend is unknown, not available on this machine, or does not support the call."""
 
 
 class TableError(KernelError, ValueError):
-    """A tuning table that is damaged, or not one."""
+    """A tuning table is damaged, or the file is not a tuning table."""

@@ -17,7 +17,7 @@ __all__ = ["dequantize", "pack_codes", "quantize", "unpack_codes"]
 
 
 def pack_codes(codes: Tensor, *, bits: int) -> Tensor:
-    """Pack codes.
+    """Pack integer codes into bytes.
 
     Args:
         codes: (N, K) of an integer dtype, each from 0 to ``2 ** bits - 1``.
@@ -27,13 +27,13 @@ def pack_codes(codes: Tensor, *, bits: int) -> Tensor:
         (N, K · bits / 8) uint8.
 
     Raises:
-        ArgumentError: when a code does not fit, or K is odd.
+        ArgumentError: a code is out of range, or K is odd.
     """
     _check_bits("pack_codes", bits)
     if codes.ndim != 2 or codes.is_floating_point() or codes.shape[1] * bits % 8:
         got = f"{describe(codes.dtype)} of shape {describe(codes.shape)}"
         even = ", K even" if bits == 4 else ""
-        raise ArgumentError("pack_codes", "codes", got, f"whole numbers of shape (N, K){even}")
+        raise ArgumentError("pack_codes", "codes", got, f"integers of shape (N, K){even}")
     if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 2**bits):
         got = f"{int(codes.min())} to {int(codes.max())}"
         raise ArgumentError("pack_codes", "codes", got, f"from 0 to {2**bits - 1}")
@@ -45,7 +45,7 @@ def unpack_codes(packed: Tensor, *, bits: int) -> Tensor:
     """Return the codes (N, K) uint8 of `packed` (N, K · bits / 8) uint8.
 
     Raises:
-        ArgumentError: when `bits` is neither 4 nor 8 or `packed` is no uint8 matrix.
+        ArgumentError: `bits` is not 4 or 8, or `packed` is not a uint8 matrix.
     """
     _check_bits("unpack_codes", bits)
     if packed.dtype != torch.uint8 or packed.ndim != 2:
@@ -64,16 +64,16 @@ def quantize(
     Args:
         weight: (N, K), a floating dtype.
         bits: 4 or 8.
-        group_size: how many weights of a row share a scale; it divides K.
-        symmetric: spread codes evenly about 0, up to the largest magnitude of the group, and use
-            no zeros; otherwise spread them from the least weight, or 0, to the greatest, or 0.
+        group_size: number of weights of a row that share a scale; must divide K.
+        symmetric: cover [-a, a] with the group's largest magnitude a, without zeros; otherwise
+            cover the group's range, extended to include 0.
 
     Returns:
-        packed (N, K · bits / 8) uint8, scales (N, K / group_size) float32, and zeros likewise or
-        None.
+        packed (N, K · bits / 8) uint8; scales (N, K / group_size) float32; zeros with the shape
+        and dtype of scales, or None.
 
     Raises:
-        ArgumentError: when an argument does not fit.
+        ArgumentError: an argument is invalid.
     """
     _check_bits("quantize", bits)
     if weight.ndim != 2 or weight.dtype not in FLOATING:
@@ -83,16 +83,18 @@ def quantize(
         fits = f"a divisor of {weight.shape[1]}, the weight's second size"
         raise ArgumentError("quantize", "group_size", shown(group_size), fits)
     groups = weight.detach().to(torch.float32)
+    # (N, groups, group_size)
     groups = groups.reshape(len(weight), weight.shape[1] // group_size, group_size)
     top = 2**bits - 1
     if symmetric:
-        scales = groups.abs().amax(-1) / (2 ** (bits - 1) - 1)
+        scales = groups.abs().amax(-1) / (2 ** (bits - 1) - 1)  # (N, groups)
         zeros = torch.full_like(scales, 2 ** (bits - 1))
     else:
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         scales = (high - low) / top
+        # so that weight 0 has an exact code
         zeros = torch.where(scales > 0, -low / scales, 0).round()
-    steps = torch.where(scales > 0, scales, 1).unsqueeze(-1)
+    steps = torch.where(scales > 0, scales, 1).unsqueeze(-1)  # an all-zero group has scale 0
     codes = (groups / steps).round() + zeros.unsqueeze(-1)
     packed = pack_codes(codes.clamp(0, top).flatten(1).to(torch.uint8), bits=bits)
     return packed, scales, None if symmetric else zeros
@@ -101,18 +103,18 @@ def quantize(
 def dequantize(
     packed: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, group_size: int
 ) -> Tensor:
-    """Return the matrix (N, K) that codes stand for, in the scales' dtype, at least float32.
+    """Dequantize to a matrix (N, K), in the dtype of the scales but at least float32.
 
     Args:
         packed: (N, K · bits / 8) uint8.
         scales: (N, K / group_size), a floating dtype.
-        zeros: likewise; ``2 ** (bits - 1)`` if None.
+        zeros: (N, K / group_size). None: ``2 ** (bits - 1)``.
         bits: 4 or 8.
-        group_size: how many weights of a row share a scale.
+        group_size: number of weights of a row that share a scale.
 
     Raises:
-        ArgumentError: when `bits` is neither 4 nor 8, `packed` is no uint8 matrix, or `group_size`
-            does not lead from its features to the scales.
+        ArgumentError: `bits` is not 4 or 8, `packed` is not a uint8 matrix, or `group_size` does
+            not match the numbers of features and scales.
     """
     _check_bits("dequantize", bits)
     features = packed.shape[-1] * 8 // bits

@@ -21,8 +21,8 @@ Progress = Callable[[str, int, int], object]
 log = logging.getLogger(__name__)
 
 
-def _silent(what: str, done: int, count: int) -> None:
-    log.debug("%s: %d of %d", what, done, count)
+def _silent(piece: str, done: int, count: int) -> None:
+    log.debug("%s: %d of %d", piece, done, count)
 
 
 def build(
@@ -33,50 +33,50 @@ def build(
     jobs: int = 1,
     progress: Progress = _silent,
 ) -> Path:
-    """Build the operator library of one chip, on a machine that need not have it.
+    """Build the operator library of one chip, which need not be installed.
 
-    The folder ``out/TARGET`` appears whole or not at all. What was compiled lies beside it until
-    then, so that a build that was stopped goes on where it was; a later build of what did not
-    change takes it from Triton's own cache.
+    The folder ``out/TARGET`` is renamed into place when it is complete. Until then, compiled pieces
+    are in ``out/.TARGET.partial``, from which an interrupted build resumes. Later builds reuse
+    unchanged kernels from Triton's cache.
 
     Args:
-        target: such as ``"sm_90"``; see `TARGETS`.
-        out: the folder to make the target's folder in.
-        only: kernels or operators whose names begin so; all if empty.
-        jobs: processes to compile in, at most. With more than one, a script that calls this guards
-            its top level by ``if __name__ == "__main__":``.
-        progress: called after each piece, with its name, how many are done, and of how many.
+        target: name of the chip, such as ``"sm_90"``; see `TARGETS`.
+        out: parent of the target's folder.
+        only: name prefixes of the kernels or operators to build; all if empty.
+        jobs: maximum number of compiler processes. With more than one, a calling script must guard
+            its top level with ``if __name__ == "__main__":``.
+        progress: called after each piece with its name, the number of pieces done, and the total.
 
     Returns:
-        The target's folder: a shared library, its C header, a manifest.
+        The target's folder, with a shared library, its C header and a manifest.
 
     Raises:
-        BackendError: when the target is unknown, its folder exists, or a tool is missing or fails.
+        BackendError: the target is unknown, its folder exists, or a tool is missing or fails.
     """
     chip = target_named(target)
     folder = out / chip.name
     if jobs < 1:
-        raise BackendError(f"jobs is {jobs}; it must be a number of processes, 1 or more")
+        raise BackendError(f"jobs must be at least 1, got {jobs}")
     try:
         if folder.exists():
             raise BackendError(f"{folder} exists; remove it, or build into another folder")
         (out / f".{chip.name}.partial").mkdir(parents=True, exist_ok=True)
     except ValueError as error:  # invalid on every system, such as a null byte
-        raise BackendError(f"{shown(str(folder))}: {error}; name another folder") from error
+        raise BackendError(f"{shown(str(folder))}: {error}; use another folder") from error
     except OSError as error:
         raise _unwritten(folder, error) from error
     try:
-        return _made(chip, out, only, jobs, progress)
+        return _build(chip, out, only, jobs, progress)
     except OSError as error:
         raise _unwritten(folder, error) from error
 
 
-def _unwritten(place: Path, error: OSError) -> BackendError:
+def _unwritten(path: Path, error: OSError) -> BackendError:
     reason = error.strerror or type(error).__name__
-    return BackendError(f"{shown(str(place))} cannot be written: {reason}; name another folder")
+    return BackendError(f"{shown(str(path))} cannot be written: {reason}; use another folder")
 
 
-def _made(chip: Target, out: Path, only: Sequence[str], jobs: int, progress: Progress) -> Path:
+def _build(chip: Target, out: Path, only: Sequence[str], jobs: int, progress: Progress) -> Path:
     """Build a library in the temporary folder, then rename it to its final name atomically."""
     folder, work = out / chip.name, out / f".{chip.name}.partial"
     build_content = make_models if chip.backend == "cpu" else make_kernels

@@ -116,41 +116,45 @@ def compile_entry(entry: Entry, target: Target) -> Compiled:
     )
 
 
-def _scratch(made: Any, target: Target) -> int:
+def _scratch(kernel: Any, target: Target) -> int:
     """Count the scratch pointers that Triton appends to the parameters; their size must be 0."""
     for name in ("global_scratch_size", "profile_scratch_size"):
-        size = getattr(made.metadata, name, 0)
-        assert not size, f"{made.metadata.name} wants {size} bytes of scratch memory"
+        size = getattr(kernel.metadata, name, 0)
+        assert not size, f"{kernel.metadata.name} wants {size} bytes of scratch memory"
     if target.backend == "cuda":
-        head = str(made.asm["ptx"]).partition(".entry")[2].partition(")")[0]
-        return _taken(head.count(".param"), made)
-    kernels = str(made.asm["amdgcn"]).partition(".args:")[2].partition(".group_segment")[0]
-    return _taken(len(re.findall(r"\.value_kind: +(?:global_buffer|by_value)", kernels)), made)
+        head = str(kernel.asm["ptx"]).partition(".entry")[2].partition(")")[0]
+        return _count_scratch(head.count(".param"), kernel)
+    kernels = str(kernel.asm["amdgcn"]).partition(".args:")[2].partition(".group_segment")[0]
+    return _count_scratch(
+        len(re.findall(r"\.value_kind: +(?:global_buffer|by_value)", kernels)), kernel
+    )
 
 
-def _taken(count: int, made: Any) -> int:
-    declared = sum(1 for dtype in made.src.signature.values() if dtype != "constexpr")
-    assert count >= declared, f"{made.metadata.name} takes {count} parameters of {declared}"
+def _count_scratch(count: int, kernel: Any) -> int:
+    declared = sum(1 for dtype in kernel.src.signature.values() if dtype != "constexpr")
+    assert count >= declared, f"{kernel.metadata.name} takes {count} parameters of {declared}"
     return count - declared
 
 
-def _nvidia_resources(made: Any) -> Resources:
+def _nvidia_resources(kernel: Any) -> Resources:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
     match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout + usage.stderr)
     if match is None:
-        raise BackendError(f"cuobjdump says nothing of {made.metadata.name}: {usage.stderr[:200]}")
-    ptx = str(made.asm["ptx"])
+        raise BackendError(
+            f"cuobjdump reports no resources of {kernel.metadata.name}: {usage.stderr[:200]}"
+        )
+    ptx = str(kernel.asm["ptx"])
     matrix = len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx))
     return Resources(
         registers=int(match[1]),
         spilled_bytes=int(match[2]) + int(match[3]),
-        shared_bytes=int(made.metadata.shared),
+        shared_bytes=int(kernel.metadata.shared),
         matrix_instructions=matrix,
         vector_bits=max(
             [0]
@@ -163,8 +167,8 @@ def _nvidia_resources(made: Any) -> Resources:
     )
 
 
-def _amd_resources(made: Any) -> Resources:
-    code = str(made.asm["amdgcn"])
+def _amd_resources(kernel: Any) -> Resources:
+    code = str(kernel.asm["amdgcn"])
 
     def count(name: str) -> int:
         match = re.search(rf"\.{name}: +(\d+)", code)
@@ -174,7 +178,7 @@ def _amd_resources(made: Any) -> Resources:
     return Resources(
         registers=count("vgpr_count") + count("agpr_count"),
         spilled_bytes=4 * count("vgpr_spill_count"),
-        shared_bytes=int(made.metadata.shared),
+        shared_bytes=int(kernel.metadata.shared),
         matrix_instructions=len(re.findall(r"\bv_mfma_", code)),
         vector_bits=max([0] + [32 * int(width[1:] or 1) for width in widths]),
     )

@@ -15,7 +15,7 @@ from torch.export import Dim
 from ms_kernels.aot.files import LIBRARY, file_of, own_version, run_compiler, write
 from ms_kernels.aot.manifest import Kernel, Manifest, Parameter
 from ms_kernels.aot.targets import Target
-from ms_kernels.aot.workers import each_done
+from ms_kernels.aot.workers import map_in_processes
 from ms_kernels.contracts.arguments import Model
 from ms_kernels.contracts.call import describe
 from ms_kernels.contracts.contract import Contract
@@ -41,16 +41,16 @@ def make_models(
     jobs: int,
     progress: Callable[[str, int, int], object],
 ) -> Manifest:
-    """Build the packages and the C library of the CPU in `work`; reuse packages from before."""
-    every = [name for name, contract in CONTRACTS.items() if contract.model is not None]
-    selected = [name for name in every if not only or name.startswith(tuple(only))]
+    """Build the packages and the C library of the CPU in `work`, which may have earlier packages."""
+    available = [name for name, contract in CONTRACTS.items() if contract.model is not None]
+    selected = [name for name in available if not only or name.startswith(tuple(only))]
     if not selected:
         raise BackendError(
-            f"no operator's name begins with {' or '.join(only)}; "
-            f"for the CPU there are {', '.join(every)}"
+            f"no operator's name starts with {' or '.join(only)}; "
+            f"for the CPU there are {', '.join(available)}"
         )
     kernels: list[Kernel] = []
-    for kernel in each_done(partial(_make, work=work), selected, jobs=jobs, least=2):
+    for kernel in map_in_processes(partial(_make, work=work), selected, jobs=jobs, min_items=2):
         kernels.append(kernel)
         progress(kernel.name, len(kernels), len(selected))
     sources = resources.files("ms_kernels.aot")

@@ -21,14 +21,14 @@ def run_compiler(
     """Run the machine's C compiler in a folder.
 
     Raises:
-        BackendError: if there is no compiler, or it fails; with its first error.
+        BackendError: the compiler is missing, or it fails; with its first error.
     """
     default = {"CC": "cc", "CXX": "c++"}[variable]
     command = (os.environ.get(variable) or default).split()
     if shutil.which(command[0]) is None:
         build_compiler = sysconfig.get_config_var(variable)
         remedy = f"install one, or set {variable} (Python was built with {build_compiler})"
-        raise BackendError(f"there is no compiler {command[0]!r}; {remedy}")
+        raise BackendError(f"the compiler {command[0]!r} is not installed; {remedy}")
     process = subprocess.run(
         [*command, *arguments, *output], cwd=work, capture_output=True, text=True
     )

@@ -23,7 +23,7 @@ from ms_kernels.aot.lint import lint
 from ms_kernels.aot.manifest import Manifest
 from ms_kernels.aot.source import describe, header, table
 from ms_kernels.aot.targets import Target
-from ms_kernels.aot.workers import each_done
+from ms_kernels.aot.workers import map_in_processes
 from ms_kernels.core.entries import DTYPES, Entry
 from ms_kernels.errors import BackendError
 from ms_kernels.files.untrusted import read_bytes, read_json
@@ -49,17 +49,17 @@ def make_kernels(
     jobs: int,
     progress: Callable[[str, int, int], object],
 ) -> Manifest:
-    """Compile the kernels of a GPU and link its library in `work`; reuse kernels from before."""
-    every = entries(target.name)
-    selected = [entry for entry in every if _asked(entry, only)]
+    """Compile a GPU's kernels and link its library in `work`, which may hold earlier kernels."""
+    available = entries(target.name)
+    selected = [entry for entry in available if _is_selected(entry, only)]
     if not selected:
-        names = sorted({entry.kernel.rpartition(".")[2] for entry in every})
+        names = sorted({entry.kernel.rpartition(".")[2] for entry in available})
         raise BackendError(
-            f"no kernel's name begins with {' or '.join(only)}; there are {', '.join(names)}"
+            f"no kernel's name starts with {' or '.join(only)}; there are {', '.join(names)}"
         )
     compiled: list[Compiled] = []
-    compile_one = partial(_kept_or_compiled, target=target, work=work)
-    for kernel in each_done(compile_one, selected, jobs=jobs, least=16):
+    compile_one = partial(_cached_or_compiled, target=target, work=work)
+    for kernel in map_in_processes(compile_one, selected, jobs=jobs, min_items=16):
         compiled.append(kernel)
         progress(kernel.entry.name, len(compiled), len(selected))
     kernels = [describe(kernel) for kernel in compiled]
@@ -79,12 +79,12 @@ def make_kernels(
     )
 
 
-def _asked(entry: Entry, only: Sequence[str]) -> bool:
+def _is_selected(entry: Entry, only: Sequence[str]) -> bool:
     names = (entry.name, entry.operator)
     return not only or any(name.startswith(tuple(only)) for name in names)
 
 
-class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _CachedKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Metadata of a kernel from an interrupted build, stored next to its binary."""
 
     key: str
@@ -94,13 +94,13 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     resources: dict[str, int]
 
 
-def _kept_or_compiled(entry: Entry, target: Target, work: Path) -> Compiled:
+def _cached_or_compiled(entry: Entry, target: Target, work: Path) -> Compiled:
     """Reuse a kernel from an interrupted build of the same source, or compile it."""
     key = _key(entry)
     metadata_path = work / f"{entry.name}.json"
     binary_path = work / f"{entry.name}.{target.suffix}"
     try:
-        metadata = read_json(metadata_path, _Kept, error=BackendError)
+        metadata = read_json(metadata_path, _CachedKernel, error=BackendError)
         binary = read_bytes(binary_path, error=BackendError)
         if metadata.key == key and metadata.sha256 == hashlib.sha256(binary).hexdigest():
             return Compiled(
@@ -113,13 +113,13 @@ def _kept_or_compiled(entry: Entry, target: Target, work: Path) -> Compiled:
                 ttir="",
             )
     except (BackendError, TypeError) as error:  # missing or damaged: compile it
-        log.debug("%s is compiled anew: %s", entry.name, error)
+        log.debug("recompiling %s: %s", entry.name, error)
     compiled = compile_entry(entry, target)
     faults = lint(compiled.ttir, entry.greatest())
     if faults:
         raise BackendError(f"{entry.name}: {faults[0]}")
     write(binary_path, compiled.binary)
-    metadata = _Kept(
+    metadata = _CachedKernel(
         key=key,
         sha256=hashlib.sha256(compiled.binary).hexdigest(),
         symbol=compiled.symbol,

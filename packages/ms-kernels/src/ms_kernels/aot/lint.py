@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "rows_each": 2**26,
     "window": 2**26,
 }
-"""Maximum of an argument, by its name or the last part of it: rows of 2^20 features, 2^24 classes,
+"""Maximum of an argument, by its name or name suffix: rows of 2^20 features, 2^24 classes,
 sequences of 2^26 positions, row strides of 2^23 elements. An index that is a product beyond 32 bits
 within these limits must be 64 bits wide."""
 
@@ -174,29 +174,29 @@ _UNARY = frozenset(
 )
 
 
-def _product(one: Interval, two: Interval) -> Interval:
-    ends = [a * b for a in one for b in two]
+def _product(x: Interval, y: Interval) -> Interval:
+    ends = [a * b for a in x for b in y]
     return (min(ends), max(ends))
 
 
-def _quotient(one: Interval, two: Interval) -> Interval:
+def _quotient(x: Interval, y: Interval) -> Interval:
     """Divide intervals with a divisor of at least 1; division by 0 is not checked here."""
-    low, high = max(two[0], 1), max(two[1], 1)
-    ends = [int(a / b) for a in one for b in (low, high)]
+    low, high = max(y[0], 1), max(y[1], 1)
+    ends = [int(a / b) for a in x for b in (low, high)]
     return (min(ends), max(ends))
 
 
-def _rest(one: Interval, two: Interval) -> Interval:
-    largest = min(max(two[1] - 1, 0), max(one[1], 0))
-    return (0, largest) if one[0] >= 0 else (-max(two[1] - 1, 0), largest)
+def _rest(x: Interval, y: Interval) -> Interval:
+    largest = min(max(y[1] - 1, 0), max(x[1], 0))
+    return (0, largest) if x[0] >= 0 else (-max(y[1] - 1, 0), largest)
 
 
 _BINARY: Mapping[str, Callable[[Interval, Interval], Interval]] = {
-    "arith.addi": lambda one, two: (one[0] + two[0], one[1] + two[1]),
-    "arith.subi": lambda one, two: (one[0] - two[1], one[1] - two[0]),
+    "arith.addi": lambda x, y: (x[0] + y[0], x[1] + y[1]),
+    "arith.subi": lambda x, y: (x[0] - y[1], x[1] - y[0]),
     "arith.muli": _product,
     "arith.divsi": _quotient,
     "arith.remsi": _rest,
-    "arith.minsi": lambda one, two: (min(one[0], two[0]), min(one[1], two[1])),
-    "arith.maxsi": lambda one, two: (max(one[0], two[0]), max(one[1], two[1])),
+    "arith.minsi": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
+    "arith.maxsi": lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
 }

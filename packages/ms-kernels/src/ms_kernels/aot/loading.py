@@ -24,10 +24,10 @@ _RANGES = {"pointer": (0, 2**64 - 1), **dict.fromkeys(("i32", "i64"), (-(2**63),
 
 
 class Library:
-    """The kernels of one chip.
+    """A loaded library with the kernels of one chip.
 
     Attributes:
-        manifest: what the library holds, and each kernel's arguments.
+        manifest: the library's kernels and their arguments.
     """
 
     def __init__(self, manifest: Manifest, handle: ctypes.CDLL) -> None:
@@ -41,14 +41,14 @@ class Library:
         """Launch one kernel on the current device.
 
         Args:
-            name: of a kernel in the manifest.
-            stream: address of a stream, such as ``torch.cuda.current_stream().cuda_stream``.
-            **arguments: every parameter of the kernel by name; pointers as addresses, such as
+            name: name of a kernel in the manifest.
+            stream: address of the stream, such as ``torch.cuda.current_stream().cuda_stream``.
+            **arguments: all parameters of the kernel by name; pointers as addresses, such as
                 ``tensor.data_ptr()``.
 
         Raises:
-            ArgumentError: when an argument is missing, unknown or no number.
-            BackendError: when the library refuses or the driver fails; gives its reason.
+            ArgumentError: an argument is missing, unknown or not a number.
+            BackendError: the library rejects the call, or the driver fails.
         """
         kernel = self._kernels.get(name)
         if kernel is None:
@@ -57,7 +57,9 @@ class Library:
         expected = [parameter.name for parameter in kernel.parameters]
         for argument in arguments:
             if argument not in expected:
-                raise ArgumentError(name, argument, "no argument of it", f"one of {expected}")
+                raise ArgumentError(
+                    name, argument, "not an argument of the kernel", f"one of {expected}"
+                )
         values = []
         for parameter in kernel.parameters:
             if parameter.name not in arguments:
@@ -76,39 +78,37 @@ class Library:
 
 
 def load(folder: Path | str) -> Library:
-    """Open a library that `build` made.
+    """Open a library built by `build`.
 
     Args:
-        folder: such as ``lib/sm_90``.
+        folder: folder of the library, such as ``lib/sm_90``.
 
     Raises:
-        BackendError: when it is no library, a file differs from its checksum, or it cannot be
-            opened.
+        BackendError: the folder is not a library, a file differs from its checksum, or it
+            cannot be opened.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     if manifest.kind != "kernels":
         raise BackendError(
-            f"{folder} holds models for the CPU; open them by torch._inductor.aoti_load_package"
+            f"{folder} holds models for the CPU; open them with torch._inductor.aoti_load_package"
         )
     for file in manifest.files:
         path = folder / file.path
         with decoding(path, error=BackendError):
             if not path.is_file() or path.stat().st_size != file.size_bytes:
-                raise BackendError(
-                    f"{path} is missing or not {file.size_bytes} bytes; build it again"
-                )
+                raise BackendError(f"{path} is missing or not {file.size_bytes} bytes; rebuild it")
             with path.open("rb") as content:
                 checksum = hashlib.file_digest(content, "sha256").hexdigest()
             if checksum != file.sha256:
-                raise BackendError(f"{path} differs from its checksum; build it again")
+                raise BackendError(f"{path} differs from its checksum; rebuild it")
     library_path = folder / manifest.library
     with decoding(library_path, error=BackendError):
         handle = ctypes.CDLL(str(library_path.resolve()))
     absent = [name for name in _functions(manifest) if not hasattr(handle, name)]
     if absent:
         raise BackendError(
-            f"{library_path} has no {absent[0]}, which its manifest names; build it again"
+            f"{library_path} has no {absent[0]}, which its manifest names; rebuild it"
         )
     return Library(manifest, handle)
 
@@ -121,14 +121,14 @@ def _functions(manifest: Manifest) -> list[str]:
     ]
 
 
-def _number(kind: str, value: Any) -> Any:
+def _number(ctype: str, value: Any) -> Any:
     """Convert a number to its C type; ctypes alone would silently truncate it.
 
     Raises:
-        TypeError: if the value is not a number of that kind.
+        TypeError: if the value is not in the range of the type.
     """
-    lower, upper = _RANGES.get(kind, (0, 0))
-    fits = is_whole(value, lower, upper) if kind in _RANGES else is_number(value)
-    if not fits and not (kind == "f32" and isinstance(value, float)):
-        raise TypeError(kind)
-    return _TYPES[kind](value)
+    lower, upper = _RANGES.get(ctype, (0, 0))
+    fits = is_whole(value, lower, upper) if ctype in _RANGES else is_number(value)
+    if not fits and not (ctype == "f32" and isinstance(value, float)):
+        raise TypeError(ctype)
+    return _TYPES[ctype](value)

@@ -13,7 +13,7 @@ NAME = "manifest.json"
 KINDS = frozenset({"pointer", "i32", "i64", "f32"})
 """Kinds of a kernel's parameters."""
 
-LARGEST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """Maximum size of a manifest."""
 
 
@@ -80,11 +80,11 @@ def read_manifest(folder: Path) -> Manifest:
         BackendError: if the manifest is missing or invalid; with the file and the reason.
     """
     path = folder / NAME
-    content = read_bytes(path, error=BackendError, limit_bytes=LARGEST_BYTES)
+    content = read_bytes(path, error=BackendError, limit_bytes=MAX_BYTES)
     try:
         manifest = decode_json(content, Manifest, where=path, error=BackendError)
     except BackendError as error:
-        reason = f"{error}: no manifest of this version; build the library again"
+        reason = f"{error}: not a manifest of this version; rebuild the library"
         raise BackendError(reason) from error
     _check(manifest, path)
     return manifest
@@ -95,7 +95,7 @@ def _check(manifest: Manifest, path: Path) -> None:
     listed = {file.path for file in manifest.files}
     for name in (*listed, manifest.library):
         if Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
-            raise BackendError(f"{path} names {shown(name)}, which is no file of its folder")
+            raise BackendError(f"{path} names {shown(name)}, which is not in its folder")
     if manifest.library not in listed:
         got = shown(manifest.library)
         raise BackendError(f"{path} names a library, {got}, that it does not list")
@@ -103,4 +103,4 @@ def _check(manifest: Manifest, path: Path) -> None:
         for parameter in kernel.parameters:
             if parameter.kind not in KINDS:
                 got = f"{shown(parameter.name)} of {shown(kernel.name)}, {shown(parameter.kind)}"
-                raise BackendError(f"{path} has a parameter of no known kind: {got}")
+                raise BackendError(f"{path} has a parameter of unknown kind: {got}")

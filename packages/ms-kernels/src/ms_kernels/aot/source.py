@@ -29,10 +29,10 @@ def describe(compiled: Compiled) -> Kernel:
     runtime = [
         Parameter(
             name,
-            "pointer" if kind.startswith("*") else _KINDS[kind],
+            "pointer" if ctype.startswith("*") else _KINDS[ctype],
             16 if entry.aligned(name) else 1,
         )
-        for name, kind in compiled.parameters
+        for name, ctype in compiled.parameters
         if name != "first"
     ]
     return Kernel(
@@ -51,13 +51,12 @@ def header(target: Target, kernels: Sequence[Kernel]) -> str:
     statuses = "\n".join(
         f"    {name} = {code}, /* {text} */" for code, (name, text) in enumerate(STATUSES)
     )
-    functions = "\n\n".join(f"{_comment(each)}\n{_prototype(each)};" for each in kernels)
+    functions = "\n\n".join(f"{_comment(kernel)}\n{_prototype(kernel)};" for kernel in kernels)
     return f"""/* The operators of ms-kernels, compiled for {target.name}.
  *
  * Every function launches one kernel on a stream of the current device and returns at once.
- * Pointers are device addresses, multiples of 16; sizes and strides count elements. What a kernel
- * computes, and which tensors must be contiguous, its source says: a module named kernels in
- * ms_kernels/operators.
+ * Pointers are device addresses, multiples of 16; sizes and strides count elements. The source,
+ * ms_kernels/operators/NAME/kernels.py, documents the kernels and their required layouts.
  */
 #ifndef MS_KERNELS_H
 #define MS_KERNELS_H
@@ -80,10 +79,10 @@ typedef enum {{
 {statuses}
 }} ms_status;
 
-/* What a status means. */
+/* Description of a status. */
 const char *ms_status_text(ms_status status);
 
-/* What went wrong last in this thread, in one line. */
+/* One-line description of the last error in this thread. */
 const char *ms_last_error(void);
 
 {functions}
@@ -101,7 +100,7 @@ const char *ms_last_error(void);
 
 
 def _comment(kernel: Kernel) -> str:
-    limits = [f"{name} <= {most}" for name, most in kernel.limits.items()]
+    limits = [f"{name} <= {limit}" for name, limit in kernel.limits.items()]
     multiples = [
         parameter.name
         for parameter in kernel.parameters
@@ -114,7 +113,10 @@ def _comment(kernel: Kernel) -> str:
 
 
 def _prototype(kernel: Kernel) -> str:
-    arguments = ["ms_stream stream", *(f"{_C[each.kind]}{each.name}" for each in kernel.parameters)]
+    arguments = [
+        "ms_stream stream",
+        *(f"{_C[parameter.kind]}{parameter.name}" for parameter in kernel.parameters),
+    ]
     return f"ms_status ms_{kernel.name}({', '.join(arguments)})"
 
 
@@ -127,18 +129,18 @@ def table(compiled: Sequence[Compiled], kernels: Sequence[Kernel], target: Targe
     return "\n".join(parts)
 
 
-def _embedded(made: Compiled, target: Target) -> str:
-    name = made.entry.name
-    threads = min(made.entry.warps, 1024 // target.lanes) * target.lanes
+def _embedded(compiled: Compiled, target: Target) -> str:
+    name = compiled.entry.name
+    threads = min(compiled.entry.warps, 1024 // target.lanes) * target.lanes
     return f"""
 __asm__(".section .rodata\\n.balign 64\\ncode_{name}:\\n.incbin \\"{name}.{target.suffix}\\"\\n"
         ".byte 0\\n.previous\\n");
 extern const unsigned char code_{name}[] __attribute__((visibility("hidden")));
-static ms_kernel kernel_{name} = {{"{name}", "{made.symbol}", code_{name},
-                                  {threads}, {made.resources.shared_bytes}, {{0}}}};"""
+static ms_kernel kernel_{name} = {{"{name}", "{compiled.symbol}", code_{name},
+                                  {threads}, {compiled.resources.shared_bytes}, {{0}}}};"""
 
 
-def _function(made: Compiled, kernel: Kernel) -> str:
+def _function(compiled: Compiled, kernel: Kernel) -> str:
     """Return the C function of one kernel: argument checks, then the launch."""
     constants = [
         f"    const int64_t {name} = {int(value)}; (void){name};"
@@ -167,7 +169,7 @@ def _function(made: Compiled, kernel: Kernel) -> str:
     pointers = [
         f"&{parameter.name}{'_' * (parameter.kind == 'i32')}" for parameter in kernel_parameters
     ]
-    pointers = ["&first", *pointers, *["&nothing"] * made.scratch]
+    pointers = ["&first", *pointers, *["&nothing"] * compiled.scratch]
     checked = " ||\n        ".join(f"(status = {parameter})" for parameter in checks)
     return f"""
 {_prototype(kernel)} {{

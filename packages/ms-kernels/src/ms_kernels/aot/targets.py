@@ -41,8 +41,8 @@ def target_named(name: str) -> Target:
     """Return the target with the given name.
 
     Raises:
-        BackendError: if there is no such target; the message lists all targets.
+        BackendError: unknown target; the message lists all targets.
     """
     if name not in TARGETS:
-        raise BackendError(f"there is no target {name!r}; there are {', '.join(TARGETS)}")
+        raise BackendError(f"target must be one of {', '.join(TARGETS)}, got {name!r}")
     return TARGETS[name]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 _Item = TypeVar("_Item")
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 def cores() -> int:
@@ -38,18 +38,18 @@ def _ignored_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def each_done(
-    work: Callable[[_Item], _Made], items: Sequence[_Item], *, jobs: int, least: int
-) -> Iterator[_Made]:
+def map_in_processes(
+    work: Callable[[_Item], _Result], items: Sequence[_Item], *, jobs: int, min_items: int
+) -> Iterator[_Result]:
     """Yield ``work(item)`` for all items in order, computed in up to `jobs` processes.
 
     Args:
         work: module-level function, or a partial of one, so that it can be pickled.
         items: items, one per call of `work`.
         jobs: maximum number of processes; 1 runs in this process.
-        least: minimum items per process: a new process must import torch and Triton first.
+        min_items: minimum items per process: a new process must import torch and Triton first.
     """
-    jobs = min(jobs, len(items) // least)
+    jobs = min(jobs, len(items) // min_items)
     if jobs <= 1:
         yield from map(work, items)
         return

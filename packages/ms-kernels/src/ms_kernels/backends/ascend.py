@@ -76,7 +76,7 @@ def refused(contract: Contract, reason: str) -> Implementation:
     Calls go to our Triton kernels if triton-ascend is installed, otherwise to the reference.
     """
 
-    def absent(*given: Any) -> Any:
+    def absent(*args: Any) -> Any:
         raise AssertionError(f"{contract.name} was refused: torch_npu {reason}")
 
     return on_npu(contract, absent, f"none: torch_npu {reason}", refuses=lambda call: reason)

@@ -13,7 +13,7 @@ from ms_kernels.contracts.call import FLOATING, describe
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.errors import ArgumentError, BackendError, shown
 
-MOST: Final = 2**31 - 1
+MAX_SIZE: Final = 2**31 - 1
 """Maximum size that `explain` accepts."""
 
 
@@ -30,9 +30,9 @@ def read_details(
         name, _, text = detail.partition("=")
         if name in contract.example and text.isdecimal():
             # int() fails above 4,300 digits.
-            sizes[name] = int(text) if len(text) <= len(str(MOST)) else MOST + 1
-            if sizes[name] > MOST:
-                raise ArgumentError(contract.name, name, shown(text), f"up to {MOST}")
+            sizes[name] = int(text) if len(text) <= len(str(MAX_SIZE)) else MAX_SIZE + 1
+            if sizes[name] > MAX_SIZE:
+                raise ArgumentError(contract.name, name, shown(text), f"up to {MAX_SIZE}")
         elif name in option_names and text:
             settings[name] = _value(text)
         elif name in optional and not text:
@@ -55,12 +55,12 @@ def _value(text: str) -> object:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the floating dtype with the given name."""
-    found = getattr(torch, name, None)
-    if found not in FLOATING:
-        fits = ", ".join(describe(dtype) for dtype in FLOATING)
-        raise BackendError(f"no operator is made for dtype {name!r}; there are {fits}")
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, name, None)
+    if dtype not in FLOATING:
+        fits = ", ".join(describe(floating) for floating in FLOATING)
+        raise BackendError(f"dtype must be one of {fits}, got {name!r}")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def present(name: str) -> torch.device:
@@ -79,7 +79,7 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise BackendError(f"there is no device {name!r}; there are cpu, cuda, npu") from error
+        raise BackendError(f"device must be cpu, cuda or npu, got {name!r}") from error
     if str(device) != name:  # torch truncates the index to 8 bits: cuda:300 becomes cuda:44
-        raise BackendError(f"there is no device {name!r}; no machine has so many")
+        raise BackendError(f"the index of device {name!r} is too large; use a device that exists")
     return device

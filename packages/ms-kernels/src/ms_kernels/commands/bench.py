@@ -30,7 +30,7 @@ def bench(options: argparse.Namespace) -> int:
     if options.tune:
         path = options.out or Path(f"{chip_of(device)}.json")
         if not path.absolute().parent.is_dir():  # fail before measuring for an hour
-            raise TableError(f"{path} cannot be written: there is no such folder")
+            raise TableError(f"{path} cannot be written: the folder does not exist")
         table = tune(
             device,
             operators=options.operator,

@@ -41,11 +41,11 @@ def _progress() -> Iterator[Progress]:
         return
     with RichProgress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("building")
-        yield lambda what, done, count: bar.update(
-            task, description=what, completed=done, total=count
+        yield lambda piece, done, count: bar.update(
+            task, description=piece, completed=done, total=count
         )
 
 
-def _print_tenths(what: str, done: int, count: int) -> None:
+def _print_tenths(piece: str, done: int, count: int) -> None:
     if done == count or done % max(count // 10, 1) == 0:
-        print(f"{done} of {count}: {what}", file=sys.stderr)
+        print(f"{done} of {count}: {piece}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""What an operator is: its arguments, options, cost and tolerance, and what a call may pass."""
+"""Contracts of operators: arguments, options, cost, tolerance, and validation of calls."""

@@ -61,7 +61,7 @@ class Contract:
     positive: tuple[str, ...] = field(converter=symbols_of)
     """Symbols whose size must be at least 1; all others may be 0."""
     rules: Callable[[Dims, Mapping[str, Any]], Iterable[tuple[str, str]]] = _no_rules
-    """Constraints across arguments: yields (argument, what is allowed) per violation."""
+    """Constraints across arguments: yields (argument, allowed values) per violation."""
     check_values: Callable[..., None] | None = None
     """Rejects bad values before a backend runs; takes tensors, then options."""
     explain_error: Callable[..., None] | None = None

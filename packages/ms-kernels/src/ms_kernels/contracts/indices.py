@@ -1,7 +1,7 @@
-"""Checks of indices, which are data and therefore looked at on the CPU alone.
+"""Checks of index values, on the CPU only.
 
-Where torch itself refuses a bad index they are looked at once it has, to say which is wrong; else
-before. On an accelerator that would wait for the device: kernels do not read what is out of range.
+If torch itself raises on a bad index, the check runs afterwards to name the index; otherwise it
+runs before. On an accelerator a check would synchronize, so kernels skip out-of-range indices.
 """
 
 import torch
@@ -14,7 +14,7 @@ from ms_kernels.errors import ArgumentError
 def check_classes(
     operator: str, targets: Tensor, count: int, ignore_index: int, name: str = "targets"
 ) -> None:
-    """Refuse a class that is neither from 0 to count - 1 nor `ignore_index`."""
+    """Reject classes outside 0 to count - 1, except `ignore_index`."""
     if not readable(targets):
         return
     wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= count))]
@@ -24,7 +24,7 @@ def check_classes(
 
 
 def check_range(operator: str, name: str, indices: Tensor, count: int) -> None:
-    """Refuse an index that is not from 0 to count - 1."""
+    """Reject indices outside 0 to count - 1."""
     if not readable(indices):
         return
     wrong = indices[(indices < 0) | (indices >= count)]
@@ -35,7 +35,7 @@ def check_range(operator: str, name: str, indices: Tensor, count: int) -> None:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Return whether its numbers can be looked at without waiting for a device."""
+    """Whether the values can be read without a device synchronization."""
     if torch.compiler.is_compiling() or transforms_active():
         return False
     return type(tensor) is Tensor and tensor.device.type == "cpu"

@@ -30,7 +30,7 @@ window_option = Option(
     name="window",
     default=None,
     holds=lambda value: value is None or is_whole(value, 1),
-    fits="None or a whole number of positions, 1 or more",
+    fits="None or an integer of at least 1",
     kind=int | None,
     trials=(1, 7),
 )
@@ -48,5 +48,5 @@ ignore_index_option = Option(
     name="ignore_index",
     default=-100,
     holds=is_whole,
-    fits="a whole number of 64 bits",
+    fits="a 64-bit integer",
 )

@@ -44,7 +44,7 @@ def _overlap_error(contract: Contract, earlier: Argument, argument: Argument) ->
         contract.name,
         argument.name,
         f"in the memory of {earlier.name}",
-        "a separate tensor, since one of them is written",
+        "a separate tensor, since the operator writes to it",
     )
 
 

@@ -37,8 +37,8 @@ _RESULTS = MappingProxyType(
     }
 )
 
-# A gradient passes through the operator twice: once forward, for what was saved in the input's
-# dtype, and once back. Twice the relative error, and the cancellation of larger terms.
+# A gradient passes through the operator twice: forward, for tensors saved in the input's dtype, and
+# backward. Hence twice the relative error, plus the cancellation of larger terms.
 _GRADIENTS = MappingProxyType(
     {
         torch.float64: Tolerance(1e-11, 1e-11),
@@ -64,7 +64,7 @@ ROUNDED_ONCE = Tolerances(_RESULTS, _GRADIENTS)
 # Fused attention rounds the probabilities to the inputs' dtype before multiplying by v: an error
 # of eps / 2 of Σ p·|v|, even if Σ p·v cancels. For |v| up to 4 that is 2 eps in the worst case, 1
 # eps for independent roundings. Backward rounds p, its gradient (a dot product over D features, of
-# order sqrt(D)) and the saved result: four times as much.
+# order sqrt(D)) and the saved result: four times the error.
 ATTENTION = Tolerances(_cancelling(_RESULTS, 2**-7, 2**-10), _cancelling(_GRADIENTS, 2**-5, 2**-8))
 """For probabilities that are rounded before the product with v."""
 

@@ -1,29 +1,29 @@
-"""Checks of plain Python values: finite numbers, whole numbers, one of some words."""
+"""Checks of plain Python values: finite numbers, integers, strings from a fixed set."""
 
 from collections.abc import Callable
 
 LARGEST = 3.4e38
-"""Numbers above it are infinite in float32, which kernels compute in."""
+"""Largest number that stays finite in float32, the dtype that kernels compute in."""
 
 SMALLEST = 1.2e-38
-"""Positive numbers below it may be 0 in float32, and one over them infinite."""
+"""Smallest positive normal float32; smaller numbers may flush to 0."""
 
 
-def is_number(value: object, least: float = -LARGEST, below: float = float("inf")) -> bool:
-    """Return whether `value` is a number from `least` to `LARGEST` under `below`; a bool is none.
+def is_number(value: object, minimum: float = -LARGEST, below: float = float("inf")) -> bool:
+    """Whether `value` is a number (not a bool) from `minimum` to `LARGEST` and less than `below`.
 
-    A whole number may have any number of digits, and is compared without making a float of it.
+    Large ints are compared as ints, since converting them to float could overflow.
     """
     if isinstance(value, bool) or not isinstance(value, float | int):
         return False
-    return least <= value <= LARGEST and value < below
+    return minimum <= value <= LARGEST and value < below
 
 
-def is_whole(value: object, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
-    """Return whether `value` is a whole number from `least` to `most`; a bool is not one."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def is_whole(value: object, minimum: int = -(2**63), maximum: int = 2**63 - 1) -> bool:
+    """Whether `value` is an int (not a bool) from `minimum` to `maximum`."""
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 def one_of(*names: str) -> Callable[[object], bool]:
-    """Return whether a value is one of some words."""
+    """Return a check that a value is one of the strings `names`."""
     return lambda value: isinstance(value, str) and value in names

@@ -94,7 +94,7 @@ def entry(
     i32: str = "",
     i64: str = "",
     u8: str = "",
-    **more: Any,
+    **fields: Any,
 ) -> Entry:
     """Build an `Entry`.
 
@@ -109,7 +109,7 @@ def entry(
         i32: names of 32-bit integer arguments and pointers.
         i64: names of 64-bit integer arguments and pointers.
         u8: names of 8-bit unsigned arguments and pointers.
-        **more: other fields of `Entry`.
+        **fields: other fields of `Entry`.
     """
     names_by_type = {"fp32": fp32, "i32": i32, "i64": i64, "u8": u8}
     function = kernel.rpartition(".")[2]
@@ -127,5 +127,5 @@ def entry(
             for ctype, names in names_by_type.items()
             for name in names.split()
         },
-        **more,
+        **fields,
     )

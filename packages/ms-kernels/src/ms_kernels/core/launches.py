@@ -114,8 +114,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         values = " ".join(f"{name}={value}" for name, value in self.values.items())
-        known = "measured" if self.measured else "never measured"
-        return f"{self.kernel} {values} ({self.chip}, {known})"
+        origin = "measured" if self.measured else "never measured"
+        return f"{self.kernel} {values} ({self.chip}, {origin})"
 
 
 @lru_cache(maxsize=4096)

@@ -28,7 +28,7 @@ def needs_grad(mask: int, index: int) -> bool:
 
 
 def absent_grad(like: Tensor) -> Tensor:
-    """Return the empty tensor that stands in for a gradient that is not needed."""
+    """Return an empty tensor in place of a gradient that is not needed."""
     return like.new_empty((0,) * like.ndim)
 
 

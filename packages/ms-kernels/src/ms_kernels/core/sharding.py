@@ -79,7 +79,7 @@ def _leading(inputs: Sequence[tuple[DimNames, Spec | None]]) -> int:
 def _placement(
     dims: DimNames, symbols: frozenset[str], leading: int, offset: int, shape: Sequence[int] | None
 ) -> Placement:
-    """Shard a tensor along its first dim that is in `symbols`; replicate it if there is none."""
+    """Shard a tensor along its first dim that is in `symbols`; replicate it otherwise."""
     dim = 0
     for name in dims:
         if name in symbols:

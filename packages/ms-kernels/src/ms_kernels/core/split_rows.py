@@ -93,11 +93,11 @@ def permuted(
     _check(contract, tensors)
     x, experts = (_as_dtensor(tensor) for tensor in tensors)
     mesh, replicated = x.device_mesh, [Replicate()] * len(x.placements)
-    by_feature = [place if place.is_shard(1) else Replicate() for place in x.placements]
+    by_feature = [p if p.is_shard(1) else Replicate() for p in x.placements]
     local = x.redistribute(mesh, by_feature).to_local(grad_placements=by_feature)
     rows, *indices = run(local, experts.redistribute(mesh, replicated).to_local())
     count = experts.shape[0] * experts.shape[1]
-    features = [Shard(1) if place.is_shard() else place for place in by_feature]
+    features = [Shard(1) if p.is_shard() else p for p in by_feature]
     shape, stride = torch.Size((count, x.shape[1])), (x.shape[1], 1)
     sorted_rows = DTensor.from_local(
         rows.contiguous(), mesh, features, run_check=False, shape=shape, stride=stride
@@ -106,7 +106,7 @@ def permuted(
     return (sorted_rows, *others)
 
 
-def own_parts(contract: Contract, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def local_shards(contract: Contract, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the local shards of DTensors with equal placements; plain tensors unchanged."""
     first = getattr(tensors[0], "placements", None)
     if first is None:

@@ -139,7 +139,7 @@ def write_table(table: Table, path: Path) -> None:
     partial = path.with_suffix(".json.new")
     with decoding(path, error=TableError):
         partial.unlink(missing_ok=True)
-        # "x": never through a link that somebody put under the predictable name.
+        # "x": never follow a symlink planted under the predictable name.
         with partial.open("x") as file:
             file.write(text + "\n")
         partial.replace(path)

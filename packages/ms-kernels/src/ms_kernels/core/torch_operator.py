@@ -35,7 +35,7 @@ Rules:
    argument. By default outputs are contiguous, results have the contract's dtype, and intermediates
    are float32 (float64 for float64). Otherwise pass a `fake` that returns the right shapes, dtypes
    and strides without data.
-3. `backward` takes the gradients of the results (contiguous; zeros if there is none, or None if
+3. `backward` takes the gradients of the results (contiguous; zeros by default, or None if
    annotated ``Tensor | None``), then the tensors named in `saves` (arguments, results or
    intermediates), then `grad_mask`, then the options. Bit i of `grad_mask` is set if the gradient
    of the i-th differentiable argument is needed: see `needs_grad`.

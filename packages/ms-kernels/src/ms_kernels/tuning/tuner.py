@@ -33,10 +33,10 @@ STEPS = (1, 4, 16, 64, 256, 1024, 4096)
 """Multiples of a ladder's growing dims to measure."""
 
 LIMIT_FLOPS = 1e9
-"""Maximum FLOPs of a measured size on the CPU; 1,000 times as many on an accelerator."""
+"""Maximum FLOPs of a measured size on the CPU; times 1,000 on an accelerator."""
 
 LIMIT_BYTES = 1e8
-"""Maximum memory traffic of a measured size on the CPU; 100 times as much on an accelerator."""
+"""Maximum memory traffic of a measured size on the CPU; times 100 on an accelerator."""
 
 
 def tune(

@@ -38,7 +38,7 @@ def launch(name: str, tiles: int, near: Tensor, *arguments: Any, **constants: An
         *arguments: the kernel's arguments after the first.
         **constants: compile-time constants and Triton launch options.
     """
-    assert tiles <= TILES, f"{tiles} tiles; no memory holds what takes as many"
+    assert tiles <= TILES, f"{tiles} tiles exceed the limit of {TILES}"
     max_programs = MOST_PROGRAMS.get(near.device.type, TILES)
     if near.device.type == "cuda":  # explicit: Triton's default is going to change
         constants["enable_fp_fusion"] = True

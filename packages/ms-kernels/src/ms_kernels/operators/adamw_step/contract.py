@@ -56,9 +56,9 @@ def _number(name: str, default: float, trials: tuple[float, ...] = ()) -> Option
     )
 
 
-def _check_values(*given: Any) -> None:
+def _check_values(*args: Any) -> None:
     """Reject tensors that share memory."""
-    check_overlaps(CONTRACT, given[:4])
+    check_overlaps(CONTRACT, args[:4])
 
 
 CONTRACT: Contract = Contract(
@@ -83,7 +83,7 @@ CONTRACT: Contract = Contract(
             name="step",
             default=1,
             holds=lambda value: is_whole(value, 1),
-            fits="a whole number, 1 at the first step",
+            fits="an integer of at least 1",
             trials=(1000,),
             changing=True,
         ),

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ms_kernels.core.dispatch import perform
-from ms_kernels.core.split_rows import own_parts
+from ms_kernels.core.split_rows import local_shards
 from ms_kernels.operators.adamw_step.contract import CONTRACT
 
 
@@ -22,19 +22,18 @@ def adamw_step(
     """Take one step of AdamW in place (arXiv 1711.05101), as `torch.optim.AdamW` does.
 
     Args:
-        weights: (...), written.
+        weights: parameters (...), updated in place.
         gradient: (...), a floating dtype.
-        mean: (...) float32 (or float64), the running mean of gradients; written.
-        square: likewise, of their squares; written.
-        step: 1 at the first step.
-        learning_rate: of this step.
-        betas: how much of mean and square stays.
-        eps: added to the root of the square.
-        weight_decay: share of the weights, times the learning rate, that is taken away.
+        mean: first moment (...) float32 (or float64), updated in place.
+        square: second moment, same shape and dtype, updated in place.
+        step: step number, starting at 1.
+        learning_rate: learning rate of this step.
+        betas: decay rates of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
 
-    Each tensor has memory of its own: two that share a byte are refused, on every device; while
-    torch.compile traces, only one that is given twice. DTensors that are split alike are stepped in
-    place, each process its own part.
+    Tensors must not share memory; under torch.compile only passing one tensor twice is detected.
+    DTensors with equal placements are updated in place, each rank its local shard.
     """
-    tensors = own_parts(CONTRACT, (weights, gradient, mean, square))
+    tensors = local_shards(CONTRACT, (weights, gradient, mean, square))
     perform(CONTRACT, tensors, (step, learning_rate, betas, eps, weight_decay))

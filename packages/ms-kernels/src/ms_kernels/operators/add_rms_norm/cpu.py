@@ -27,12 +27,12 @@ class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad: Tensor | None, more: Tensor | None
+        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         summed, weight, scale = ctx.saved_tensors
         if grad is None:
-            return more, more, None, None
-        grad_x, grad_weight = differentiate(grad, more, summed, weight, scale)
+            return grad_sum, grad_sum, None, None
+        grad_x, grad_weight = differentiate(grad, grad_sum, summed, weight, scale)
         return grad_x, grad_x, grad_weight, None
 
 

@@ -4,10 +4,10 @@ Differences from the papers:
 1. The running maximum starts at a large negative number instead of -inf. A row that has met only
    masked keys accumulates garbage, which the first visible key rescales by exactly 0.
 2. Blocks of queries and keys are empty, full or partial. Empty ones are skipped, full ones run
-   without a mask, and in partial ones pairs are masked one by one. Causality and the window decide
+   without a mask, and in partial ones every pair is masked. Causality and the window decide
    by arithmetic; for documents, RANGES has four numbers per block: the range of blocks that share
    a document with it, and the range of blocks in the same single document.
-3. No atomics: dq has its q_pos kernel, and one program sums dk and dv over the query heads of a
+3. No atomics: dq has its own kernel, and one program sums dk and dv over the query heads of a
    group, so gradients are deterministic.
 4. A sink, one number per head, is an extra score whose value is zero. It is added after the last
    key and included in LSE, so the backward kernels for q, k and v need no change.
@@ -74,9 +74,10 @@ def _key_range(
     full_start = 0
     full_end = keys // BN
     if CAUSAL:
-        k_end = tl.minimum(k_end, last + 1)
+        k_end = tl.minimum(k_end, last + 1)  # no key after the last query
         full_end = tl.minimum(full_end, (first + 1) // BN)
     if WINDOW:
+        # no key before the window of the first query
         k_start = tl.maximum(k_start, first - window + 1)
         k_end = tl.minimum(k_end, last + window)
         full_start = tl.maximum(full_start, tl.cdiv(tl.maximum(last - window + 1, 0), BN))
@@ -169,20 +170,22 @@ def attention_ranges(
     block = tile % blocks
     batch = (tile // blocks).to(tl.int64)
     DOCUMENT += batch * document_stride
+    # smallest and largest document of this block
     low, high = _extremes(DOCUMENT, start + block * B, keys, B)
     shared_start = other_blocks
     shared_end = 0
     same_start = other_blocks
     same_end = 0
     same_count = 0
-    for other in range(other_blocks):
-        other_low, other_high = _extremes(DOCUMENT, other_start + other * OTHER, keys, OTHER)
-        shared = (low <= other_high) & (high >= other_low)
+    for block_b in range(other_blocks):
+        other_low, other_high = _extremes(DOCUMENT, other_start + block_b * OTHER, keys, OTHER)
+        shared = (low <= other_high) & (high >= other_low)  # the ranges of documents overlap
+        # both blocks hold one document, the same one
         same = (low == high) & (other_low == other_high) & (low == other_low)
-        shared_start = tl.minimum(shared_start, tl.where(shared, other, other_blocks))
-        shared_end = tl.maximum(shared_end, tl.where(shared, other + 1, 0))
-        same_start = tl.minimum(same_start, tl.where(same, other, other_blocks))
-        same_end = tl.maximum(same_end, tl.where(same, other + 1, 0))
+        shared_start = tl.minimum(shared_start, tl.where(shared, block_b, other_blocks))
+        shared_end = tl.maximum(shared_end, tl.where(shared, block_b + 1, 0))
+        same_start = tl.minimum(same_start, tl.where(same, block_b, other_blocks))
+        same_end = tl.maximum(same_end, tl.where(same, block_b + 1, 0))
         same_count += tl.where(same, 1, 0)
     gapless = same_count == same_end - same_start  # a document may come back later in its row
     RANGES += (batch * blocks + block) * 4
@@ -260,7 +263,7 @@ def _attend_blocks(
             s = tl.where(visible, s, _LOWEST)
         m_new = tl.maximum(m_i, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
-        alpha = tl.exp2(m_i - m_new)  # rescales what was summed under the old maximum
+        alpha = tl.exp2(m_i - m_new)  # rescales the sums under the old maximum
         l_i = l_i * alpha + tl.sum(p, 1)
         v = _load_rows(V, start, keys, v_stride, value_width, BN, BV)  # (BN, BV)
         acc = acc * alpha[:, None]
@@ -325,17 +328,17 @@ def attention_forward(
     V += batch * v_batch_stride + head // group * v_head_stride
     DOCUMENT += batch * document_stride
     O += (batch * queries * heads + head) * value_width
-    q = _load_rows(Q, block * BM, queries, q_stride, width, BM, BD)
-    q_pos = (block * BM + keys - queries + tl.arange(0, BM))[:, None]
+    q = _load_rows(Q, block * BM, queries, q_stride, width, BM, BD)  # (BM, BD)
+    q_pos = (block * BM + keys - queries + tl.arange(0, BM))[:, None]  # (BM, 1)
     q_doc = q_pos
     if DOCUMENTS:
         q_doc = tl.load(DOCUMENT + q_pos, mask=q_pos < keys, other=-2)
     k_start, k_end, full_start, full_end = _key_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
-    acc = tl.zeros([BM, BV], tl.float32)
-    l_i = tl.zeros([BM], tl.float32)
-    m_i = tl.full([BM], _LOWEST, tl.float32)
+    acc = tl.zeros([BM, BV], tl.float32)  # unnormalized output
+    l_i = tl.zeros([BM], tl.float32)  # running sum of exp2(s - m_i)
+    m_i = tl.full([BM], _LOWEST, tl.float32)  # running row maximum
     if WINDOW or DOCUMENTS:
         acc, l_i, m_i = _attend_blocks(
             acc, l_i, m_i, q, K, V, k_start, full_start, q_pos, keys, q_doc, DOCUMENT,
@@ -352,6 +355,7 @@ def attention_forward(
         k_stride, v_stride, width, value_width, scale, window,
         CAUSAL, WINDOW, DOCUMENTS, True, BN, BD, BV,
     )  # fmt: skip
+    # The sink joins the softmax as one more score, whose value is zero.
     if SINK:
         sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
         m_new = tl.maximum(m_i, sink)
@@ -426,7 +430,7 @@ def _add_query_gradients(
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Add to dq (BM, BD) what the key blocks in [k_start, k_end) contribute.
+    """Accumulate dq (BM, BD) over the key blocks in [k_start, k_end).
 
     MASKED is False if every query sees all of these keys.
     """
@@ -445,6 +449,7 @@ def _add_query_gradients(
                 CAUSAL, WINDOW, DOCUMENTS,
             )  # fmt: skip
             p = tl.where(visible, p, 0.0)
+        # gradient of p before the softmax, (BM, BN)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None])  # (BM, BN)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -507,10 +512,11 @@ def attention_backward_queries(
     DO += batch * do_batch_stride + head * do_head_stride
     DOCUMENT += batch * document_stride
     DQ += (batch * queries * heads + head) * width
-    q = _load_rows(Q, block * BM, queries, q_stride, width, BM, BD)
+    q = _load_rows(Q, block * BM, queries, q_stride, width, BM, BD)  # (BM, BD)
     do = _load_rows(DO, block * BM, queries, do_stride, value_width, BM, BV)
     row = block * BM + tl.arange(0, BM)
     head_offset = (batch * heads + head) * queries
+    # +inf for rows past the end, so that p is 0
     lse = tl.load(LSE + head_offset + row, mask=row < queries, other=float("inf"))
     delta = tl.load(DELTA + head_offset + row, mask=row < queries, other=0.0)
     q_pos = (row + keys - queries)[:, None]
@@ -520,7 +526,7 @@ def attention_backward_queries(
     k_start, k_end, full_start, full_end = _key_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
-    dq = tl.zeros([BM, BD], tl.float32)
+    dq = tl.zeros([BM, BD], tl.float32)  # (BM, BD)
     if WINDOW or DOCUMENTS:
         dq = _add_query_gradients(
             dq, q, do, lse, delta, K, V, k_start, full_start, q_pos, keys, q_doc, DOCUMENT,
@@ -571,12 +577,12 @@ def _add_key_gradients(
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Add to dk (BN, BD) and dv (BN, BV) what one head's queries in [q_start, q_end) contribute.
+    """Accumulate dk (BN, BD) and dv (BN, BV) over one head's queries in [q_start, q_end).
 
     MASKED is False if all of these queries see every key of the block.
     """
     for start in range(q_start, q_end, BM):
-        q = _load_rows(Q, start, queries, q_stride, width, BM, BD)
+        q = _load_rows(Q, start, queries, q_stride, width, BM, BD)  # (BM, BD)
         row = start + tl.arange(0, BM)
         lse = tl.load(LSE + row, mask=row < queries, other=float("inf"))
         # Scores are transposed, (BN, BM), so that no product needs a transposed left operand.
@@ -592,11 +598,11 @@ def _add_key_gradients(
                 CAUSAL, WINDOW, DOCUMENTS,
             )  # fmt: skip
             p = tl.where(visible, p, 0.0)
-        do = _load_rows(DO, start, queries, do_stride, value_width, BM, BV)
+        do = _load_rows(DO, start, queries, do_stride, value_width, BM, BV)  # (BM, BV)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         delta = tl.load(DELTA + row, mask=row < queries, other=0.0)
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-        ds = p * (dp - delta[None, :])
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # (BN, BM)
+        ds = p * (dp - delta[None, :])  # (BN, BM)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -659,8 +665,8 @@ def attention_backward_keys(
     K += batch * k_batch_stride + key_head * k_head_stride
     V += batch * v_batch_stride + key_head * v_head_stride
     DOCUMENT += batch * document_stride
-    k = _load_rows(K, block * BN, keys, k_stride, width, BN, BD)
-    v = _load_rows(V, block * BN, keys, v_stride, value_width, BN, BV)
+    k = _load_rows(K, block * BN, keys, k_stride, width, BN, BD)  # (BN, BD)
+    v = _load_rows(V, block * BN, keys, v_stride, value_width, BN, BV)  # (BN, BV)
     k_pos = (block * BN + tl.arange(0, BN))[:, None]
     k_doc = k_pos
     if DOCUMENTS:
@@ -668,9 +674,10 @@ def attention_backward_keys(
     q_start, q_end, full_start, full_end = _query_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
-    Q_DOCUMENT = DOCUMENT + (keys - queries)
-    dk = tl.zeros([BN, BD], tl.float32)
-    dv = tl.zeros([BN, BV], tl.float32)
+    Q_DOCUMENT = DOCUMENT + (keys - queries)  # queries are the last positions
+    dk = tl.zeros([BN, BD], tl.float32)  # (BN, BD)
+    dv = tl.zeros([BN, BV], tl.float32)  # (BN, BV)
+    # Grouped queries: sum over the query heads that share this key head.
     for i in range(group):
         head = key_head * group + i
         q_base = Q + batch * q_batch_stride + head * q_head_stride
@@ -719,7 +726,8 @@ def attention_backward_sinks(
         head_offset = (tl.cast(b, tl.int64) * heads + head) * queries
         for start in range(0, queries, BM):
             row = start + tl.arange(0, BM)
+            # +inf for rows past the end, so that p is 0
             lse = tl.load(LSE + head_offset + row, mask=row < queries, other=float("inf"))
             delta = tl.load(DELTA + head_offset + row, mask=row < queries, other=0.0)
-            acc -= tl.exp2(sink - lse) * delta
+            acc -= tl.exp2(sink - lse) * delta  # p_sink = exp2(sink - lse)
     tl.store(DSINKS + head, tl.sum(acc, 0).to(DSINKS.dtype.element_ty))

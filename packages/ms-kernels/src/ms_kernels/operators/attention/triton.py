@@ -196,16 +196,16 @@ class _RecentRanges:
     ) -> tuple[Tensor, Tensor]:
         """Return contiguous documents (B, Sk) and the ranges for blocks of queries or of keys."""
         version = 0 if documents.is_inference() else documents._version
-        known = self._documents is not None and self._documents() is documents
-        if not known or self._version != version:
+        cached = self._documents is not None and self._documents() is documents
+        if not cached or self._version != version:
             self._ranges = {}
             self._documents = weakref.ref(documents, self._forget)
             self._version = version
         key = queries, query_block, key_block, of_keys
         if key not in self._ranges:
-            whole = documents.contiguous()
-            ranges = document_ranges(whole, queries, query_block, key_block, of_keys=of_keys)
-            self._ranges[key] = whole, ranges
+            contiguous = documents.contiguous()
+            ranges = document_ranges(contiguous, queries, query_block, key_block, of_keys=of_keys)
+            self._ranges[key] = contiguous, ranges
         return self._ranges[key]
 
     def _forget(self, dropped: "weakref.ref[Tensor]") -> None:
@@ -219,17 +219,17 @@ _recent = _RecentRanges()
 def document_ranges(
     documents: Tensor, queries: int, query_block: int, key_block: int, *, of_keys: bool = False
 ) -> Tensor:
-    """Compute which blocks of queries and keys share a document, and which lie in the same one.
+    """Compute which blocks of queries and keys share a document, or hold only the same one.
 
     A block is described by its smallest and largest document, so a range of blocks that share a
-    document may include some that turn out to be fully masked.
+    document may include some that are fully masked.
 
     Args:
         documents: document of each position, (B, Sk), contiguous.
         queries: number of queries Sq, the last of the Sk positions.
         query_block: queries per block.
         key_block: keys per block.
-        of_keys: describe blocks of keys by blocks of queries, instead of the reverse.
+        of_keys: return ranges of query blocks per key block, instead of the reverse.
 
     Returns:
         (B, blocks, 4) int32: the range [start, end) of blocks of the other kind that share a

@@ -89,12 +89,13 @@ def _differentiate(
     grad_weight[:, -1] = (pull * values).sum((0, 1))
     grad_state = None if state is None else torch.zeros_like(state, dtype=wide)
     for distance in range(1, weight.shape[1]):
+        # x[s] contributes to y[s + distance]
         tap, inner = taps[:, -1 - distance], max(positions - distance, 0)
-        later = pull[:, distance:]
-        _add_terms(grad_x[:, :inner], later, tap, hidden, distance, distance)
-        grad_tap = _terms(later, values[:, :inner], hidden, distance, distance).sum((0, 1))
+        shifted = pull[:, distance:]
+        _add_terms(grad_x[:, :inner], shifted, tap, hidden, distance, distance)
+        grad_tap = _terms(shifted, values[:, :inner], hidden, distance, distance).sum((0, 1))
         if state is not None and grad_state is not None:
-            early = pull[:, :distance]
+            early = pull[:, :distance]  # these outputs read the tap from the state
             first = state.shape[1] - distance
             past = slice(first, first + early.shape[1])
             _add_terms(grad_state[:, past], early, tap, hidden, distance, 0)
@@ -108,33 +109,31 @@ def _differentiate(
     )
 
 
-def _terms(
-    left: Tensor, right: Tensor, hidden: list[Tensor] | None, distance: int, first: int
-) -> Tensor:
-    """Return ``left · right``, with 0 where the tap is hidden for positions starting at `first`.
+def _terms(x: Tensor, y: Tensor, hidden: list[Tensor] | None, distance: int, first: int) -> Tensor:
+    """Return ``x · y``, with 0 where the tap is hidden for positions starting at `first`.
 
     The product is masked instead of a factor, because the other factor may be infinite.
     """
-    product = left * right
+    product = x * y
     if hidden is None:
         return product
-    outside = hidden[distance][:, first : first + left.shape[1]]
+    outside = hidden[distance][:, first : first + x.shape[1]]
     return product.masked_fill_(outside.unsqueeze(-1), 0)
 
 
 def _add_terms(
     total: Tensor,
-    left: Tensor,
-    right: Tensor,
+    x: Tensor,
+    y: Tensor,
     hidden: list[Tensor] | None,
     distance: int,
     first: int,
 ) -> None:
     """Add `_terms` to `total`, in one fused operation if nothing is hidden."""
     if hidden is None:
-        total.addcmul_(left, right)
+        total.addcmul_(x, y)
     else:
-        total += _terms(left, right, hidden, distance, first)
+        total += _terms(x, y, hidden, distance, first)
 
 
-IMPLEMENTATION = on_cpu(CONTRACT, causal_conv1d, "a tap at a time; saves its inputs alone")
+IMPLEMENTATION = on_cpu(CONTRACT, causal_conv1d, "one tap at a time; saves only its inputs")

@@ -5,50 +5,52 @@ import triton.language as tl
 
 
 @triton.jit
-def _load(X, STATE, batch, place, column, positions, width, x_batch_stride, x_stride,
+def _load(X, STATE, batch, pos, column, positions, width, x_batch_stride, x_stride,
           K: tl.constexpr, GIVEN: tl.constexpr):  # fmt: skip
     """Load inputs at positions (BS, 1) of channels (1, BC); positions below 0 read STATE, or 0."""
-    inside = (place >= 0) & (place < positions) & (column < width)
-    x = tl.load(X + batch * x_batch_stride + place * x_stride + column, mask=inside, other=0.0)
+    inside = (pos >= 0) & (pos < positions) & (column < width)  # (BS, BC)
+    x = tl.load(X + batch * x_batch_stride + pos * x_stride + column, mask=inside, other=0.0)
     x = x.to(tl.float32)
     if GIVEN:
-        before = (place < 0) & (place >= -K) & (column < width)
-        at = (batch * K + K + place) * width + column
+        before = (pos < 0) & (pos >= -K) & (column < width)
+        # STATE is (batch, K, width); position -1 is its last row
+        at = (batch * K + K + pos) * width + column
         x += tl.load(STATE + at, mask=before, other=0.0).to(tl.float32)
     return x
 
 
 @triton.jit
-def _joined(DOCUMENTS, batch, place, positions):
+def _joined(DOCUMENTS, batch, pos, positions):
     """Return whether positions (BS, 1) are in the previous position's document; true for 0."""
-    asked = (place > 0) & (place < positions)
-    own = tl.load(DOCUMENTS + batch * positions + place, mask=asked, other=0)
-    return own == tl.load(DOCUMENTS + batch * positions + place - 1, mask=asked, other=0)
+    has_previous = (pos > 0) & (pos < positions)  # (BS, 1)
+    doc = tl.load(DOCUMENTS + batch * positions + pos, mask=has_previous, other=0)
+    return doc == tl.load(DOCUMENTS + batch * positions + pos - 1, mask=has_previous, other=0)
 
 
 @triton.jit
-def _sums(X, W, BIAS, DOCUMENTS, STATE, batch, place, column, positions, width, x_batch_stride,
+def _sums(X, W, BIAS, DOCUMENTS, STATE, batch, pos, column, positions, width, x_batch_stride,
           x_stride, K: tl.constexpr, BIASED: tl.constexpr, CUT: tl.constexpr,
           GIVEN: tl.constexpr):  # fmt: skip
     """Return the float32 convolution at positions (BS, 1) of channels (1, BC)."""
-    total = _load(X, STATE, batch, place, column, positions, width, x_batch_stride, x_stride, K,
+    acc = _load(X, STATE, batch, pos, column, positions, width, x_batch_stride, x_stride, K,
                   GIVEN)  # fmt: skip
-    total *= tl.load(W + column * K + K - 1, mask=column < width, other=0.0).to(tl.float32)
-    seen = place < positions
+    acc *= tl.load(W + column * K + K - 1, mask=column < width, other=0.0).to(tl.float32)
+    # A tap counts only if no document starts between it and the output position.
+    visible = pos < positions
     for distance in tl.static_range(1, K):
         if CUT:
-            seen = seen & _joined(DOCUMENTS, batch, place - distance + 1, positions)
-        x = _load(X, STATE, batch, place - distance, column, positions, width, x_batch_stride,
+            visible = visible & _joined(DOCUMENTS, batch, pos - distance + 1, positions)
+        x = _load(X, STATE, batch, pos - distance, column, positions, width, x_batch_stride,
                   x_stride, K, GIVEN)  # fmt: skip
         w = tl.load(W + column * K + K - 1 - distance, mask=column < width, other=0.0)
         # Mask the product rather than x: a tap may be infinite.
-        counted = seen
+        valid = visible
         if not GIVEN:
-            counted = seen & (place >= distance)
-        total += tl.where(counted, x * w.to(tl.float32), 0.0)
+            valid = visible & (pos >= distance)
+        acc += tl.where(valid, x * w.to(tl.float32), 0.0)
     if BIASED:
-        total += tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
-    return total
+        acc += tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
+    return acc
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -74,17 +76,19 @@ def conv_forward(
 ):
     """Write BS positions of BC channels of Y, which is contiguous."""
     tile = first + tl.program_id(0)
+    # Programs are ordered batch, block of positions, block of channels (fastest).
     columns, rows = tl.cdiv(width, BC), tl.cdiv(positions, BS)
     column = (tile % columns) * BC + tl.arange(0, BC)[None, :]
     batch = (tile // columns // rows).to(tl.int64)
-    place = (tile // columns % rows).to(tl.int64) * BS + tl.arange(0, BS)[:, None]
-    total = _sums(X, W, BIAS, DOCUMENTS, STATE, batch, place, column, positions, width,
+    pos = (tile // columns % rows).to(tl.int64) * BS + tl.arange(0, BS)[:, None]
+    # Recompute the sums instead of saving them: K loads per element are cheaper than a tensor.
+    acc = _sums(X, W, BIAS, DOCUMENTS, STATE, batch, pos, column, positions, width,
                   x_batch_stride, x_stride, K, BIASED, CUT, GIVEN)  # fmt: skip
     if SILU:
-        total = total / (1.0 + tl.exp(-total))
-    inside = (place < positions) & (column < width)
-    at = Y + (batch * positions + place) * width + column
-    tl.store(at, total.to(Y.dtype.element_ty), mask=inside)
+        acc = acc / (1.0 + tl.exp(-acc))  # SiLU
+    inside = (pos < positions) & (column < width)
+    at = Y + (batch * positions + pos) * width + column
+    tl.store(at, acc.to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -117,16 +121,17 @@ def conv_pull(
     columns, rows = tl.cdiv(width, BC), tl.cdiv(positions, BS)
     column = (tile % columns) * BC + tl.arange(0, BC)[None, :]
     batch = (tile // columns // rows).to(tl.int64)
-    place = (tile // columns % rows).to(tl.int64) * BS + tl.arange(0, BS)[:, None]
-    inside = (place < positions) & (column < width)
-    at = (batch * positions + place) * width + column
-    pull = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
+    pos = (tile // columns % rows).to(tl.int64) * BS + tl.arange(0, BS)[:, None]
+    inside = (pos < positions) & (column < width)
+    at = (batch * positions + pos) * width + column
+    dsum = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
     if SILU:
-        total = _sums(X, W, BIAS, DOCUMENTS, STATE, batch, place, column, positions, width,
+        # Recompute the sums instead of saving them: K loads per element are cheaper than a tensor.
+        acc = _sums(X, W, BIAS, DOCUMENTS, STATE, batch, pos, column, positions, width,
                       x_batch_stride, x_stride, K, BIASED, CUT, GIVEN)  # fmt: skip
-        gate = 1.0 / (1.0 + tl.exp(-total))
-        pull *= gate * (1.0 + total * (1.0 - gate))
-    tl.store(PULL + at, pull, mask=inside)
+        gate = 1.0 / (1.0 + tl.exp(-acc))
+        dsum *= gate * (1.0 + acc * (1.0 - gate))
+    tl.store(PULL + at, dsum, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -160,32 +165,34 @@ def conv_backward(
     column = (tile % columns) * BC + tl.arange(0, BC)[None, :]
     part = (tile // columns).to(tl.int64)
     batch = part // rows
-    place = part % rows * BS + tl.arange(0, BS)[:, None] - K
-    x = _load(X, STATE, batch, place, column, positions, width, x_batch_stride, x_stride, K,
+    pos = part % rows * BS + tl.arange(0, BS)[:, None] - K
+    x = _load(X, STATE, batch, pos, column, positions, width, x_batch_stride, x_stride, K,
               GIVEN)  # fmt: skip
-    slope = tl.zeros([BS, BC], tl.float32)
-    seen = place < positions
+    # x[s] meets y[s + d] at tap K - 1 - d, so dx and dW come from one loop over d.
+    dx = tl.zeros([BS, BC], tl.float32)
+    visible = pos < positions
     for distance in tl.static_range(K):
-        at = place + distance
+        at = pos + distance
         if CUT and distance > 0:
-            seen = seen & _joined(DOCUMENTS, batch, at, positions)
-        inside = seen & (at >= 0) & (at < positions) & (column < width)
-        pull = tl.load(PULL + (batch * positions + at) * width + column, mask=inside, other=0.0)
+            visible = visible & _joined(DOCUMENTS, batch, at, positions)
+        inside = visible & (at >= 0) & (at < positions) & (column < width)
+        dsum = tl.load(PULL + (batch * positions + at) * width + column, mask=inside, other=0.0)
         w = tl.load(W + column * K + K - 1 - distance, mask=column < width, other=0.0)
-        slope += tl.where(inside, pull * w.to(tl.float32), 0.0)
-        counted = inside
+        dx += tl.where(inside, dsum * w.to(tl.float32), 0.0)
+        valid = inside
         if not GIVEN:
-            counted = inside & (place >= 0)
-        of_weight = tl.sum(tl.where(counted, x * pull, 0.0), 0)[None, :]
+            valid = inside & (pos >= 0)
+        dw = tl.sum(tl.where(valid, x * dsum, 0.0), 0)[None, :]  # (1, BC)
         row = DW + (part * (K + 1) + K - 1 - distance) * width + column
-        tl.store(row, of_weight, mask=column < width)
+        tl.store(row, dw, mask=column < width)
+        # The bias receives every position of the block exactly once.
         if distance == 0:
-            total = tl.sum(pull, 0)[None, :]
-            tl.store(DW + (part * (K + 1) + K) * width + column, total, mask=column < width)
-    inside = (place >= 0) & (place < positions) & (column < width)
-    at = DX + (batch * positions + place) * width + column
-    tl.store(at, slope.to(DX.dtype.element_ty), mask=inside)
+            acc = tl.sum(dsum, 0)[None, :]
+            tl.store(DW + (part * (K + 1) + K) * width + column, acc, mask=column < width)
+    inside = (pos >= 0) & (pos < positions) & (column < width)  # (BS, BC)
+    at = DX + (batch * positions + pos) * width + column
+    tl.store(at, dx.to(DX.dtype.element_ty), mask=inside)
     if GIVEN:
-        before = (place < 0) & (column < width)
-        at = DSTATE + (batch * K + K + place) * width + column
-        tl.store(at, slope.to(DSTATE.dtype.element_ty), mask=before)
+        before = (pos < 0) & (column < width)
+        at = DSTATE + (batch * K + K + pos) * width + column
+        tl.store(at, dx.to(DSTATE.dtype.element_ty), mask=before)

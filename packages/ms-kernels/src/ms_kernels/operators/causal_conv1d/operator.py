@@ -44,21 +44,21 @@ def causal_conv1d(
     silu: bool = False,
     final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Convolve each channel with its own K weights over the newest K positions.
+    """Depthwise causal convolution, as in Mamba and Gated DeltaNet.
 
     Args:
         x: (B, S, C).
-        weight: (C, K), dtype of x; the last one meets the position itself.
-        bias: (C,), dtype of x; none if None.
-        documents: (B, S) int32 or int64; a new one begins where the number changes, and no
-            position sees an input from before its document.
-        state: (B, K, C), dtype of x: the K inputs before x, the oldest first, of the document that
-            the first position goes on with; zeros if None.
-        silu: whether the result goes through SiLU.
-        final_state: whether to return the state after the last position as well.
+        weight: (C, K), dtype of x; the last tap applies to the current position.
+        bias: (C,), dtype of x. None: no bias.
+        documents: document ids (B, S) int32 or int64. A document starts where the id changes; its
+            positions do not see inputs before it.
+        state: (B, K, C), dtype of x: the K inputs before x, oldest first, of the document that the
+            first position continues. None: zeros.
+        silu: apply SiLU to the result.
+        final_state: also return the state after the last position.
 
     Returns:
-        (B, S, C), dtype of x; with `final_state` also the last K inputs of the last position's
-        document, (B, K, C), zeros before it began.
+        (B, S, C), dtype of x; with `final_state` also the last K inputs (B, K, C) of the last
+        position's document, padded with zeros before its start.
     """
     return perform(CONTRACT, (x, weight, bias, documents, state), (silu, final_state))

@@ -48,12 +48,12 @@ def cross_entropy(
     return reduce(losses.masked_fill(ignored, 0), ignored, reduction)
 
 
-def _pick(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Return the logits (...) of the classes `chosen` (..., 1)."""
+def _pick(logits: Tensor, classes: Tensor) -> Tensor:
+    """Return the logits (...) of `classes` (..., 1)."""
     if type(logits) is Tensor:
-        return logits.gather(-1, chosen).squeeze(-1)
+        return logits.gather(-1, classes).squeeze(-1)
     # DTensor cannot gather along a sharded dim, but it can mask and sum.
-    hit = torch.zeros_like(logits).scatter(-1, chosen, 1.0)
+    hit = torch.zeros_like(logits).scatter(-1, classes, 1.0)
     return logits.masked_fill(hit == 0, 0).sum(-1)
 
 

@@ -5,10 +5,10 @@ import triton.language as tl
 
 
 @triton.jit
-def _gradient(x, total, slope, hit, smoothing, z_loss, classes):
-    """Return slope · d/dx of (total - (1-s)·x[target] - s·mean(x) + z·total²)."""
-    share = tl.exp(x - total) * (1 + 2 * z_loss * total)
-    return slope * (share - smoothing / classes - tl.where(hit, 1.0 - smoothing, 0.0))
+def _gradient(x, lse, dloss, hit, smoothing, z_loss, classes):
+    """Return dloss · d/dx of (lse - (1-s)·x[target] - s·mean(x) + z·lse²)."""
+    p = tl.exp(x - lse) * (1 + 2 * z_loss * lse)  # softmax, plus d(z · lse²)
+    return dloss * (p - smoothing / classes - tl.where(hit, 1.0 - smoothing, 0.0))
 
 
 @triton.jit(do_not_specialize=["first", "ignore_index"])
@@ -48,34 +48,34 @@ def cross_entropy_forward(
                 tl.store(GRADIENT + column, zero, mask=column < classes)
     else:
         # Read before the reductions, which synchronize all threads: GRADIENT may overwrite it.
-        fits = (target >= 0) & (target < classes)
-        picked = tl.load(LOGITS + target, mask=fits, other=float("nan")).to(tl.float32)
-        top = -float("inf")
-        norm = 0.0
-        mean = 0.0
+        fits = (target >= 0) & (target < classes)  # an out-of-range target must not be read
+        target_logit = tl.load(LOGITS + target, mask=fits, other=float("nan")).to(tl.float32)
+        m_i = -float("inf")  # running maximum
+        l_i = 0.0  # running sum of exp(x - m_i)
+        mean = 0.0  # Σ x, for label smoothing
         for start in range(0, classes, BLOCK):
             column = start + tl.arange(0, BLOCK)
             x = tl.load(LOGITS + column, mask=column < classes, other=-float("inf"))
             x = x.to(tl.float32)
-            higher = tl.maximum(top, tl.max(x, 0))
+            m_new = tl.maximum(m_i, tl.max(x, 0))
             # Subtract nothing until a finite logit was seen: -inf - -inf is NaN.
-            shift = tl.where(higher == -float("inf"), 0.0, higher)
-            norm = norm * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), 0)
-            top = higher
+            shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+            l_i = l_i * tl.exp(m_i - shift) + tl.sum(tl.exp(x - shift), 0)
+            m_i = m_new
             mean += tl.sum(tl.where(column < classes, x, 0.0), 0)
-        total = tl.where(top == -float("inf"), top, top + tl.log(norm))
-        loss = total - (1 - smoothing) * picked + z_loss * total * total
+        lse = tl.where(m_i == -float("inf"), m_i, m_i + tl.log(l_i))  # log Σ exp(x)
+        loss = lse - (1 - smoothing) * target_logit + z_loss * lse * lse
         # 0 · -inf is NaN: without smoothing, a class masked by -inf must not affect the loss.
         loss = tl.where(smoothing > 0, loss - smoothing * (mean / classes), loss)
         tl.store(LOSSES + row, loss)
-        tl.store(TOTALS + row, total)
+        tl.store(TOTALS + row, lse)
         if DIFFERENTIATE:
             for start in range(0, classes, BLOCK):
                 column = start + tl.arange(0, BLOCK)
                 x = tl.load(LOGITS + column, mask=column < classes, other=0.0).to(tl.float32)
                 hit = column == target
-                g = _gradient(x, total, factor, hit, smoothing, z_loss, classes)
-                g = g.to(GRADIENT.dtype.element_ty)
+                g = _gradient(x, lse, factor, hit, smoothing, z_loss, classes)
+                g = g.to(GRADIENT.dtype.element_ty)  # rounded once, from float32
                 tl.store(GRADIENT + column, g, mask=column < classes)
 
 
@@ -101,11 +101,11 @@ def cross_entropy_backward(
     row = (tile // blocks).to(tl.int64)
     column = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(TARGETS + row)
-    slope = tl.load(SLOPES + row).to(tl.float32)
-    total = tl.load(TOTALS + row)
+    dloss = tl.load(SLOPES + row).to(tl.float32)
+    lse = tl.load(TOTALS + row)
     # An ignored row is not read, so its gradient is 0 even if it contains NaN or infinity.
     read = column < tl.where(target == ignore_index, 0, classes)
     x = tl.load(LOGITS + row * stride + column, mask=read, other=0.0).to(tl.float32)
-    g = _gradient(x, total, slope, column == target, smoothing, z_loss, classes)
+    g = _gradient(x, lse, dloss, column == target, smoothing, z_loss, classes)
     g = tl.where(read, g, 0.0).to(GRADIENT.dtype.element_ty)
     tl.store(GRADIENT + row * gradient_stride + column, g, mask=column < classes)

@@ -22,12 +22,12 @@ def cross_entropy(
     Args:
         logits: (..., V).
         targets: (...) int64 or int32, classes from 0 to V - 1, or `ignore_index`.
-        ignore_index: the target of a row that does not count.
-        label_smoothing: s, the share of the target's weight that is spread over all classes.
-        z_loss: z, which keeps Z near 1 (arXiv 2204.02311).
-        reduction: ``"mean"`` over the rows that count (0 when none does, where torch's is NaN:
-            so a rank without targets adds nothing), ``"sum"``, or ``"none"``: (...), 0 for a row
-            that does not count.
+        ignore_index: target of rows that are excluded from the loss.
+        label_smoothing: s, the weight of the uniform distribution over classes.
+        z_loss: z, coefficient that keeps Z near 1 (arXiv 2204.02311).
+        reduction: ``"mean"`` over the rows that are not ignored (0 if all are, where torch returns
+            NaN, so that a rank without targets contributes nothing), ``"sum"``, or ``"none"``:
+            (...), 0 for ignored rows.
 
     Returns:
         float32 (float64 for float64).

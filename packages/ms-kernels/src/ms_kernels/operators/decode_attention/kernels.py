@@ -59,47 +59,49 @@ def decode_parts(
     feature = tl.arange(0, BD)[None, :]
     head = key_head * group + member
     inside = (member < group) & (feature < width)
+    # (GROUP, BD)
     q = tl.load(Q + batch * q_stride + head * q_head_stride + feature, mask=inside, other=0.0)
-    asked = tl.load(LENGTHS + batch)
-    length = tl.minimum(tl.maximum(asked, 0), positions)
+    requested_length = tl.load(LENGTHS + batch)
+    length = tl.minimum(tl.maximum(requested_length, 0), positions)
     low = part * part_positions
     high = tl.minimum(low + part_positions, length)
     if WINDOW:
         low = tl.maximum(low, (length - window) // BN * BN)
-    total = tl.zeros([GROUP, BD], tl.float32)
-    norm = tl.zeros([GROUP], tl.float32)
-    norm = tl.where(asked == length, norm, float("nan"))
-    top = tl.full([GROUP], _LOWEST, tl.float32)
+    acc = tl.zeros([GROUP, BD], tl.float32)  # unnormalized output
+    l_i = tl.zeros([GROUP], tl.float32)  # running sum of exp2(s - m_i)
+    # An invalid length makes the sequence NaN instead of reading out of bounds.
+    l_i = tl.where(requested_length == length, l_i, float("nan"))
+    m_i = tl.full([GROUP], _LOWEST, tl.float32)  # running maximum
     for start in range(low, high, BN):
-        place = start + tl.arange(0, BN)
-        seen = place < high
+        pos = start + tl.arange(0, BN)
+        visible = pos < high
         if WINDOW:
-            seen = seen & (place >= length - window)
-        at = tl.load(TABLE + batch * table_stride + place // page, mask=seen, other=0)
-        fits = (at >= 0) & (at < pages)
-        at = at.to(tl.int64)[:, None]
-        slot = (place % page).to(tl.int64)[:, None]
-        read = (seen & fits)[:, None] & (feature < width)
-        k_at = at * k_page_stride + slot * k_stride + key_head * k_head_stride
-        k = tl.load(K + k_at + feature, mask=read, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, _LOWEST)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shares = tl.where(seen[None, :], tl.exp2(scores - higher[:, None]), 0.0)
-        shares = tl.where(fits[None, :], shares, float("nan"))
-        shrink = tl.exp2(top - higher)
-        norm = norm * shrink + tl.sum(shares, 1)
-        v_at = at * v_page_stride + slot * v_stride + key_head * v_head_stride
-        v = tl.load(V + v_at + feature, mask=read, other=0.0)
-        total = total * shrink[:, None]
-        total = tl.dot(shares.to(v.dtype), v, total, input_precision="ieee")
-        top = higher
+            visible = visible & (pos >= length - window)
+        page_id = tl.load(TABLE + batch * table_stride + pos // page, mask=visible, other=0)
+        fits = (page_id >= 0) & (page_id < pages)
+        page_id = page_id.to(tl.int64)[:, None]
+        slot = (pos % page).to(tl.int64)[:, None]
+        read = (visible & fits)[:, None] & (feature < width)
+        k_at = page_id * k_page_stride + slot * k_stride + key_head * k_head_stride
+        k = tl.load(K + k_at + feature, mask=read, other=0.0)  # (BN, BD)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (GROUP, BN)
+        s = tl.where(visible[None, :], s, _LOWEST)
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        p = tl.where(visible[None, :], tl.exp2(s - m_new[:, None]), 0.0)
+        p = tl.where(fits[None, :], p, float("nan"))
+        alpha = tl.exp2(m_i - m_new)  # rescales the sums under the old maximum
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v_at = page_id * v_page_stride + slot * v_stride + key_head * v_head_stride
+        v = tl.load(V + v_at + feature, mask=read, other=0.0)  # (BN, BD)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        m_i = m_new
     row = (batch * heads + head) * parts + part
-    tl.store(PART + row * width + feature, total, mask=inside)
-    own = key_head * group + tl.arange(0, GROUP)
-    row = (batch * heads + own) * parts + part
-    tl.store(TOP + row, top, mask=tl.arange(0, GROUP) < group)
-    tl.store(NORM + row, norm, mask=tl.arange(0, GROUP) < group)
+    tl.store(PART + row * width + feature, acc, mask=inside)
+    head_row = key_head * group + tl.arange(0, GROUP)
+    row = (batch * heads + head_row) * parts + part
+    tl.store(TOP + row, m_i, mask=tl.arange(0, GROUP) < group)
+    tl.store(NORM + row, l_i, mask=tl.arange(0, GROUP) < group)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -118,13 +120,13 @@ def decode_join(
     row = (first + tl.program_id(0)).to(tl.int64)
     part = tl.arange(0, PARTS)
     feature = tl.arange(0, BD)[None, :]
-    tops = tl.load(TOP + row * parts + part, mask=part < parts, other=_LOWEST)
+    tops = tl.load(TOP + row * parts + part, mask=part < parts, other=_LOWEST)  # (PARTS,)
     norms = tl.load(NORM + row * parts + part, mask=part < parts, other=0.0)
-    shares = tl.exp2(tops - tl.max(tops, 0))
-    norm = tl.sum(norms * shares, 0)
+    alpha = tl.exp2(tops - tl.max(tops, 0))
+    l_i = tl.sum(norms * alpha, 0)
     inside = (part < parts)[:, None] & (feature < width)
-    at = PART + (row * parts + part[:, None]) * width + feature
-    totals = tl.load(at, mask=inside, other=0.0)
-    total = tl.sum(totals * shares[:, None], 0)[None, :]
-    result = tl.where(norm == 0, 0.0, total / tl.where(norm == 0, 1.0, norm))
+    part_at = PART + (row * parts + part[:, None]) * width + feature
+    totals = tl.load(part_at, mask=inside, other=0.0)  # (PARTS, BD)
+    acc = tl.sum(totals * alpha[:, None], 0)[None, :]
+    result = tl.where(l_i == 0, 0.0, acc / tl.where(l_i == 0, 1.0, l_i))
     tl.store(OUT + row * width + feature, result.to(OUT.dtype.element_ty), mask=feature < width)

@@ -16,24 +16,23 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend from one new position a sequence to all its positions, kept in pages.
+    """Paged attention for decoding: one query per sequence over its keys and values in pages.
 
-    Position p of sequence b stands in page ``page_table[b, p // page]`` at place ``p % page``, the
-    new one, ``lengths[b] - 1``, included. It has no gradient.
+    Position p of sequence b is slot ``p % page`` of page ``page_table[b, p // page]``, including
+    the new position ``lengths[b] - 1``. Not differentiable.
 
     Args:
         q: (B, Hq, D).
         key_pages: (P, page, Hk, D), dtype of q; Hk divides Hq.
-        value_pages: likewise.
-        page_table: (B, N) int32. Entries of pages that lie past a sequence's end, or wholly before
-            its window, are not read.
-        lengths: (B,) int32, positions of each sequence, from 0 to N · page.
-        window: positions seen, the newest ones; all if None.
-        scale: factor of the scores, ``D ** -0.5`` if None.
+        value_pages: (P, page, Hk, D), dtype of q.
+        page_table: (B, N) int32. Entries past a sequence's end, or entirely before its window, are
+            not read.
+        lengths: sequence lengths (B,) int32, from 0 to N · page.
+        window: number of most recent positions to attend to. None: all.
+        scale: factor applied to the scores. None: ``D ** -0.5``.
 
     Returns:
-        (B, Hq, D), dtype of q; 0 for a sequence of length 0. A length or a page in use that is out
-        of range raises on the CPU; on an accelerator nothing is read for it, and the sequence's
-        result is NaN.
+        (B, Hq, D), dtype of q; 0 for a sequence of length 0. An out-of-range length or page raises
+        on the CPU; on an accelerator it is not read and makes the sequence's result NaN.
     """
     return perform(CONTRACT, (q, key_pages, value_pages, page_table, lengths), (window, scale))

@@ -21,7 +21,7 @@ from ms_kernels.contracts.call import Call, accumulator
 from ms_kernels.contracts.documents import starts_of
 from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, RuleOptions, normalized
 
-LONGEST = 64
+MAX_CHUNK = 64
 """Maximum positions per chunk: the triangular system grows quadratically."""
 
 FEWEST = 8
@@ -90,7 +90,8 @@ def _cut(batch: int, positions: int, documents: Tensor | None) -> Chunks:
     ends = [*begins[1:], total][: len(begins)]
     lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
     longest = max(lengths, default=1)
-    size = min(LONGEST, 1 << (longest - 1).bit_length())
+    size = min(MAX_CHUNK, 1 << (longest - 1).bit_length())
+    # Longest first: the runs that are active at a step are a prefix of `order`.
     order = sorted(range(len(begins)), key=lambda run: -lengths[run])
     chunk_starts: list[int] = []
     chunk_ends: list[int] = []
@@ -125,7 +126,7 @@ def _chunked(x: Tensor, cut: Chunks) -> Tensor:
 
 
 def _walk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, held: Tensor, counts: list[int]
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, counts: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (N, Hk, Hv / Hk, C, Dv) and the last state of each run.
 
@@ -133,23 +134,26 @@ def _walk(
     system ``(1 + β · tril(k kᵀ · decays)) [fresh keyed] = β · [v decayed·k]``.
     """
     pair_decay, decay_from_start, decay_to_end = _decays(g)
+    # (N, Hk, Hv / Hk, C, C), strictly lower triangular
     mixing = torch.tril(k @ k.transpose(-1, -2), -1) * pair_decay * beta.unsqueeze(-1)
     right_side = torch.cat((v, k * decay_from_start.unsqueeze(-1)), -1) * beta.unsqueeze(-1)
+    # One triangular solve replaces the C sequential rank-1 updates of a chunk (WY form).
     solved = torch.linalg.solve_triangular(mixing, right_side, upper=False, unitriangular=True)
     fresh, keyed = solved.split([v.shape[-1], k.shape[-1]], -1)
-    decayed_q = q * decay_from_start.unsqueeze(-1)
-    intra_scores = (q @ k.transpose(-1, -2)) * pair_decay
+    decayed_q = q * decay_from_start.unsqueeze(-1)  # e^Σg from the chunk start
+    intra_scores = (q @ k.transpose(-1, -2)) * pair_decay  # attention within the chunk
     decayed_k = (k * decay_to_end.unsqueeze(-1)).transpose(-1, -2)
     chunk_decay = decay_from_start[..., -1:, None]
     outputs, final_states, first = [], [], 0
+    # Chunks of a run depend on each other only through the state, so step i of all runs is a batch.
     for count in counts:
         part = slice(first, first + count)
-        final_states.append(held[count:])
-        held, first = held[:count], first + count
-        updates = fresh[part] - keyed[part] @ held
-        outputs.append(decayed_q[part] @ held + intra_scores[part] @ updates)
-        held = held * chunk_decay[part] + decayed_k[part] @ updates
-    return torch.cat(outputs), torch.cat((held, *reversed(final_states)))
+        final_states.append(state[count:])
+        state, first = state[:count], first + count
+        updates = fresh[part] - keyed[part] @ state
+        outputs.append(decayed_q[part] @ state + intra_scores[part] @ updates)
+        state = state * chunk_decay[part] + decayed_k[part] @ updates
+    return torch.cat(outputs), torch.cat((state, *reversed(final_states)))
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,8 +167,9 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         positions up to i, (..., C); over positions after j, (..., C).
     """
     size = g.shape[-1]
-    later = torch.ones((size, size), dtype=torch.bool, device=g.device).tril(-1)
-    sums = g.unsqueeze(-1).expand(*g.shape, size).masked_fill(~later, 0).cumsum(-2)
+    lower = torch.ones((size, size), dtype=torch.bool, device=g.device).tril(-1)
+    # Sum masked logs: a difference of two cumulative sums would cancel for strong decays.
+    sums = g.unsqueeze(-1).expand(*g.shape, size).masked_fill(~lower, 0).cumsum(-2)
     between = sums.exp().tril()
     return between, g.cumsum(-1).exp(), between[..., -1, :]
 
@@ -173,7 +178,7 @@ def _refuses(call: Call) -> str | None:
     """Decline short sequences, and documents under torch.compile, which cannot read them."""
     positions = call.present[0].shape[1]
     if positions < FEWEST:
-        return f"pays from {FEWEST} positions on, and here are {positions}"
+        return f"is faster from {FEWEST} positions, and this call has {positions}"
     if call.compiling and call.tensors[5] is not None:
         return "torch.compile cannot read the documents"
     return None
@@ -182,7 +187,7 @@ def _refuses(call: Call) -> str | None:
 IMPLEMENTATION = on_cpu(
     CONTRACT,
     gated_delta_rule,
-    "chunks of up to 64 positions, each document by itself",
+    "chunks of up to 64 positions, documents processed separately",
     refuses=_refuses,
     pays_from=0,
 )

@@ -29,10 +29,10 @@ def _vector(AT, feature, width, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
-def _begins(DOCUMENTS, row, place):
-    """Return whether a document starts at position `place` of a row of document ids, (1, 1)."""
-    own = tl.load(DOCUMENTS + row + place)
-    return own != tl.load(DOCUMENTS + row + tl.where(place > 0, place - 1, place))
+def _begins(DOCUMENTS, row, pos):
+    """Return whether a document starts at position `pos` of a row of document ids, (1, 1)."""
+    doc = tl.load(DOCUMENTS + row + pos)
+    return doc != tl.load(DOCUMENTS + row + tl.where(pos > 0, pos - 1, pos))
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -80,35 +80,35 @@ def delta_forward(
     feature = tl.arange(0, BD)[:, None]
     inside = (feature < width) & (column < out_width)
     cell = feature * out_width + column
-    own = (batch * heads + head) * width * out_width
-    state = tl.zeros([BD, BV], tl.float32)
+    state_at = (batch * heads + head) * width * out_width
+    state = tl.zeros([BD, BV], tl.float32)  # S, (BD, BV)
     if GIVEN:
-        state = tl.load(STATE + own + cell, mask=inside, other=0.0).to(tl.float32)
+        state = tl.load(STATE + state_at + cell, mask=inside, other=0.0).to(tl.float32)
     parts = tl.cdiv(positions, rows_each)
     key_head = head // group
     for step in range(positions):
-        place = step + tl.zeros([1, 1], tl.int64)
+        pos = step + tl.zeros([1, 1], tl.int64)
         if SAVE:  # noqa: SIM102 - known when compiled, and the other is not
             if step % rows_each == 0:
                 at = (batch * heads + head) * parts + step // rows_each
                 tl.store(SAVED + at * width * out_width + cell, state, mask=inside)
-        at = K + batch * k_batch_stride + place * k_stride + key_head * k_head_stride
+        at = K + batch * k_batch_stride + pos * k_stride + key_head * k_head_stride
         k = _vector(at, feature, width, NORMALIZE)
-        at = V + batch * v_batch_stride + place * v_stride + head * v_head_stride
+        at = V + batch * v_batch_stride + pos * v_stride + head * v_head_stride
         v = tl.load(at + column, mask=column < out_width, other=0.0).to(tl.float32)
-        row = (batch * positions + place) * heads + head
+        row = (batch * positions + pos) * heads + head
         if CUT:
-            state = tl.where(_begins(DOCUMENTS, batch * positions, place), 0.0, state)
-        state *= tl.exp(tl.load(G + row).to(tl.float32))
-        share = tl.load(BETA + row).to(tl.float32)
-        state += k * ((v - tl.sum(state * k, 0)[None, :]) * share)
+            state = tl.where(_begins(DOCUMENTS, batch * positions, pos), 0.0, state)
+        state *= tl.exp(tl.load(G + row).to(tl.float32))  # S ← e^g · S
+        beta = tl.load(BETA + row).to(tl.float32)
+        state += k * ((v - tl.sum(state * k, 0)[None, :]) * beta)  # S ← S + k (β · (v - Sᵀk))ᵀ
         if not SAVE:
-            at = Q + batch * q_batch_stride + place * q_stride + key_head * q_head_stride
-            q = _vector(at, feature, width, NORMALIZE) * scale
-            out = tl.sum(state * q, 0)[None, :].to(OUT.dtype.element_ty)
+            at = Q + batch * q_batch_stride + pos * q_stride + key_head * q_head_stride
+            q = _vector(at, feature, width, NORMALIZE) * scale  # (BD, 1)
+            out = tl.sum(state * q, 0)[None, :].to(OUT.dtype.element_ty)  # scale · Sᵀq, (1, BV)
             tl.store(OUT + row * out_width + column, out, mask=column < out_width)
     if not SAVE:
-        tl.store(FINAL + own + cell, state, mask=inside)
+        tl.store(FINAL + state_at + cell, state, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -163,68 +163,70 @@ def delta_backward(
     feature = tl.arange(0, BD)[:, None]
     inside = (feature < width) & (column < out_width)
     cell = feature * out_width + column
-    own = (batch * heads + head) * width * out_width
+    state_at = (batch * heads + head) * width * out_width
     room = ROOM + (first + tl.program_id(0)).to(tl.int64) * rows_each * BD * BV
-    spot = feature * BV + tl.arange(0, BV)[None, :]
-    pull = tl.zeros([BD, BV], tl.float32)
+    slot = feature * BV + tl.arange(0, BV)[None, :]
+    dstate = tl.zeros([BD, BV], tl.float32)  # S, (BD, BV)
     if PULLED:
-        pull = tl.load(DFINAL + own + cell, mask=inside, other=0.0).to(tl.float32)
+        dstate = tl.load(DFINAL + state_at + cell, mask=inside, other=0.0).to(tl.float32)
     parts = tl.cdiv(positions, rows_each)
     key_head = head // group
+    # Parts bound the scratch memory: only one part of the states exists at a time.
     for back in range(parts):
         part = (parts - 1 - back).to(tl.int64)
         start = part * rows_each
         count = tl.minimum(rows_each, positions - start).to(tl.int32)
-        kept = ((batch * heads + head) * parts + part) * width * out_width
-        state = tl.load(SAVED + kept + cell, mask=inside, other=0.0)
+        saved_at = ((batch * heads + head) * parts + part) * width * out_width
+        state = tl.load(SAVED + saved_at + cell, mask=inside, other=0.0)
         for step in range(count):
-            place = start + step + tl.zeros([1, 1], tl.int64)
-            at = K + batch * k_batch_stride + place * k_stride + key_head * k_head_stride
+            pos = start + step + tl.zeros([1, 1], tl.int64)
+            at = K + batch * k_batch_stride + pos * k_stride + key_head * k_head_stride
             k = _vector(at, feature, width, NORMALIZE)
-            at = V + batch * v_batch_stride + place * v_stride + head * v_head_stride
+            at = V + batch * v_batch_stride + pos * v_stride + head * v_head_stride
             v = tl.load(at + column, mask=column < out_width, other=0.0).to(tl.float32)
-            row = (batch * positions + place) * heads + head
+            row = (batch * positions + pos) * heads + head
             if CUT:
-                state = tl.where(_begins(DOCUMENTS, batch * positions, place), 0.0, state)
+                state = tl.where(_begins(DOCUMENTS, batch * positions, pos), 0.0, state)
             state *= tl.exp(tl.load(G + row).to(tl.float32))
             at = step + tl.zeros([1, 1], tl.int64)
-            tl.store(room + at * BD * BV + spot, state)
-            share = tl.load(BETA + row).to(tl.float32)
-            state += k * ((v - tl.sum(state * k, 0)[None, :]) * share)
+            tl.store(room + at * BD * BV + slot, state)
+            beta = tl.load(BETA + row).to(tl.float32)
+            state += k * ((v - tl.sum(state * k, 0)[None, :]) * beta)
         tl.debug_barrier()  # threads read states that other threads wrote
         for step in range(count):
             at = tl.zeros([1, 1], tl.int64) + count - 1 - step
-            place = start + at
-            faded = tl.load(room + at * BD * BV + spot)
-            at = K + batch * k_batch_stride + place * k_stride + key_head * k_head_stride
+            pos = start + at
+            decayed = tl.load(room + at * BD * BV + slot)  # e^g · S, before the update
+            at = K + batch * k_batch_stride + pos * k_stride + key_head * k_head_stride
             k = _vector(at, feature, width, NORMALIZE)
-            at = Q + batch * q_batch_stride + place * q_stride + key_head * q_head_stride
-            q = _vector(at, feature, width, NORMALIZE) * scale
-            at = V + batch * v_batch_stride + place * v_stride + head * v_head_stride
+            at = Q + batch * q_batch_stride + pos * q_stride + key_head * q_head_stride
+            q = _vector(at, feature, width, NORMALIZE) * scale  # (BD, 1)
+            at = V + batch * v_batch_stride + pos * v_stride + head * v_head_stride
             v = tl.load(at + column, mask=column < out_width, other=0.0).to(tl.float32)
-            row = (batch * positions + place) * heads + head
-            share = tl.load(BETA + row).to(tl.float32)
+            row = (batch * positions + pos) * heads + head
+            beta = tl.load(BETA + row).to(tl.float32)
             at = DOUT + row * out_width + column
-            grad = tl.load(at, mask=column < out_width, other=0.0).to(tl.float32)
-            missing = v - tl.sum(faded * k, 0)[None, :]
-            change = missing * share
-            dq = tl.sum((faded + k * change) * grad, 1)[:, None] * scale
-            pull += q * grad
-            of_change = tl.sum(pull * k, 0)[None, :]
-            dk = tl.sum(pull * change, 1)[:, None]
-            of_missing = of_change * share
-            pull -= k * of_missing
-            dk -= tl.sum(faded * of_missing, 1)[:, None]
-            fade = tl.sum(tl.sum(pull * faded, 1)[:, None], 0)[None, :]
-            mine = block * batch_count * positions * heads + row
-            tl.store(DQ + mine * width + feature, dq, mask=feature < width)
-            tl.store(DK + mine * width + feature, dk, mask=feature < width)
-            of_v = of_missing.to(DV.dtype.element_ty)
-            tl.store(DV + row * out_width + column, of_v, mask=column < out_width)
-            tl.store(DG + mine, fade)
-            tl.store(DBETA + mine, tl.sum(of_change * missing, 1)[:, None])
-            pull *= tl.exp(tl.load(G + row).to(tl.float32))
+            dout = tl.load(at, mask=column < out_width, other=0.0).to(tl.float32)
+            error = v - tl.sum(decayed * k, 0)[None, :]  # v - Sᵀk, (1, BV)
+            update = error * beta  # (1, BV)
+            dq = tl.sum((decayed + k * update) * dout, 1)[:, None] * scale  # (BD, 1)
+            dstate += q * dout  # S after the update produced the output
+            dupdate = tl.sum(dstate * k, 0)[None, :]  # (1, BV)
+            dk = tl.sum(dstate * update, 1)[:, None]
+            derror = dupdate * beta  # error = v - Sᵀk, so it is also dv
+            dstate -= k * derror  # through the product Sᵀk
+            dk -= tl.sum(decayed * derror, 1)[:, None]
+            # d e^g / dg = e^g, hence ⟨dS, e^g · S⟩
+            dg = tl.sum(tl.sum(dstate * decayed, 1)[:, None], 0)[None, :]
+            grad_row = block * batch_count * positions * heads + row
+            tl.store(DQ + grad_row * width + feature, dq, mask=feature < width)
+            tl.store(DK + grad_row * width + feature, dk, mask=feature < width)
+            dv = derror.to(DV.dtype.element_ty)
+            tl.store(DV + row * out_width + column, dv, mask=column < out_width)
+            tl.store(DG + grad_row, dg)
+            tl.store(DBETA + grad_row, tl.sum(dupdate * error, 1)[:, None])
+            dstate *= tl.exp(tl.load(G + row).to(tl.float32))
             if CUT:
-                pull = tl.where(_begins(DOCUMENTS, batch * positions, place), 0.0, pull)
+                dstate = tl.where(_begins(DOCUMENTS, batch * positions, pos), 0.0, dstate)
         tl.debug_barrier()
-    tl.store(DSTATE + own + cell, pull, mask=inside)
+    tl.store(DSTATE + state_at + cell, dstate, mask=inside)

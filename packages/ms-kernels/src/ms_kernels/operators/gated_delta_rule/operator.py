@@ -53,28 +53,28 @@ def gated_delta_rule(
     normalize: bool = False,
     final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Read a matrix that fades and learns at each position (arXiv 2412.06464).
+    """Gated delta rule, the linear attention of Gated DeltaNet (arXiv 2412.06464).
 
-    A head's matrix S starts as `state`. At each position, in this order: ``S ← e^g · S``, then
-    ``S ← S + k (β · (v - Sᵀ k))ᵀ``, then the result is ``scale · Sᵀ q``. Value head h goes with
-    key head ``h // (Hv / Hk)``.
+    Each head has a state matrix S, initially `state`. At each position, in this order:
+    ``S ← e^g · S``, then ``S ← S + k (β · (v - Sᵀ k))ᵀ``, then the output is ``scale · Sᵀ q``.
+    Value head h uses key head ``h // (Hv / Hk)``.
 
     Args:
         q: (B, S, Hk, D).
-        k: (B, S, Hk, D), dtype of q. Keys much longer than 1 let the matrix grow without bound.
+        k: (B, S, Hk, D), dtype of q. Keys with a norm well above 1 make the state diverge.
         v: (B, S, Hv, Dv), dtype of q; Hk divides Hv.
-        g: (B, S, Hv), the decay's logarithm, 0 or less.
-        beta: (B, S, Hv), the share that is learnt, from 0 to 1.
-        documents: (B, S) int32 or int64; a new one begins where the number changes, with S = 0.
-        state: (B, Hv, D, Dv) float32 or float64: S before the first position, of the document that
-            it goes on with; zeros if None.
-        scale: factor of the results, ``D ** -0.5`` if None.
-        normalize: whether q and k are first brought to length 1, ``x / sqrt(Σx² + 1e-6)``.
-        final_state: whether to return S after the last position as well.
+        g: log decay (B, S, Hv), 0 or less.
+        beta: update rate (B, S, Hv), from 0 to 1.
+        documents: document ids (B, S) int32 or int64. S is reset to 0 where the id changes.
+        state: (B, Hv, D, Dv) float32 or float64: S before the first position, for the document
+            that it continues. None: zeros.
+        scale: factor applied to the output. None: ``D ** -0.5``.
+        normalize: scale q and k to unit length first, ``x / sqrt(Σx² + 1e-6)``.
+        final_state: also return S after the last position.
 
     Returns:
         (B, S, Hv, Dv), dtype of q; with `final_state` also (B, Hv, D, Dv), float32 (float64 for
-        float64). A state goes from call to call: pieces of a sequence give what the whole gives.
+        float64). Passing it to the next call processes a sequence in chunks with the same result.
     """
     tensors = q, k, v, g, beta, documents, state
     return perform(CONTRACT, tensors, (scale, normalize, final_state))

@@ -34,10 +34,10 @@ FORWARD, BACKWARD = TUNED = tuned_kernels(
 KERNELS = f"{__package__}.kernels"
 
 
-def gated_delta_rule(*given: Any) -> Tensor | tuple[Tensor, Tensor]:
+def gated_delta_rule(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
     """Return the output of each position; with `final_state` also the state after the last one."""
-    results: tuple[Tensor, Tensor] = _rule(*given)
-    return results if given[-1] else results[0]
+    results: tuple[Tensor, Tensor] = _rule(*args)
+    return results if args[-1] else results[0]
 
 
 def _forward(

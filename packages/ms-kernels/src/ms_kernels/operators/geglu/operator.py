@@ -9,12 +9,12 @@ from ms_kernels.operators.geglu.contract import CONTRACT
 
 
 def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """Gate a feed-forward block by GELU (arXiv 2002.05202).
+    """Feed-forward gate with GELU (arXiv 2002.05202).
 
     Args:
         gate: (..., I).
         up: (..., I), dtype of gate.
-        approximate: ``"none"`` for the exact GELU, ``"tanh"`` for the one that Gemma uses.
+        approximate: ``"none"`` for the exact GELU, ``"tanh"`` for the approximation in Gemma.
 
     Returns:
         ``gelu(gate) · up``, (..., I), dtype of gate.

@@ -3,7 +3,7 @@
 The operator has no gradient, so it is implemented here as two more grouped products: grouped over
 rows for x, and over the inner dim for the weights. The operator does not check the counts and would
 index beyond the rows, so it gets cumulative sums clamped to the number of rows; the last row is NaN
-if the counts do not add up. There is no device synchronization.
+if the counts do not add up. It does not synchronize with the device.
 """
 
 from typing import Any
@@ -57,10 +57,10 @@ class _Grouped(torch.autograd.Function):
         return grad_x, grad_weights, None, None, None
 
 
-def _product(left: Tensor, right: Tensor, ends: Tensor, group_type: int) -> Tensor:
+def _product(x: Tensor, y: Tensor, ends: Tensor, group_type: int) -> Tensor:
     result: Tensor = torch.ops.npu.npu_grouped_matmul(
-        [left],
-        [right],
+        [x],
+        [y],
         group_list=ends,
         split_item=ONE_RESULT,
         group_type=group_type,
@@ -72,5 +72,5 @@ def _product(left: Tensor, right: Tensor, ends: Tensor, group_type: int) -> Tens
 IMPLEMENTATION = on_npu(
     CONTRACT,
     grouped_matmul,
-    "npu_grouped_matmul: one kernel for all experts, none waits for the counts",
+    "npu_grouped_matmul: one kernel for all experts, without synchronization",
 )

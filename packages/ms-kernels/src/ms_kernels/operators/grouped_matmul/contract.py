@@ -74,7 +74,7 @@ def _check_counts(x: Tensor, weights: Tensor, counts: Tensor) -> None:
 
 CONTRACT = Contract(
     name="grouped_matmul",
-    summary="consecutive rows of x, counts[e] of them times weights[e]",
+    summary="each expert's counts[e] consecutive rows of x, times weights[e]",
     arguments=(
         Argument(name="x", dims="T K"),
         Argument(name="weights", dims="E K N", like="x"),

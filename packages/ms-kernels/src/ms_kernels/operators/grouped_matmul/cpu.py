@@ -40,19 +40,19 @@ def _backward(
     return grad_x, grad_weights
 
 
-def _multiply(left: Tensor, right: Tensor, result: Tensor) -> None:
+def _multiply(x: Tensor, y: Tensor, result: Tensor) -> None:
     """Write the product to `result`, accumulated in float32."""
-    if left.dtype.itemsize == 2 and min(left.shape) <= FEW:
-        result.copy_(left.float() @ right.float())
+    if x.dtype.itemsize == 2 and min(x.shape) <= FEW:
+        result.copy_(x.float() @ y.float())
     else:
-        torch.mm(left, right, out=result)
+        torch.mm(x, y, out=result)
 
 
 def _groups(counts: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
     """Yield the experts that have rows, with their row slices."""
     sizes = counts.tolist()
     if sum(sizes) != rows or min(sizes) < 0:
-        raise RuntimeError(f"counts of {sum(sizes)} rows in sum, for {rows}")
+        raise RuntimeError(f"counts sum to {sum(sizes)}, but x has {rows} rows")
     start = 0
     for expert, count in enumerate(sizes):
         if count:

@@ -7,14 +7,14 @@ from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply consecutive rows by their expert's matrix.
+    """Multiply each expert's consecutive rows by its matrix.
 
     Args:
-        x: (T, K), the rows of expert 0 first.
+        x: (T, K), sorted by expert.
         weights: (E, K, N), dtype of x.
-        counts: (E,) int64 or int32, how many rows each expert has, 0 allowed; their sum is T, which
-            the CPU holds. In kernels on an accelerator a row beyond their sum is NaN; on Ascend
-            the last row is, where the sum (of counts of at least 0) is not T.
+        counts: rows per expert (E,) int64 or int32, possibly 0. They must sum to T; the CPU checks
+            it. On an accelerator rows beyond the sum are NaN; on Ascend the last row is NaN if
+            the sum is not T.
 
     Returns:
         (T, N), dtype of x.

@@ -25,9 +25,10 @@ def layer_norm_forward(
     row = (first + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)
-    x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # (ROWS, BLOCK)
     mean = tl.sum(x, 1)[:, None] / width
-    centered = tl.where(inside, x - mean, 0.0)
+    centered = tl.where(inside, x - mean, 0.0)  # padding must not add mean² to the variance
+    # 1 / std, (ROWS, 1)
     scale = 1.0 / tl.sqrt_rn(tl.sum(centered * centered, 1)[:, None] / width + eps)
     w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
     y = centered * scale * w
@@ -64,6 +65,7 @@ def layer_norm_backward(
     part = (first + tl.program_id(0)).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
+    # Partial sums over this program's rows; a second pass adds the programs.
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
     for offset in range(0, rows_each, ROWS):
@@ -73,13 +75,13 @@ def layer_norm_backward(
         g = tl.load(DY + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(MEAN + row, mask=row < rows, other=0.0)
         scale = tl.load(SCALE + row, mask=row < rows, other=0.0)
-        normal = tl.where(inside, (x - mean) * scale, 0.0)
+        x_hat = tl.where(inside, (x - mean) * scale, 0.0)  # normalized row
         wg = w * g
-        along = tl.sum(normal * wg, 1)[:, None] / width
-        dx = (wg - tl.sum(wg, 1)[:, None] / width - normal * along) * scale
+        along = tl.sum(x_hat * wg, 1)[:, None] / width  # mean(n · w · g), (ROWS, 1)
+        dx = (wg - tl.sum(wg, 1)[:, None] / width - x_hat * along) * scale
         tl.store(DX + row * width + column, dx.to(DX.dtype.element_ty), mask=inside)
-        dw += g * normal
+        dw += g * x_hat
         db += g
-    here = part * width + column
-    tl.store(DW + here, tl.sum(dw, 0)[None, :], mask=column < width)
-    tl.store(DB + here, tl.sum(db, 0)[None, :], mask=column < width)
+    at = part * width + column
+    tl.store(DW + at, tl.sum(dw, 0)[None, :], mask=column < width)
+    tl.store(DB + at, tl.sum(db, 0)[None, :], mask=column < width)

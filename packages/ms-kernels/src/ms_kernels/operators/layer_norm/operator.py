@@ -11,8 +11,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 
     Args:
         x: (..., H).
-        weight: (H,), of x's dtype or another floating one.
-        bias: (H,), dtype of weight; none if None.
+        weight: (H,), any floating dtype.
+        bias: (H,), dtype of weight. None: no bias.
         eps: added to the variance.
 
     Returns:

@@ -3,8 +3,8 @@
 Three operators of torch_npu, made for vocabulary-parallel layers, are used here on one device
 that holds all classes: npu_fused_linear_online_max_sum multiplies and returns each row's maximum
 and Σ exp, npu_fused_cross_entropy_loss_with_max_sum computes the losses from them, and a backward
-operator recomputes the logits and computes the gradients with two products. None of them has a
-Meta kernel or a registered gradient; `ms_kernels.core.torch_operator` adds both. CANN 9.0 is
+operator recomputes the logits and computes the gradients with two products. They have no
+Meta kernel and no registered gradient; `ms_kernels.core.torch_operator` adds both. CANN 9.0 is
 required.
 
 Differences from the contract, bridged here:
@@ -34,34 +34,41 @@ from ms_kernels.operators.linear_cross_entropy.contract import CONTRACT
 
 MERIT = "npu_fused_linear_online_max_sum: product and softmax in one kernel, without logits"
 
-LEAST_CLASSES = 128
+MIN_CLASSES = 128
 """Minimum number of classes of the backward operator."""
 
-MOST_FEATURES = 65_534
+MAX_FEATURES = 65_534
 
 
 def _rows(hidden: Tensor) -> Tensor:
     return hidden.reshape(-1, hidden.shape[-1]).contiguous()
 
 
-def row_losses(hidden: Tensor, weight: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def row_losses(hidden: Tensor, weight: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return -log p, the maximum logit and Σ exp(logit - maximum) of each row, float32."""
-    top, total, picked, *_ = torch.ops.npu.npu_fused_linear_online_max_sum(
-        _rows(hidden), weight.contiguous(), chosen, 0, len(weight)
+    row_max, exp_sum, target_logit, *_ = torch.ops.npu.npu_fused_linear_online_max_sum(
+        _rows(hidden), weight.contiguous(), classes, 0, len(weight)
     )
-    losses, _ = torch.ops.npu.npu_fused_cross_entropy_loss_with_max_sum(top, total, picked)
-    return losses, top, total
+    losses, _ = torch.ops.npu.npu_fused_cross_entropy_loss_with_max_sum(
+        row_max, exp_sum, target_logit
+    )
+    return losses, row_max, exp_sum
 
 
 def gradients(
-    slopes: Tensor, hidden: Tensor, weight: Tensor, chosen: Tensor, top: Tensor, total: Tensor
+    grad_losses: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    classes: Tensor,
+    row_max: Tensor,
+    exp_sum: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden and weight, given those of the row losses."""
-    nonlocal_mask = chosen.new_zeros((len(chosen) + 7) // 8, dtype=torch.uint8)
-    rows, flat = _rows(hidden), (tensor.reshape(-1) for tensor in (top, total))
+    nonlocal_mask = classes.new_zeros((len(classes) + 7) // 8, dtype=torch.uint8)
+    rows, flat = _rows(hidden), (tensor.reshape(-1) for tensor in (row_max, exp_sum))
     grad_hidden, grad_weight = (
         torch.ops.npu.npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
-            slopes.contiguous(), rows, weight.contiguous(), nonlocal_mask, chosen, 0.0, *flat
+            grad_losses.contiguous(), rows, weight.contiguous(), nonlocal_mask, classes, 0.0, *flat
         )
     )
     return grad_hidden.view(hidden.shape), grad_weight
@@ -82,9 +89,9 @@ def _forward(
     settings = LossOptions(*options)
     ignored = targets == settings.ignore_index
     classes, out_of_range = chosen_classes(targets, ignored, weight)
-    losses, top, total = row_losses(hidden, weight, classes)
+    losses, row_max, exp_sum = row_losses(hidden, weight, classes)
     losses = losses.view(targets.shape).masked_fill(out_of_range, torch.nan).masked_fill(ignored, 0)
-    shaped = top.view(targets.shape), total.view(targets.shape)
+    shaped = row_max.view(targets.shape), exp_sum.view(targets.shape)
     return reduce(losses, ignored, settings.reduction), *shaped
 
 
@@ -106,8 +113,8 @@ def _backward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    top: Tensor,
-    total: Tensor,
+    row_max: Tensor,
+    exp_sum: Tensor,
     grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -115,19 +122,19 @@ def _backward(
     ignored = targets == settings.ignore_index
     if settings.reduction == "mean":
         grad = grad / counted_of(ignored)
-    slopes = grad.expand(targets.shape).masked_fill(ignored, 0).reshape(-1)
+    grad_losses = grad.expand(targets.shape).masked_fill(ignored, 0).reshape(-1)
     return gradients(
-        slopes, hidden, weight, chosen_classes(targets, ignored, weight)[0], top, total
+        grad_losses, hidden, weight, chosen_classes(targets, ignored, weight)[0], row_max, exp_sum
     )
 
 
 def large_enough(call: Call) -> str | None:
     """Decline too few classes and too many features for the kernels."""
     classes, features = call.present[1].shape
-    if classes < LEAST_CLASSES:
-        return f"takes {LEAST_CLASSES} classes or more, not {classes}"
-    if features > MOST_FEATURES:
-        return f"takes up to {MOST_FEATURES} features, not {features}"
+    if classes < MIN_CLASSES:
+        return f"takes {MIN_CLASSES} classes or more, not {classes}"
+    if features > MAX_FEATURES:
+        return f"takes up to {MAX_FEATURES} features, not {features}"
     return empty(call)
 
 
@@ -145,9 +152,9 @@ IMPLEMENTATION = on_npu(
         "ascend",
         forward=_forward,
         fake=_fake,
-        intermediates={"top": "...", "total": "..."},
+        intermediates={"row_max": "...", "exp_sum": "..."},
         backward=_backward,
-        saves=("hidden", "weight", "targets", "top", "total"),
+        saves=("hidden", "weight", "targets", "row_max", "exp_sum"),
     ),
     MERIT,
     refuses=_refuses,

@@ -1,7 +1,7 @@
 """Logits computed in chunks of rows in one buffer, and float32 sums of their gradients.
 
-A chunk is as many rows as have float32 logits of at most `CHUNK_BYTES`. All chunks reuse the same
-buffer: allocating memory costs more than the arithmetic on it.
+A chunk has at most `CHUNK_BYTES` of float32 logits. All chunks reuse one buffer, because allocating
+memory would cost more than the arithmetic on it.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,10 @@ def chunk_rows_of(hidden: Tensor, weight: Tensor) -> int:
 class Sums:
     """Gradients of hidden (N, H) and weight (V, H), summed in float32; None where not needed."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, needed: tuple[bool, ...]) -> None:
         wide = accumulator(hidden.dtype)
-        self.hidden = torch.zeros_like(hidden, dtype=wide) if wanted[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        self.hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
 
     def add(
         self,

@@ -117,7 +117,7 @@ class _Chunked(torch.autograd.Function):
         if ctx.foresees:
             first, second = _scaled(ctx, first, second, grad)
         elif ctx.options.reduction == "none":
-            first, second = _again(ctx, first, second, targets, ignored, saved_logits, grad)
+            first, second = _recompute(ctx, first, second, targets, ignored, saved_logits, grad)
         else:
             if ctx.options.reduction == "mean":
                 grad = grad / counted_of(ignored)
@@ -163,19 +163,19 @@ def _weight_gradient(
     return sums.weight
 
 
-def _again(
+def _recompute(
     ctx: Any,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     ignored: Tensor,
-    kept: Tensor | None,
+    logits_grad: Tensor | None,
     grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Recompute the logits chunk by chunk, now that the gradient of each row is known."""
     sums = Sums(hidden, weight, ctx.needs_input_grad)
-    if kept is not None:
-        sums.add(kept, hidden, weight, slice(None), grad[:, None])
+    if logits_grad is not None:
+        sums.add(logits_grad, hidden, weight, slice(None), grad[:, None])
         return sums.hidden, sums.weight
     for rows, logits in chunks_of(hidden, weight, ctx.chunk_rows):
         _differentiate(logits, targets[rows], ignored[rows], ctx.options)

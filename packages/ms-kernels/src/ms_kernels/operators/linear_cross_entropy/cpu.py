@@ -41,10 +41,10 @@ def of_counted_rows(
     result = run(counted_hidden, weight, flat[rows])
     empty = hidden.new_zeros(flat.shape, dtype=accumulator(hidden.dtype))
 
-    def spread(each: Tensor) -> Tensor:
-        return empty.index_copy(0, rows, each).view(targets.shape) if each.ndim else each
+    def scatter(values: Tensor) -> Tensor:
+        return empty.index_copy(0, rows, values).view(targets.shape) if values.ndim else values
 
-    return tuple(map(spread, result)) if isinstance(result, tuple) else spread(result)
+    return tuple(map(scatter, result)) if isinstance(result, tuple) else scatter(result)
 
 
 def linear_cross_entropy(

@@ -20,48 +20,47 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    """Return `cross_entropy` of ``hidden @ weight.T`` without ever holding all logits.
+    """Return `cross_entropy` of ``hidden @ weight.T`` without materializing all logits.
 
-    The gradients of a reduced loss are made in the forward pass, so they are held instead of
-    logits: float32, the sizes of hidden and weight. It cannot be differentiated twice.
+    For a reduced loss the forward pass also computes the gradients and saves them instead of the
+    logits: float32, with the shapes of hidden and weight. Not twice differentiable.
 
     Args:
         hidden: (..., H).
         weight: (V, H), dtype of hidden.
         targets: (...) int64 or int32, classes from 0 to V - 1, or `ignore_index`.
-        ignore_index: the target of a row that does not count.
+        ignore_index: target of rows that are excluded from the loss.
         label_smoothing: as for `cross_entropy`.
         z_loss: as for `cross_entropy`.
         reduction: as for `cross_entropy`. With ``"none"`` and logits above 64 MiB an accelerator
-            makes them twice: a third more work. The CPU makes again only those rows whose
-            gradients differ from what most rows get.
+            computes them twice, a third more work. The CPU recomputes only rows whose incoming
+            gradient differs from the most common one.
 
     Returns:
         () or, with ``"none"``, (...); float32 (float64 for float64).
 
-    Rows of DTensors stay where they are; a weight that is split is gathered. A reduced loss is on
-    every process.
+    Rows of DTensors stay sharded; a sharded weight is gathered. A reduced loss is replicated.
     """
     tensors, options = (hidden, weight, targets), (ignore_index, label_smoothing, z_loss, reduction)
     if is_split(tensors):
-        return _loss_of_parts(tensors, options)
+        return _sharded_loss(tensors, options)
     return perform(CONTRACT, tensors, options)
 
 
-def _loss_of_parts(tensors: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...]) -> Tensor:
-    """Return the loss of DTensors: computed on local rows, then summed over processes."""
+def _sharded_loss(tensors: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...]) -> Tensor:
+    """Return the loss of DTensors: computed on local rows, then reduced over ranks."""
     CONTRACT.bind(describe_call(CONTRACT, tensors, options))
     *other_options, reduction = options
     ignore_index = options[0]
 
-    def own(*parts: Tensor) -> Any:
-        return perform(CONTRACT, parts, (*other_options, "none" if reduction == "none" else "sum"))
+    def run_local(*shards: Tensor) -> Any:
+        return perform(CONTRACT, shards, (*other_options, "none" if reduction == "none" else "sum"))
 
     if reduction == "none":
-        losses: Tensor = rows_mapped(CONTRACT, tensors, own)
+        losses: Tensor = rows_mapped(CONTRACT, tensors, run_local)
         return losses
     counted = partial(_count, ignore_index=ignore_index) if reduction == "mean" else None
-    return rows_reduced(CONTRACT, tensors, own, mean_over=counted)
+    return rows_reduced(CONTRACT, tensors, run_local, mean_over=counted)
 
 
 def _count(targets: Tensor, *, ignore_index: int) -> Tensor:

@@ -38,20 +38,20 @@ def scale_kernel(operator: str) -> TunedKernel:
     return kernel
 
 
-def product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write ``left @ right`` into `out`, which is float32."""
-    if left.dtype != torch.float32 and left.device.type in WIDENING:
-        torch.mm(left, right, out_dtype=torch.float32, out=out)
+def product(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """Write ``x @ y`` into `out`, which is float32."""
+    if x.dtype != torch.float32 and x.device.type in WIDENING:
+        torch.mm(x, y, out_dtype=torch.float32, out=out)
     else:
-        torch.mm(left.to(torch.float32), right.to(torch.float32), out=out)
+        torch.mm(x.to(torch.float32), y.to(torch.float32), out=out)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to `total`, which is float32."""
-    if left.dtype != torch.float32 and left.device.type in WIDENING:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+def add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add ``x @ y`` to `total`, which is float32."""
+    if x.dtype != torch.float32 and x.device.type in WIDENING:
+        torch.addmm(total, x, y, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(left.to(torch.float32), right.to(torch.float32))
+        total.addmm_(x.to(torch.float32), y.to(torch.float32))
 
 
 def chunks(
@@ -59,7 +59,7 @@ def chunks(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield row slices of hidden (N, H), their float32 logits (R, V) and a gradient buffer (R, V).
 
-    A chunk has as many rows as fit in `CHUNK_BYTES` of logits. All chunks share their memory, so
+    A chunk has at most `CHUNK_BYTES` of logits. All chunks share their memory, so
     the tensors are valid only until the next iteration.
 
     Args:

@@ -1,7 +1,7 @@
 """Tokens sorted by expert through npu_moe_token_permute; its int32 places are converted to int64.
 
 An out-of-range expert is mapped to an extra expert after the last one: its row comes last and is in
-no count, as in our Triton kernel. There is no device synchronization.
+no count, as in our Triton kernel. It does not synchronize with the device.
 """
 
 import torch

@@ -48,7 +48,7 @@ CONTRACT = Contract(
             name="count",
             default=EXAMPLE_COUNT,
             holds=lambda value: is_whole(value, 1, 2**31 - 1),
-            fits="a whole number of experts, 1 or more",
+            fits="an integer of at least 1",
             trials=(7,),
         ),
     ),

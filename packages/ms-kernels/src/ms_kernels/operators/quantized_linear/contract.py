@@ -125,7 +125,7 @@ CONTRACT = Contract(
             name="group_size",
             default=32,
             holds=lambda value: is_whole(value, 1, 2**31 - 1),
-            fits="a whole number of features, 1 or more",
+            fits="an integer of at least 1",
         ),
     ),
     returns="(... N), dtype of x",

@@ -17,17 +17,17 @@ def quantized_linear(
     bits: Literal[4, 8],
     group_size: int,
 ) -> Tensor:
-    """Return ``x @ weight.T``, the weight (N, K) packed as `ms_kernels.packed_weights` says.
+    """Return ``x @ weight.T``, with the weight (N, K) packed as in `ms_kernels.packed_weights`.
 
     Args:
         x: (..., K).
         packed: (N, K · bits / 8) uint8.
         scales: (N, K / group_size), a floating dtype.
-        zeros: likewise, dtype of scales; ``2 ** (bits - 1)`` if None.
+        zeros: (N, K / group_size), dtype of scales. None: ``2 ** (bits - 1)``.
         bits: 4 or 8.
-        group_size: how many weights of a row share a scale.
+        group_size: number of consecutive weights of a row that share a scale.
 
     Returns:
-        (..., N), dtype of x. It has a gradient with respect to x alone.
+        (..., N), dtype of x. Only x has a gradient.
     """
     return perform(CONTRACT, (x, packed, scales, zeros), (bits, group_size))

@@ -40,14 +40,14 @@ def normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def differentiate(
-    grad: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight; `more` (..., H) is added to the first if not None."""
+    """Return the gradients of x and weight; `grad_sum` (..., H) is added to the first."""
     flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
     wide_weight = weight.to(scale.dtype)
     grad_x = torch.empty_like(flat, memory_format=torch.contiguous_format)
     grad_weight = torch.zeros_like(wide_weight)
-    more = None if more is None else more.reshape(-1, x.shape[-1])
+    grad_sum = None if grad_sum is None else grad_sum.reshape(-1, x.shape[-1])
     # dx = r·w·g - x·r³·⟨w·g, x⟩ / H, and dw = Σ r·g·x over rows.
     for rows in blocks(*flat.shape):
         values, grad_block, r = flat[rows].to(scale.dtype), grad[rows].to(scale.dtype), scale[rows]
@@ -55,8 +55,8 @@ def differentiate(
         grad_weight.addmv_(product.T, r.squeeze(-1))
         correction = (product @ wide_weight).unsqueeze(-1) * r.pow(3) / x.shape[-1]
         torch.mul(grad_block, wide_weight, out=product).mul_(r)
-        if more is not None:
-            product.add_(more[rows])
+        if grad_sum is not None:
+            product.add_(grad_sum[rows])
         torch.addcmul(product, values, correction, value=-1, out=grad_x[rows])
     return grad_x.view(x.shape), grad_weight.to(weight.dtype)
 

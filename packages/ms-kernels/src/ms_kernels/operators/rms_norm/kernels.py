@@ -26,13 +26,14 @@ def rms_norm_forward(
     row = (first + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)
-    x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # (ROWS, BLOCK)
     if ADD:
         residual = tl.load(RESIDUAL + row * residual_stride + column, mask=inside, other=0.0)
+        # normalize the rounded sum: it is what later layers see
         rounded = (x + residual.to(tl.float32)).to(SUM.dtype.element_ty)
         tl.store(SUM + row * width + column, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1)[:, None] / width + eps)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1)[:, None] / width + eps)  # 1 / rms, (ROWS, 1)
     w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(SCALE + row, scale, mask=row < rows)
     tl.store(Y + row * width + column, (x * scale * w).to(Y.dtype.element_ty), mask=inside)
@@ -65,6 +66,7 @@ def rms_norm_backward(
     part = (first + tl.program_id(0)).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
+    # summed over this program's rows; a second pass adds the programs
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     for offset in range(0, rows_each, ROWS):
         row = part * rows_each + offset + tl.arange(0, ROWS)[:, None]
@@ -72,13 +74,13 @@ def rms_norm_backward(
         x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(DY + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(SCALE + row, mask=row < rows, other=0.0)
-        normal = x * scale
+        x_hat = x * scale  # normalized row
         wg = w * g
-        dx = (wg - normal * (tl.sum(normal * wg, 1)[:, None] / width)) * scale
+        dx = (wg - x_hat * (tl.sum(x_hat * wg, 1)[:, None] / width)) * scale
         if ADD:
-            more = tl.load(DSUM + row * dsum_stride + column, mask=inside, other=0.0)
-            dx += more.to(tl.float32)
+            dsum = tl.load(DSUM + row * dsum_stride + column, mask=inside, other=0.0)
+            dx += dsum.to(tl.float32)
         tl.store(DX + row * width + column, dx.to(DX.dtype.element_ty), mask=inside)
-        dw += g * normal
+        dw += g * x_hat
     total = tl.sum(dw, 0)[None, :]
     tl.store(DW + part * width + column, total, mask=column < width)

@@ -11,7 +11,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
     Args:
         x: (..., H).
-        weight: (H,), of x's dtype or another floating one.
+        weight: (H,), any floating dtype.
         eps: added to the mean square.
 
     Returns:

@@ -18,36 +18,36 @@ from ms_kernels.errors import ArgumentError, shown
 
 
 def _number(
-    *, least: float, whole: bool = False, optional: bool = False
+    *, minimum: float, integer: bool = False, optional: bool = False
 ) -> Callable[[Any, "Attribute[Any]", Any], None]:
-    """Return a field validator: a finite number, or an integer if `whole`, at least `least`."""
+    """Return a field validator: a finite number, or an integer, of at least `minimum`."""
 
     def check(owner: Any, attribute: "Attribute[Any]", value: Any) -> None:
         if optional and value is None:
             return
-        kind = "whole" if whole else "finite"
-        holds = is_whole(value, int(least)) if whole else is_number(value, least)
-        if not holds:
-            fits = f"a {kind} number, {least:g} or more{', or None' if optional else ''}"
+        expected = "an integer" if integer else "a finite number"
+        valid = is_whole(value, int(minimum)) if integer else is_number(value, minimum)
+        if not valid:
+            fits = f"{expected} of at least {minimum:g}{', or None' if optional else ''}"
             raise ArgumentError(type(owner).__name__, attribute.name, shown(value), fits)
 
     return check
 
 
 class RotaryScaling(Protocol):
-    """How frequencies change for longer texts."""
+    """Context extension: a change of the rotary frequencies."""
 
     def scale(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
-        """Return the new frequencies (R/2,), and a factor of cosines and sines."""
+        """Return the scaled frequencies (R/2,), and a factor applied to cosines and sines."""
         ...
 
 
 @frozen(kw_only=True)
 class LinearScaling:
-    """Every pair turns `factor` times slower (arXiv 2306.15595)."""
+    """Position interpolation: divide all frequencies by `factor` (arXiv 2306.15595)."""
 
-    factor: float = field(validator=_number(least=1))
-    """The new length over the one trained on."""
+    factor: float = field(validator=_number(minimum=1))
+    """Ratio of the new context length to the training length."""
 
     def scale(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
         """Return ``frequencies / factor``, and 1."""
@@ -56,20 +56,20 @@ class LinearScaling:
 
 @frozen(kw_only=True)
 class Llama3Scaling:
-    """Slow pairs turn `factor` times slower, fast ones as before, between them a blend (Llama 3.1).
+    """Llama 3.1: divide low frequencies by `factor`, keep high ones, and interpolate between them.
 
-    A pair is slow when it turns fewer than `slow_turns` times within `original_length` positions,
-    fast when it turns more than `fast_turns` times.
+    A frequency is low if it makes fewer than `slow_turns` turns within `original_length` positions,
+    and high if it makes more than `fast_turns`.
     """
 
-    factor: float = field(default=8.0, validator=_number(least=1))
-    """The new length over the one trained on."""
-    slow_turns: float = field(default=1.0, validator=_number(least=SMALLEST))
-    """Llama's low_freq_factor."""
-    fast_turns: float = field(default=4.0, validator=_number(least=SMALLEST))
-    """Llama's high_freq_factor; above `slow_turns`."""
-    original_length: int = field(default=8192, validator=_number(least=1, whole=True))
-    """Positions trained on."""
+    factor: float = field(default=8.0, validator=_number(minimum=1))
+    """Ratio of the new context length to the training length."""
+    slow_turns: float = field(default=1.0, validator=_number(minimum=SMALLEST))
+    """low_freq_factor in Hugging Face configs."""
+    fast_turns: float = field(default=4.0, validator=_number(minimum=SMALLEST))
+    """high_freq_factor in Hugging Face configs; above `slow_turns`."""
+    original_length: int = field(default=8192, validator=_number(minimum=1, integer=True))
+    """Context length in training."""
 
     def __attrs_post_init__(self) -> None:
         if not self.fast_turns > self.slow_turns:
@@ -77,7 +77,7 @@ class Llama3Scaling:
             raise ArgumentError("Llama3Scaling", "fast_turns", str(self.fast_turns), fits)
 
     def scale(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
-        """Return the blended frequencies, and 1."""
+        """Return the interpolated frequencies, and 1."""
         turns = self.original_length * frequencies / (2 * math.pi)
         blend = (turns - self.slow_turns) / (self.fast_turns - self.slow_turns)
         blend = blend.clamp(0, 1)
@@ -86,25 +86,25 @@ class Llama3Scaling:
 
 @frozen(kw_only=True)
 class YarnScaling:
-    """YaRN: a blend by pair, and sharper attention (arXiv 2309.00071)."""
+    """YaRN: interpolation per frequency, and a lower attention temperature (arXiv 2309.00071)."""
 
-    factor: float = field(validator=_number(least=1))
-    """The new length over the one trained on."""
-    original_length: int = field(validator=_number(least=1, whole=True))
-    """Positions trained on."""
-    fast_turns: float = field(default=32.0, validator=_number(least=SMALLEST))
-    """Pairs that turn at least as often within `original_length` stay as they are; beta_fast."""
-    slow_turns: float = field(default=1.0, validator=_number(least=SMALLEST))
-    """Pairs that turn at most as often are slowed down by `factor`; beta_slow."""
+    factor: float = field(validator=_number(minimum=1))
+    """Ratio of the new context length to the training length."""
+    original_length: int = field(validator=_number(minimum=1, integer=True))
+    """Context length in training."""
+    fast_turns: float = field(default=32.0, validator=_number(minimum=SMALLEST))
+    """beta_fast: frequencies with at least this many turns in `original_length` are unchanged."""
+    slow_turns: float = field(default=1.0, validator=_number(minimum=SMALLEST))
+    """beta_slow: frequencies with at most this many turns are divided by `factor`."""
     attention_factor: float | None = field(
-        default=None, validator=_number(least=SMALLEST, optional=True)
+        default=None, validator=_number(minimum=SMALLEST, optional=True)
     )
-    """Factor of cosines and sines; ``0.1 ln(factor) + 1`` if None."""
+    """Factor applied to cosines and sines. None: ``0.1 ln(factor) + 1``."""
     whole_pairs: bool = True
-    """Whether the limits of the blend are rounded outward to whole pairs; truncate."""
+    """truncate: round the limits of the interpolation outward to integer indices."""
 
     def scale(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
-        """Return the blended frequencies, and the factor of attention."""
+        """Return the interpolated frequencies, and the attention factor."""
         pairs = frequencies.shape[0]
         low, high = (
             self._pair_of(turns, pairs, base) for turns in (self.fast_turns, self.slow_turns)
@@ -134,23 +134,23 @@ def rotary_table(
     base: float = 10000.0,
     scaling: RotaryScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines that `rotary` takes.
+    """Compute the cosines and sines for `rotary`.
 
     Args:
-        positions: (C, S) or (S,) of a whole dtype, C the batch or 1.
-        width: R, features of a head that are rotated; even.
-        base: of the frequencies; above 1.
-        scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling` or the like.
+        positions: (C, S) or (S,) of an integer dtype; C is the batch size or 1.
+        width: R, the number of rotated features per head; even.
+        base: base of the frequencies (rope_theta), above 1.
+        scaling: context extension, such as `LinearScaling`, `Llama3Scaling` or `YarnScaling`.
 
     Returns:
         cos and sin, each (C, S, R/2) float32, on the positions' device; C is 1 for (S,).
 
     Raises:
-        ArgumentError: when an argument does not fit.
+        ArgumentError: an argument is invalid.
     """
     if not isinstance(positions, Tensor) or positions.is_floating_point():
         got = describe(positions.dtype) if isinstance(positions, Tensor) else "no tensor"
-        raise ArgumentError("rotary_table", "positions", got, "a tensor of whole numbers")
+        raise ArgumentError("rotary_table", "positions", got, "a tensor of integers")
     if positions.ndim not in (1, 2):
         got = f"of shape {describe(positions.shape)}"
         raise ArgumentError("rotary_table", "positions", got, "of shape (C, S) or (S,)")

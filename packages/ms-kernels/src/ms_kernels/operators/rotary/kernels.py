@@ -25,20 +25,21 @@ def _turn(
     if INTERLEAVED:
         column = tl.arange(0, 2 * HALF)[None, :]
         inside = (head < heads) & (column < 2 * half)
-        pairs = tl.load(X + column, mask=inside, other=0.0).to(tl.float32)
-        one, two = tl.split(tl.reshape(pairs, [pairs.shape[0], HALF, 2]))
-        turned = tl.join(one * cos - two * sin, two * cos + one * sin)
-        turned = tl.reshape(turned, [pairs.shape[0], 2 * HALF])
-        tl.store(OUT + column, turned.to(OUT.dtype.element_ty), mask=inside)
+        pairs = tl.load(X + column, mask=inside, other=0.0).to(tl.float32)  # (HEADS, 2 · HALF)
+        x1, x2 = tl.split(tl.reshape(pairs, [pairs.shape[0], HALF, 2]))
+        rotated = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+        rotated = tl.reshape(rotated, [pairs.shape[0], 2 * HALF])
+        tl.store(OUT + column, rotated.to(OUT.dtype.element_ty), mask=inside)
     else:
         column = tl.arange(0, HALF)[None, :]
         inside = (head < heads) & (column < half)
-        one = tl.load(X + column, mask=inside, other=0.0).to(tl.float32)
-        two = tl.load(X + column + half, mask=inside, other=0.0).to(tl.float32)
-        first = one * cos - two * sin
-        second = two * cos + one * sin
-        tl.store(OUT + column, first.to(OUT.dtype.element_ty), mask=inside)
-        tl.store(OUT + column + half, second.to(OUT.dtype.element_ty), mask=inside)
+        x1 = tl.load(X + column, mask=inside, other=0.0).to(tl.float32)
+        x2 = tl.load(X + column + half, mask=inside, other=0.0).to(tl.float32)
+        y1 = x1 * cos - x2 * sin
+        y2 = x2 * cos + x1 * sin
+        tl.store(OUT + column, y1.to(OUT.dtype.element_ty), mask=inside)
+        tl.store(OUT + column + half, y2.to(OUT.dtype.element_ty), mask=inside)
+    # Features beyond the rotated width pass through unchanged.
     if REST > 0:
         column = 2 * half + tl.arange(0, REST)[None, :]
         inside = (head < heads) & (column < width)
@@ -79,21 +80,21 @@ def rotary_turn(
     """
     tile = first + tl.program_id(0)
     q_blocks = tl.cdiv(q_heads, HEADS)
-    blocks = q_blocks + tl.cdiv(k_heads, HEADS)
-    place = tile // blocks
+    blocks = q_blocks + tl.cdiv(k_heads, HEADS)  # blocks of heads of one position, first Q, then K
+    row = tile // blocks
     block = tile % blocks
-    batch = (place // positions).to(tl.int64)
-    position = (place % positions).to(tl.int64)
+    batch = (row // positions).to(tl.int64)
+    position = (row % positions).to(tl.int64)
     angle = tl.arange(0, HALF)[None, :]
     base = batch * angle_batch_stride + position * angle_stride
-    cos = tl.load(COS + base + angle, mask=angle < half, other=0.0).to(tl.float32)
+    cos = tl.load(COS + base + angle, mask=angle < half, other=0.0).to(tl.float32)  # (1, HALF)
     sin = tl.load(SIN + base + angle, mask=angle < half, other=0.0).to(tl.float32)
     if BACK:
-        sin = -sin
+        sin = -sin  # the inverse rotation is the transpose
     if block < q_blocks:
         head = (block * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         source = Q + batch * q_batch_stride + position * q_stride
-        out = Q_OUT + place.to(tl.int64) * q_heads * width
+        out = Q_OUT + row.to(tl.int64) * q_heads * width
         _turn(
             source, out, cos, sin, head, q_heads, q_head_stride, half, width,
             INTERLEAVED, HALF, REST,
@@ -101,7 +102,7 @@ def rotary_turn(
     else:
         head = ((block - q_blocks) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         source = K + batch * k_batch_stride + position * k_stride
-        out = K_OUT + place.to(tl.int64) * k_heads * width
+        out = K_OUT + row.to(tl.int64) * k_heads * width
         _turn(
             source, out, cos, sin, head, k_heads, k_head_stride, half, width,
             INTERLEAVED, HALF, REST,

@@ -14,12 +14,12 @@ def rotary(
     Args:
         q: (B, S, Hq, D).
         k: (B, S, Hk, D), dtype of q.
-        cos: (B or 1, S, R/2) float32, cosines of the angles; R ≤ D is the width that is rotated,
-            the rest passes through. It has no gradient.
-        sin: sines, likewise.
-        interleaved: whether features 2i and 2i+1 are a pair, rather than i and i + R/2.
+        cos: cosines of the angles (B or 1, S, R/2) float32, without gradient. The first R ≤ D
+            features of a head are rotated, the others pass through.
+        sin: sines of the angles, same shape and dtype.
+        interleaved: rotate the pairs of features (2i, 2i + 1) instead of (i, i + R/2).
 
     Returns:
-        q and k, rotated; shapes and dtypes as given.
+        Rotated q and k, with their shapes and dtypes.
     """
     return perform(CONTRACT, (q, k, cos, sin), (interleaved,))

@@ -14,13 +14,15 @@ def _tanh(x):
 def _activate(gate, ACTIVATION: tl.constexpr):
     """Return the activation of `gate` and its derivative, both float32."""
     if ACTIVATION == "silu":
-        share = tl.sigmoid(gate)
+        share = tl.sigmoid(gate)  # silu(x) = x s, its derivative is s (1 + x (1 - s))
         return gate * share, share * (1 + gate * (1 - share))
     if ACTIVATION == "gelu_tanh":
+        # √(2/π) · (x + 0.044715 x³)
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        bend = _tanh(inner)
+        bend = _tanh(inner)  # tanh approximation of GELU
         slope = 0.7978845608028654 * (1 + 0.134145 * gate * gate)
         return 0.5 * gate * (1 + bend), 0.5 * (1 + bend) + 0.5 * gate * (1 - bend * bend) * slope
+    # Φ(x), the normal CDF; gelu'(x) = Φ(x) + x φ(x)
     share = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
     return gate * share, share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
 

@@ -7,7 +7,7 @@ from ms_kernels.operators.swiglu.contract import CONTRACT
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Gate a feed-forward block (arXiv 2002.05202).
+    """Feed-forward gate with SiLU (arXiv 2002.05202).
 
     Args:
         gate: (..., I).

@@ -26,28 +26,29 @@ def chosen_forward(
     row = (first + tl.program_id(0)).to(tl.int64)
     token = tl.load(TOKENS + row)
     LOGITS += row * stride
-    top = -float("inf")
-    norm = 0.0
-    mean = 0.0
+    m_i = -float("inf")  # running maximum
+    l_i = 0.0  # running sum of exp(x - m_i)
+    px_sum = 0.0  # running sum of exp(x - m_i) · x
     for start in range(0, classes, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < classes
         x = tl.load(LOGITS + column, mask=inside, other=-float("inf")).to(tl.float32) * beta
-        higher = tl.maximum(top, tl.max(x, 0))
-        shift = tl.where(higher == -float("inf"), 0.0, higher)
-        share = tl.exp(x - shift)
-        shrink = tl.exp(top - shift)
-        norm = norm * shrink + tl.sum(share, 0)
+        m_new = tl.maximum(m_i, tl.max(x, 0))
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
+        p = tl.exp(x - shift)
+        alpha = tl.exp(m_i - shift)  # rescales the sums under the old maximum
+        l_i = l_i * alpha + tl.sum(p, 0)
         # 0 · -inf is NaN, but a class masked by -inf must add 0.
-        mean = mean * shrink + tl.sum(tl.where(share > 0, share * x, 0.0), 0)
-        top = higher
-    total = top + tl.log(norm)
-    counted = token != ignore_index
+        px_sum = px_sum * alpha + tl.sum(tl.where(p > 0, p * x, 0.0), 0)
+        m_i = m_new
+    lse = m_i + tl.log(l_i)  # log Σ exp(x)
+    valid = token != ignore_index
     fits = (token >= 0) & (token < classes)
-    picked = tl.load(LOGITS + token, mask=fits, other=float("nan")).to(tl.float32) * beta
-    tl.store(CHOSEN + row, tl.where(counted, picked - total, 0.0))
-    tl.store(ENTROPY + row, tl.where(counted, total - mean / norm, 0.0))
-    tl.store(TOTALS + row, total)
+    token_logit = tl.load(LOGITS + token, mask=fits, other=float("nan")).to(tl.float32) * beta
+    tl.store(CHOSEN + row, tl.where(valid, token_logit - lse, 0.0))
+    # H = -Σ p log p = lse - Σ p x
+    tl.store(ENTROPY + row, tl.where(valid, lse - px_sum / l_i, 0.0))
+    tl.store(TOTALS + row, lse)
 
 
 @triton.jit(do_not_specialize=["first", "ignore_index"])
@@ -76,14 +77,14 @@ def chosen_backward(
     row = (tile // blocks).to(tl.int64)
     column = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(TOKENS + row)
-    pull = tl.load(PULL + row) * beta
-    spread = tl.load(SPREAD_PULL + row) * beta
+    dlogp = tl.load(PULL + row) * beta
+    dentropy = tl.load(SPREAD_PULL + row) * beta
     # An ignored row is not read: it may contain NaN.
     read = column < tl.where(token == ignore_index, 0, classes)
     x = tl.load(LOGITS + row * stride + column, mask=read, other=0.0).to(tl.float32) * beta
-    log_share = x - tl.load(TOTALS + row)
-    share = tl.exp(log_share)
-    slope = -pull - spread * (tl.where(share > 0, log_share, 0.0) + tl.load(ENTROPY + row))
-    g = share * slope + tl.where(column == token, pull, 0.0)
+    log_p = x - tl.load(TOTALS + row)
+    p = tl.exp(log_p)
+    scale = -dlogp - dentropy * (tl.where(p > 0, log_p, 0.0) + tl.load(ENTROPY + row))
+    g = p * scale + tl.where(column == token, dlogp, 0.0)
     g = tl.where(read, g, 0.0).to(GRADIENT.dtype.element_ty)
     tl.store(GRADIENT + row * gradient_stride + column, g, mask=column < classes)

@@ -42,30 +42,30 @@ def token_log_probs(
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return ``log softmax(hidden @ weight.T / temperature)[token]`` without holding all logits.
+    """Return ``log softmax(hidden @ weight.T / temperature)[token]`` without storing all logits.
 
-    The logits are made again in the backward pass. The weight's gradient is summed in float32. It
-    cannot be differentiated twice.
+    The backward pass recomputes the logits. The weight's gradient is accumulated in float32. Not
+    twice differentiable.
 
     Args:
         hidden: (..., H).
         weight: (V, H), dtype of hidden.
         tokens: (...) int64 or int32, from 0 to V - 1, or `ignore_index`.
-        temperature: what logits are divided by; above 0.
-        ignore_index: the token of a row that does not count; its results are 0.
-        entropy: whether to return the entropies ``-Σ p log p`` of the rows as well, in nats.
+        temperature: divisor of the logits, above 0.
+        ignore_index: token of rows to ignore; their results are 0.
+        entropy: also return the entropies ``-Σ p log p`` of the rows, in nats.
 
     Returns:
-        float32 (float64 for float64), (...); with `entropy` a pair of them. Both are
-        differentiable.
+        Log-probabilities (...) float32 (float64 for float64); with `entropy` also the entropies.
+        Both are differentiable.
 
-    Rows of DTensors stay where they are; a weight that is split is gathered.
+    Rows of DTensors stay sharded; a sharded weight is gathered.
     """
     tensors, options = (hidden, weight, tokens), (temperature, ignore_index, entropy)
     if not is_split(tensors):
         return perform(CONTRACT, tensors, options)
     CONTRACT.bind(describe_call(CONTRACT, tensors, options))
     result: Tensor | tuple[Tensor, Tensor] = rows_mapped(
-        CONTRACT, tensors, lambda *own: perform(CONTRACT, own, options)
+        CONTRACT, tensors, lambda *shards: perform(CONTRACT, shards, options)
     )
     return result

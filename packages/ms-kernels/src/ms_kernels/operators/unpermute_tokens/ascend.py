@@ -1,7 +1,7 @@
 """Rows summed back to their tokens through npu_moe_token_unpermute.
 
-An out-of-range place is clamped to a valid row, and its weight is NaN, which makes the token NaN.
-There is no device synchronization.
+An out-of-range index is clamped to a valid row, and its weight is NaN, which makes the token NaN.
+It does not synchronize with the device.
 """
 
 import torch

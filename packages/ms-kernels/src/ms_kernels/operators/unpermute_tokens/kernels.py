@@ -23,26 +23,27 @@ def spread_choice(
 ):
     """Write row PLACES[t, c] of DX, which no other choice writes, and DW[t, c] = ⟨DY[t], X⟩.
 
-    A place outside the `rows` is neither written nor read, and makes DW[t, c] NaN.
+    An entry outside the `rows` is neither written nor read, and makes DW[t, c] NaN.
     """
     choice = (first + tl.program_id(0)).to(tl.int64)
     token = choice // choices
-    place = tl.load(PLACES + choice).to(tl.int64)
-    fits = (place >= 0) & (place < rows)
+    row = tl.load(PLACES + choice).to(tl.int64)
+    fits = (row >= 0) & (row < rows)
     weight = 1.0
     if WEIGHTED:
         weight = tl.load(W + choice).to(tl.float32)
-    along = tl.zeros([BLOCK], tl.float32)
+    dot = tl.zeros([BLOCK], tl.float32)  # partial dot product, reduced once at the end
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
+        # gradient of the token, shared by its choices
         g = tl.load(DY + token * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
         dx = (g * weight).to(DX.dtype.element_ty)
-        own = column < tl.where(fits, width, 0)
-        tl.store(DX + place * width + column, dx, mask=own)
+        in_row = column < tl.where(fits, width, 0)
+        tl.store(DX + row * width + column, dx, mask=in_row)
         if WEIGHTED:
-            x = tl.load(X + place * stride + column, mask=own, other=0.0).to(tl.float32)
-            along += g * x
+            x = tl.load(X + row * stride + column, mask=in_row, other=0.0).to(tl.float32)
+            dot += g * x
     if WEIGHTED:
-        slope = tl.where(fits, tl.sum(along, 0), float("nan"))
-        tl.store(DW + choice, slope.to(DW.dtype.element_ty))
+        dw = tl.where(fits, tl.sum(dot, 0), float("nan"))
+        tl.store(DW + choice, dw.to(DW.dtype.element_ty))

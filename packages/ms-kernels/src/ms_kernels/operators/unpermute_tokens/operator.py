@@ -7,14 +7,14 @@ from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
 
 
 def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Lead rows back to their tokens: ``Σ_c weights[t, c] · rows[places[t, c]]``.
+    """Sum expert rows back to their tokens: ``Σ_c weights[t, c] · rows[places[t, c]]``.
 
     Args:
         rows: (T·C, H).
-        places: (T, C) int64 or int32, as `permute_tokens` gives them: each row once, which the CPU
-            holds. On an accelerator a token with a place out of range is NaN, and of a row that no
-            place or several name the gradient is not defined.
-        weights: (T, C), a floating dtype; 1 if None.
+        places: row of each choice (T, C) int64 or int32, from `permute_tokens`: each row exactly
+            once, which the CPU checks. On an accelerator a token with an out-of-range row is NaN,
+            and gradients of rows that occur never or repeatedly are undefined.
+        weights: (T, C), a floating dtype. None: 1.
 
     Returns:
         (T, H), dtype of rows.
