@@ -171,7 +171,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Tests of one package, two at a time; arguments after `--` go to pytest.
 
-    Neighbours share what takes long to make, so each of the two runs a half in order, and who is
+    Neighbors share what takes long to make, so each of the two runs a half in order, and who is
     done first takes over the second half of what the other has left.
     """
     arguments = session.posargs or ["-m", "not slow and not gpu"]

@@ -264,12 +264,12 @@ class Inputs:
         """A decoder with its tokenizer, whose matrices every scheme's blocks divide."""
         from ms_parallel import save_model
         from ms_parallel.models import architecture, build_model
-        from ms_parallel.weights import initialise
+        from ms_parallel.weights import initialize
 
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
         model = build_model(architecture("llama", {**sizes, **heads, "vocab_size": 320}))
-        initialise(model, seed=0)
+        initialize(model, seed=0)
         save_model(model, path)  # type: ignore[arg-type]
         shutil.copy(self["tokenizer.json"], path)
 

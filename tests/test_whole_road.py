@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-COLOURS = {
+COLORS = {
     "grass": "green",
     "snow": "white",
     "coal": "black",
@@ -78,10 +78,10 @@ steps = 3
 batch_size = 16
 max_new_tokens = 16
 kl_coeff = 0.2
-output_dir = "runs/optimised"
+output_dir = "runs/optimized"
 """
 QAT = """
-model = "runs/optimised/model"
+model = "runs/optimized/model"
 dataset = "chats.jsonl"
 scheme = "{scheme}"
 output_dir = "deploy/{scheme}"
@@ -94,12 +94,12 @@ learning_rate = 1e-4
 
 def question(thing: str) -> str:
     """What a user asks."""
-    return f"What colour is {thing}?"
+    return f"What color is {thing}?"
 
 
 def answer(thing: str) -> str:
     """What the model is to say."""
-    return f"{thing} is {COLOURS[thing]}."
+    return f"{thing} is {COLORS[thing]}."
 
 
 def write_lines(path: Path, rows: list[Any]) -> None:
@@ -134,18 +134,18 @@ def settings(place: Path, name: str, text: str) -> str:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The raw material: texts, conversations, pairs, prompts, and a chat template."""
     place = tmp_path_factory.mktemp("road")
-    things = random.Random(0).choices(list(COLOURS), k=400)
+    things = random.Random(0).choices(list(COLORS), k=400)
     write_lines(place / "corpus.jsonl", [{"text": f"{question(t)} {answer(t)}"} for t in things])
     said = [{"role": "assistant", "content": answer(t)} for t in things]
     chats = [{"messages": [*chat(t), s]} for t, s in zip(things, said, strict=True)]
     write_lines(place / "chats.jsonl", chats)
     pairs = [
-        {"prompt": question(t), "chosen": answer(t), "rejected": f"{t} is {COLOURS[w]}."}
+        {"prompt": question(t), "chosen": answer(t), "rejected": f"{t} is {COLORS[w]}."}
         for t, w in pairwise(things[:80])
         if t != w
     ]
     write_lines(place / "pairs.jsonl", pairs)
-    write_lines(place / "prompts.jsonl", [{"prompt": chat(t)} for t in COLOURS])
+    write_lines(place / "prompts.jsonl", [{"prompt": chat(t)} for t in COLORS])
     (place / "chat.jinja").write_text(TEMPLATE)
     return place
 
@@ -181,11 +181,11 @@ def judge(place: Path, tuned: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def optimised(place: Path, judge: Path) -> Path:
-    """The tuned model, optimised for the reward model by PPO."""
+def optimized(place: Path, judge: Path) -> Path:
+    """The tuned model, optimized for the reward model by PPO."""
     assert judge.is_dir()
     run(place, "ms_align", "ppo", settings(place, "ppo.toml", PPO))
-    return place / "runs" / "optimised" / "model"
+    return place / "runs" / "optimized" / "model"
 
 
 def deployed(place: Path, scheme: str, *, verify: bool) -> Path:
@@ -200,7 +200,7 @@ def answers(folder: Path) -> dict[str, str]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     said = {}
-    for thing in COLOURS:
+    for thing in COLORS:
         prompt = tokenizer.apply_chat_template(
             chat(thing), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
@@ -210,7 +210,7 @@ def answers(folder: Path) -> dict[str, str]:
     return said
 
 
-EXPECTED = {thing: answer(thing) + END for thing in COLOURS}
+EXPECTED = {thing: answer(thing) + END for thing in COLORS}
 
 
 def test_a_pretrained_model_continues_a_text_and_ends_it(base: Path) -> None:
@@ -244,25 +244,25 @@ def test_a_reward_model_prefers_what_is_right(judge: Path) -> None:
     assert score("coal", answer("coal")) > score("coal", "coal is white.")
 
 
-def test_a_model_optimised_by_ppo_still_answers_and_stops(place: Path, optimised: Path) -> None:
+def test_a_model_optimized_by_ppo_still_answers_and_stops(place: Path, optimized: Path) -> None:
     """It opens as the tuned one does, and its rollouts ended by themselves."""
-    assert answers(optimised) == EXPECTED
-    events = (place / "runs" / "optimised" / "events.jsonl").read_text().splitlines()
+    assert answers(optimized) == EXPECTED
+    events = (place / "runs" / "optimized" / "events.jsonl").read_text().splitlines()
     rollouts = [event for event in map(json.loads, events) if event.get("kind") == "rollout"]
     assert rollouts
     assert all(event["stopped"] > 0.9 for event in rollouts)
 
 
-def test_compressed_tensors_answer_in_transformers(place: Path, optimised: Path) -> None:
+def test_compressed_tensors_answer_in_transformers(place: Path, optimized: Path) -> None:
     """The rounded model's folder opens and chats as the float one's does."""
-    assert optimised.is_dir()
+    assert optimized.is_dir()
     assert answers(deployed(place, "ct.int4_g32", verify=True)) == EXPECTED
 
 
-def test_an_onnx_file_answers_in_onnxruntime(place: Path, optimised: Path) -> None:
+def test_an_onnx_file_answers_in_onnxruntime(place: Path, optimized: Path) -> None:
     """Greedy steps through its key-value inputs give the answer and the end of text."""
     onnxruntime = pytest.importorskip("onnxruntime")
-    assert optimised.is_dir()
+    assert optimized.is_dir()
     folder = deployed(place, "ort.matmulnbits", verify=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
@@ -297,13 +297,13 @@ def greedy(session: Any, ids: Any, ends: set[int]) -> list[int]:
     return said
 
 
-def test_a_gguf_file_chats_in_llama_cpp(place: Path, optimised: Path) -> None:
+def test_a_gguf_file_chats_in_llama_cpp(place: Path, optimized: Path) -> None:
     """llama.cpp's own chat completion applies the file's template, and stops by itself."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    assert optimised.is_dir()
+    assert optimized.is_dir()
     folder = deployed(place, "gguf.q4_0", verify=True)
     llama = llama_cpp.Llama(model_path=str(folder / "model.gguf"), n_ctx=128, verbose=False)
-    for thing in COLOURS:
+    for thing in COLORS:
         done = llama.create_chat_completion(chat(thing), temperature=0.0, max_tokens=ROOM)
         (choice,) = done["choices"]
         assert choice["message"]["content"].strip() == answer(thing)
@@ -328,7 +328,7 @@ DistributedTrainer(
 ALIGN = """
 from ms_align import PPOTrainer
 
-prompts = ["What colour is snow?", "What colour is coal?"]
+prompts = ["What color is snow?", "What color is coal?"]
 responses = ["snow is white.", "coal is black."]
 trainer = PPOTrainer(
     policy_model="runs/sft/model",
@@ -372,7 +372,7 @@ def test_the_face_of_ppo_takes_folders(place: Path, judge: Path) -> None:
     """Policy and reward model by path, the tokenizer from the policy's folder, known responses."""
     assert judge.is_dir()
     run_script(place, "align.py", ALIGN)
-    assert answers(place / "runs" / "ppo" / "model").keys() == COLOURS.keys()
+    assert answers(place / "runs" / "ppo" / "model").keys() == COLORS.keys()
 
 
 def test_the_profilers_face_profiles_a_script_that_knows_nothing_of_it(place: Path) -> None:

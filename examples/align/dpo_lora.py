@@ -17,7 +17,7 @@ from pathlib import Path
 from ms_align import DPOTrainer, LoraOptions
 from ms_data import build, train_tokenizer
 from ms_parallel.models import architecture, build_model
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
     model = build_model(architecture("llama", {**sizes, "vocab_size": 512}))
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     result = DPOTrainer(
         model=model,
         lora=LoraOptions(rank=4),

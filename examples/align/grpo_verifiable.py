@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from ms_align import ExactMatch, GRPOTrainer
 from ms_parallel.models import architecture, build_model
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 
 def questions() -> list[dict[str, str]]:
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = questions()
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 258}
     policy = build_model(architecture("llama", sizes))
-    initialise(policy, seed=0)
+    initialize(policy, seed=0)
 
     draw, optimizer = random.Random(1), torch.optim.AdamW(policy.parameters(), lr=3e-3)
     for _ in range(60):  # the form: a digit, whichever, then the end of the text, 256

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ms_align import PPOTrainer, Sample
 from ms_parallel.models import architecture, build_model
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 
 def identifier_share(samples: list[Sample]) -> list[float]:
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 258}
     policy = build_model(architecture("llama", sizes))  # a folder, or a model of transformers too
-    initialise(policy, seed=0)
+    initialize(policy, seed=0)
     names = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))
     result = PPOTrainer(
         policy_model=policy,

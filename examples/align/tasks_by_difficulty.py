@@ -16,7 +16,7 @@ from pathlib import Path
 from ms_align import SFTTrainer, TaskOptions
 from ms_data import build, train_tokenizer
 from ms_parallel.models import architecture, build_model
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     sources = shards(options.folder)
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
     model = build_model(architecture("llama", {**sizes, "vocab_size": 512}))
-    initialise(model, seed=0)
+    initialize(model, seed=0)
 
     def on_event(kind: str, fields: Fields) -> None:
         if kind == "tasks" and int(fields["step"]) % 10 == 0:

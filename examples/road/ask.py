@@ -149,7 +149,7 @@ def open_llama(folder: Path) -> Answers:
 
 def runtimes(road: Path) -> list[tuple[str, str, Path, Callable[[], Answers]]]:
     """Each model's name, its runtime's, its folder, and how it is opened."""
-    trained = {"pre-trained": "pretrain", "tuned": "sft", "optimised by PPO": "ppo"}
+    trained = {"pre-trained": "pretrain", "tuned": "sft", "optimized by PPO": "ppo"}
     found = [(name, "transformers", road / place / "model") for name, place in trained.items()]
     found.append(("compressed-tensors", "transformers", road / "deploy" / "ct"))
     rows: list[tuple[str, str, Path, Callable[[], Answers]]] = [

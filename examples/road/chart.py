@@ -1,6 +1,6 @@
-"""Curves as SVG, coloured by the page's style: no script, no network.
+"""Curves as SVG, colored by the page's style: no script, no network.
 
-A line has a class, `c0`, `c1`, ..., and so a colour in light and in dark.
+A line has a class, `c0`, `c1`, ..., and so a color in light and in dark.
 """
 
 import math
@@ -40,7 +40,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MOST_POINTS` points: means of neighbours, the last point itself."""
+    """At most `MOST_POINTS` points: means of neighbors, the last point itself."""
     points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     width = math.ceil(len(points) / MOST_POINTS)
     if width <= 1:

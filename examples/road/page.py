@@ -56,7 +56,7 @@ def charts(events: dict[str, list[dict[str, Any]]]) -> str:
             y_name="probability",
         ),
         learned("Reward model: pairs put in order", events["reward"], "accuracy", y_name="share"),
-        *optimised(events["ppo"]),
+        *optimized(events["ppo"]),
     )
     return f'<div class="charts">{"".join(parts)}</div>'
 
@@ -76,7 +76,7 @@ def by_task(title: str, events: Sequence[dict[str, Any]], field: str, *, y_name:
     return curves(title, lines, x_name="updates", y_name=y_name)
 
 
-def optimised(events: Sequence[dict[str, Any]]) -> Iterator[str]:
+def optimized(events: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The curves of PPO: how many sums are right, and what the reward costs in distance."""
     right = series(events, "rollout", "reward.right", x="rollout")
     rewards = right or series(events, "rollout", "reward", x="rollout")
@@ -150,7 +150,7 @@ def exports_table(answers: Any, evaluation: Any, folder: Path) -> str:
     places = {
         "pre-trained": "pretrain/model",
         "tuned": "sft/model",
-        "optimised by PPO": "ppo/model",
+        "optimized by PPO": "ppo/model",
         "compressed-tensors": "deploy/ct",
         "ONNX": "deploy/onnx",
         "GGUF": "deploy/gguf",
@@ -228,19 +228,19 @@ def sampled(events: Sequence[dict[str, Any]]) -> str:
     return f"{100 * shares[0]:.1f} to {100 * shares[-1]:.1f} %" if len(shares) > 1 else ""
 
 
-def tiles(answers: Any, optimised: Sequence[dict[str, Any]], total_s: float) -> str:
+def tiles(answers: Any, optimized: Sequence[dict[str, Any]], total_s: float) -> str:
     """The numbers that one looks for first."""
     told = {one["model"]: one for one in (answers or {}).get("told", [])}
     found = [
         (f"{100 * told[name]['right'] / told[name]['asked']:.1f} %", what)
         for name, what in (
             ("tuned", "of held-out sums are right after tuning"),
-            ("optimised by PPO", "after PPO, the likeliest token each time"),
+            ("optimized by PPO", "after PPO, the likeliest token each time"),
             ("ONNX", "after export, in onnxruntime"),
         )
         if name in told
     ]
-    if raised := sampled(optimised):
+    if raised := sampled(optimized):
         found.append((raised, "of fresh samples are right, before and after PPO"))
     found.append((f"{total_s / 60:.1f} min", "all stages together"))
     inner = "".join(f"<div><b>{value}</b><span>{what}</span></div>" for value, what in found)

@@ -186,7 +186,7 @@ def training(name: str, what: str, *command: str, processes: int = 1, **more: ob
 
 
 def training_stages() -> list[Stage]:
-    """From shards and tasks to a model that was optimised for a reward."""
+    """From shards and tasks to a model that was optimized for a reward."""
     return [
         training(
             "pretrain", "pre-train a Llama-style decoder on two processes",
@@ -201,7 +201,7 @@ def training_stages() -> list[Stage]:
             "ms_align", "reward", reads=("sft/model", "chats"), typical_s=35,
         ),
         training(
-            "ppo", "optimise sums by PPO with a reward that is checked",
+            "ppo", "optimize sums by PPO with a reward that is checked",
             "ms_align", "ppo", reads=("sft/model", "reward/model", "tasks"), typical_s=155,
             settings=(settings("ppo.toml"), settings("rewards.py")),
         ),

@@ -10,7 +10,7 @@ import torch
 
 from ms_data import build, train_tokenizer
 from ms_parallel.models import architecture, build_model
-from ms_parallel.weights import initialise, save_model
+from ms_parallel.weights import initialize, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "packages" / "ms-align" / "tests"))
@@ -78,11 +78,11 @@ def write_inputs(folder: Path) -> Path:
     for name in ("llama", "qwen3_moe"):
         sizes = {**MODELS[name], **FEW_LAYERS}
         model = build_model(architecture(name, {**sizes, "vocab_size": BYTES}))
-        initialise(model, seed=0)
+        initialize(model, seed=0)
         save_model(model, folder / name)  # type: ignore[arg-type]
         wider = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
         model = build_model(architecture(name, {**sizes, **wider, "vocab_size": VOCABULARY}))
-        initialise(model, seed=0)
+        initialize(model, seed=0)
         for kind in ("", "pruned_"):
             save_model(model, folder / f"compress_{kind}{name}")  # type: ignore[arg-type]
             shutil.copy(tokenizer, folder / f"compress_{kind}{name}" / "tokenizer.json")

@@ -60,12 +60,12 @@ def model(folder: Path, *, plain: bool = False) -> None:
     """A model with its tokenizer, prompts, and run files."""
     from ms_data import train_tokenizer
     from ms_parallel.models import architecture, build_model
-    from ms_parallel.weights import initialise, save_model
+    from ms_parallel.weights import initialize, save_model
 
     rows = [{"text": f"{n} comes after {n - 1}"} for n in range(9)]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     made = build_model(architecture("llama", {**SIZES, "vocab_size": 270}))
-    initialise(made, seed=0)
+    initialize(made, seed=0)
     save_model(made, folder / "start")
     train_tokenizer(
         folder / "corpus.jsonl", vocab_size=262, out=folder / "start" / "tokenizer.json"

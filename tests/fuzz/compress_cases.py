@@ -38,13 +38,13 @@ VOCABULARY = 288
 def model(folder: Path) -> None:
     """A small model, tokens, and a run file for both."""
     from ms_parallel.models import architecture, build_model
-    from ms_parallel.weights import initialise, save_model
+    from ms_parallel.weights import initialize, save_model
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     more = {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
     made = build_model(architecture("llama", {**sizes, **heads, **more}))
-    initialise(made, seed=0)
+    initialize(made, seed=0)
     save_model(made, folder / "model")
     rows = [[(7 * n + m * (n % 5 + 1)) % VOCABULARY for m in range(17)] for n in range(8)]
     (folder / "tokens.json").write_text(json.dumps(rows))

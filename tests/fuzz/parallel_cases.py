@@ -62,13 +62,13 @@ def stopped(folder: Path) -> None:
 def model(folder: Path) -> None:
     """A run that begins from a saved model."""
     from ms_parallel.models import architecture, build_model
-    from ms_parallel.weights import initialise, save_model
+    from ms_parallel.weights import initialize, save_model
 
     shards(folder)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 280}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     made = build_model(architecture("llama", {**sizes, **heads}))
-    initialise(made, seed=0)
+    initialize(made, seed=0)
     save_model(made, folder / "start")
     settings = RUN.partition("[model_config]")[0].replace('"llama"', '"start"')
     (folder / "RUN.toml").write_text(settings)

@@ -9,7 +9,7 @@ from ms_align import LocalEngine, Sample
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.losses.protocol import IGNORED, Batch, Output
 from ms_parallel.models import architecture, build_model
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 CHARACTERS = "0123456789+="
 END = len(CHARACTERS)
@@ -73,7 +73,7 @@ def model(seed: int) -> nn.Module:
         "tie_word_embeddings": True,
     }
     built = build_model(architecture("llama", sizes))
-    initialise(built, seed=seed)
+    initialize(built, seed=seed)
     return built
 
 

@@ -23,7 +23,7 @@ from ms_align.losses.token_statistics import Scratch, projected_losses_and_entro
 from ms_align.rewards.sandbox import judge
 from ms_align.rollouts.rows import logprobs_of, sequences, values_of
 from ms_parallel.models import architecture, build_model
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 SIZES = {
     "hidden_size": 256,
@@ -52,7 +52,7 @@ def best(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
 def model(seed: int = 0) -> torch.nn.Module:
     """A fresh decoder."""
     made = build_model(architecture("llama", SIZES))
-    initialise(made, seed=seed)
+    initialize(made, seed=seed)
     return made
 
 

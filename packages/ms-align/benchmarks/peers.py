@@ -26,7 +26,7 @@ COMPARISONS = {
 
 
 def main() -> None:
-    """Print medians, their range, and the median of the ratios of neighbours."""
+    """Print medians, their range, and the median of the ratios of neighbors."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--trl-1-12", metavar="PYTHON", help="of an environment that has it")

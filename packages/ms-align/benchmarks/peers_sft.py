@@ -197,7 +197,7 @@ def measure(place: Path, side: str) -> float:
 
 
 def main() -> None:
-    """Print medians, their range, and the median of the ratios of neighbours."""
+    """Print medians, their range, and the median of the ratios of neighbors."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     # `nox -s peers` gives all scripts the same arguments.

@@ -5,7 +5,7 @@
 A policy is tuned on reviews of a small grammar whose moods are mixed. Of pairs of such reviews the
 one with the better lexicon score is preferred, a tenth of them the wrong way round. The reward
 model learns from these pairs alone; PPO then raises what it says, for three coefficients of the
-KL. The lexicon's own score, which nobody optimises, is shown beside it: where the learned reward
+KL. The lexicon's own score, which nobody optimizes, is shown beside it: where the learned reward
 goes on rising and the lexicon doesn't, the reward model is exploited.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from ms_align import PPOTrainer, RewardModel, RewardTrainer, Sample, SFTTrainer
 from ms_parallel.models import architecture, build_model
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 GOOD = "wonderful great lovely bright fresh moving honest funny warm rich".split()  # noqa: SIM905
 BAD = "dreadful dull ugly slow stale boring false tired cold poor".split()  # noqa: SIM905
@@ -97,7 +97,7 @@ def model(seed: int) -> Any:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     more = {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": len(WORDS)}
     made = build_model(architecture("llama", {**sizes, **more, "tie_word_embeddings": True}))
-    initialise(made, seed=seed)
+    initialize(made, seed=seed)
     return made
 
 
@@ -118,7 +118,7 @@ def learn_reward(folder: Path) -> tuple[RewardModel, dict[str, float]]:
     return RewardModel.load(folder / "reward" / "model"), dict(result.last)
 
 
-def optimise(folder: Path, policy: Path, reward: RewardModel, kl_coeff: float) -> list[Any]:
+def optimize(folder: Path, policy: Path, reward: RewardModel, kl_coeff: float) -> list[Any]:
     """A point each rollout: KL of a response, what the reward model says, the lexicon's score."""
     from ms_align.models.folder import load_model
 
@@ -153,7 +153,7 @@ def optimise(folder: Path, policy: Path, reward: RewardModel, kl_coeff: float) -
 
 
 def smoothed(points: list[Any], window: int = 8) -> np.ndarray[Any, Any]:
-    """Means of neighbours, (N, 3)."""
+    """Means of neighbors, (N, 3)."""
     whole = np.array(points)
     kernel = np.ones(window) / window
     return np.stack([np.convolve(column, kernel, mode="valid") for column in whole.T], 1)
@@ -171,7 +171,7 @@ def draw(curves: dict[float, np.ndarray[Any, Any]], out: Path) -> None:
         y = height - edge - (height - 2 * edge) * (curve[:, column] - low) / (top - low)
         return "M" + "L".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
 
-    colours = ("#c0392b", "#2471a3", "#1e8449")
+    colors = ("#c0392b", "#2471a3", "#1e8449")
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="12">',
@@ -182,14 +182,14 @@ def draw(curves: dict[float, np.ndarray[Any, Any]], out: Path) -> None:
         f'<text x="{edge}" y="{edge - 12}">reward {low:.1f} to {top:.1f}: '
         "line the learned one, dashes the lexicon</text>",
     ]
-    for at, ((coefficient, curve), colour) in enumerate(zip(curves.items(), colours, strict=True)):
+    for at, ((coefficient, curve), color) in enumerate(zip(curves.items(), colors, strict=True)):
         for column, dash in ((1, ""), (2, ' stroke-dasharray="5 4"')):
             parts.append(
-                f'<path d="{path(curve, column)}" fill="none" stroke="{colour}"{dash} '
+                f'<path d="{path(curve, column)}" fill="none" stroke="{color}"{dash} '
                 'stroke-width="1.5"/>'
             )
         parts.append(
-            f'<text x="{width - edge - 110}" y="{height - edge - 60 + 16 * at}" fill="{colour}">'
+            f'<text x="{width - edge - 110}" y="{height - edge - 60 + 16 * at}" fill="{color}">'
             f"kl_coeff {coefficient:g}</text>"
         )
     out.write_text("\n".join([*parts, "</svg>", ""]))
@@ -213,7 +213,7 @@ def main() -> None:
         save_model(policy, folder / "policy")
         curves = {}
         for coefficient in COEFFICIENTS:
-            points = optimise(folder, folder / "policy", reward, coefficient)
+            points = optimize(folder, folder / "policy", reward, coefficient)
             curves[coefficient] = smoothed(points)
             kl, learned, lexicon = curves[coefficient][-1]
             began = curves[coefficient][0]

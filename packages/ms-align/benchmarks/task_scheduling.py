@@ -23,7 +23,7 @@ from ms_align.run.loop import RunLog
 from ms_align.streams.text_ends import TextEnds
 from ms_align.trainers.frame.offline import TrainingData
 from ms_parallel.models import architecture, build_model
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 ROWS, LENGTH, WORD = 32, 16, 6
 START, ARROW, END = 10, 11, 12
@@ -91,7 +91,7 @@ def updates_to_target(mixture: str, schedule: str, seed: int) -> tuple[int, str]
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     more = {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 24}
     model = build_model(architecture("llama", {**sizes, **more, "tie_word_embeddings": True}))
-    initialise(model, seed=seed)
+    initialize(model, seed=seed)
     options = SCHEDULES[schedule]
     if options.signal == "given":
         options = TaskOptions(signal="given", given=dict.fromkeys(tasks, 1.0))

@@ -22,11 +22,11 @@ SIZES: dict[str, Any] = {
 def decoder(name: str = "llama", seed: int = 0, **more: Any) -> nn.Module:
     """Build a byte-level decoder of ms-parallel."""
     from ms_parallel.models import architecture, build_model
-    from ms_parallel.weights import initialise
+    from ms_parallel.weights import initialize
 
     sizes = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
     model = build_model(architecture(name, {**sizes, "tie_word_embeddings": True, **more}))
-    initialise(model, seed=seed)
+    initialize(model, seed=seed)
     with torch.no_grad():  # far from uniform, so that an error shows
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -94,7 +94,7 @@ def test_each_task_gets_its_share_to_within_one_row(
     tasks = systematic_sample(chances, rows, start)
     assert len(tasks) == rows
     for task, chance in enumerate(chances):
-        # Cumulated sums round: a row may fall to a neighbour at an edge.
+        # Cumulated sums round: a row may fall to a neighbor at an edge.
         assert abs(tasks.count(task) - rows * chance) <= 1 + 1e-9
     assert 0 not in systematic_sample([0.0, *chances], rows, start)
 

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 import ms_data
 from ms_compress.training.corpus import rows
 from ms_parallel.models import DecoderConfig, build_model
-from ms_parallel.weights import initialise, save_model
+from ms_parallel.weights import initialize, save_model
 
 VOCABULARY = 4096
 LENGTH = 256
@@ -55,7 +55,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     model = build_model(CONFIG)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size:,} parameters, {options.steps * options.batch * LENGTH:,} tokens", flush=True)
     train(model, shards, options)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ms_compress import qat
 from ms_compress.targets.rules import NAMES
 from ms_parallel.models import Decoder, DecoderConfig
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 ROUNDS = 9
 SIZES = DecoderConfig(
@@ -32,7 +32,7 @@ SIZES = DecoderConfig(
 def model(scheme: str | None, **settings: bool) -> torch.nn.Module:
     """Fresh weights, prepared unless `scheme` is None."""
     made = Decoder(SIZES)
-    initialise(made, 0)
+    initialize(made, 0)
     return made if scheme is None else qat(made, scheme, **settings)
 
 

@@ -7,7 +7,7 @@ from models import decoder, tokens
 
 import ms_data
 from ms_parallel.models import Decoder, DecoderConfig
-from ms_parallel.weights import initialise, save_model
+from ms_parallel.weights import initialize, save_model
 
 VOCABULARY = 288
 
@@ -26,7 +26,7 @@ def model(seed: int = 0, *, layers: int = 2) -> Decoder:
         tie_word_embeddings=True,
     )
     made = Decoder(config)
-    initialise(made, seed)
+    initialize(made, seed)
     return made
 
 

@@ -5,7 +5,7 @@ import transformers
 from torch import nn
 
 from ms_parallel.models import Decoder, DecoderConfig
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 VOCABULARY = 192
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -34,7 +34,7 @@ def decoder(layers: int = 2, *, tied: bool = True, seed: int = 0) -> Decoder:
         tie_word_embeddings=tied,
     )
     model = Decoder(config)
-    initialise(model, seed)
+    initialize(model, seed)
     return enlarged(model)
 
 

@@ -22,7 +22,7 @@ def swapped_nibbles(name: str, raw: np.ndarray) -> np.ndarray:
 
 
 def shifted_scales(name: str, raw: np.ndarray) -> np.ndarray:
-    """Each group has its neighbour's scale."""
+    """Each group has its neighbor's scale."""
     raw[..., :2] = np.roll(raw[..., :2], 1, axis=1)
     return raw
 

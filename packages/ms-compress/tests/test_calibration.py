@@ -21,7 +21,7 @@ from ms_compress import (
 from ms_compress.methods.calibration import walk
 from ms_compress.methods.pruning import masks
 from ms_compress.models.logits import model_logits
-from ms_compress.quantisation.layers import prepared_layers
+from ms_compress.quantization.layers import prepared_layers
 
 
 def by_turns() -> nn.Module:

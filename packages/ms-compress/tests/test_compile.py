@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ms_compress import prune, qat
-from ms_compress.quantisation.rounding import round_activations, round_weight
+from ms_compress.quantization.rounding import round_activations, round_weight
 from ms_compress.targets.rules import NAMES, scheme
 
 

@@ -18,7 +18,7 @@ from ms_compress import ExportError, export, qat
 from ms_compress.cli import main
 from ms_compress.targets.target import open_runtime
 from ms_parallel.models import Decoder
-from ms_parallel.weights import initialise, save_model
+from ms_parallel.weights import initialize, save_model
 
 METHOD = "compressed-tensors"
 UP = "model.layers.1.mlp.up_proj"
@@ -90,7 +90,7 @@ def another(name: str, **sizes: int) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         shutil.rmtree(folder)
         made = Decoder(attrs.evolve(model().config, **sizes))
-        initialise(made, 0)
+        initialize(made, 0)
         if name == "base":
             save_model(made, folder)
         else:

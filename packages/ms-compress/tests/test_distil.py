@@ -29,7 +29,7 @@ from ms_compress.training.hidden_states import HiddenStates, hidden_distance
 from ms_compress.training.loop import tune
 from ms_compress.training.options import Divergence, Tuning
 from ms_parallel.models import Decoder, DecoderConfig
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "skewed"])
@@ -207,7 +207,7 @@ def windowed() -> nn.Module:
         **sizes,
     )
     model = Decoder(config)
-    initialise(model, 0)
+    initialize(model, 0)
     return enlarged(model)
 
 

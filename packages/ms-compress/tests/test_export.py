@@ -19,14 +19,14 @@ from ms_compress import ExportError, LayerError, SchemeError, export, prune, qat
 from ms_compress.deployment.verification import compare
 from ms_compress.models.decoder_config import decoder_config
 from ms_compress.models.logits import model_logits
-from ms_compress.quantisation.layers import FACTOR
-from ms_compress.quantisation.rounding import quantize_weight
+from ms_compress.quantization.layers import FACTOR
+from ms_compress.quantization.rounding import quantize_weight
 from ms_compress.targets.ct.write import pack
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
 from ms_parallel import AdamWConfig, Engine, NextTokenLoss, load_model, save_model
 from ms_parallel.models import TransformerXL, TransformerXLConfig, architecture, build_model
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ms_parallel": decoder,
@@ -133,7 +133,7 @@ def family(name: str, **settings: Any) -> nn.Module:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 192}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     model = build_model(architecture(name, {**sizes, **heads, **settings}))
-    initialise(model, 0)
+    initialize(model, 0)
     return model
 
 
@@ -325,14 +325,14 @@ def test_a_head_untied_by_hand_is_in_the_file(name: str, tmp_path: Path) -> None
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_onnx_stores_a_tied_weight_once(quantised: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantized", [False, True])
+def test_onnx_stores_a_tied_weight_once(quantized: bool, tmp_path: Path) -> None:
     """Embedding and head read the same constant, of float32 or of four bits."""
     onnx = pytest.importorskip("onnx")
-    model = qat(decoder(), "ort.matmulnbits", head=quantised, embeddings=quantised)
+    model = qat(decoder(), "ort.matmulnbits", head=quantized, embeddings=quantized)
     graph = onnx.load(export(model, tmp_path / "out", verify=True) / "model.onnx").graph
     sizes = {each.name: len(each.raw_data) for each in graph.initializer}
-    table = 192 * 128 * (0.5 if quantised else 4)
+    table = 192 * 128 * (0.5 if quantized else 4)
     assert sizes["model.embed_tokens.rows"] == table
     assert not any(size >= table for name, size in sizes.items() if "head" in name)
     assert sum("embed_tokens" in name for name, size in sizes.items() if size >= table) == 1
@@ -352,7 +352,7 @@ def test_transformer_xl_is_refused_without_a_remedy_that_fails(name: str, tmp_pa
         memory_length=16,
     )
     model = TransformerXL(config)
-    initialise(model, 0)
+    initialize(model, 0)
     save_model(model, tmp_path / "model")
     with pytest.raises(ExportError, match=r"run it with ms_parallel\.load_model, or train a"):
         export(qat(model, name, ignore=["*_bias"]), tmp_path / "out")

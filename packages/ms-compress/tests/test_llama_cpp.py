@@ -89,7 +89,7 @@ def test_six_layers_agree_better_with_inputs_rounded_in_training(
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_embedding_and_head_of_one_weight_are_quantised_once(name: str, tmp_path: Path) -> None:
+def test_embedding_and_head_of_one_weight_are_quantized_once(name: str, tmp_path: Path) -> None:
     """The tied weight is rounded where tokens are looked up, and where logits are made."""
     prepared = qat(decoder(1), name, embeddings=True, head=True, learned_scales=True)
     folder = export(prepared, tmp_path / "out")

@@ -19,7 +19,7 @@ from ms_compress import ExportError, export, qat
 from ms_compress.cli import main
 from ms_compress.models.logits import model_logits
 from ms_parallel.models import Decoder
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 FILLED, LENGTH = 7, 20
 
@@ -93,7 +93,7 @@ def test_heads_that_onnxruntime_does_not_take_are_refused_before(
     """It would read the file, and refuse the first text."""
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": width}
     model = Decoder(attrs.evolve(decoder().config, **sizes))
-    initialise(model, 0)
+    initialize(model, 0)
     with pytest.raises(ExportError, match=f"for onnxruntime's GroupQueryAttention, got {width}"):
         export(qat(model, "ort.matmulnbits"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -20,9 +20,9 @@ from ms_compress.methods.pruning import (
 )
 from ms_compress.methods.wanda import wanda
 from ms_compress.models.logits import model_logits
-from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.quantisation.rounding import best_factor, quantize_weight, round_weight
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.layers import prepared_layers
+from ms_compress.quantization.rounding import best_factor, quantize_weight, round_weight
+from ms_compress.quantization.scheme import Scheme
 from ms_compress.targets.rules import NAMES, scheme
 from ms_compress.targets.target import open_runtime
 from ms_compress.training.distillation import distillation_loss
@@ -181,7 +181,7 @@ def test_calibration_names_the_layer_that_meets_nan() -> None:
 
 
 def groups_of_four(mask: Tensor) -> Tensor:
-    """How many of each four neighbours stay."""
+    """How many of each four neighbors stay."""
     return mask.view(-1, 4).sum(1)
 
 
@@ -211,7 +211,7 @@ def test_wanda_keeps_weights_that_meet_large_inputs() -> None:
     assert bool((mask.sum(1) == 64).all())
 
 
-def test_masks_hold_through_training_quantisation_and_export(tmp_path: Path) -> None:
+def test_masks_hold_through_training_quantization_and_export(tmp_path: Path) -> None:
     """Momentum from before, weight decay and learned scales bring no pruned weight back."""
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""Gradients of the fake quantiser, its schedule, and layers that it refuses."""
+"""Gradients of the fake quantizer, its schedule, and layers that it refuses."""
 
 from itertools import pairwise
 
@@ -8,9 +8,9 @@ import transformers
 from models import decoder, llama, tokens
 from torch import nn
 
-from ms_compress import FloatThenQuantised, LayerError, Tuning, prune, qat, tune
-from ms_compress.quantisation.layers import FACTOR, PreparedLinear
-from ms_compress.quantisation.rounding import quantize_weight, round_weight
+from ms_compress import FloatThenQuantized, LayerError, Tuning, prune, qat, tune
+from ms_compress.quantization.layers import FACTOR, PreparedLinear
+from ms_compress.quantization.rounding import quantize_weight, round_weight
 from ms_compress.targets.rules import NAMES, scheme
 
 
@@ -102,7 +102,7 @@ def test_a_scale_learns_by_lsq(name: str) -> None:
 
 def test_a_model_is_float_until_its_schedule_says_otherwise() -> None:
     """The float part computes what the plain model does, to the bit."""
-    schedule = FloatThenQuantised(float_steps=2)
+    schedule = FloatThenQuantized(float_steps=2)
     plain, prepared = decoder(), qat(decoder(), "gguf.q4_0")
     text = tokens()
     assert not schedule.apply(prepared, 1)

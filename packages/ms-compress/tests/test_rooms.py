@@ -20,7 +20,7 @@ MODULES = [each.name for each in iter_modules(ms_compress.__path__) if each.name
 RULES = '''
 """Eight bits a weight, one scale a row."""
 
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.scheme import Scheme
 
 SCHEMES = (
     Scheme(
@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ms_compress.quantisation.rounding import QuantizedWeight
+from ms_compress.quantization.rounding import QuantizedWeight
 from ms_compress.targets.float.runtime import TorchRuntime
 from ms_compress.targets.target import Contents, Target
 

@@ -10,7 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from onnxruntime.capi._pybind_state import quantize_matmul_4bits
 from torch import Tensor
 
-from ms_compress.quantisation.rounding import quantize_weight, round_activations, round_weight
+from ms_compress.quantization.rounding import quantize_weight, round_activations, round_weight
 from ms_compress.targets.gguf.rules import Q8_BLOCKS
 from ms_compress.targets.rules import NAMES, scheme
 
@@ -48,8 +48,8 @@ def test_gguf_codes_equal_its_library(name: str, size: float) -> None:
 
 
 @pytest.mark.parametrize("size", [1.0, 0.02, 3000.0])
-def test_onnxruntime_codes_equal_its_quantiser(size: float) -> None:
-    """MLAS's symmetric blockwise quantiser, bit for bit."""
+def test_onnxruntime_codes_equal_its_quantizer(size: float) -> None:
+    """MLAS's symmetric blockwise quantizer, bit for bit."""
     weight = weights(size)
     packed = np.zeros((ROWS, FEATURES // GROUP, GROUP // 2), dtype=np.uint8)
     scales = np.zeros((ROWS, FEATURES // GROUP), dtype=np.float32)
@@ -135,7 +135,7 @@ def test_what_training_computes_with_is_what_codes_stand_for(name: str, learned:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_zeros_stay_zeros(name: str) -> None:
-    """A pruned weight has code zero whatever its neighbours are, so masks survive quantisation."""
+    """A pruned weight has code zero whatever its neighbors are, so masks survive quantization."""
     weight = weights(1.0)
     weight[torch.rand(weight.shape) < 0.5] = 0
     rounded = round_weight(weight, scheme(name))
@@ -144,7 +144,7 @@ def test_zeros_stay_zeros(name: str) -> None:
 
 @pytest.mark.parametrize("size", [1.0, 1e-37, 1e-38, 1e-44])
 def test_blocks_of_inputs_are_rounded_as_llama_cpp_does(size: float) -> None:
-    """Its x86 rule in numpy's single precision: 127 / max once, products to the even neighbour."""
+    """Its x86 rule in numpy's single precision: 127 / max once, products to the even neighbor."""
     torch.manual_seed(2)
     x = torch.cat([torch.randn(2048, 256).bfloat16().float(), weights(1.0)]) * size
     blocks = x.numpy().reshape(-1, 8, 32)

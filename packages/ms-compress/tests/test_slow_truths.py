@@ -14,9 +14,9 @@ from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
 from ms_compress.methods.pattern import NOfM
 from ms_compress.methods.pruning import masks, prune, set_masks
 from ms_compress.methods.wanda import wanda
-from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.quantisation.rounding import compute_scales, quantize_weight, round_with_scales
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.layers import prepared_layers
+from ms_compress.quantization.rounding import compute_scales, quantize_weight, round_with_scales
+from ms_compress.quantization.scheme import Scheme
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
 from ms_compress.training.distillation import distillation_loss
@@ -29,7 +29,7 @@ from ms_parallel.engine.optimizers.adamw import AdamWConfig
 def naive_gptq(
     weight: Tensor, hessian: Tensor, how: Scheme, damping: float, mask: Tensor
 ) -> Tensor:
-    """Optimal brain quantisation in order, equation 2 of the paper: the inverse anew each column.
+    """Optimal brain quantization in order, equation 2 of the paper: the inverse anew each column.
 
     No Cholesky factor, no blocks: after a column is fixed, the Hessian of those that are left is
     inverted from its own entries, in float64. A pruned weight is fixed at zero, and what the errors
@@ -57,7 +57,7 @@ def naive_gptq(
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", ["ct.int4_g32", "ct.int3_g32", "ort.matmulnbits"])
-def test_gptq_is_optimal_brain_quantisation(name: str, sparse: bool) -> None:
+def test_gptq_is_optimal_brain_quantization(name: str, sparse: bool) -> None:
     """Across a boundary of its blocks too: 160 columns are more than one block of 128.
 
     Float32 may round a weight that lies on the border of two codes the other way, and what follows

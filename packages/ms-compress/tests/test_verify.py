@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ms_compress import ExportError, LayerError, VerifyError, export, qat, verify
 from ms_compress.deployment.export import check_export
 from ms_compress.deployment.verification import check_weights, compare, model_logits, probe
-from ms_compress.quantisation.layers import PreparedLinear
+from ms_compress.quantization.layers import PreparedLinear
 from ms_compress.targets.ct import cpu
 from ms_compress.targets.target import find_target, open_runtime
 
@@ -35,7 +35,7 @@ def nibbles(name: str, tensor: Tensor) -> Tensor:
 
 
 def shifted(name: str, tensor: Tensor) -> Tensor:
-    """Each group has its neighbour's scale."""
+    """Each group has its neighbor's scale."""
     return tensor.roll(1, dims=1).contiguous() if name.endswith("weight_scale") else tensor
 
 

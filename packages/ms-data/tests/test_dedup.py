@@ -185,7 +185,7 @@ def test_hashes_of_words_are_of_the_words_alone(parts: list[str]) -> None:
     )
 )
 def test_texts_that_pass_together_have_the_signatures_that_each_has_alone(texts: list[str]) -> None:
-    """No word and no n-gram goes from one to the next; neighbours of any length."""
+    """No word and no n-gram goes from one to the next; neighbors of any length."""
     minhash = MinHash(bands=2, rows=3, ngram_words=3)
     found = minhash.signatures(texts)
     assert found.shape == (len(texts), 6)

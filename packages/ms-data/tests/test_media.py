@@ -138,15 +138,15 @@ def test_ids_pixels_and_grids_are_those_of_transformers_processor(seeing: Path) 
 def test_what_is_transparent_becomes_what_it_is_to_transformers(
     tmp_path: Path, mode: str, transparent: bool
 ) -> None:
-    """A picture of any mode, with a colour that stands for transparent or without."""
+    """A picture of any mode, with a color that stands for transparent or without."""
     from transformers.image_utils import load_image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     pixels = drawn(90, 70)
     pixels[:30, :, :] = 200
     picture = Image.fromarray(pixels).convert(mode)
-    colour = picture.getpixel((3, 3)) if mode in ("RGB", "L", "P", "1") else None
-    settings = {"transparency": colour} if transparent and colour is not None else {}
+    color = picture.getpixel((3, 3)) if mode in ("RGB", "L", "P", "1") else None
+    settings = {"transparency": color} if transparent and color is not None else {}
     picture.save(tmp_path / "a.png", **settings)
     config = {key: value for key, value in QWEN2.items() if key != "image_processor_type"}
     theirs = Qwen2VLImageProcessorPil(**config)

@@ -1,4 +1,4 @@
-"""Published forms of instruction and preference sets, recognised strictly."""
+"""Published forms of instruction and preference sets, recognized strictly."""
 
 from typing import Any
 

@@ -73,10 +73,10 @@ def test_all_orders_of_four_values_occur_equally_often() -> None:
     assert np.abs(counts / 48_000 - 1 / 24).max() < 0.0055
 
 
-def test_neighbours_do_not_stay_together() -> None:
-    """After a shuffle of 100,000 samples few neighbours in the order are neighbours on disk.
+def test_neighbors_do_not_stay_together() -> None:
+    """After a shuffle of 100,000 samples few neighbors in the order are neighbors on disk.
 
-    Of a random permutation about 2 neighbours in all are; chunks of 10 in windows of 1,000
+    Of a random permutation about 2 neighbors in all are; chunks of 10 in windows of 1,000
     chunks mix 10,000 samples, where about 2 in each window are: some 20.
     """
     order = Order(samples=100_000, chunk_samples=10, window_chunks=1000)

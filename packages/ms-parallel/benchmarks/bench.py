@@ -3,7 +3,7 @@
 The plain loop has a Llama of its own, written out below, torch's fused AdamW, torch's clipping and
 F.cross_entropy, and no data structure of ours. Both start from the same weights and see the same
 batches; their losses must agree before anything is timed. Steps alternate, so that a busy machine
-slows both; the figure is the median of the ratios of neighbours. On a CPU, processor time of the
+slows both; the figure is the median of the ratios of neighbors. On a CPU, processor time of the
 one thread is counted.
 
     python packages/ms-parallel/benchmarks/bench.py --steps 40
@@ -179,7 +179,7 @@ def measure(size: str, steps: int, device: str) -> dict[str, float | str]:
         ours, theirs = (engine.step(data[index % 4], loss).loss, loop.step(data[index % 4]))
         if abs(ours - theirs) > 1e-5 * theirs:
             raise SystemExit(f"step {index}: losses differ, {ours} and {theirs}")
-    # On one CPU thread its own time is what a step costs; the wall clock also counts neighbours.
+    # On one CPU thread its own time is what a step costs; the wall clock also counts neighbors.
     clock = process_time if engine.device.type == "cpu" else perf_counter
     ratios, own, other = [], [], []
     for index in range(steps):

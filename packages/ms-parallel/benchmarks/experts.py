@@ -4,7 +4,7 @@
 
 Both are the block of a Qwen3-MoE with the same weights on the same hidden states, forwards and
 backwards, in float32 on one thread. Results and gradients must agree before anything is timed.
-Turns alternate; the figure is the median ratio of neighbours, of the thread's processor time.
+Turns alternate; the figure is the median ratio of neighbors, of the thread's processor time.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 
 Both perform one table of actions on modules of the same classes and weights, with the same loss, on
 the same microbatches: forwards and backwards, no optimizer. Losses and all gradients are compared
-before anything is timed. Steps alternate, and a figure is the median ratio of neighbours, ours over
+before anything is timed. Steps alternate, and a figure is the median ratio of neighbors, ours over
 theirs: of the wall clock between two barriers, and of the processor time of both processes, which
 other work on the machine touches less. Memory is the most that torch's allocator holds from the
 making of a fresh runtime to the end of its second step, weights apart, as the profiler's record of
@@ -41,7 +41,7 @@ from ms_parallel.pipeline.runtime import Runtime
 from ms_parallel.schedules import Schedule, gpipe, one_f_one_b
 from ms_parallel.split.part import local_part
 from ms_parallel.split.stages import cut_layers
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 PROCESSES = 2
 LIMIT = 1.0
@@ -91,7 +91,7 @@ class Peer:
         for stage in homes:
             first, last = stage == 0, stage == stages - 1
             module = build_model(config, layers=layers[stage], first=first, last=last)
-            initialise(module, 0)
+            initialize(module, 0)
             self.modules[stage] = module
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ processes (DistributedDataParallel), beside our engine with `sharding="replicate
 model under `fully_shard`, block by block, as torch's own example has it, beside our engine with
 what it chooses by itself, which shards too. Losses of all updates must agree. In one run all take
 turns within the same processes, in another order each time, so that a busy machine slows all alike;
-a figure is the median ratio of neighbours, ours over theirs, of the wall clock between two barriers
+a figure is the median ratio of neighbors, ours over theirs, of the wall clock between two barriers
 and of the processor time of all processes. Memory is the most that a process of its own held,
 beyond what it held with everything imported.
 """

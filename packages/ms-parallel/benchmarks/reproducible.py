@@ -3,7 +3,7 @@
     python packages/ms-parallel/benchmarks/reproducible.py --steps 20
     torchrun --standalone --nproc-per-node 2 packages/ms-parallel/benchmarks/reproducible.py
 
-Two engines in the same processes take steps by turns; the figure is the median ratio of neighbours,
+Two engines in the same processes take steps by turns; the figure is the median ratio of neighbors,
 by the processor time of this process and by the clock. With several processes they stand on the
 data axis, and rank 0 tells.
 """

@@ -73,7 +73,7 @@ def costs_of(sizes: Sequence[Fraction], equal: bool, share: Fraction) -> Costs:
 
 
 def whole(sizes: Sequence[Fraction]) -> list[Fraction]:
-    """Stages of one a rank: neighbouring small stages joined."""
+    """Stages of one a rank: neighboring small stages joined."""
     return [sizes[i] + sizes[i + 1] for i in range(0, len(sizes), 2)]
 
 

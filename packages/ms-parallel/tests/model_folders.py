@@ -12,7 +12,7 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models import StagedModel, architecture, model_plan
 from ms_parallel.split.part import part_of
 from ms_parallel.split.stages import build_stage, cut_layers
-from ms_parallel.weights import initialise, load_weights, save_model
+from ms_parallel.weights import initialize, load_weights, save_model
 
 
 def stage_of(source: str, groups: Groups) -> StagedModel:
@@ -63,7 +63,7 @@ def everything(
             held.append(sum(part_of(parameter).local.numel() for parameter in stage.parameters()))
     for source, target in fresh.items():
         stage = stage_of(source, groups)
-        initialise(stage, seed)
+        initialize(stage, seed)
         save_model(stage, target)
     error = "none"
     try:

@@ -21,7 +21,7 @@ from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.models import architecture, build_model
 from ms_parallel.models.registry import from_document, read_config
 from ms_parallel.models.tokenizer_files import read_tokenizer
-from ms_parallel.weights import initialise, load_model, save_model
+from ms_parallel.weights import initialize, load_model, save_model
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -272,7 +272,7 @@ def test_layers_that_slide_survive_a_folder_or_are_refused(
     except ParallelError:
         assert family in (*NO_WINDOW, "mixtral", "phi3", "qwen3_moe")
         return
-    initialise(ours, seed=0)
+    initialize(ours, seed=0)
     save_model(ours, tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = again(tokens()).logits

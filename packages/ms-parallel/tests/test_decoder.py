@@ -18,7 +18,7 @@ from ms_parallel.models import (
 )
 from ms_parallel.models.decoder import Decoder
 from ms_parallel.operators import losses, plain
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 # One float32 rounding is 6e-8 of a value; logits here reach 10 and pass some 50 roundings.
 TOLERANCE = 3e-5
@@ -46,7 +46,7 @@ def small(kind: str, layers: int = 4) -> StagedModel:
     given = {**SMALL, **KINDS[kind], "num_hidden_layers": layers}
     settings = {k: v for k, v in given.items() if v is not None}
     model = build_model(architecture(kind, settings))
-    initialise(model, 3)
+    initialize(model, 3)
     return model
 
 
@@ -88,7 +88,7 @@ def test_a_deep_copy_is_a_model_of_its_own(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_packed_documents_give_the_logits_of_each_alone(kind: str) -> None:
-    """Three documents in a row: none is changed by its neighbours."""
+    """Three documents in a row: none is changed by its neighbors."""
     model, lengths = small(kind), (7, 1, 12)
     row = tokens(1, sum(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -165,7 +165,7 @@ def test_stages_in_turn_equal_the_whole_model(kind: str, tied: bool) -> None:
     front = build_model(config, layers=range(3), last=False)
     back = build_model(config, layers=range(3, 4), first=False)
     for model in (whole, front, back):
-        initialise(model, 5)
+        initialize(model, 5)
     row = tokens(2, 11)
     assert torch.equal(back(front(row)), whole(row))
     assert torch.equal(back.head_weight, whole.head_weight)
@@ -176,7 +176,7 @@ def test_stages_in_turn_equal_the_whole_model(kind: str, tied: bool) -> None:
 def test_a_tied_head_is_one_parameter() -> None:
     """It is counted once, and both uses add to its gradient."""
     model = build_model(architecture("llama", {**SMALL, "tie_word_embeddings": True}))
-    initialise(model, 0)
+    initialize(model, 0)
     names = [name for name, _ in model.named_parameters()]
     assert "lm_head.weight" not in names
     model(tokens(1, 4)[:, :1]).sum().backward()
@@ -190,7 +190,7 @@ def test_fresh_weights_depend_on_seed_and_name_alone() -> None:
     first, second = small("llama"), small("llama")
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, second.get_parameter(name))
-    initialise(second, 4)
+    initialize(second, 4)
     blocks = "model.layers.{}.mlp.up_proj.weight"
     assert not torch.equal(
         first.get_parameter(blocks.format(0)), second.get_parameter(blocks.format(0))
@@ -201,7 +201,7 @@ def test_fresh_weights_depend_on_seed_and_name_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_nobody_initialises_depends_on_torchs_seed_alone(kind: str) -> None:
+def test_a_model_that_nobody_initializes_depends_on_torchs_seed_alone(kind: str) -> None:
     """No weight is whatever stood in memory."""
     built = []
     for junk in (1.0, 2.0):
@@ -324,7 +324,7 @@ def test_operators_are_taken_from_the_namespace_given() -> None:
     assert isinstance(config, DecoderConfig)
     plain, loud = Decoder(config), Decoder(config, ops=Loud())
     for model in (plain, loud):
-        initialise(model, 0)
+        initialize(model, 0)
     assert not torch.allclose(plain(tokens(1, 4)), loud(tokens(1, 4)))
 
 

@@ -419,8 +419,8 @@ def test_a_gpt_oss_folder_in_mxfp4_is_what_transformers_makes_of_it(tmp_path: Pa
         held[f"{name}_blocks"], held[f"{name}_scales"] = packed_fours(held.pop(name))
     save_file(held, tmp_path / "model.safetensors", {"format": "pt"})
     path = tmp_path / "config.json"
-    quantised = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
+    quantized = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantized))
     ours = load_model(tmp_path)
     save_model(ours, tmp_path / "plain")
     from_theirs = transformers.AutoModelForCausalLM.from_pretrained(

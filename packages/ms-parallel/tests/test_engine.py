@@ -36,7 +36,7 @@ from ms_parallel.models import build_model
 from ms_parallel.models.batch import Batch
 from ms_parallel.operators import linear_cross_entropy
 from ms_parallel.training.options import Options
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 RUNS = Path(__file__).parent / "runs.py"
 FAULTS = Path(__file__).parent / "faults.py"
@@ -51,7 +51,7 @@ def groups() -> Groups:
 def plain_loop(settings: dict[str, Any], steps: int) -> tuple[list[float], list[float]]:
     """The same training in plain PyTorch, whole batches, torch's own optimizer and clipping."""
     model = build_model(tiny(**settings))
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(

@@ -265,7 +265,7 @@ def test_weights_that_a_checkpoint_brings_are_not_drawn(
     first = build({}, groups)
     first.step(global_batch(0), NextTokenLoss())
     state = {name: value.clone() for name, value in first.state_dict().items()}
-    monkeypatch.setattr(assembly, "initialise", None)  # to call it would raise
+    monkeypatch.setattr(assembly, "initialize", None)  # to call it would raise
     second = build({}, groups, weights="unset")
     second.load_state_dict(state)
     updates = [engine.step(global_batch(1), NextTokenLoss()) for engine in (first, second)]

@@ -21,7 +21,7 @@ from ms_parallel.models.experts.router import Router
 from ms_parallel.models.experts.router_config import RouterConfig
 from ms_parallel.models.experts.router_stats import DocumentNumbers, RouterStats
 from ms_parallel.models.registry import build_model
-from ms_parallel.weights import initialise, save_model
+from ms_parallel.weights import initialize, save_model
 
 RUNS = Path(__file__).parent / "expert_runs.py"
 QWEN = {
@@ -116,7 +116,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("exact")
     model = build_model(tiny(**QWEN))
-    initialise(model, 5)
+    initialize(model, 5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):

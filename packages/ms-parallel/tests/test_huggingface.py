@@ -26,7 +26,7 @@ from ms_parallel.errors import ModelError, ParallelError
 from ms_parallel.files.durable import restore_folder
 from ms_parallel.models import architecture
 from ms_parallel.models.registry import build_model, from_document
-from ms_parallel.weights import initialise, load_model, load_weights, save_model
+from ms_parallel.weights import initialize, load_model, load_weights, save_model
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -169,7 +169,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if kind == "transformer-xl":
             del sizes["num_key_value_heads"]
         model = build_model(architecture(kind, sizes))
-        initialise(model, SEED)
+        initialize(model, SEED)
         save_model(model, root / f"fresh-{kind}")
     (root / "taken").write_text("a file, not a folder")
     return root
@@ -245,7 +245,7 @@ def test_a_save_that_fails_on_one_process_fails_on_all(
 def test_transformer_xl_folders_round_trip(tmp_path: Path) -> None:
     """Configuration and weights come back exactly."""
     model = build_model(architecture("transformer-xl", {"num_hidden_layers": 2}))
-    initialise(model, 1)
+    initialize(model, 1)
     save_model(model, tmp_path)
     again = load_model(tmp_path)
     assert again.config == model.config
@@ -258,7 +258,7 @@ def test_a_save_that_runs_out_of_space_leaves_the_old_model(tmp_path: Path) -> N
     theirs("llama", seed=1).save_pretrained(tmp_path)
     before = weights_of(tmp_path)
     model = load_model(tmp_path)
-    initialise(model, 0)
+    initialize(model, 0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:

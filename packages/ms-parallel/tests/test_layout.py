@@ -31,7 +31,7 @@ def test_every_rank_has_a_place_of_its_own(layout: Layout) -> None:
 
 @given(LAYOUTS)
 def test_tensor_is_the_innermost_axis_and_pipeline_the_outermost(layout: Layout) -> None:
-    """Neighbouring ranks differ on the tensor axis; stages are contiguous runs of ranks."""
+    """Neighboring ranks differ on the tensor axis; stages are contiguous runs of ranks."""
     places = [layout.place(rank) for rank in range(layout.world_size)]
     assert places == sorted(places, key=lambda p: (p.pipeline, p.data, p.context, p.tensor))
 

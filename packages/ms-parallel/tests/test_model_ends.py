@@ -20,7 +20,7 @@ from ms_parallel import (
 from ms_parallel.cluster import endings as exits
 from ms_parallel.models import StagedModel, architecture, build_model
 from ms_parallel.training.tokenizer import run_tokenizer, with_ends
-from ms_parallel.weights import initialise, save_model
+from ms_parallel.weights import initialize, save_model
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -46,7 +46,7 @@ def ends_after(count: int, end: int, name: str = "llama") -> StagedModel:
     """A model that says tokens 0, 1, 2, ... after one another, and `end` after token `count`."""
     config = architecture(name, {**SIZES, "hidden_size": 320, "intermediate_size": 16})
     model = build_model(config)
-    initialise(model, 0)
+    initialize(model, 0)
     with torch.no_grad():
         for parameter in model.model.layers.parameters():  # type: ignore[union-attr]
             parameter.zero_()
@@ -139,7 +139,7 @@ def test_a_folder_of_another_tokenizer_gives_the_shards_end_alone(tmp_path: Path
 def test_the_folder_of_a_transformer_xl_opens_its_tokenizer(tmp_path: Path) -> None:
     """Its model does not open in transformers, which has dropped that architecture."""
     model = build_model(architecture("transformer-xl", SIZES))
-    initialise(model, 0)
+    initialize(model, 0)
     made = tokenizer_file(tmp_path / "made", "<|endoftext|>")
     save_model(model, tmp_path / "model", tokenizer=made)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")

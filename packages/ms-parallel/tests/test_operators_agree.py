@@ -34,7 +34,7 @@ def drawn(generator, *shape, dtype):
     return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
 
-def normalising(data, generator, dtype):
+def normalizing(data, generator, dtype):
     """A call of rms_norm: its weight may be of another dtype than x."""
     rows, width = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 40))
     other = data.draw(st.sampled_from([dtype, torch.float32]))
@@ -187,7 +187,7 @@ CALLS = {
     "permute_tokens": sorting,
     "grouped_matmul": grouping,
     "unpermute_tokens": leading_back,
-    "rms_norm": normalising,
+    "rms_norm": normalizing,
     "rotary": turning,
     "geglu": gating_by_gelu,
     "swiglu": gating,

@@ -453,7 +453,7 @@ def test_a_run_file_trains_with_muon_and_wsd_and_keeps_to_its_optimizer(
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 28, 4 * 48 * 5])
-def test_z_loss_is_the_square_of_the_log_normaliser(
+def test_z_loss_is_the_square_of_the_log_normalizer(
     monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     """Losses and gradients of a head, whole or in chunks of five rows, in float64."""

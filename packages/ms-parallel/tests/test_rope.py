@@ -16,7 +16,7 @@ from ms_parallel.models.positions.rope_format import read_rope, write_scaling
 from ms_parallel.models.positions.scaling import Rope
 from ms_parallel.models.positions.tables import document_ends, rotary_tables
 from ms_parallel.models.registry import from_document
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -108,7 +108,7 @@ def small(kind: str) -> Any:
         "max_position_embeddings": 16,
     }
     model = build_model(architecture("llama", {**sizes, "rope_scaling": scaling}))
-    initialise(model, 3)
+    initialize(model, 3)
     return model
 
 

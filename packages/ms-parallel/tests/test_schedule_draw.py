@@ -33,7 +33,7 @@ def test_the_terminal_picture_is_the_one_drawn_by_hand():
     )
 
 
-def test_later_stages_are_small_letters_and_colours_are_asked_for():
+def test_later_stages_are_small_letters_and_colors_are_asked_for():
     """On a V rank 1 begins with a capital F and goes on with a small one."""
     line = simulate(zb_v(2, 3), Costs.uniform(4))
     assert "·Ff" in draw_text(line, width=36 + int(line.makespan))
@@ -142,7 +142,7 @@ def test_nothing_of_a_picture_lies_outside_of_it(width):
         assert float(text.get("y")) <= int(root.get("height"))
 
 
-def test_a_picture_says_what_its_colours_mean_and_is_dark_on_a_dark_page():
+def test_a_picture_says_what_its_colors_mean_and_is_dark_on_a_dark_page():
     """The kinds that are drawn, no others, and the red edge."""
     picture = draw_svg(simulate(zb_v(2, 4), Costs.uniform(4)))
     assert "forward (lighter: later stages)" in picture

@@ -25,7 +25,7 @@ def costs(random: Random, stages: int, transfer: int) -> Costs:
 @pytest.mark.parametrize("transfer", [0, 1])
 @pytest.mark.parametrize("placement", [vee(3), looped(3, 2), (0, 1, 2)])
 def test_a_replay_equals_a_play(placement, transfer):
-    """Eight hundred swaps of neighbours, taken or not: equal starts, ends and deadlocks."""
+    """Eight hundred swaps of neighbors, taken or not: equal starts, ends and deadlocks."""
     random = Random(len(placement) + transfer)
     stages, stuck = len(placement), 0
     for seed in range(2):

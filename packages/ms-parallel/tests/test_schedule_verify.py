@@ -100,7 +100,7 @@ def is_right(base, rows):
 
 
 def mutants(schedule, generator):
-    """Every drop, duplicate, neighbour swap and wrong index, and a sample of longer moves."""
+    """Every drop, duplicate, neighbor swap and wrong index, and a sample of longer moves."""
     for rank, row in enumerate(schedule.actions):
 
         def put(new, rank=rank):
@@ -113,7 +113,7 @@ def mutants(schedule, generator):
             yield "duplicate", put((*row[: i + 1], action, *row[i + 1 :]))
             yield "duplicate late", put((*row, action))
             if i + 1 < len(row):
-                yield "swap neighbours", put((*row[:i], row[i + 1], action, *row[i + 2 :]))
+                yield "swap neighbors", put((*row[:i], row[i + 1], action, *row[i + 2 :]))
             j = generator.randrange(len(row))
             low, high = min(i, j), max(i, j)
             if low < high:

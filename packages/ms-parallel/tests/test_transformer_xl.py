@@ -8,7 +8,7 @@ from attrs import asdict
 from torch import Tensor
 
 from ms_parallel.models import TransformerXL, TransformerXLConfig
-from ms_parallel.weights import initialise
+from ms_parallel.weights import initialize
 
 CONFIG = TransformerXLConfig(
     vocab_size=23,
@@ -28,7 +28,7 @@ TOLERANCE = 1e-5
 def model_of(config: TransformerXLConfig) -> TransformerXL:
     """A model with random weights, also in the biases and norms that start at zero and one."""
     model = TransformerXL(config)
-    initialise(model, 0)
+    initialize(model, 0)
     generator = torch.Generator().manual_seed(8)
     with torch.no_grad():
         for parameter in model.parameters():

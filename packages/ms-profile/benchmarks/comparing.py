@@ -74,7 +74,7 @@ def called(old: tuple[np.ndarray, np.ndarray], new: tuple[np.ndarray, np.ndarray
 
 
 def in_turns(old: list[Series], new: list[Series], each: int = 3) -> list[tuple[Runs, Runs]]:
-    """Pair neighbouring runs, `each` of one kind against as many of the other."""
+    """Pair neighboring runs, `each` of one kind against as many of the other."""
     last = min(len(old), len(new)) - each + 1
     return [(old[at : at + each], new[at : at + each]) for at in range(last)]
 

@@ -131,7 +131,7 @@ def _carry(
             packet = os.read(device, MTU_BYTES + 100)
             source, target = ranks[device], packet[DESTINATION_END] - 1
             if packet[0] >> 4 != 4 or not 0 <= target < len(devices):
-                continue  # the kernel's own neighbour discovery
+                continue  # the kernel's own neighbor discovery
             link = links.get((min(source, target), max(source, target)), usual)
             begin = max(time.monotonic(), free_at.get((source, target), 0.0))
             sent = free_at[source, target] = begin + len(packet) / link.rate_bytes_per_s

@@ -81,7 +81,7 @@ def firing(make: MakeTrace) -> dict[str, Analysis]:
         "data_stalls": single(make, device_steps(("user_annotation", DATA, "main", 930, 60))),
         "unhidden_collectives": single(make, device_steps(reducing, busy=500)),
         "stragglers": analyse_traces(simulate_run(ranks=4, fault=slow).traces),
-        "synchronising_calls": single(
+        "synchronizing_calls": single(
             make,
             device_steps(
                 ("cuda_runtime", "cudaStreamSynchronize", "main", 100, 40),

@@ -40,7 +40,7 @@ def test_a_real_runs_phases_sum_to_its_wall_time(traces_folder: Path, kind: str)
             assert sum(step.phases_ns.values()) == step.step.duration_ns
             assert all(amount >= 0 for amount in step.phases_ns.values())
         assert len(one.collectives) == len(found.matched) > 0
-        assert {"copy", "launch", "synchronise"} < set(one.activity.unmeasured)
+        assert {"copy", "launch", "synchronize"} < set(one.activity.unmeasured)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -193,7 +193,7 @@ def test_hidden_communication_is_what_compute_covers(make_trace: Callable[..., T
     )
     (step,) = analyse_traces({0: trace}).ranks[0].breakdowns
     assert step.hidden_share == pytest.approx(0.6)
-    expected = {"compute": 100, "collective": 40, "synchronise": 30, "launch": 8, "host": 22}
+    expected = {"compute": 100, "collective": 40, "synchronize": 30, "launch": 8, "host": 22}
     assert {k: v / 1000 for k, v in step.phases_ns.items() if v} == expected
 
 

@@ -25,7 +25,7 @@ from ms_profile.log.manifest import RunManifest, TraceSchedule, encode, write_wh
 
 
 def step_series(random: np.random.Generator, steps: int, scale: float = 1.0) -> np.ndarray:
-    """Step times with neighbours alike (correlation 0.5), a skewed spread of 5% and outliers."""
+    """Step times with neighbors alike (correlation 0.5), a skewed spread of 5% and outliers."""
     noise = np.zeros(steps)
     for at in range(1, steps):
         noise[at] = 0.5 * noise[at - 1] + random.normal(0, 0.043)

@@ -115,7 +115,7 @@ def test_what_is_not_measured_is_null_never_zero(traces_folder: Path) -> None:
     """On a CPU without a recorder, copies, launches and garbage are None in the summary."""
     summary = build_summary(analyse(traces_folder / "ddp"))
     phases = summary["ranks"][0]["steps"][0]["phases"]
-    assert [phases[name] for name in ("copy", "launch", "synchronise", "garbage")] == [None] * 4
+    assert [phases[name] for name in ("copy", "launch", "synchronize", "garbage")] == [None] * 4
     assert phases["compute"] > 0
     assert "NaN" not in json.dumps(summary)
     alone = build_summary(analyse(traces_folder / "ddp" / "rank-00000.json.gz"))

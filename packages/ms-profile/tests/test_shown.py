@@ -238,7 +238,7 @@ def test_a_column_that_no_row_knows_is_named_and_not_drawn(
     steps = document[document.index('<table aria-label="Steps by rank"') :]
     heads = re.findall(r"<th[^>]*><button[^>]*>([^<]*)<", steps.split("</thead>")[0])
     assert heads == ["rank", "step", "wall", "compute", "collective", "data", "host", "hidden"]
-    assert "Not measurable here: copy, garbage, synchronise, launch." in steps
+    assert "Not measurable here: copy, garbage, synchronize, launch." in steps
 
 
 @needs_browser

@@ -32,12 +32,12 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """There is nothing to initialise."""
+    """There is nothing to initialize."""
     return True
 
 
 def _lazy_init() -> None:
-    """There is nothing to initialise."""
+    """There is nothing to initialize."""
 
 
 def _is_in_bad_fork() -> bool:

@@ -22,10 +22,10 @@ from .methods.pruning import (
     set_masks,
     sparsity,
 )
-from .methods.qat import FloatThenQuantised, fit_scales, qat
+from .methods.qat import FloatThenQuantized, fit_scales, qat
 from .methods.student import cut_student
 from .methods.wanda import wanda
-from .quantisation.scheme import Scheme
+from .quantization.scheme import Scheme
 from .targets.rules import scheme
 from .targets.target import open_runtime
 from .training.distillation import distillation_loss
@@ -41,7 +41,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "ExportError",
-    "FloatThenQuantised",
+    "FloatThenQuantized",
     "GradualPruning",
     "LayerError",
     "OrderError",

@@ -12,7 +12,7 @@ from ms_align.errors import ModelError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import AdapterConfig, read_adapter
 from ms_align.lora.adapters import AdaptedModel, LoraOptions, adapt, ends_with, linear_layers
-from ms_align.lora.initialisation import INITIAL_ADAPTERS
+from ms_align.lora.initialization import INITIAL_ADAPTERS
 
 
 def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:

@@ -8,7 +8,7 @@ from attrs import Attribute, field, frozen
 from ms_compress.errors import ConfigError
 from ms_compress.evaluation.options import Evaluation
 from ms_compress.methods.pattern import Pattern, parse_pattern
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import as_path, flag, integer, one_of, valid_path
 from ms_compress.targets.rules import scheme
 from ms_compress.training.options import Tuning

@@ -16,7 +16,7 @@ from ms_compress.files.durable import writing
 from ms_compress.files.untrusted import check_path
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.place_lock import new_folder
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.scheme import Scheme
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import Target, find_target

@@ -25,9 +25,9 @@ from ms_compress.files.untrusted import check_path
 from ms_compress.models.logits import model_logits, vocabulary_of
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.models.wrappers import unwrapped
-from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.quantisation.rounding import QuantizedWeight, round_activations
-from ms_compress.quantisation.scheme import Activations
+from ms_compress.quantization.layers import prepared_layers
+from ms_compress.quantization.rounding import QuantizedWeight, round_activations
+from ms_compress.quantization.scheme import Activations
 from ms_compress.targets.target import LayerRun, Reader, Target, TextRuntime, find_target
 from ms_compress.targets.tokenizer_json import encoder
 from ms_compress.text_ends import read_tokenizer, text_ends

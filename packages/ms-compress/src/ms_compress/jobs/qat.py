@@ -12,7 +12,7 @@ from ms_compress.jobs.methods import prepare, round_by_gptq
 from ms_compress.jobs.output import run_output
 from ms_compress.jobs.training import train
 from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks
-from ms_compress.methods.qat import FloatThenQuantised
+from ms_compress.methods.qat import FloatThenQuantized
 from ms_compress.models.logits import vocabulary_of
 
 CALIBRATION_ROWS = 256
@@ -32,7 +32,7 @@ def run(options: QatRun) -> Outcome:
             _keep_zeros(model, options)
         text = training_rows(options, model)
         _prepare(model, options, calibrated=output.steps_made() is not None)
-        schedule = FloatThenQuantised(float_steps=options.float_steps)
+        schedule = FloatThenQuantized(float_steps=options.float_steps)
         losses = train(
             model,
             text,

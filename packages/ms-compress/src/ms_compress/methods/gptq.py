@@ -20,9 +20,9 @@ from ms_compress.methods.calibration import check_calibration, walk
 from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
 from ms_compress.methods.qat import qat
 from ms_compress.models.selection import select
-from ms_compress.quantisation.layers import FACTOR, Prepared, prepared_layers
-from ms_compress.quantisation.rounding import best_factor, compute_scales, round_with_scales
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.layers import FACTOR, Prepared, prepared_layers
+from ms_compress.quantization.rounding import best_factor, compute_scales, round_with_scales
+from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import number
 
 BLOCK = 128

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from ms_compress.errors import CalibrationError
 from ms_compress.models.logits import next_token_logits
-from ms_compress.quantisation.rounding import best_factor, compute_scales, round_with_scales
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.rounding import best_factor, compute_scales, round_with_scales
+from ms_compress.quantization.scheme import Scheme
 
 TILE = 128
 """Rows and columns per tile, whose errors are collected before the remainder is updated."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ms_compress.errors import ConfigError, LayerError, OrderError
 from ms_compress.methods.pattern import Pattern, parse_pattern
 from ms_compress.models.selection import select
-from ms_compress.quantisation.layers import (
+from ms_compress.quantization.layers import (
     Prepared,
     check_layer,
     drop_gathered,

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ms_compress.errors import LayerError, OrderError
 from ms_compress.models.head import find_head
 from ms_compress.models.selection import select
-from ms_compress.quantisation.fake_quantisation import fake_input
-from ms_compress.quantisation.layers import (
+from ms_compress.quantization.fake_quantization import fake_input
+from ms_compress.quantization.layers import (
     Prepared,
     check_axes,
     check_layer,
@@ -22,8 +22,8 @@ from ms_compress.quantisation.layers import (
     prepare_layer,
     prepared_layers,
 )
-from ms_compress.quantisation.rounding import best_factor
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.rounding import best_factor
+from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import integer
 from ms_compress.targets.rules import NAMES, scheme
 
@@ -126,7 +126,7 @@ def set_quantizing(model: nn.Module, on: bool) -> None:
 
 
 @frozen(kw_only=True)
-class FloatThenQuantised:
+class FloatThenQuantized:
     """Schedule: some steps in float, then quantized."""
 
     float_steps: int = field(validator=integer(minimum=0))

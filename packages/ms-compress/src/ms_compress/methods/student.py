@@ -13,7 +13,7 @@ from torch import nn
 
 from ms_compress.errors import ConfigError, LayerError
 from ms_compress.models.selection import blocks_of
-from ms_compress.quantisation.layers import FACTOR
+from ms_compress.quantization.layers import FACTOR
 
 BY_LAYER = ("layer_types", "no_rope_layers")
 """Per-layer lists in a transformers configuration."""

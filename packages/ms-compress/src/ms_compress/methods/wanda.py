@@ -14,7 +14,7 @@ from ms_compress.methods.calibration import walk
 from ms_compress.methods.pattern import Pattern, Unstructured, parse_pattern
 from ms_compress.methods.pruning import check_pattern, keep_zeros
 from ms_compress.models.selection import select
-from ms_compress.quantisation.layers import prepare_layer
+from ms_compress.quantization.layers import prepare_layer
 
 
 def wanda(

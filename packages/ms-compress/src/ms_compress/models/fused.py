@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ms_compress.errors import ExportError
 from ms_compress.models.shards import WholeTensor
-from ms_compress.quantisation.rounding import QuantizedWeight
+from ms_compress.quantization.rounding import QuantizedWeight
 
 Fused = Mapping[str, tuple[str, ...]]
 """The model's tensors for each tensor in the folder, first rows first."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from ms_compress.errors import ConfigError, LayerError
 from ms_compress.models.head import find_head
-from ms_compress.quantisation.layers import Prepared
+from ms_compress.quantization.layers import Prepared
 
 
 def select(

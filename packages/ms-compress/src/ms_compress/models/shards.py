@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ExportError
 from ms_compress.models.wrappers import bare_name
-from ms_compress.quantisation.layers import FACTOR, Prepared, local_part
-from ms_compress.quantisation.scheme import Activations, Scheme
+from ms_compress.quantization.layers import FACTOR, Prepared, local_part
+from ms_compress.quantization.scheme import Activations, Scheme
 
 
 @frozen(kw_only=True)

@@ -19,8 +19,8 @@ from ms_compress.models.fused import Fused, fuse, fused_names, stack_rows
 from ms_compress.models.head import HEAD, find_head
 from ms_compress.models.shards import WholeTensor, local_tensors, merge, rank
 from ms_compress.models.wrappers import architecture, check_merged, unwrapped
-from ms_compress.quantisation.layers import Prepared, drop_gathered, local_part
-from ms_compress.quantisation.rounding import QuantizedWeight, quantize_weight
+from ms_compress.quantization.layers import Prepared, drop_gathered, local_part
+from ms_compress.quantization.rounding import QuantizedWeight, quantize_weight
 
 
 class WholeModel:

@@ -10,7 +10,7 @@ from attrs import evolve
 
 import ms_compress.targets
 from ms_compress.errors import SchemeError
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import nearest
 
 TARGETS = tuple(

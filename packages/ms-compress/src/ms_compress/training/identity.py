@@ -8,7 +8,7 @@ from typing import Any
 from attrs import asdict
 from torch import Tensor, nn
 
-from ms_compress.quantisation.layers import prepared_layers
+from ms_compress.quantization.layers import prepared_layers
 
 DIGEST = "blake2b:"
 """Prefix of digests, which replace values too large to be shown."""

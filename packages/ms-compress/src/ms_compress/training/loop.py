@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ms_compress.errors import ConfigError, DataError, DivergedError
 from ms_compress.files.untrusted import check_path
 from ms_compress.models.logits import check_tokens, next_token_logits
-from ms_compress.quantisation.layers import FACTOR
+from ms_compress.quantization.layers import FACTOR
 from ms_compress.training.checkpoint import TrainingCheckpoint
 from ms_compress.training.distillation import distillation_loss
 from ms_compress.training.hidden_states import HiddenStates

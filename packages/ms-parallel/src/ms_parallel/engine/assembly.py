@@ -34,7 +34,7 @@ from ms_parallel.split.own_model import (
     check_stages,
 )
 from ms_parallel.split.stages import build_stage, cut_layers
-from ms_parallel.weights.initial import initialise
+from ms_parallel.weights.initial import initialize
 from ms_parallel.weights.load import has_weights, load_weights
 
 GIB, STATE_BYTES = 1 << 30, 16
@@ -193,7 +193,7 @@ def build_stages(
         folder = _weights_in(model) if options.weights == "initial" else Path(options.weights)
         for stage in stages.values():
             if folder is None:
-                initialise(stage, options.seed)
+                initialize(stage, options.seed)
             else:
                 load_weights(stage, folder)
     return stages

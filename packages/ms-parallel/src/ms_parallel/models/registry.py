@@ -108,7 +108,7 @@ def build_model(
     first: bool = True,
     last: bool = True,
 ) -> StagedModel:
-    """Build a model or one of its stages, with uninitialized weights: `initialise` or load them.
+    """Build a model or one of its stages, with uninitialized weights: `initialize` or load them.
 
     Args:
         config: Model configuration.

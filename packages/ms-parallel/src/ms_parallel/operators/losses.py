@@ -231,25 +231,25 @@ class _ChunkedLosses(torch.autograd.Function):
         counted = targets != ignore_index
         # Only ignored targets are replaced; any other out-of-range target fails in the gather.
         classes = targets.masked_fill(~counted, 0)
-        normalisers = widen(rows.new_empty(rows.shape[0]))
-        losses = torch.empty_like(normalisers)
+        normalizers = widen(rows.new_empty(rows.shape[0]))
+        losses = torch.empty_like(normalizers)
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = widen(F.linear(rows[part], weight))
             logits = logits if softcap is None else capped(logits, softcap)
-            normalisers[part] = logits.logsumexp(-1)
+            normalizers[part] = logits.logsumexp(-1)
             target_logits = logits.gather(-1, classes[part, None]).squeeze(-1)
-            losses[part] = (normalisers[part] - target_logits).masked_fill(~counted[part], 0)
-        ctx.save_for_backward(rows, weight, classes, counted, normalisers)
+            losses[part] = (normalizers[part] - target_logits).masked_fill(~counted[part], 0)
+        ctx.save_for_backward(rows, weight, classes, counted, normalizers)
         ctx.chunk, ctx.softcap, ctx.z_loss = chunk, softcap, z_loss
         if z_loss:
-            losses += (z_loss * normalisers.square()).masked_fill(~counted, 0)
+            losses += (z_loss * normalizers.square()).masked_fill(~counted, 0)
         return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute both gradients; the weight's accumulates over chunks in float32 or float64."""
-        rows, weight, classes, counted, normalisers = ctx.saved_tensors
+        rows, weight, classes, counted, normalizers = ctx.saved_tensors
         scale = grad.masked_fill(~counted, 0)
         grad_rows, grad_weight = head_gradients(
             rows,
@@ -257,7 +257,7 @@ class _ChunkedLosses(torch.autograd.Function):
             classes,
             counted,
             scale,
-            normalisers,
+            normalizers,
             ctx.chunk,
             softcap=ctx.softcap,
             z_loss=ctx.z_loss,
@@ -271,7 +271,7 @@ def head_gradients(
     classes: Tensor,
     here: Tensor,
     scale: Tensor,
-    normalisers: Tensor,
+    normalizers: Tensor,
     chunk: int,
     *,
     logits: Tensor | None = None,
@@ -289,7 +289,7 @@ def head_gradients(
         classes: (N,) targets as row indices of `weight`.
         here: (N,) bool, True for targets in this shard.
         scale: (N,) gradient of each loss.
-        normalisers: (N,) logsumexp over the full vocabulary.
+        normalizers: (N,) logsumexp over the full vocabulary.
         chunk: rows per chunk.
         logits: (N, V) saved logits, which make one chunk; None recomputes them.
         softcap: soft cap on the logits.
@@ -309,9 +309,9 @@ def head_gradients(
             chunk_logits = chunk_logits if softcap is None else capped(chunk_logits, softcap)
         else:
             chunk_logits = logits
-        delta = (chunk_logits - normalisers[part, None]).exp_()
+        delta = (chunk_logits - normalizers[part, None]).exp_()
         if z_loss:
-            delta = delta.mul_(1 + 2 * z_loss * normalisers[part, None])
+            delta = delta.mul_(1 + 2 * z_loss * normalizers[part, None])
         delta.scatter_add_(-1, classes[part, None], -here[part, None].to(delta.dtype))
         delta = delta.mul_(scale[part, None])
         if softcap is not None:  # derivative of softcap · tanh(x / softcap)

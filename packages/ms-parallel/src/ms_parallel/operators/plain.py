@@ -48,7 +48,7 @@ def rotary(
         Rotated q and k in their original dtypes.
     """
     width, cos, sin = 2 * cos.shape[-1], cos.unsqueeze(2), sin.unsqueeze(2)
-    turn = _turn_neighbours if interleaved else _turn_halves
+    turn = _turn_neighbors if interleaved else _turn_halves
     if not interleaved:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -59,7 +59,7 @@ def rotary(
     return rotated(q), rotated(k)
 
 
-def _turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turn_neighbors(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 

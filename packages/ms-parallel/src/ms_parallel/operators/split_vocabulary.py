@@ -60,16 +60,16 @@ class VocabularyParallelLoss(torch.autograd.Function):
             sums.append((logits - maximum[:, None]).exp().sum(dim=1))
             hits.append(logits.gather(1, classes[:, None])[:, 0])
             saved_logits = logits if rows >= targets.shape[0] else None
-        normaliser, target_logit = _settle(
+        normalizer, target_logit = _settle(
             torch.cat(maxima), torch.cat(sums), torch.cat(hits).masked_fill_(~here, 0.0), group
         )
         ctx.rows, ctx.softcap, ctx.z_loss = rows, softcap, z_loss
         ctx.save_for_backward(
-            hidden, weight, index, here & counted, counted, normaliser, saved_logits
+            hidden, weight, index, here & counted, counted, normalizer, saved_logits
         )
-        losses = normaliser - target_logit
+        losses = normalizer - target_logit
         if z_loss:
-            losses = losses + z_loss * normaliser.square()
+            losses = losses + z_loss * normalizer.square()
         return losses.masked_fill(~counted, 0.0)
 
     @staticmethod
@@ -78,7 +78,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         """Compute the gradients of hidden (this rank's partial sum) and of the local weight."""
-        hidden, weight, index, here, counted, normaliser, saved_logits = ctx.saved_tensors
+        hidden, weight, index, here, counted, normalizer, saved_logits = ctx.saved_tensors
         scale = gradient.masked_fill(~counted, 0.0)
         needs_grad = ctx.needs_input_grad[:2]
         grad_hidden, grad_weight = head_gradients(
@@ -87,7 +87,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
             index,
             here,
             scale,
-            normaliser,
+            normalizer,
             ctx.rows,
             logits=saved_logits,
             softcap=ctx.softcap,

@@ -46,7 +46,7 @@ def segment_layers(config: ModelConfig) -> tuple[int, ...]:
 def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> Staged:
     """Build a schedule with one stage a segment: all forwards, then backwards in two parts.
 
-    Each rank has neighbouring stages: its own, or those of the rank so many places before it.
+    Each rank has neighboring stages: its own, or those of the rank so many places before it.
     """
     placement = [(segment * ranks // len(layers) + shift) % ranks for segment in range(len(layers))]
     rows = [
@@ -139,7 +139,7 @@ def message_times(groups: Groups, size_bytes: int) -> tuple[float, float]:
 
 
 def _echo(groups: Groups, size_bytes: int) -> float:
-    """Time a message one way between this rank and each neighbour: the slower one's median."""
+    """Time a message one way between this rank and each neighbor: the slower one's median."""
     here, last = groups.place.pipeline, groups.layout.pipeline - 1
     box = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.wire)
     group, slowest = groups.group("pipeline"), 0.0
@@ -162,7 +162,7 @@ def _echo(groups: Groups, size_bytes: int) -> float:
 def rank_slowness(here: Sequence[float], after: Sequence[float], ranks: int) -> list[float]:
     """Return how many times as long each rank takes as the fastest; 1 if they hardly differ.
 
-    Each segment was timed on its rank and on the next one, so neighbours compare by the same work.
+    Each segment was timed on its rank and on the next one, so neighbors compare by the same work.
 
     Args:
         here: seconds of each segment on its rank, as `segment_stages` places it.

@@ -28,7 +28,7 @@ class InitializesItself(Protocol):
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
+def initialize(model: nn.Module, seed: int) -> None:
     """Fill every parameter, plain or DTensor, in place.
 
     Matrices are normal with the config's `initializer_range`, biases are zero, and norms are

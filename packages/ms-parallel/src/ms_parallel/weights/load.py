@@ -18,7 +18,7 @@ from ms_parallel.operators.protocol import Ops
 from ms_parallel.split.part import Part, drop_gathered, part_of
 from ms_parallel.weights.folder import INDEX, WeightFolder, is_finite
 from ms_parallel.weights.initial import is_added
-from ms_parallel.weights.quantised import open_weights
+from ms_parallel.weights.quantized import open_weights
 from ms_parallel.weights.text_part import TextPart
 
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")

@@ -24,7 +24,7 @@ PHASES: Final = {
     "copy": "copies between host and device not hidden by other work",
     "garbage": "Python's garbage collector",
     "data": "waiting for the next batch",
-    "synchronise": "the host waiting for the device",
+    "synchronize": "the host waiting for the device",
     "launch": "the device idle while the host prepares its work",
     "host": "anything else: Python, other code, or waits that were not recorded",
 }
@@ -46,7 +46,7 @@ class Activity:
     copy: Intervals
     garbage: Intervals
     data: Intervals
-    synchronise: Intervals
+    synchronize: Intervals
     launch: Intervals
     """Operators and driver calls on the host; empty without a device."""
     steps: tuple[Step, ...]
@@ -108,7 +108,7 @@ def find_activity(
     stalls = _join(_spans(trace, trace.named(DATA, *HOST)), EMPTY if data is None else data)
     known_garbage = EMPTY if garbage is None else garbage
     pauses = _join(_spans(trace, trace.named(GARBAGE, *HOST)), known_garbage)
-    unmeasured: tuple[str, ...] = () if has_device else ("copy", "synchronise", "launch")
+    unmeasured: tuple[str, ...] = () if has_device else ("copy", "synchronize", "launch")
     if garbage is None and not len(pauses):
         unmeasured += ("garbage",)
     if data is None and not len(stalls):
@@ -121,7 +121,7 @@ def find_activity(
         copy=_spans(trace, trace.rows(Category.COPY)),
         garbage=pauses,
         data=stalls,
-        synchronise=waits if has_device else EMPTY,
+        synchronize=waits if has_device else EMPTY,
         launch=_join(host, runtime) if has_device else EMPTY,
         steps=find_steps(trace),
         has_device=has_device,

@@ -5,7 +5,7 @@ Source: `calculate_qparams` and `quantize` of compressed-tensors.
 
 from attrs import evolve
 
-from ms_compress.quantisation.scheme import Activations, Scheme
+from ms_compress.quantization.scheme import Activations, Scheme
 
 PER_TOKEN = Activations(
     bits=8,

@@ -22,9 +22,9 @@ from ms_compress.models.head import HEAD
 from ms_compress.models.logits import evaluating
 from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
-from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.quantisation.rounding import QuantizedWeight
-from ms_compress.quantisation.scheme import Activations, Scheme
+from ms_compress.quantization.layers import prepared_layers
+from ms_compress.quantization.rounding import QuantizedWeight
+from ms_compress.quantization.scheme import Activations, Scheme
 from ms_compress.targets.ct import llama4_experts
 from ms_compress.targets.ct.cpu import warn_without_vnni
 from ms_compress.targets.target import Assets

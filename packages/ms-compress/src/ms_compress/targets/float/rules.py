@@ -1,6 +1,6 @@
 """Plain folders have no quantization schemes."""
 
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.scheme import Scheme
 
 SCHEMES: tuple[Scheme, ...] = ()
 GROUPED: dict[str, Scheme] = {}

@@ -6,7 +6,7 @@ Sources: `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref` of ggml-quants.c; a
 
 from attrs import evolve
 
-from ms_compress.quantisation.scheme import Activations, Scheme
+from ms_compress.quantization.scheme import Activations, Scheme
 
 Q8_BLOCKS = Activations(
     bits=8,

@@ -17,7 +17,7 @@ from ms_compress.errors import ExportError
 from ms_compress.models.decoder_config import DecoderConfig, check_names, decoder_config
 from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
-from ms_compress.quantisation.rounding import QuantizedWeight
+from ms_compress.quantization.rounding import QuantizedWeight
 from ms_compress.targets.gguf.tokenizer import add_placeholders, add_tokenizer, check_tokenizer
 from ms_compress.targets.libraries import import_library
 from ms_compress.targets.target import Assets

@@ -15,7 +15,7 @@ from torch import Tensor
 from ms_compress.models.decoder_config import DecoderConfig
 from ms_compress.models.head import HEAD
 from ms_compress.models.whole_model import WholeModel
-from ms_compress.quantisation.rounding import QuantizedWeight
+from ms_compress.quantization.rounding import QuantizedWeight
 
 OPSET = 21
 IR = 10

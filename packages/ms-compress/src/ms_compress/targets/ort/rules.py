@@ -3,7 +3,7 @@
 Source: `BlockwiseQuantizer` of MLAS, symmetric, which rounds after adding the zero point.
 """
 
-from ms_compress.quantisation.scheme import Scheme
+from ms_compress.quantization.scheme import Scheme
 
 MATMUL_NBITS = Scheme(
     name="ort.matmulnbits",

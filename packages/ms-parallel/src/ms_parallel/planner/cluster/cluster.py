@@ -1,7 +1,7 @@
 """The values of a cluster: nodes, devices, what a device computes and holds, links by level.
 
-Devices are numbered like ranks: those of a group of neighbours, of a node, of the cluster. Ranks
-that talk most are neighbours (`ms_parallel.cluster.layout`), so how far apart the ranks of an axis
+Devices are numbered like ranks: those of a group of neighbors, of a node, of the cluster. Ranks
+that talk most are neighbors (`ms_parallel.cluster.layout`), so how far apart the ranks of an axis
 lie says which link they talk over.
 """
 
@@ -58,7 +58,7 @@ class Links:
     """The links of a cluster, by how far apart two devices lie."""
 
     group: Link | None = field(default=None, metadata={"table": Link})
-    """Between neighbours of one group of `group_devices`, such as those of one switch."""
+    """Between neighbors of one group of `group_devices`, such as those of one switch."""
     node: Link | None = field(default=None, metadata={"table": Link})
     """Between devices of one node."""
     network: Link | None = field(default=None, metadata={"table": Link})
@@ -100,7 +100,7 @@ class Cluster:
     devices_per_node: int = field(default=1, validator=integer(maximum=MOST_DEVICES))
     """Devices of a machine."""
     group_devices: int | None = field(default=None, validator=integer(optional=True))
-    """Neighbours in a node that talk over `links.group`; None where all of a node are equal."""
+    """Neighbors in a node that talk over `links.group`; None where all of a node are equal."""
     mesh: bool = field(default=False, validator=flag)
     """Whether devices of a node are joined pair by pair, without a switch: some of them have only
     their share of `links.node`."""
@@ -160,7 +160,7 @@ class Cluster:
         return int(self.memory_gib * (1 << 30))
 
     def level(self, span: int) -> Level:
-        """Return the level of the slowest link among so many neighbouring devices.
+        """Return the level of the slowest link among so many neighboring devices.
 
         Args:
             span: how many devices lie between the first and the last of them, both counted.
@@ -170,7 +170,7 @@ class Cluster:
         return "node" if span <= self.devices_per_node else "network"
 
     def link(self, span: int) -> Link:
-        """Return what so many neighbouring devices talk over: the slowest link among them.
+        """Return what so many neighboring devices talk over: the slowest link among them.
 
         Args:
             span: as in `level`; at most all devices.

@@ -19,7 +19,7 @@ from ms_parallel.torch_private import TorchDispatchMode
 
 @frozen
 class Message:
-    """A collective, or a message to a neighbour."""
+    """A collective, or a message to a neighbor."""
 
     kind: Collective
     size_bytes: int

@@ -71,7 +71,7 @@ class ModelSeconds:
         return self.sum(range(len(self.layers))).all
 
     def sum(self, layers: range) -> PassSeconds:
-        """Add up some neighbouring layers, with what lies before the first and behind the last."""
+        """Add up some neighboring layers, with what lies before the first and behind the last."""
         chosen = self.layers[layers.start : layers.stop]
         one = chosen[0]
         if chosen.count(one) == len(chosen):

@@ -57,7 +57,7 @@ class _Run:
     """Ranks that can compute at their full rate."""
     now: float = 0.0
     known: dict[Place, float] = field(factory=dict)
-    """When what an action makes is there for the neighbour."""
+    """When what an action makes is there for the neighbor."""
 
     def seconds(self) -> float:
         """Play it to its end."""

@@ -37,11 +37,11 @@ def collective_s(
 
     Args:
         cluster: whose links are crossed.
-        kind: `send` is one message to a neighbour.
+        kind: `send` is one message to a neighbor.
         size_bytes: of what a rank has when all is together: gathered, or before it is scattered;
             of `all_to_all` and `send`, of what a rank gives.
         ranks: that take part; one takes no time.
-        stride: how far apart two neighbours lie, in devices.
+        stride: how far apart two neighbors lie, in devices.
     """
     if ranks == 1 or size_bytes == 0:
         return 0.0
@@ -132,7 +132,7 @@ def _far(cluster: Cluster, efficiency: Efficiency) -> tuple[float, float]:
 def _level(
     cluster: Cluster, span: int, partners: int, efficiency: Efficiency
 ) -> tuple[float, float]:
-    """Return the bytes a second, and the seconds of latency, to some of so many neighbours."""
+    """Return the bytes a second, and the seconds of latency, to some of so many neighbors."""
     span = min(span, cluster.devices)
     link, level = cluster.link(span), cluster.level(span)
     share = efficiency.network if level == "network" else efficiency.node

@@ -21,7 +21,7 @@ SCORE_BYTES = (13, 19)
 """Bytes that attention that is not fused reads and writes for each score, in half precision:
 forward, written, masked and normalized, dropped out with a mask, multiplied; and backward."""
 CAST_BYTES = 5
-"""To find an element's largest neighbour, read it again and write it as one byte."""
+"""To find an element's largest neighbor, read it again and write it as one byte."""
 BACKWARD_BYTES = 1.7
 """Element-wise bytes of a backward by those of its forward: gradients besides what was saved."""
 SOFTMAX_WIDTH = 64

@@ -63,13 +63,13 @@ function memoryChart(canvas, series) {
   }
   pen.textAlign = "center";
   for (let at = 0; at <= longest; at += moment) pen.fillText(time(at), Math.min(x(at), width - 24), bottom + 12);
-  const colours = ["--compute", "--collective", "--copy", "--data"].map(styleOf);
+  const colors = ["--compute", "--collective", "--copy", "--data"].map(styleOf);
   series.forEach((line, number) => {
-    pen.fillStyle = colours[number % colours.length]; pen.globalAlpha = 0.18;
+    pen.fillStyle = colors[number % colors.length]; pen.globalAlpha = 0.18;
     pen.beginPath(); pen.moveTo(x(line.at[0]), bottom);
     line.at.forEach((at, i) => { if (i) pen.lineTo(x(at), y(line.high[i - 1])); pen.lineTo(x(at), y(line.high[i])); });
     pen.lineTo(x(line.at[line.at.length - 1]), bottom); pen.fill();
-    pen.globalAlpha = 1; pen.strokeStyle = colours[number % colours.length]; pen.lineWidth = 1.5; pen.beginPath();
+    pen.globalAlpha = 1; pen.strokeStyle = colors[number % colors.length]; pen.lineWidth = 1.5; pen.beginPath();
     line.at.forEach((at, i) => { if (i) pen.lineTo(x(at), y(line.low[i - 1])); pen.lineTo(x(at), y(line.high[i])); pen.lineTo(x(at), y(line.low[i])); });
     pen.stroke();
   });

@@ -21,7 +21,7 @@ function openTimeline(section) {
     section.append(make("div", { class: "row" }, box,
       make("button", { type: "button", on: { click: () => line.next(-1) } }, "Previous"), make("button", { type: "button", on: { click: () => line.next(1) } }, "Next"),
       make("button", { type: "button", on: { click: () => line.show(0, line.length) } }, "All"), found,
-      legend([["compute", "", "operators, kernels"], ["collective", "", "collectives"], ["copy", "", "copies"], ["launch", "", "scopes, driver calls"], ["synchronise", "", "device waits"], ["data", "", "waits for data"], ["garbage", "", "garbage collection"]])), stage, picked);
+      legend([["compute", "", "operators, kernels"], ["collective", "", "collectives"], ["copy", "", "copies"], ["launch", "", "scopes, driver calls"], ["synchronize", "", "device waits"], ["data", "", "waits for data"], ["garbage", "", "garbage collection"]])), stage, picked);
     line = new Timeline(stage, columns, lanes);
     line.onpick = (row) => { picked.textContent = row < 0 ? "" : line.describe(row); };
     line.onmark = (text) => { picked.textContent = text; };
@@ -29,7 +29,7 @@ function openTimeline(section) {
     box.addEventListener("keydown", (event) => { if (event.key === "Enter") line.next(event.shiftKey ? -1 : 1); });
     const { shown, total: all } = summary.timeline;
     if (shown < all) section.append(make("p", { class: "soft" }, `The ${count(shown)} longest of ${count(all)} spans are shown.`));
-    redraws.push(() => line.recolour());
+    redraws.push(() => line.recolor());
     line.resize();
     window.timeline = line;
     return line;

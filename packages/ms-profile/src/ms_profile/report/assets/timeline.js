@@ -1,7 +1,7 @@
 // The timeline: lanes on one canvas. Spans narrower than a pixel are drawn as runs of their category's
 // color, and a galloping search finds the next pixel: a frame costs lanes times pixels, not spans.
 const CATEGORY = ["other", "operator", "scope", "driver call", "kernel", "copy", "collective", "Python", "device scope", "overhead", "device wait", "wait for data", "garbage collection"];
-const CATEGORY_COLOUR = ["host", "compute", "launch", "launch", "compute", "copy", "collective", "host", "launch", "host", "synchronise", "data", "garbage"];
+const CATEGORY_COLOR = ["host", "compute", "launch", "launch", "compute", "copy", "collective", "host", "launch", "host", "synchronize", "data", "garbage"];
 const LANE = 17, RULER = 26, TRACK_GAP = 7, WIDE_GUTTER = 190, NARROW_GUTTER = 84, BLOCK = 64;
 let GUTTER = WIDE_GUTTER;
 
@@ -26,7 +26,7 @@ class Timeline {
     listenToMouse(this);
     this.canvas.addEventListener("keydown", (event) => timelineKey(this, event));
     new ResizeObserver(() => this.resize()).observe(stage);
-    this.recolour();
+    this.recolor();
   }
 
   placeLanes() {
@@ -40,8 +40,8 @@ class Timeline {
     this.height = y;
   }
 
-  recolour() {
-    this.colours = CATEGORY_COLOUR.map((name) => styleOf(`--${name}`));
+  recolor() {
+    this.colors = CATEGORY_COLOR.map((name) => styleOf(`--${name}`));
     this.ink = styleOf("--ink"); this.soft = styleOf("--soft"); this.card = styleOf("--card");
     this.line = styleOf("--line"); this.accent = styleOf("--accent"); this.faint = styleOf("--hover");
     this.draw();
@@ -91,14 +91,14 @@ class Timeline {
 
   paintLane(lane, y) {
     const { begin, duration, category, name } = this.columns;
-    const { pen, from, flags, colours } = this;
+    const { pen, from, flags, colors } = this;
     const rows = lane.rows, total = rows.length;
     const scale = (this.width - GUTTER) / (this.to - from);
     const tall = LANE - 2;
     let i = this.firstEndingAfter(rows, from);
-    let runStart = -1, runEnd = -1, runColour = "";
+    let runStart = -1, runEnd = -1, runColor = "";
     const flush = () => {
-      if (runStart >= 0) { pen.fillStyle = runColour; pen.fillRect(runStart, y, Math.max(runEnd - runStart, 1), tall); }
+      if (runStart >= 0) { pen.fillStyle = runColor; pen.fillRect(runStart, y, Math.max(runEnd - runStart, 1), tall); }
       runStart = -1;
     };
     while (i < total) {
@@ -108,11 +108,11 @@ class Timeline {
       const left = GUTTER + (start - from) * scale;
       const wide = duration[row] * scale;
       const dim = flags !== null && !flags[name[row]];
-      const colour = dim ? this.faint : colours[category[row]];
+      const color = dim ? this.faint : colors[category[row]];
       if (wide >= 2) {
         flush();
         const x = Math.max(left, GUTTER - 2), right = Math.min(left + wide, this.width + 2);
-        pen.fillStyle = colour;
+        pen.fillStyle = color;
         pen.fillRect(x, y, Math.max(right - x - 0.5, 1), tall);
         if (right - x > 34) {
           pen.fillStyle = dim ? this.soft : this.card;
@@ -123,15 +123,15 @@ class Timeline {
       }
       const x = Math.floor(left);
       // Within one pixel, a search match is never hidden by other spans.
-      let shown = colour;
+      let shown = color;
       // A wide span may start in the same pixel as a narrow one, so the jump ends before it.
       const next = this.firstWide(lane, i + 1, this.gallop(rows, i + 1, from + (x + 1 - GUTTER) / scale), 2 / scale);
       if (flags !== null && dim) {
         const most = Math.min(next, i + 200);
-        for (let k = i + 1; k < most; k++) if (flags[name[rows[k]]]) { shown = colours[category[rows[k]]]; break; }
+        for (let k = i + 1; k < most; k++) if (flags[name[rows[k]]]) { shown = colors[category[rows[k]]]; break; }
       }
-      if (runStart >= 0 && shown === runColour && x <= runEnd + 0.5) runEnd = x + 1;
-      else { flush(); runStart = x; runEnd = x + 1; runColour = shown; }
+      if (runStart >= 0 && shown === runColor && x <= runEnd + 0.5) runEnd = x + 1;
+      else { flush(); runStart = x; runEnd = x + 1; runColor = shown; }
       i = Math.max(next, i + 1);
     }
     flush();

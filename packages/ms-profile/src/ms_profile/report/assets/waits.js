@@ -1,5 +1,5 @@
 // Waits for batches, and idle time by cause: the sections of the metrics data_time and idle.
-const CAUSES = ["garbage", "data", "synchronise", "launch", "host"];
+const CAUSES = ["garbage", "data", "synchronize", "launch", "host"];
 
 function showButton(go, rank, start, length) {
   return make("button", { type: "button", class: "link", on: { click: () => go("timeline", (line) => line.goTo(rank, start, length)) } }, "show");

@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from ms_compress.quantisation.scheme import Activations, Rounding, Scheme
+from ms_compress.quantization.scheme import Activations, Rounding, Scheme
 
 Reduce = Callable[[Tensor], Tensor]
 """Elementwise maximum of a tensor over the processes that share a row."""

@@ -1,6 +1,6 @@
 """Folders in FP8 blocks and in MXFP4 are read as the numbers that transformers reads.
 
-The writer below makes them from random numbers; the truth is transformers' own dequantisation.
+The writer below makes them from random numbers; the truth is transformers' own dequantization.
 """
 
 import json
@@ -20,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from ms_parallel.errors import ModelError
 from ms_parallel.models.registry import from_document
 from ms_parallel.weights import load_model, save_model
-from ms_parallel.weights.quantised import open_weights
+from ms_parallel.weights.quantized import open_weights
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -69,7 +69,7 @@ def fp8_folder(folder: Path, block: tuple[int, int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("block", [(16, 16), (8, 16), (4, 4)])
-def test_an_fp8_folder_is_read_as_transformers_dequantises_it(
+def test_an_fp8_folder_is_read_as_transformers_dequantizes_it(
     tmp_path: Path, block: tuple[int, int]
 ) -> None:
     """Every weight is bit for bit 8-bit float times factor; saved again it is a plain folder."""
@@ -184,7 +184,7 @@ UNKNOWN: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("value", "message"), UNKNOWN)
-def test_an_unknown_quantisation_is_refused_by_name(value: Any, message: str) -> None:
+def test_an_unknown_quantization_is_refused_by_name(value: Any, message: str) -> None:
     """Before any weight is read: they would be taken for other numbers."""
     document = {**transformers.Qwen3Config(**SIZES).to_dict(), "quantization_config": value}
     with pytest.raises(ModelError, match=message) as caught:

@@ -36,18 +36,18 @@ def open_weights(folder: Path) -> WeightFolder:
     """
     path = folder / CONFIG
     document = read_json(path, dict[str, Any], error=ModelError) if os.path.lexists(path) else {}
-    quantisation = quantization_of(document)
-    if quantisation is None:
+    quantization = quantization_of(document)
+    if quantization is None:
         return WeightFolder(folder)
-    if quantisation.method == "fp8":
-        return _FP8(folder, quantisation)
+    if quantization.method == "fp8":
+        return _FP8(folder, quantization)
     return _MXFP4(folder)
 
 
 class _FP8(WeightFolder):
-    def __init__(self, folder: Path, quantisation: Quantization) -> None:
+    def __init__(self, folder: Path, quantization: Quantization) -> None:
         super().__init__(folder)
-        self.block = quantisation.block
+        self.block = quantization.block
         all_names = super().names
         self.scaled = {name for name in all_names if name + _SCALES in all_names}
 

@@ -9,7 +9,7 @@ from ms_profile.vendors import any_vendors
 DRIVER_CALL: Final = any_vendors("synchronizing_call", start="(?!aten::)")
 
 RULE: Final = calls_rule(
-    "synchronising_calls",
+    "synchronizing_calls",
     DRIVER_CALL,
     min_per_step=2,
     min_share=0.02,

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ms_compress.quantisation.rounding import (
+from ms_compress.quantization.rounding import (
     Reduce,
     round_activations,
     round_weight,
     scale_gradient,
 )
-from ms_compress.quantisation.scheme import Activations, Scheme
+from ms_compress.quantization.scheme import Activations, Scheme
 
 
 class Rule(NamedTuple):

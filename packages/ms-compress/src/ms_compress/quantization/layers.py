@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from ms_compress.errors import LayerError, OrderError
-from ms_compress.quantisation.fake_quantisation import (
+from ms_compress.quantization.fake_quantization import (
     Rule,
     fake_linear,
     fake_weight,
     max_over_group,
 )
-from ms_compress.quantisation.scheme import Activations, Scheme
+from ms_compress.quantization.scheme import Activations, Scheme
 
 FACTOR = "scale_factor"
 """Parameter (N, G) whose exponential multiplies the scales, if scales are learned."""
