@@ -55,12 +55,12 @@ def _check_inputs(run: Any) -> None:
     model, dataset = getattr(run, "model", None), getattr(run, "dataset", None)
     if model is not None and (problem := missing_model(str(model))) is not None:
         raise ConfigError(f"model must be a local folder: {problem}")
-    what = "a folder of shards, conversations in JSON Lines, or a JSON list of tokens"
-    unread = getattr(run, "method", None) == "rtn"  # rounding to nearest looks at no data
+    expected = "a folder of shards, conversations in JSON Lines, or a JSON list of tokens"
+    unread = getattr(run, "method", None) == "rtn"  # rounding to nearest does not read data
     if (
         dataset is not None
         and not unread
-        and (problem := missing_dataset(str(dataset), what)) is not None
+        and (problem := missing_dataset(str(dataset), expected)) is not None
     ):
         raise ConfigError(f"dataset must exist: {problem}")
 

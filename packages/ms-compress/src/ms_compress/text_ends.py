@@ -34,7 +34,7 @@ class TextEnds:
 
     begin: int | None
     ends: tuple[int, ...]
-    """Tokens that end a text, the one that ends a document first; empty if unknown."""
+    """Tokens that end a text, the end-of-document token first; empty if unknown."""
     pad: int | None
 
     def ids(self) -> dict[str, int | list[int]]:
@@ -124,7 +124,7 @@ def check_same_tokenizer(folders: Mapping[str, str | Path | None], *, remedy: st
         remedy: end of the message, such as "build the data with the model's tokenizer".
 
     Raises:
-        ConfigError: one of them differs from the first that has a tokenizer.json.
+        ConfigError: a tokenizer differs from the first one.
         ExportError: a tokenizer.json is damaged.
     """
     first = None

@@ -36,9 +36,9 @@ def export(
 ) -> Path:
     """Write a prepared model for its scheme's target; a collective call on every process.
 
-    Codes and scales are those that the model computes with. Only the tensor being written is
-    gathered, and the files are byte-identical for every layout. The folder appears when everything
-    is written, and verified if requested.
+    The folder stores exactly the codes and scales that the model computes with. Tensors are
+    gathered one at a time, and the files are byte-identical for every layout. The folder appears
+    when everything is written, and verified if requested.
 
     Args:
         model: complete, or this process's stage or stages; plain, split or sharded.
@@ -48,8 +48,8 @@ def export(
         verify: run the result in the target's runtime and compare logits; needs that runtime, and
             the complete model in one process.
         tokenizer: tokenizer.json, or a folder with one, to export together with the tokenizer
-            settings, chat template and generation_config.json next to it. Without one, tokens in a
-            GGUF file have no text, so llama.cpp can only be used with token ids.
+            settings, chat template and generation_config.json next to it. Without it, a GGUF
+            file has no token texts, and llama.cpp can only be used with token ids.
         accuracy_level: accuracy_level of MatMulNBits: 1 computes in float32, 4 rounds inputs to 8
             bits.
         overwrite: replace an existing folder.

@@ -68,7 +68,7 @@ class Agreement:
     layers: int = 0
     """Number of prepared layers compared individually; 0 if the runtime does not expose them."""
     prepared: int = 0
-    """Number of prepared layers; those that the probe does not reach are not compared."""
+    """Number of prepared layers; layers that the probe does not reach are not compared."""
     layer_error: float = 0.0
     """Largest difference of a layer's output, as a fraction of the bound for reordered sums."""
     rounds_inputs: bool = False
@@ -92,7 +92,7 @@ def verify(
 
     Args:
         model: prepared model; evaluated in evaluation mode. Weights narrower than float32 are
-            temporarily widened. If several processes hold it, all of them must call.
+            temporarily widened. If it is split over processes, all must call.
         folder: exported folder.
         target: `"ct"`, `"ort"` or `"gguf"`.
         tokens: (B, S) int64 to compare on. None: tokens spread over the vocabulary.
@@ -145,7 +145,7 @@ def check_layers(
     """Compare the outputs of the runtime's linear layers with those of training.
 
     Args:
-        model: the exported model. If several processes hold it, all of them must call.
+        model: the exported model. If it is split over processes, all must call.
         folder: exported folder, for messages.
         runtime: runtime that opened the folder.
         tokens: (B, S) int64.
@@ -181,7 +181,7 @@ def check_layers(
                 raise VerifyError(
                     f"{folder}: {runtime.name} computes {run.name} differently from training:"
                     f" for an input of shape {tuple(run.x.shape)}, outputs differ by {error:.3g}"
-                    " times what the order of sums explains; name the layer as an exception and"
+                    " times the bound for reordered sums; name the layer as an exception and"
                     " export again"
                 )
 
@@ -199,7 +199,7 @@ def check_layers(
 def _layer_error(
     run: LayerRun, weight: QuantizedWeight, bias: object, activations: Activations | None
 ) -> float:
-    """Return the largest difference of a layer's output, as a fraction of what is allowed."""
+    """Return the largest difference of a layer's output, as a fraction of the allowed one."""
     x, w = run.x, weight.weight().double()
     rounded = (x if activations is None else round_activations(x, activations)).double()
     expected = rounded @ w.T

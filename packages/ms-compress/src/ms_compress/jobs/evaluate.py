@@ -42,7 +42,7 @@ def _report_files(folder: Path) -> Iterator[list[Path]]:
             TemporaryFile(dir=folder).close()
         for path in paths:
             if path.is_dir():
-                raise ConfigError(f"{path} is a folder; remove it, or choose another output_dir")
+                raise ConfigError(f"{path} is a folder; remove it or set another output_dir")
         yield paths
     except BaseException:
         for parent in created:

@@ -19,7 +19,7 @@ from ms_compress.targets.libraries import import_library
 def load(folder: str | Path) -> nn.Module:
     """Load the model of a Hugging Face folder with ms-parallel, or else with transformers.
 
-    The model is moved to the accelerator, if there is one.
+    The model is moved to the accelerator, if available.
 
     Raises:
         ConfigError: it is not a model folder, or neither package is installed.

@@ -110,11 +110,11 @@ def _check_owner(output: RunOutput) -> None:
     """Raise unless the existing folder was written by this run."""
     owner = read_seal(output.folder)
     if owner is None:
-        raise ConfigError(f"{output.folder} exists; remove it, or choose another output_dir")
+        raise ConfigError(f"{output.folder} exists; remove it or set another output_dir")
     description = f"{output.folder} belongs to a run of {owner.command!r}, started {owner.started}"
     if owner.command != output.run.command:
         raise FolderError(
-            f"{description}, and this is {output.run.command!r}; choose another output_dir"
+            f"{description}, and this is {output.run.command!r}; set another output_dir"
         )
     changes = changes_between(_flat(owner), _flat(output.run))
     if changes:
@@ -125,7 +125,7 @@ def _check_owner(output: RunOutput) -> None:
         )
         raise FolderError(
             f"{description} and finished with other settings: {differences}; remove it to run"
-            " again, or choose another output_dir"
+            " again, or set another output_dir"
         )
 
 

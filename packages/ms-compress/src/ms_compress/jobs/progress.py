@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 LINE_EVERY_S = 10.0
-"""Seconds between lines if there is no terminal."""
+"""Seconds between lines if the output is not a terminal."""
 
 
 class ProgressDisplay:

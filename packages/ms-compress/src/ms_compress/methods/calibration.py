@@ -19,7 +19,7 @@ from ms_compress.models.logits import check_tokens, evaluating
 from ms_compress.models.selection import blocks_of
 
 Statistic = Callable[[Tensor | None, Tensor], Tensor]
-"""Accumulate inputs (T, K) float32 into a layer's statistic, which is None at first."""
+"""Accumulate inputs (T, K) float32 into a layer's statistic (None for the first batch)."""
 
 
 class _ReachedLastLayer(Exception):  # noqa: N818 - not an error
@@ -40,7 +40,7 @@ def walk(
     begin: Callable[[Mapping[str, nn.Linear]], object] | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Visit each target linear layer with the statistic of its inputs; it may change its weight.
+    """Visit each target linear layer with the statistic of its inputs; visits may change weights.
 
     Args:
         model: a complete decoder from ms-parallel or transformers.
@@ -53,12 +53,12 @@ def walk(
 
     Raises:
         LayerError: the model's architecture is not supported.
-        CalibrationError: there are no tokens, or a target weight or a layer's input is not finite.
+        CalibrationError: no tokens are given, or a target weight or a layer's input is not finite.
         DataError: a token is outside the model's vocabulary.
     """
     check_calibration(model, batches, targets)
     with evaluating(model):
-        hidden, calls = _arguments(model, batches)
+        hidden, calls = _arguments(model, batches)  # hidden: one (B, S, D) per batch
         for number, ((prefix, block), layer_calls) in enumerate(
             zip(blocks_of(model), calls, strict=True)
         ):
@@ -69,11 +69,13 @@ def walk(
                 for name, layer in block.named_modules()
                 if isinstance(layer, nn.Linear) and f"{prefix}.{name}" in targets
             }
+            # One pass before any change, so that all layers of a block see unchanged siblings.
             statistics = _gather(block, layers, hidden, layer_calls, statistic)
             if begin is not None and layers:
                 begin(layers)
             for name, layer in layers.items():
                 visit(name, layer, statistics.pop(name))
+            # Second pass with the changed weights: the next layer sees the compressed inputs.
             hidden = [_run(block, x, call) for x, call in zip(hidden, layer_calls, strict=True)]
         if progress is not None:
             progress(len(calls), len(calls))
@@ -83,7 +85,7 @@ def check_calibration(model: nn.Module, batches: Sequence[Tensor], targets: Cont
     """Raise the errors that `walk` would raise before its first visit; changes nothing."""
     blocks_of(model)
     if not batches or not all(batch.numel() for batch in batches):
-        raise CalibrationError("there are no calibration tokens; pass at least one batch")
+        raise CalibrationError("calibration needs tokens; pass at least one batch")
     for batch in batches:
         check_tokens(model, batch, "the calibration text")
     for name, layer in model.named_modules():
@@ -113,6 +115,7 @@ def _arguments(
         if block is blocks[0]:
             hidden.append(first)
         calls[block].append((tuple(inputs[1:]), kwargs))
+        # The last layer's arguments are recorded, so its output and the head are not needed.
         if block is blocks[-1]:
             raise _ReachedLastLayer
 

@@ -67,7 +67,7 @@ def gptq(
     Raises:
         ConfigError: damping is not above 0, or an exception matches nothing.
         LayerError: the model's architecture, or a layer, is not supported.
-        CalibrationError: there are no tokens or a weight is not finite, and the model is unchanged;
+        CalibrationError: no tokens are given or a weight is not finite, and the model is unchanged;
             or a layer's input is not finite, and earlier layers are already rounded.
     """
     rounding = _Rounding(
@@ -133,6 +133,7 @@ class _Rounding:
 
 def _add_outer(total: Tensor | None, inputs: Tensor) -> Tensor:
     """Add Xᵀ X, (K, K)."""
+    # The paper's H = 2 X Xᵀ without the factor 2, which cancels in the update.
     return inputs.t() @ inputs if total is None else total.addmm_(inputs.t(), inputs)
 
 
@@ -167,21 +168,21 @@ def gptq_weight(
     masked = weight.float() if mask is None else weight.float() * mask
     features = masked.shape[1]
     group = scheme.group_of(features)
-    cost = hessian.diagonal() if fit_scales else None
-    fixed_scales = _scales(masked, scheme, cost) if act_order else None
+    cost = hessian.diagonal() if fit_scales else None  # (K,)
+    fixed_scales = _scales(masked, scheme, cost) if act_order else None  # (N, G)
     order = torch.arange(features, device=weight.device)
     if act_order:
         order = hessian.diagonal().argsort(descending=True)
-    remaining = masked[:, order]
+    remaining = masked[:, order]  # (N, K), updated with compensations
     inverse = _inverse_root(name, hessian[order][:, order], damping)  # (K, K), upper triangular
     keep = None if mask is None else mask[:, order]
     column_scales = (
         None if fixed_scales is None else fixed_scales.repeat_interleave(group, dim=1)[:, order]
     )
-    rounded, scales = torch.zeros_like(remaining), []
+    rounded, scales = torch.zeros_like(remaining), []  # scales: one (N, 1) per group
     for start in range(0, features, BLOCK):
         end = min(start + BLOCK, features)
-        errors = torch.zeros_like(remaining[:, start:end])
+        errors = torch.zeros_like(remaining[:, start:end])  # (N, BLOCK)
         for column in range(start, end):
             if column_scales is None and column % group == 0:
                 # The group may extend beyond this block, whose columns are not yet compensated.
@@ -195,9 +196,11 @@ def gptq_weight(
             value = round_with_scales(remaining[:, col], scale, scheme)
             # A pruned weight changed by earlier compensation is an error too, to be passed on.
             rounded[:, col] = value if keep is None else value * keep[:, col]
-            error = (remaining[:, col] - rounded[:, col]) / inverse[column, column]
+            error = (remaining[:, col] - rounded[:, col]) / inverse[column, column]  # (N, 1)
+            # compensate within the block
             remaining[:, column:end] -= error * inverse[column, column:end]
             errors[:, column - start] = error.squeeze(1)
+        # Lazy batch update (paper, section 3.3): one matmul per block instead of one per column.
         remaining[:, end:] -= errors @ inverse[start:end, end:]
     unpermuted = torch.empty_like(rounded).index_copy_(1, order, rounded)
     return unpermuted.to(weight.dtype), torch.cat(
@@ -217,6 +220,7 @@ def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
     diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1.0  # a feature that is always zero
     diagonal += damping * diagonal.mean()
+    # Cholesky of the inverse, upper: its rows are the compensation coefficients of each column.
     lower, failed = torch.linalg.cholesky_ex(damped)
     if int(failed) == 0:
         root, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)

@@ -3,9 +3,10 @@
 Plain GPTQ minimizes errors of a layer's output and weights all output features equally. Near the
 original weights, the model's divergence from itself is ½ tr(O E I Eᵀ) for a layer's weight error E,
 with the Fisher information approximated as the Kronecker product of I, the second moment of inputs,
-and O, that of output gradients (Martens and Grosse 2015, arXiv:1503.05671). Each error is
-compensated in both directions (YAQA, Tseng et al. 2025, arXiv:2505.22988). Difference from that
-paper: O comes from one pass over sampled targets, without power iteration, which gained only 0.4%.
+and O, the second moment of output gradients (Martens and Grosse 2015, arXiv:1503.05671). Each
+error is compensated in both directions (YAQA, Tseng et al. 2025, arXiv:2505.22988). Difference
+from that paper: O comes from one pass over sampled targets, without power iteration, which gained
+only 0.4%.
 Shapes: N rows (output features), K columns (input features), G groups per row, T tokens.
 """
 
@@ -52,11 +53,12 @@ def output_squares(
                     "the model's logits of the calibration tokens are NaN or infinite; check the"
                     f" weights after {next(iter(layers))}, and the tokens"
                 )
+            # Sampled, not argmax: only then is the sum an estimate of the Fisher information.
             sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
             loss = F.cross_entropy(logits, sampled.squeeze(1), reduction="sum")
             gradients = torch.autograd.grad(loss, list(outputs.values()))
             for name, gradient in zip(outputs, gradients, strict=True):
-                flat = gradient.flatten(0, -2).float()
+                flat = gradient.flatten(0, -2).float()  # (T, N)
                 sums[name] = sums[name].addmm_(flat.t(), flat) if name in sums else flat.t() @ flat
             outputs.clear()
     return sums
@@ -107,9 +109,9 @@ def round_by_loss(
     """Round one weight; return it (N, K) and its scales (N, G).
 
     With I = AᵀDA and O = BᵀD'B, where A and B are unit lower triangular, the cost of an error E is
-    the sum of squares of √D' (B E Aᵀ) √D. Each entry of B E Aᵀ contains its own error and those of
-    entries above and to the left, which are compensated when it is rounded. Features with the
-    largest inputs and outputs come first; scales come from the original weight.
+    the sum of squares of √D' (B E Aᵀ) √D. Each entry of B E Aᵀ contains its own error and the
+    errors of entries above and to the left, which are compensated when it is rounded. Features
+    with the largest inputs and outputs come first; scales come from the original weight.
 
     Args:
         name: name of the layer, for messages.
@@ -127,8 +129,8 @@ def round_by_loss(
     masked = weight.float() if mask is None else weight.float() * mask
     factor = best_factor(masked, scheme, inputs.diagonal()) if fit_scales else None
     scales = compute_scales(masked, scheme, factor)
-    rows = outputs.diagonal().argsort(descending=True)
-    columns = inputs.diagonal().argsort(descending=True)
+    rows = outputs.diagonal().argsort(descending=True)  # (N,), most important outputs first
+    columns = inputs.diagonal().argsort(descending=True)  # (K,), most important inputs first
     permuted = (rows.unsqueeze(1), columns)
     rounded = _round(
         masked[permuted],
@@ -172,14 +174,17 @@ def _round(
     """Round weights (N, K) tile by tile; `steps` (N, K) are the scales of the weights."""
     rounded = torch.zeros_like(weight)
     height, width = weight.shape
-    for left in range(0, width, TILE):
-        tile_columns = slice(left, left + TILE)
+    for tile_start in range(0, width, TILE):
+        tile_columns = slice(tile_start, tile_start + TILE)
         column_factor = across_columns[tile_columns, tile_columns]
         # E Aᵀ for these columns, from the columns already rounded: (N, TILE).
-        column_error = (rounded - weight)[:, :left] @ across_columns[tile_columns, :left].t()
+        column_error = (rounded - weight)[:, :tile_start] @ across_columns[
+            tile_columns, :tile_start
+        ].t()
         for top in range(0, height, TILE):
             tile = (slice(top, top + TILE), tile_columns)
             bottom = min(top + TILE, height)
+            # compensated for the rows above
             target = weight[tile] - across_rows[tile[0], :bottom] @ column_error[:bottom]
             keep = None if mask is None else mask[tile]
             row_factor = across_rows[tile[0], tile[0]]
@@ -209,7 +214,7 @@ def _round_tile(
     for diagonal in range(height + width - 1):
         first = max(0, diagonal - width + 1)
         rows = torch.arange(first, min(height, diagonal + 1), device=device)
-        columns = diagonal - rows
+        columns = diagonal - rows  # one entry per row: row + column = diagonal
         values = round_with_scales(target[rows, columns], steps[rows, columns], scheme)
         if mask is not None:
             values *= mask[rows, columns]

@@ -48,7 +48,7 @@ class Unstructured:
     def keep(self, scores: "Tensor", sparsity: float | None = None) -> "Tensor":
         """Keep all but the round(sparsity · count) weights with the lowest scores, (N, K) bool."""
         fraction = self.sparsity if sparsity is None else sparsity
-        rows = scores if self.by_row else scores.reshape(1, -1)
+        rows = scores if self.by_row else scores.reshape(1, -1)  # one row: the whole matrix
         count = round(fraction * rows.shape[1])
         mask = rows.new_ones(rows.shape).bool()
         if count:
@@ -63,28 +63,28 @@ class Unstructured:
 class NOfM:
     """Keep the N highest scores of every M adjacent weights in a row, such as 2:4."""
 
-    kept: int
-    of: int
+    n: int
+    m: int
 
     def __attrs_post_init__(self) -> None:
-        if not 0 < self.kept < self.of:
+        if not 0 < self.n < self.m:
             raise ConfigError(
-                f"a pattern N:M needs 0 < N < M, got {self.kept}:{self.of}; 2:4 prunes half"
+                f"a pattern N:M needs 0 < N < M, got {self.n}:{self.m}; 2:4 prunes half"
             )
 
     @property
     def sparsity(self) -> float:
         """1 - N / M."""
-        return 1 - self.kept / self.of
+        return 1 - self.n / self.m
 
     def keep(self, scores: "Tensor", sparsity: float | None = None) -> "Tensor":
         """Keep N per group, (N, K) bool; a smaller sparsity prunes the groups that lose least."""
-        groups = scores.reshape(-1, self.of)
-        pruned = groups.topk(self.of - self.kept, dim=1, largest=False).indices
+        groups = scores.reshape(-1, self.m)  # (N · K / M, M)
+        pruned = groups.topk(self.m - self.n, dim=1, largest=False).indices
         mask = groups.new_ones(groups.shape).bool().scatter_(1, pruned, False)
         if sparsity is not None and sparsity < self.sparsity:
             count = round(len(groups) * sparsity / self.sparsity)
-            loss = groups.masked_fill(mask, 0).sum(1)
+            loss = groups.masked_fill(mask, 0).sum(1)  # score that pruning each group would lose
             unpruned = loss.argsort()[count:]
             mask[unpruned] = True
         return mask.view(scores.shape)
@@ -95,10 +95,10 @@ class NOfM:
         Raises:
             LayerError: it does not; the message names the layer.
         """
-        if features % self.of:
+        if features % self.m:
             divisors = [size for size in (2, 4, 8, 16, 32) if features % size == 0]
             raise LayerError(
-                f"{name}: {self.kept}:{self.of} needs rows whose length is a multiple of {self.of},"
+                f"{name}: {self.n}:{self.m} needs rows whose length is a multiple of {self.m},"
                 f" got {features};"
                 f" {'use M from ' + str(divisors) if divisors else 'prune unstructured'}, or name"
                 " the layer as an exception"

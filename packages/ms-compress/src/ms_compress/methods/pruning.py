@@ -89,7 +89,9 @@ def _check_scores(scores: Mapping[str, Tensor], selected: Sequence[tuple[str, nn
     for name, layer in selected:
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if name not in scores or scores[name].shape != weight.shape:
-            raise LayerError(f"{name}: there are no scores of shape {tuple(weight.shape)} for it")
+            raise LayerError(
+                f"{name}: scores must have the shape {tuple(weight.shape)} of the weight"
+            )
 
 
 def _magnitudes(layer: nn.Module) -> Tensor:
@@ -97,6 +99,7 @@ def _magnitudes(layer: nn.Module) -> Tensor:
     weight: Tensor = layer.weight  # type: ignore[assignment]
     magnitudes = weight.detach().abs()
     mask = layer.mask if isinstance(layer, Prepared) else None
+    # Below any magnitude, so that a pruned weight never comes back.
     return magnitudes if mask is None else magnitudes.masked_fill(~mask, -1.0)
 
 
@@ -114,7 +117,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Set masks by layer name, such as those of the model before it was split.
+    """Set masks by layer name, such as masks saved before the model was split.
 
     Each rank of a pipeline or tensor-parallel model takes its part; call it before fully_shard.
 
@@ -163,7 +166,7 @@ def mask_zeros(model: nn.Module, ignore: Sequence[str] = ()) -> None:
     _check_whole(model, selected)
     for name, layer in selected:
         weight: Tensor = layer.weight  # type: ignore[assignment]
-        if bool((weight == 0).any()):
+        if bool((weight == 0).any()):  # unpruned layers stay unmasked
             _set_mask(layer, name, weight.detach() != 0)
 
 
@@ -201,6 +204,7 @@ class GradualPruning:
     def share(self, step: int) -> float:
         """Return the sparsity at a step."""
         progress = min(max((step - self.begin) / (self.end - self.begin), 0.0), 1.0)
+        # fast at first, while weights are redundant
         return self.pattern.sparsity * (1 - (1 - progress) ** 3)
 
     def apply(self, model: nn.Module, step: int) -> bool:
@@ -208,6 +212,7 @@ class GradualPruning:
 
         Pruned weights score lowest even if an optimizer moved them, so they stay pruned.
         """
+        # the last update is always at `end`
         due = self.begin <= step <= self.end and (step - self.begin) % self.every == 0
         if not due and step != self.end:
             return False

@@ -164,7 +164,7 @@ def _check_embeddings(
     """Check that both uses of a tied weight are treated equally: the file has one tensor."""
     if embeddings and not quant_scheme.embeddings:
         raise LayerError(
-            f"{quant_scheme} cannot store a quantized embedding that its runtime reads; use one of"
+            f"{quant_scheme} cannot store a quantized embedding for its runtime; use"
             f" {', '.join(name for name in NAMES if scheme(name).embeddings)}"
         )
     output = find_head(model)

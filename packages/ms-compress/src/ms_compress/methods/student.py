@@ -37,14 +37,14 @@ def cut_student(
     """Build a model from some of a teacher's layers and some neurons of each feed-forward.
 
     Args:
-        teacher: a complete decoder from ms-parallel or transformers, not modified. From a prepared
-            one the weights are taken, but not its learned scales.
+        teacher: a complete decoder from ms-parallel or transformers, not modified. The weights
+            of a prepared model are copied without its learned scales.
         layers: number of layers. None: all.
         inner: feed-forward width. None: unchanged.
 
     Raises:
         ConfigError: more layers or neurons are requested than the teacher has.
-        LayerError: the model's layers are not those of a Llama-like decoder.
+        LayerError: the model is not a Llama-like decoder.
     """
     blocks = [block for _, block in blocks_of(teacher)]
     depth = kept_layers(len(blocks), len(blocks) if layers is None else layers)

@@ -36,11 +36,12 @@ def wanda(
 
     Raises:
         LayerError: the pattern does not divide a layer's rows; nothing is masked then.
-        CalibrationError: there are no tokens or a weight is not finite, and nothing is masked; or a
+        CalibrationError: no tokens are given or a weight is not finite, and nothing is masked; or a
             layer's input is not finite, and earlier layers are already masked.
     """
     parsed = parse_pattern(pattern)
     if isinstance(parsed, Unstructured):
+        # The paper compares within rows, since the scale of a row is not comparable to others.
         parsed = attrs.evolve(parsed, by_row=True)
     selected = select(model, ignore)
     check_pattern(model, parsed, selected)
@@ -56,5 +57,5 @@ def wanda(
 
 def _add_squares(total: Tensor | None, inputs: Tensor) -> Tensor:
     """Add the squared norm of each feature, (K,)."""
-    squares = inputs.square().sum(0)
+    squares = inputs.square().sum(0)  # (K,)
     return squares if total is None else torch.add(total, squares)

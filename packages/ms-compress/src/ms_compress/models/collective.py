@@ -1,4 +1,4 @@
-"""Collective work in which the failure of one process ends the work on all of them."""
+"""Collective work that ends on all processes when one of them fails."""
 
 from types import TracebackType
 from typing import Any, Self
@@ -10,7 +10,7 @@ from ms_compress.errors import ExportError
 
 
 class CollectiveWork:
-    """Work of all processes as a `with` block; an error in one of them ends it in all.
+    """Collective work as a `with` block; an error on one process ends it on all.
 
     Processes exchange errors at each `synchronize` and at the end of the block.
 
@@ -34,7 +34,7 @@ class CollectiveWork:
         return self
 
     def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
+        self, error_type: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exchange_errors(error)
 

@@ -15,8 +15,8 @@ UNSUPPORTED = ("transformer-xl",)
 LAYER_PARTS = {
     *("input_layernorm.weight", "post_attention_layernorm.weight"),
     *("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
-    *(f"self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")),
-    *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
+    *(f"self_attn.{name}_proj.{part}" for name in "qkvo" for part in ("weight", "bias")),
+    *(f"mlp.{name}_proj.{part}" for name in ("gate", "up", "down") for part in ("weight", "bias")),
 }
 MODEL_TENSORS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
 
@@ -54,11 +54,11 @@ def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
     check_deployable(document)
     if family not in FAMILIES:
         raise ExportError(
-            f"{target} supports the families {', '.join(FAMILIES)}, got {family!r}; choose a ct"
+            f"{target} supports the families {', '.join(FAMILIES)}, got {family!r}; use a ct"
             " scheme, which supports every model in transformers"
         )
     if (act := document.get("hidden_act", "silu")) != "silu":
-        raise ExportError(f"{target}: hidden_act must be 'silu', got {act!r}; choose a ct scheme")
+        raise ExportError(f"{target}: hidden_act must be 'silu', got {act!r}; use a ct scheme")
     heads = document["num_attention_heads"]
     width = document.get("head_dim") or document["hidden_size"] // heads
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
@@ -111,8 +111,8 @@ def check_names(names: Iterable[str], target: str) -> None:
         )
         if not is_known:
             raise LayerError(
-                f"{target} does not support the tensor {name!r}, only those of the standard layers"
-                f" of {', '.join(FAMILIES)}; choose a ct scheme"
+                f"{target} does not support the tensor {name!r}, only tensors of the standard"
+                f" layers of {', '.join(FAMILIES)}; use a ct scheme"
             )
 
 
@@ -148,7 +148,7 @@ def _rope(
         return None, float(rope["factor"])
     if rope_type != "llama3":
         raise ExportError(
-            f"{target}: rope_type must be default, linear or llama3, got {rope_type!r}; choose a ct"
+            f"{target}: rope_type must be default, linear or llama3, got {rope_type!r}; use a ct"
             " scheme"
         )
     # Llama 3: interpolate between scaled (low) and unscaled (high) rotary frequencies.

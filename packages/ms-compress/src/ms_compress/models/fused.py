@@ -38,8 +38,8 @@ def fused_names(config: Any) -> Fused:
         if len(pieces) > 1 or first.step or columns != all_columns or not in_order:
             raise ExportError(
                 f"cannot export {config.model_type!r}: {name!r} is a slice of {piece.tensor!r},"
-                " which is not a block of rows; save the model, and export the one that"
-                " transformers loads from that folder"
+                " which is not a block of rows; save the model, load it with transformers,"
+                " and export that"
             )
         rows_by_tensor.setdefault(piece.tensor, []).append((first.start, name))
     return {

@@ -43,7 +43,7 @@ def select(
             selected.append((name, layer))
     is_complete = getattr(model, "first", True) and getattr(model, "last", True)
     if unused and is_complete:  # on a pipeline stage, exceptions may match other stages
-        example = f"; one of them is {selected[0][0]!r}" if selected else ""
+        example = f"; a layer is named {selected[0][0]!r}" if selected else ""
         raise ConfigError(
             f"the exception {min(unused)!r} matches no layer of {type(model).__name__}{example}"
         )

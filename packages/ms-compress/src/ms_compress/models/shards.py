@@ -42,7 +42,7 @@ class WholeTensor:
     scheme: Scheme | None
     """Scheme of a prepared layer's weight."""
     activations: Activations | None
-    """Input rounding of that layer."""
+    """Input rounding of the layer."""
     shards: tuple[Shard, ...]
 
     @property
@@ -52,7 +52,7 @@ class WholeTensor:
 
 
 def local_tensors(stage: nn.Module) -> Iterator[tuple[WholeTensor, nn.Module, Tensor]]:
-    """Yield the tensors of which a stage has a shard: description, layer and tensor.
+    """Yield a stage's local shards: description, layer and tensor.
 
     These are parameters and persistent buffers, without learned scales, which files do not have.
     """

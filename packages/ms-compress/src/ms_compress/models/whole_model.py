@@ -1,4 +1,4 @@
-"""Read a complete model one tensor at a time, from any number of processes with shards of it.
+"""Read a complete model one tensor at a time, from any number of processes that hold its shards.
 
 Each process only stores its shards; rank 0 additionally stores the tensor that is being written.
 Weights are quantized where they are stored, so that only codes are sent.

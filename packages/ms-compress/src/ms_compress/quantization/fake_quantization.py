@@ -1,8 +1,8 @@
 """Fake quantization as autograd functions: forward like the target, straight-through backward.
 
 Straight-through estimator (Bengio et al. 2013, arXiv:1308.3432): the gradient of rounding is taken
-as the identity. The backward rounds the weight again, so that only what a plain linear layer saves
-is kept in between, and under FSDP no gathered copy outlives its layer.
+as the identity. The backward rounds the weight again, so a layer saves only as much as a plain
+linear layer, and under FSDP no gathered copy outlives its layer.
 Shapes: N rows, K features, G groups per row.
 """
 

@@ -50,7 +50,7 @@ def quantize_weight(
     """
     groups = _grouped(weight.float(), scheme.group)
     step, scales = _steps(groups, scheme, factor)
-    codes = _round(groups.clone(), step, scheme).to(torch.int8)
+    codes = _round(groups.clone(), step, scheme).to(torch.int8)  # (N, G, group)
     return QuantizedWeight(
         codes=codes.view(weight.shape), scales=scales.squeeze(-1).to(scheme.dtype)
     )
@@ -99,7 +99,7 @@ def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None
         errors = (round_weight(weight, scheme, factor).float() - weight.float()).square_()
         if importance is not None:
             errors *= importance
-        error = _grouped(errors, scheme.group).sum(-1)
+        error = _grouped(errors, scheme.group).sum(-1)  # (N, G)
         is_better = error < least_error
         best, least_error = (
             torch.where(is_better, factor, best),
@@ -117,7 +117,7 @@ def round_with_scales(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
 def scale_gradient(
     weight: Tensor, gradient: Tensor, scheme: Scheme, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a weight and its scales' factor, given that of the rounded weight.
+    """Return the gradients of a weight and its scales' factor from the rounded weight's gradient.
 
     Learned step size quantization (Esser et al. 2020, arXiv:1902.08153, equation 3) with
     s = s0 · exp(f), where s0 is the scheme's own scale, held constant: d/df = s · d/ds.
@@ -151,7 +151,7 @@ def round_activations(x: Tensor, rule: Activations, reduce_max: Reduce | None = 
     """
     groups = _grouped(x.float(), rule.group)
     out = groups.abs()  # the only copy, reused below: each pass costs up to 3% of a matmul
-    peak = out.amax(-1, keepdim=True)
+    peak = out.amax(-1, keepdim=True)  # (..., groups, 1)
     if reduce_max is not None and rule.group is None:
         peak = reduce_max(peak)
     divisor = torch.full_like(peak, rule.divisor)
@@ -176,7 +176,7 @@ def _round_to_dtype(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _finite(inverse: Tensor) -> Tensor:
-    """Replace infinite inverses by zero: those of zeros, and of values too small for a scale."""
+    """Replace infinite inverses (of zero and of tiny values) by zero."""
     return torch.where(inverse.isfinite(), inverse, 0.0)
 
 

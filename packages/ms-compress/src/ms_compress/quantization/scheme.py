@@ -83,7 +83,7 @@ class Scheme:
         if self.groups is not None and self.group not in self.groups:
             raise SchemeError(
                 f"{self.name}: group must be one of {', '.join(map(str, self.groups))} for"
-                f" {self.target}, got {self.group}; use one of these"
+                f" {self.target}, got {self.group}"
             )
 
     @property

@@ -132,7 +132,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 def _tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Format ticks with as many digits as tell neighbors apart."""
+    """Format ticks with enough digits to tell neighbors apart."""
     step, largest = ticks[1] - ticks[0], max(abs(ticks[0]), abs(ticks[-1]))
     if largest >= 1e6 or largest < 1e-3:
         digits = math.floor(math.log10(largest / step)) + 1

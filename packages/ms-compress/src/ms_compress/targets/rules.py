@@ -40,4 +40,4 @@ def scheme(name: str | Scheme) -> Scheme:
     stem, _, group = name.rpartition("_g")
     if stem in _GROUPED and group.isdecimal():
         return evolve(_GROUPED[stem], name=name, group=int(group))
-    raise SchemeError(f"there is no scheme {name!r}; {nearest(name, NAMES)}")
+    raise SchemeError(f"unknown scheme {name!r}; {nearest(name, NAMES)}")

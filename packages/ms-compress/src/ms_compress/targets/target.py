@@ -1,6 +1,6 @@
 """Definition of targets; each target package defines its own in `target.py`.
 
-A `Format` describes what a folder can contain: how to recognize it, how to read its properties, and
+A `Format` describes the contents of a folder: how to recognize it, how to read its properties, and
 which independent runtime computes it. A `Target` is a format that models can be exported to. No
 code outside of a target's package depends on which target it is.
 """
@@ -206,5 +206,5 @@ def open_runtime(
 def _named(name: str, formats: Sequence[F]) -> F:
     by_name = {item.name: item for item in formats}
     if name not in by_name:
-        raise ExportError(f"there is no target {name!r}; {nearest(name, by_name)}")
+        raise ExportError(f"unknown target {name!r}; {nearest(name, by_name)}")
     return by_name[name]

@@ -101,7 +101,7 @@ def read_tokens(
 
     Args:
         dataset: as in `read_batch`.
-        count: number of rows; fewer if that many conversations fill fewer rows.
+        count: number of rows; fewer if the conversations do not fill them.
         length: tokens per row.
         chat: as in `read_batch`.
 
@@ -112,7 +112,7 @@ def read_tokens(
     with _conversations_in(path, chat) as folder:
         if folder is not None:
             flat = _joined(folder, count * length)
-            # `count` is in conversations, most of which are shorter than a row.
+            # `count` is in conversations, and most conversations are shorter than a row.
             filled = max(1, len(flat) // length)
             if filled < count:
                 logger.warning(

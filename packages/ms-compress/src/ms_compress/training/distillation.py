@@ -77,17 +77,18 @@ def _divergences(
     student: Tensor, teacher: Tensor, kind: Divergence, temperature: float, skew: float
 ) -> Tensor:
     """Return the divergence of each position, (...) float32."""
-    log_q = F.log_softmax(student.float() / temperature, -1)
-    log_p = F.log_softmax(teacher.detach().float() / temperature, -1)
+    log_q = F.log_softmax(student.float() / temperature, -1)  # (..., V), q: student
+    log_p = F.log_softmax(teacher.detach().float() / temperature, -1)  # (..., V), p: teacher
     if kind == "reverse":
         terms = F.kl_div(log_p, log_q, reduction="none", log_target=True)
     else:
         if kind == "skewed" and skew > 0:
-            parts = torch.stack(
+            parts = torch.stack(  # log of the mixture λp + (1-λ)q
                 (log_p + torch.tensor(skew).log(), log_q + torch.tensor(1 - skew).log())
             )
             log_q = parts.logsumexp(0)
         terms = F.kl_div(log_q, log_p, reduction="none", log_target=True)
+    # T² keeps gradients comparable across temperatures (Hinton et al., section 2.1).
     return terms.sum(-1) * temperature**2
 
 
@@ -96,13 +97,15 @@ def _without_nan(
 ) -> tuple[Tensor, Tensor]:
     """Return logits whose divergence is finite wherever it is defined.
 
-    Ignored positions become equal in both. Where the distribution that is averaged over gives an
-    entry no probability, 0 · (-inf) must be 0, also in the gradient.
+    Ignored positions become equal in both. Where the averaging distribution has probability 0,
+    0 · (-inf) must be 0, also in the gradient.
     """
     if counted is not None:
         ignored = ~counted.unsqueeze(-1)
         student, teacher = student.masked_fill(ignored, 0.0), teacher.masked_fill(ignored, 0.0)
-    averaged, other = (student, teacher) if kind == "reverse" else (teacher, student)
+    averaged, reference = (student, teacher) if kind == "reverse" else (teacher, student)
     averaged = averaged.clamp(min=ZERO_LOGIT)
-    other = other.masked_fill((averaged == ZERO_LOGIT) & (other < ZERO_LOGIT), ZERO_LOGIT)
-    return (averaged, other) if kind == "reverse" else (other, averaged)
+    reference = reference.masked_fill(
+        (averaged == ZERO_LOGIT) & (reference < ZERO_LOGIT), ZERO_LOGIT
+    )
+    return (averaged, reference) if kind == "reverse" else (reference, averaged)

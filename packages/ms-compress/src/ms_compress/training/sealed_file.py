@@ -1,4 +1,4 @@
-"""Files with a digest over every byte, which is checked before any of it is used.
+"""Files with a digest over every byte, which is checked before the content is used.
 
 The first line is the BLAKE2b hash of everything after it, the second a header of one line of JSON,
 and the rest is the payload. Any changed, missing or additional bit is detected.

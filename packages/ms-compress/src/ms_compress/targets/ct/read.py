@@ -75,7 +75,7 @@ def _get(file: Any, name: str) -> Tensor:
 
 
 def contents(folder: Path) -> Contents:
-    """Read the properties of a folder's model; the scheme is that of the first config group.
+    """Read the properties of a folder's model; the scheme is taken from the first config group.
 
     Raises:
         ExportError: a file cannot be read, or the group lacks num_bits or group_size.

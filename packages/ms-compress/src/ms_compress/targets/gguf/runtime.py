@@ -55,7 +55,7 @@ class LlamaRuntime:
         return context
 
     def _feed(self, context: Any, tokens: list[int], first: int, all_logits: bool) -> Any:
-        """Decode tokens at positions from `first` on; return logits of all of them or the last."""
+        """Decode tokens at positions from `first` on; return the logits of all or only the last."""
         batch = self.library.llama_batch_init(len(tokens), 0, 1)
         try:
             batch.n_tokens = len(tokens)

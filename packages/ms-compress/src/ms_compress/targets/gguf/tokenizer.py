@@ -97,12 +97,12 @@ def check_tokenizer(files: TokenizerSource, ends: TextEnds, vocabulary: int) -> 
     if model.get("type") != "BPE":
         raise ExportError(
             f"{files.path}: the tokenizer must be byte-level BPE, got type {model.get('type')!r};"
-            " choose a ct or ort scheme"
+            " use a ct or ort scheme"
         )
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise ExportError(
-                f"{files.path}: {key} is {model[key]!r}, which llama.cpp does not support; choose a"
+                f"{files.path}: {key} is {model[key]!r}, which llama.cpp does not support; use a"
                 " ct or ort scheme"
             )
     normalizer = _part(files, "normalizer", _Normalizer)
@@ -118,7 +118,7 @@ def check_tokenizer(files: TokenizerSource, ends: TextEnds, vocabulary: int) -> 
             raise ExportError(
                 f"{files.path}: the added token {token['content']!r} has {flag}=true, which a GGUF"
                 " file cannot store, so llama.cpp would tokenize differently; set it to false, or"
-                " choose a ct or ort scheme"
+                " use a ct or ort scheme"
             )
     check_tokenizer_fits(files, vocabulary)
     _pre_tokenizer_name(files)
@@ -186,7 +186,7 @@ def _pre_tokenizer_name(files: TokenizerSource) -> str:
             return name
     raise ExportError(
         f"{files.path}: llama.cpp has no equivalent of its pre-tokenizer; train a tokenizer with"
-        " ms-data tokenizer, or choose a ct or ort scheme, whose runtimes read tokenizer.json"
+        " ms-data tokenizer, or use a ct or ort scheme, whose runtimes read tokenizer.json"
     )
 
 

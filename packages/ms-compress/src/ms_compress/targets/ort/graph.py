@@ -1,6 +1,6 @@
 """Build the decoder's graph for onnxruntime, node by node.
 
-Inputs are those that onnxruntime-genai passes to a decoder: `input_ids` (B, S), `attention_mask`
+Inputs as passed by onnxruntime-genai: `input_ids` (B, S), `attention_mask`
 (B, P + S), 0 for padding on either side, and `past_key_values.N.key` and `.value`
 (B, heads, P, D); outputs are `logits` and `present.N.key` and `.value`. Source: onnxruntime's
 ContribOperators.md.

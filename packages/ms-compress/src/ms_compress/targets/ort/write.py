@@ -35,7 +35,7 @@ def check(model: WholeModel, assets: Assets) -> None:
     if config.head_width % HEAD_DIM_MULTIPLE:
         raise ExportError(
             f"ONNX: head_dim must be a multiple of {HEAD_DIM_MULTIPLE} for onnxruntime's"
-            f" GroupQueryAttention, got {config.head_width}; choose a ct or gguf scheme"
+            f" GroupQueryAttention, got {config.head_width}; use a ct or gguf scheme"
         )
 
 
