@@ -192,7 +192,7 @@ def test_an_exported_model_is_asked_in_its_own_runtime(place: Path, truth: dict[
         ('tasks=["lib_chioce"]', "task 'lib_chioce' is unknown; did you mean 'lib_choice'?"),
         ("tasks=[]", "tasks must be a list of names"),
         ("few_shots=1", "did you mean 'num_fewshot'?"),
-        ("runtime=nonsense", "there is no target 'nonsense'"),
+        ("runtime=nonsense", "unknown target 'nonsense'"),
     ],
 )
 def test_a_mistake_is_one_line(place: Path, setting: str, line: str) -> None:

@@ -102,7 +102,7 @@ def nan_on_the_third(samples: Sequence[Sample]) -> list[float]:
 
 
 @pytest.mark.parametrize("reward", [breaks_on_the_third, nan_on_the_third])
-def test_a_failure_names_its_sample_and_stops_skips_or_penalises(reward: Any) -> None:
+def test_a_failure_names_its_sample_and_stops_skips_or_penalizes(reward: Any) -> None:
     """The other samples keep their rewards."""
     named = rewards_of(reward)
     with pytest.raises(RewardError, match=r"on sample 2: prompt 'p2', response 'rrr'"):
@@ -111,8 +111,8 @@ def test_a_failure_names_its_sample_and_stops_skips_or_penalises(reward: Any) ->
     assert skipped.total[2].isnan()
     assert skipped.total[[0, 1, 3]].tolist() == [1.0, 2.0, 4.0]
     assert len(skipped.failures) == 1
-    penalised = score(named, SAMPLES, on_failure="penalize", penalty=-7.0)
-    assert penalised.total.tolist() == [1.0, 2.0, -7.0, 4.0]
+    penalized = score(named, SAMPLES, on_failure="penalize", penalty=-7.0)
+    assert penalized.total.tolist() == [1.0, 2.0, -7.0, 4.0]
 
 
 def test_a_wrong_number_of_rewards_is_rejected() -> None:

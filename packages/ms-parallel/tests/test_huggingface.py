@@ -328,7 +328,7 @@ def test_a_model_in_the_working_directory_or_behind_a_link_is_replaced_in_place(
     theirs("llama", seed=1).save_pretrained(tmp_path / "model")
     (tmp_path / "link").symlink_to("model")
     model = load_model(tmp_path / "model")
-    initialise(model, 0)
+    initialize(model, 0)
     save_model(model, tmp_path / "link")
     assert (tmp_path / "link").readlink() == Path("model")
     assert weights_of(tmp_path / "link").keys() == weights_of(tmp_path / "model").keys()

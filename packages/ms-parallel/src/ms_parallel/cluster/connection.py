@@ -50,7 +50,7 @@ def connect(layout: Layout, *, device: DeviceSpec = None, timeout_s: float = 600
     join(layout, device=device, timeout_s=timeout_s)
     local_device = pick_device(device)
     if not dist.is_initialized():
-        _initialise(local_device, dist.HashStore(), 0, 1, timeout_s)  # type: ignore[attr-defined]
+        _initialize(local_device, dist.HashStore(), 0, 1, timeout_s)  # type: ignore[attr-defined]
     return create_groups(layout, local_device, device if isinstance(device, Devices) else None)
 
 
@@ -91,7 +91,7 @@ def join(layout: Layout, *, device: DeviceSpec = None, timeout_s: float = 600.0)
         position.start = agree_on_start(store, number, size, timeout_s)
         store = PrefixStore(f"ms-parallel/attempt-{position.start}", store)
         # Mixed kinds communicate through host memory; `create_kind_groups` adds native groups.
-        _initialise(HOST if mixed else local_device, store, number, size, timeout_s)
+        _initialize(HOST if mixed else local_device, store, number, size, timeout_s)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(_failure_text(error, number, timeout_s)) from error
     heartbeat = Heartbeat(number, size, timeout_s)
@@ -99,7 +99,7 @@ def join(layout: Layout, *, device: DeviceSpec = None, timeout_s: float = 600.0)
     heartbeat.start()
 
 
-def _initialise(
+def _initialize(
     device: torch.device, store: Any, rank: int, world_size: int, timeout_s: float
 ) -> None:
     backend = dist.get_default_backend_for_device(device)
