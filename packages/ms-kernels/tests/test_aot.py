@@ -105,7 +105,7 @@ def test_wrong_arguments_are_told_before_anything_is_launched(library):
         with pytest.raises(BackendError) as caught:
             opened.launch("scale_cast_bf16", **{**right, **wrong})
         assert told in str(caught.value)
-    with pytest.raises(ArgumentError, match="size is no argument of it"):
+    with pytest.raises(ArgumentError, match="size is not an argument of the kernel"):
         opened.launch("scale_cast_bf16", **right, size=3)
     with pytest.raises(ArgumentError, match="factor is missing"):
         opened.launch("scale_cast_bf16", X=64, FACTOR=64, Y=64, count=32)
@@ -171,7 +171,7 @@ def test_several_processes_build_the_same_library_as_one(library, tmp_path):
     from ms_kernels.aot import gpu_library
 
     few = [each for each in entries("sm_90") if each.name in FEW]
-    work = partial(gpu_library._kept_or_compiled, target=target_named("sm_90"), work=tmp_path)
+    work = partial(gpu_library._cached_or_compiled, target=target_named("sm_90"), work=tmp_path)
     made = list(map_in_processes(work, few, jobs=2, min_items=1))
     assert [each.entry.name for each in made] == [each.name for each in few]
     for each in made:

@@ -96,7 +96,7 @@ WRONG = [
     ("quantized_linear", {"group_size": 16}, "scales", "(40, 2)", "second size of 4"),
     ("quantized_linear", {"packed": ones(40, 32).int()}, "packed", "int32", "uint8"),
     ("quantized_linear", {"zeros": ones(40, 1)}, "zeros", "(40, 1)", "(40, 2)"),
-    ("adamw_step", {"step": 0}, "step", "0", "1 at the first step"),
+    ("adamw_step", {"step": 0}, "step", "0", "at least 1"),
     ("adamw_step", {"learning_rate": -1.0}, "learning_rate", "-1.0", "0 or more"),
     ("adamw_step", {"betas": (0.9, 1.0)}, "betas", "(0.9, 1.0)", "below 1"),
     ("adamw_step", {"mean": ones(1000).half()}, "mean", "float16", "float32"),
