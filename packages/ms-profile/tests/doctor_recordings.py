@@ -1,7 +1,7 @@
 # ruff: noqa: E501 - tables as the tools print them
-"""Recordings of sound clusters in the formats of the kernel's and the vendors' tools, and faults.
+"""Recordings of sound clusters in the formats of the kernel and the vendors' tools, and faults.
 
-Each cluster is two machines of two ranks. A fault is a function that changes files of a recording.
+Each cluster has two machines of two ranks. A fault is a function that changes files of a recording.
 """
 
 import json
@@ -104,8 +104,8 @@ def _write(root: Path, texts: dict[str, str]) -> None:
         (root / path).write_text(text)
 
 
-def _machine(root: Path, rank: int, **facts: Any) -> None:
-    found = {
+def _machine(root: Path, rank: int, **changes: Any) -> None:
+    facts = {
         "host": f"node{rank // 2}",
         "node": rank // 2,
         "local_rank": rank % 2,
@@ -116,9 +116,9 @@ def _machine(root: Path, rank: int, **facts: Any) -> None:
         "memory_bytes": 1024 * GIB,
         "shared_memory_bytes": 512 * GIB,
         "torchrun": "/usr/bin/torchrun",
-        **facts,
+        **changes,
     }
-    texts = {"machine.json": json.dumps(found)}
+    texts = {"machine.json": json.dumps(facts)}
     if rank % 2 == 0:
         texts["files/proc/loadavg"] = "2.04 1.10 0.52 3/1890 40521\n"
         texts["files/sys/devices/system/cpu/online"] = "0-95\n"
@@ -149,7 +149,7 @@ def _measured(root: Path, backend: str, near: float, far: float) -> None:
 
 
 def infiniband(root: Path) -> Path:
-    """H100 with two ConnectX-7 each, on InfiniBand."""
+    """Machines with two H100 and two ConnectX-7 adapters on InfiniBand."""
     packages = {**PACKAGES, "torch": "2.13.0+cu130"}
     accelerators = [{"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 * GIB}] * 2
     for rank in range(4):
@@ -197,7 +197,7 @@ def infiniband(root: Path) -> Path:
 
 
 def ascend(root: Path) -> Path:
-    """Ascend 910B, whose devices have RoCE ports of their own."""
+    """Machines with Ascend 910B, whose devices have RoCE ports."""
     packages = {**PACKAGES, "torch": "2.13.0+cpu", "torch-npu": "2.13.0"}
     for rank in range(4):
         _machine(
@@ -256,7 +256,7 @@ CLUSTERS: dict[str, Callable[[Path], Path]] = {
 
 
 def replaced(path: str, old: str, new: str) -> Callable[[Path], None]:
-    """A fault: a text in place of another in one file."""
+    """Fault: replace a text in a file."""
 
     def plant(root: Path) -> None:
         text = (root / path).read_text()
@@ -267,37 +267,37 @@ def replaced(path: str, old: str, new: str) -> Callable[[Path], None]:
 
 
 def machine(rank: int, **facts: Any) -> Callable[[Path], None]:
-    """A fault: other facts of a rank; those of a mapping are added to it."""
+    """Fault: set facts of a rank; mappings are updated."""
 
     def plant(root: Path) -> None:
         path = root / f"rank-{rank}" / "machine.json"
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
         for name, value in facts.items():
-            found[name] = {**found.get(name, {}), **value} if isinstance(value, dict) else value
-        path.write_text(json.dumps(found))
+            content[name] = {**content.get(name, {}), **value} if isinstance(value, dict) else value
+        path.write_text(json.dumps(content))
 
     return plant
 
 
 def variables(rank: int, **values: str) -> Callable[[Path], None]:
-    """A fault: variables of a rank."""
+    """Fault: set environment variables of a rank."""
     return machine(rank, environment=values)
 
 
 def measured(kind: str, index: int, **facts: Any) -> Callable[[Path], None]:
-    """A fault: other facts of one measurement."""
+    """Fault: change a measurement."""
 
     def plant(root: Path) -> None:
         path = root / "measured.json"
-        found = json.loads(path.read_text())
-        found[kind][index].update(facts)
-        path.write_text(json.dumps(found))
+        content = json.loads(path.read_text())
+        content[kind][index].update(facts)
+        path.write_text(json.dumps(content))
 
     return plant
 
 
 def removed(path: str) -> Callable[[Path], None]:
-    """A fault: a file or folder that is not there."""
+    """Fault: remove a file or folder."""
 
     def plant(root: Path) -> None:
         if (root / path).is_dir():
@@ -309,15 +309,15 @@ def removed(path: str) -> Callable[[Path], None]:
 
 
 def added(path: str, text: str) -> Callable[[Path], None]:
-    """A fault: a file more."""
+    """Fault: add a file."""
     return lambda root: _write(root, {path: text})
 
 
 def both(*plants: Callable[[Path], None]) -> Callable[[Path], None]:
-    """A fault of several parts."""
+    """Combine several faults."""
 
     def plant(root: Path) -> None:
-        for each in plants:
-            each(root)
+        for part in plants:
+            part(root)
 
     return plant

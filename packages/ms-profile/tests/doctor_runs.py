@@ -21,7 +21,7 @@ RECORDINGS = tuple(Recording(machine=Machine(rank=rank, host="localhost")) for r
 
 
 def separate_clocks_and_folders(root: str) -> Any:
-    """Rank 1's clock is a second ahead, and each rank has a folder of its own."""
+    """Rank 1's clock is a second ahead, and the ranks use different folders."""
     connect("cpu")
     ahead_s = float(dist.get_rank())
     clocks = measure_clocks(lambda: time.time() + ahead_s)
@@ -60,7 +60,7 @@ def silent_rank(report: str) -> Any:
 
 
 def two_nodes(out: str) -> Any:
-    """Each rank is on a machine of its own, according to the launcher's variables."""
+    """The launcher's variables place the ranks on different machines."""
     os.environ |= {"GROUP_RANK": os.environ["RANK"], "LOCAL_RANK": "0"}
     connect("cpu")
     examined = examine(CPU, None, lambda examined, lost: None)

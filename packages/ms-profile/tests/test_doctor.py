@@ -178,12 +178,12 @@ FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_nothing_is_found_on_sound_machines(cluster: str, tmp_path: Path) -> None:
-    """Neither failures nor warnings, and most checks have something to look at."""
+def test_sound_machines_have_no_findings(cluster: str, tmp_path: Path) -> None:
+    """Neither failures nor warnings, and most checks apply."""
     report = judge(read_recording(CLUSTERS[cluster](tmp_path)))
     assert report.findings == []
     assert report.sound
-    assert sum(not one.skipped for one in report.checks) >= 9
+    assert sum(not check.skipped for check in report.checks) >= 9
 
 
 @pytest.mark.parametrize(
@@ -194,24 +194,24 @@ def test_nothing_is_found_on_sound_machines(cluster: str, tmp_path: Path) -> Non
 def test_a_planted_fault_is_found_with_its_remedy(
     cluster: str, check: str, plant: Plant, rank: int, what: str, remedy: str, tmp_path: Path
 ) -> None:
-    """The check that is meant finds it, at the rank that has it, and no other check fails."""
+    """The intended check reports it for the faulty rank, and no other check fails."""
     folder = CLUSTERS[cluster](tmp_path)
     plant(folder)
     report = judge(read_recording(folder))
     assert not report.sound
-    failures = [one for one in report.findings if one.severity == "failure"]
-    found = next(one for one in failures if one.check == check and what in one.what)
-    assert rank in found.ranks
-    assert remedy in found.remedy
-    assert found.why
+    failures = [finding for finding in report.findings if finding.severity == "failure"]
+    finding = next(item for item in failures if item.check == check and what in item.what)
+    assert rank in finding.ranks
+    assert remedy in finding.remedy
+    assert finding.why
     differs = {"same-versions"} if check in ("cuda-driver", "torch-npu") else set()
-    assert {one.check for one in failures} <= {check} | differs
+    assert {finding.check for finding in failures} <= {check} | differs
 
 
 def test_every_check_fails_on_some_recording() -> None:
-    """A check that no fault can reach would be worth nothing."""
-    warns = {"memory", "transport"}  # tried below
-    assert {fault[1] for fault in FAULTS} | warns == set(all_checks())
+    """A check that no planted fault reaches is not tested."""
+    only_warn = {"memory", "transport"}  # tested below
+    assert {fault[1] for fault in FAULTS} | only_warn == set(all_checks())
 
 
 WARNINGS: list[tuple[str, str, list[Plant], str]] = [
@@ -267,23 +267,23 @@ WARNINGS: list[tuple[str, str, list[Plant], str]] = [
     WARNINGS,
     ids=[f"{index}-{fault[1]}" for index, fault in enumerate(WARNINGS)],
 )
-def test_what_may_be_meant_so_is_a_warning(
+def test_a_possibly_intended_setting_is_a_warning(
     cluster: str, check: str, plants: list[Plant], what: str, tmp_path: Path
 ) -> None:
-    """It is said with a remedy, and the exit code stays 0."""
+    """It is reported with a remedy, and the exit code stays 0."""
     folder = CLUSTERS[cluster](tmp_path)
     for plant in plants:
         plant(folder)
     report = judge(read_recording(folder))
     assert report.sound
-    (found,) = {one.check: one for one in report.findings}.values()
-    assert (found.check, found.severity) == (check, "warning")
-    assert what in found.what
-    assert found.remedy
+    (finding,) = {item.check: item for item in report.findings}.values()
+    assert (finding.check, finding.severity) == (check, "warning")
+    assert what in finding.what
+    assert finding.remedy
 
 
-def test_kinds_of_devices_may_have_builds_of_their_own(tmp_path: Path) -> None:
-    """Processors beside NVIDIA's devices: one release of torch in two builds is sound."""
+def test_types_of_devices_may_have_different_builds_of_torch(tmp_path: Path) -> None:
+    """CPU machines next to NVIDIA machines: one release of torch in two builds is sound."""
     folder = recorded.infiniband(tmp_path)
     for rank in (2, 3):
         packages = {"torch": "2.13.0+cpu"}
@@ -292,17 +292,20 @@ def test_kinds_of_devices_may_have_builds_of_their_own(tmp_path: Path) -> None:
     removed("rank-2/commands/nvidia-smi -q.txt")(folder)
     removed("rank-2/files/proc/driver")(folder)
     report = judge(read_recording(folder))
-    assert {one.check for one in report.findings} == {"devices"}  # a warning: there are two kinds
+    assert {item.check for item in report.findings} == {
+        "devices"
+    }  # a warning, as the devices differ
     assert report.sound
     machine(3, packages={"torch": "2.12.0+cpu"})(folder)
-    found = [one for one in judge(read_recording(folder)).findings if one.check == "same-versions"]
-    assert {one.ranks for one in found} >= {(3,)}
+    findings = judge(read_recording(folder)).findings
+    differing = [item for item in findings if item.check == "same-versions"]
+    assert {item.ranks for item in differing} >= {(3,)}
 
 
 @pytest.mark.parametrize(
     "plants",
     [
-        [machine(rank, threads=1, cores=1) for rank in range(4)],  # each waits for no other
+        [machine(rank, threads=1, cores=1) for rank in range(4)],  # a single thread never waits
         [machine(rank, threads=48, affinity=[*range(48 * (rank % 2), 48 * (rank % 2) + 48)])
          for rank in range(4)],
         [machine(rank, threads=0) for rank in range(4)],
@@ -315,22 +318,22 @@ def test_kinds_of_devices_may_have_builds_of_their_own(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_threads_that_have_their_cores_are_sound(plants: list[Plant], tmp_path: Path) -> None:
-    """One a process, or bound to cores of its own; or nobody says, or those that wait sleep."""
+    """One thread per process, bound cores, unknown counts, or waiting threads that sleep."""
     folder = recorded.processors(tmp_path)
     for plant in plants:
         plant(folder)
     assert judge(read_recording(folder)).findings == []
 
 
-def test_variables_of_libraries_that_are_not_here_count_for_nothing(tmp_path: Path) -> None:
-    """A CPU's processes talk over gloo, whatever is set for NCCL and HCCL."""
+def test_variables_of_unused_libraries_are_ignored(tmp_path: Path) -> None:
+    """CPU processes use gloo, whatever is set for NCCL and HCCL."""
     folder = recorded.processors(tmp_path)
     variables(0, NCCL_P2P_DISABLE="1", HCCL_P2P_DISABLE="1")(folder)
     assert judge(read_recording(folder)).findings == []
 
 
-def test_roce_packets_of_standard_size_are_said(tmp_path: Path) -> None:
-    """Over RoCE 1,500 bytes are a warning where they are everywhere, and a failure in one place."""
+def test_a_standard_mtu_over_roce_is_reported(tmp_path: Path) -> None:
+    """An MTU of 1,500 bytes is a warning if all ports have it, and a failure if only some do."""
     folder = recorded.infiniband(tmp_path)
     for rank in (0, 2):
         for index in range(2):
@@ -343,7 +346,7 @@ def test_roce_packets_of_standard_size_are_said(tmp_path: Path) -> None:
                 (place / "mtu").write_text("1500\n")
             (net / "operstate").write_text("up\n")
     report = judge(read_recording(folder))
-    assert {(one.check, one.severity) for one in report.findings} == {("packet-size", "warning")}
+    assert {(item.check, item.severity) for item in report.findings} == {("packet-size", "warning")}
     assert "mtu 9000" in report.findings[0].remedy
     (folder / "rank-0/files/sys/class/net/ens1/mtu").write_text("9000\n")
     report = judge(read_recording(folder))
@@ -351,8 +354,8 @@ def test_roce_packets_of_standard_size_are_said(tmp_path: Path) -> None:
     assert (failure.severity, failure.where, failure.ranks) == ("failure", "ens1", (0,))
 
 
-def test_sockets_beside_ports_are_seen_in_the_librarys_log(tmp_path: Path) -> None:
-    """What NCCL says that it uses counts more than what could be."""
+def test_sockets_in_the_log_of_nccl_are_a_failure_if_there_are_ports(tmp_path: Path) -> None:
+    """The transport that NCCL reports counts, not the one that it could use."""
     folder = recorded.infiniband(tmp_path)
     path = folder / "measured.json"
     for line, sound in (
@@ -362,11 +365,11 @@ def test_sockets_beside_ports_are_seen_in_the_librarys_log(tmp_path: Path) -> No
         path.write_text(json.dumps({**json.loads(path.read_text()), "log": line}))
         report = judge(read_recording(folder))
         assert report.sound == sound
-    assert {one.check for one in report.findings} == set()
+    assert {item.check for item in report.findings} == set()
 
 
-def test_ports_are_read_from_ibstat_where_the_kernels_list_is_missing(tmp_path: Path) -> None:
-    """A container often shows one and not the other."""
+def test_ports_are_read_from_ibstat_if_sysfs_lists_none(tmp_path: Path) -> None:
+    """A container often shows only one of the two."""
     folder = recorded.infiniband(tmp_path)
     for rank in (0, 2):
         removed(f"rank-{rank}/files/sys/class/infiniband")(folder)
@@ -378,25 +381,25 @@ def test_ports_are_read_from_ibstat_where_the_kernels_list_is_missing(tmp_path: 
             for n, (s, p, r) in enumerate(states)
         )
         added(f"rank-{rank}/commands/ibstat.txt", text)(folder)
-    (found,) = judge(read_recording(folder)).findings
-    assert (found.where, found.ranks) == ("mlx5_1 port 1", (2,))
-    assert "down (physically polling)" in found.what
+    (finding,) = judge(read_recording(folder)).findings
+    assert (finding.where, finding.ranks) == ("mlx5_1 port 1", (2,))
+    assert "down (physically polling)" in finding.what
 
 
-def test_limits_are_read_from_ulimit_too(tmp_path: Path) -> None:
-    """A folder that somebody gathered by hand has one rank and no facts."""
+def test_limits_are_read_from_the_output_of_ulimit(tmp_path: Path) -> None:
+    """A folder gathered by hand may hold a single rank without machine.json."""
     text = (
         "open files                          (-n) 1024\n"
         "max locked memory       (kbytes, -l) unlimited\n"
         "max user processes                  (-u) 127000\n"
     )
     added("commands/ulimit -a.txt", text)(tmp_path)
-    (found,) = judge(read_recording(tmp_path)).findings
-    assert "may open 1024 files" in found.what
+    (finding,) = judge(read_recording(tmp_path)).findings
+    assert "may open 1024 files" in finding.what
 
 
-def test_a_port_that_is_left_out_may_be_down(tmp_path: Path) -> None:
-    """NCCL_IB_HCA says which ports are meant for training."""
+def test_an_excluded_port_may_be_down(tmp_path: Path) -> None:
+    """NCCL_IB_HCA selects the ports for training."""
     folder = recorded.infiniband(tmp_path)
     replaced(f"{PORT}/state", "4: ACTIVE", "1: DOWN")(folder)
     for rank in range(4):
@@ -420,11 +423,11 @@ def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
         (added("rank-1/machine.json", "{"), "machine.json"),
         (added("measured.json", '{"type": "other"}'), "measured.json"),
         (measured("clocks", 0, rank=9), "measurements of rank 9 but there are 4"),
-        (added("rank-0/files/big", "x" * ((1 << 20) + 1)), "larger than 1 MiB"),
+        (added("rank-0/files/big", "x" * ((1 << 20) + 1)), "larger than the limit of 1 MiB"),
         (lambda root: (root / "rank-0/files/link").symlink_to("/etc/hostname"), "links out"),
     ],
 )
-def test_a_damaged_recording_is_refused_in_a_line(
+def test_a_damaged_recording_is_rejected_in_one_line(
     plant: Plant, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With exit code 2."""
@@ -437,14 +440,14 @@ def test_a_damaged_recording_is_refused_in_a_line(
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty"])
-def test_a_folder_that_is_no_recording_is_refused(name: str, tmp_path: Path) -> None:
-    """Both where it is missing and where it is empty."""
+def test_a_folder_without_a_recording_is_rejected(name: str, tmp_path: Path) -> None:
+    """A missing folder and an empty one."""
     (tmp_path / "empty").mkdir()
     assert main(["doctor", "--from", str(tmp_path / name)]) == 2
 
 
 def test_the_command_judges_a_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text, JSON and page say the same; 1 where anything fails."""
+    """Text, JSON and HTML agree; the exit code is 1 if a check fails."""
     folder = recorded.infiniband(tmp_path / "recording")
     page = tmp_path / "page.html"
     assert main(["doctor", "--from", str(folder)]) == 0
@@ -468,8 +471,8 @@ def test_the_command_judges_a_recording(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["doctor", "--from", str(folder), "--record", str(tmp_path / "x")]) == 2
 
 
-def test_words_of_a_recording_are_text_on_the_page(tmp_path: Path) -> None:
-    """A recording comes from elsewhere: what it holds is never markup."""
+def test_text_of_a_recording_is_escaped_on_the_page(tmp_path: Path) -> None:
+    """Recordings may come from strangers."""
     folder = recorded.processors(tmp_path)
     variables(0, GLOO_SOCKET_IFNAME="<img src=x>")(folder)
     assert "<img" not in draw_page(judge(read_recording(folder)))
@@ -478,7 +481,7 @@ def test_words_of_a_recording_are_text_on_the_page(tmp_path: Path) -> None:
 def test_this_machine_is_recorded_and_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Alone; the recording gives the same findings as the machine did."""
+    """A single process; its recording gives the same findings."""
     folder = tmp_path / "recording"
     words = ["doctor", "--json", "--device", "cpu"]
     code = main([*words, "--record", str(folder), "--output-dir", str(tmp_path / "run")])
@@ -491,7 +494,7 @@ def test_this_machine_is_recorded_and_judged(
 
 
 def test_two_processes_are_examined_together(tmp_path: Path) -> None:
-    """Real messages, clocks and a shared folder; rank 0 alone speaks."""
+    """Real messages, clocks and a shared folder; only rank 0 prints."""
     words = [*TORCHRUN, "--nproc-per-node", "2", "-m", "ms_profile", "doctor", "--device", "cpu"]
     output = tmp_path / "run"
     words += ["--json", "--output-dir", str(output), "--record", str(tmp_path / "recording")]
@@ -504,35 +507,35 @@ def test_two_processes_are_examined_together(tmp_path: Path) -> None:
     assert pair["latency_us"] > 0
     assert report["measured"]["backend"] == "gloo"
     clock = report["measured"]["clocks"][1]
-    assert abs(clock["offset_s"]) <= clock["uncertainty_s"] + 0.05  # one clock, read by both
-    assert [one["shared"] for one in report["measured"]["folders"]] == [True, True]
+    assert abs(clock["offset_s"]) <= clock["uncertainty_s"] + 0.05  # both ranks read the same clock
+    assert [result["shared"] for result in report["measured"]["folders"]] == [True, True]
     assert not output.exists()
     assert read_recording(tmp_path / "recording").measured.pairs
 
 
-def test_a_clock_and_folders_apart_are_found_between_processes(tmp_path: Path) -> None:
-    """A rank whose clock is a second ahead and whose folder is its own, measured for real."""
+def test_a_clock_offset_and_separate_folders_are_measured(tmp_path: Path) -> None:
+    """Rank 1's clock is a second ahead, and it has another folder than rank 0."""
     first, _ = run_processes(2, RUNS, "separate_clocks_and_folders", root=str(tmp_path))
     offset, uncertainty = first["offset_s"], first["uncertainty_s"]
     assert math.isclose(offset, 1.0, abs_tol=uncertainty + 0.05)
     assert first["shared"] == [True, False]
-    assert {one["check"] for one in first["findings"]} == {"clocks", "output-folder"}
-    assert all(one["ranks"] == [1] for one in first["findings"])
+    assert {finding["check"] for finding in first["findings"]} == {"clocks", "output-folder"}
+    assert all(finding["ranks"] == [1] for finding in first["findings"])
     assert sorted(path.name for path in tmp_path.iterdir()) == []
 
 
-def test_messages_that_do_not_arrive_are_reported_before_the_end(tmp_path: Path) -> None:
-    """A rank that never answers: rank 0 says who waits for whom, with all it knows, and ends."""
+def test_lost_messages_are_reported_before_the_process_ends(tmp_path: Path) -> None:
+    """If rank 1 does not answer, rank 0 names the pair, reports the other results and exits."""
     path = tmp_path / "report.json"
     first, _ = run_processes(2, RUNS, "silent_rank", report=str(path), check=False)
     assert first["code"] == 1
-    (found,) = json.loads(path.read_text())["findings"]
-    assert (found["check"], found["where"]) == ("links", "ranks 0 and 1")
-    assert "messages over gloo did not arrive within 3 s" in found["what"]
+    (finding,) = json.loads(path.read_text())["findings"]
+    assert (finding["check"], finding["where"]) == ("links", "ranks 0 and 1")
+    assert "messages over gloo did not arrive within 3 s" in finding["what"]
 
 
-def test_ranks_of_two_machines_are_compared_as_such(tmp_path: Path) -> None:
-    """Two nodes by their numbers: each is recorded, and the link between them is the network's."""
+def test_two_nodes_are_recorded_and_measured_as_two(tmp_path: Path) -> None:
+    """Each node is recorded, and the link between them has the level `network`."""
     out = tmp_path / "cluster.toml"
     first, _ = run_processes(2, RUNS, "two_nodes", out=str(out))
     assert first == {"machines": 2, "recorded": [True, True]}
@@ -541,8 +544,8 @@ def test_ranks_of_two_machines_are_compared_as_such(tmp_path: Path) -> None:
     assert list(cluster["links"]) == ["network"]
 
 
-def test_another_device_is_examined_over_its_own_backend(tmp_path: Path) -> None:
-    """Messages lie on the device, all else on the CPU."""
+def test_an_accelerator_is_examined_over_its_backend(tmp_path: Path) -> None:
+    """Messages are on the device; all other exchanges use the CPU."""
     page = tmp_path / "page.html"
     words = [*TORCHRUN, "--nproc-per-node", "2", "-m", "ms_profile", "doctor", "--json"]
     words += ["--html", str(page)]
@@ -554,41 +557,41 @@ def test_another_device_is_examined_over_its_own_backend(tmp_path: Path) -> None
     assert page.exists()
 
 
-def test_the_tools_of_a_machine_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real programs on PATH that print what they print elsewhere, one of which hangs."""
+def test_the_tools_of_a_machine_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs on PATH print recorded output, and one hangs."""
     folder = recorded.ascend(tmp_path / "recording") / "rank-0"
-    kept = tmp_path / "outputs"
-    kept.mkdir()
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
     for path in (folder / "commands").iterdir():
-        (kept / path.stem.replace(" ", "_")).write_text(path.read_text())
+        (outputs / path.stem.replace(" ", "_")).write_text(path.read_text())
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("npu-smi", "hccn_tool"):
-        line = f'cat "{kept}/$(echo {name} "$@" | tr " " _)"'
+        line = f'cat "{outputs}/$(echo {name} "$@" | tr " " _)"'
         (tools / name).write_text(f"#!/bin/sh\n{line}\n")
     (tools / "ibstat").write_text("#!/bin/sh\nexec sleep 60\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     monkeypatch.setattr(capture, "TIMEOUT_S", 0.5)
-    found = capture.capture(folder / "files", with_machine=True)
+    recording = capture.capture(folder / "files", with_machine=True)
     expected = read_recording(tmp_path / "recording").ranks[0]
-    assert found.commands == {**expected.commands, "ibstat": NO_ANSWER}
-    assert found.files.items() >= expected.files.items()
+    assert recording.commands == {**expected.commands, "ibstat": NO_ANSWER}
+    assert recording.files.items() >= expected.files.items()
 
 
 def test_variables_with_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what the collective libraries read is recorded, and nothing that is a key."""
+    """Only variables of the collective libraries are recorded, and no tokens or keys."""
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
     monkeypatch.setenv("NCCL_SITE_TOKEN", "hunter2")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
-    found = capture.capture(with_machine=False).machine.environment
-    assert found["NCCL_IB_HCA"] == "mlx5"
-    assert "hunter2" not in found.values()
+    environment = capture.capture(with_machine=False).machine.environment
+    assert environment["NCCL_IB_HCA"] == "mlx5"
+    assert "hunter2" not in environment.values()
 
 
-def test_the_librarys_lines_are_kept(tmp_path: Path) -> None:
-    """Those that say which network it uses; the variables are as before afterwards."""
+def test_relevant_lines_of_the_log_of_nccl_are_recorded(tmp_path: Path) -> None:
+    """Lines about the network; environment variables are restored afterwards."""
     before = dict(os.environ)
     with nccl_log() as path:
         assert os.environ["NCCL_DEBUG_FILE"] == str(path)
@@ -599,26 +602,28 @@ def test_the_librarys_lines_are_kept(tmp_path: Path) -> None:
     assert relevant_lines(tmp_path / "nothing") == ""
 
 
-def test_each_pair_is_measured_once() -> None:
-    """In rounds in which no rank is needed twice; few ranks one pair after the other."""
-    assert sum(3 in pair for each in pair_rounds(500) for pair in each) == 64  # and not with all
+def test_every_pair_is_measured_once() -> None:
+    """No rank has two partners in a round; up to eight ranks measure one pair at a time."""
+    assert sum(3 in pair for pairs in pair_rounds(500) for pair in pairs) == 64  # of 499
     for world in (2, 3, 8, 9, 16, 31):
         table = pair_rounds(world)
-        pairs = [pair for each in table for pair in each]
+        pairs = [pair for round_pairs in table for pair in round_pairs]
         assert sorted(pairs) == [(a, b) for a in range(world) for b in range(a + 1, world)]
-        assert all(len({rank for pair in each for rank in pair}) == 2 * len(each) for each in table)
+        assert all(
+            len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in table
+        )
         assert (max(map(len, table)) == 1) == (world <= 8)
 
 
-def test_the_shortest_round_trip_tells_the_time() -> None:
-    """A slow answer blurs the estimate; the quick one bounds it."""
+def test_the_shortest_round_trip_gives_the_offset() -> None:
+    """A slow reply has a large uncertainty; the fastest bounds the offset."""
     offset, uncertainty = estimate([(10.0, 9.9, 10.8), (20.0, 19.05, 20.1)])
     assert math.isclose(offset, 1.0)
     assert math.isclose(uncertainty, 0.05)
 
 
-def test_versions_compare_as_their_makers_mean_them() -> None:
-    """Candidates come before releases, later patches after."""
+def test_versions_are_ordered_as_released() -> None:
+    """Prereleases come before releases, patches after."""
     order = ["8.0.RC2", "8.0.0", "8.1.RC1", "8.3.RC1", "8.5.0", "9.2.0"]
     assert sorted(order, key=version) == order
     order = ["450.80.02", "525.60.13", "570.26", "570.86.15", "580.65.06"]
@@ -627,13 +632,13 @@ def test_versions_compare_as_their_makers_mean_them() -> None:
     assert release("2.13.0.post3+cpu") == "2.13.0"
 
 
-def test_the_tables_are_whole_and_have_their_sources() -> None:
-    """Each row can be compared, and each table says where it was read."""
-    found = tables()
-    named = set(found.__struct_fields__) - {"sources"}
-    assert set(found.sources) == named
-    assert all(release(row.torch_npu) == row.torch for row in found.torch_npu)
-    drivers = [version(row.driver) for row in found.cuda_drivers]
+def test_the_reference_tables_are_consistent_and_have_sources() -> None:
+    """Each table has a source, and rows are comparable."""
+    reference = tables()
+    named = set(reference.__struct_fields__) - {"sources"}
+    assert set(reference.sources) == named
+    assert all(release(row.torch_npu) == row.torch for row in reference.torch_npu)
+    drivers = [version(row.driver) for row in reference.cuda_drivers]
     assert drivers == sorted(drivers)
 
 

@@ -73,7 +73,10 @@ def connect(device_name: str | None) -> torch.device:
     except (dist.DistError, RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise LaunchError(f"rank {process.rank} did not connect at {address} ({reason})") from error
+        raise LaunchError(
+            f"rank {process.rank} did not connect at {address} ({reason}); check that all ranks"
+            " were started and reach this address"
+        ) from error
     return device
 
 
@@ -88,7 +91,7 @@ def pick_device(name: str | None, local_rank: int) -> torch.device:
         device = torch.device(name or best or "cpu")
     except RuntimeError as error:
         raise DoctorError(
-            f"--device must be cpu or an accelerator such as cuda:0, got {name!r}"
+            f"--device must be a device of torch, got {name!r}; use cpu, or for example cuda:0"
         ) from error
     if device.type == "cpu":
         return torch.device("cpu")

@@ -25,25 +25,6 @@ BACKENDS: Final = {
 """Collective library of each type of device, and how to install it."""
 DEVICE_FILES: Final = "dev/infiniband"
 Read = Callable[[Recording], str | None]
-ON_ALL_RANKS: Final[dict[str, Read]] = {
-    "ms-parallel": lambda recording: recording.machine.packages.get("ms-parallel"),
-}
-MAY_DIFFER: Final[dict[str, Read]] = {
-    "Python": lambda recording: recording.machine.python or None,
-    "triton": lambda recording: recording.machine.packages.get("triton"),
-    "ms-data": lambda recording: recording.machine.packages.get("ms-data"),
-}
-PER_DEVICE_TYPE: Final[dict[str, Read]] = {
-    "torch": lambda recording: recording.machine.packages.get("torch"),
-    "torch_npu": lambda recording: recording.machine.packages.get("torch-npu"),
-    "CUDA of torch": lambda recording: recording.machine.torch_cuda,
-    "NCCL": lambda recording: recording.machine.libraries.get("nccl"),
-}
-PER_MACHINE: Final[dict[str, Read]] = {
-    "NVIDIA driver": nvidia_driver,
-    "Ascend driver": npu_driver,
-    "CANN": cann,
-}
 
 
 @check(
@@ -265,28 +246,37 @@ def _ascend_driver(recording: Recording, machine: Recording) -> Iterator[Finding
 def same_versions(examined: Examined) -> Iterator[Finding]:
     """Report ranks that differ from the majority; builds are compared per type of device."""
     ranks = [recording for recording in examined.ranks if recording.machine.packages]
-    for name, read in {**ON_ALL_RANKS, **MAY_DIFFER}.items():
-        yield from _differing(name, read, ranks)
+    yield from _differing("ms-parallel", _package("ms-parallel"), ranks)
+    # Different versions of these work together, but not bit for bit.
+    yield from _differing("Python", lambda rank: rank.machine.python or None, ranks, warning)
+    yield from _differing("triton", _package("triton"), ranks, warning)
+    yield from _differing("ms-data", _package("ms-data"), ranks, warning)
     device_types = sorted({recording.machine.device for recording in ranks})
     if len(device_types) > 1:
         yield from _differing("torch", _torch_release, ranks)
     for device_type in device_types:
         same_type = [recording for recording in ranks if recording.machine.device == device_type]
-        for name, read in PER_DEVICE_TYPE.items():
-            yield from _differing(name, read, same_type)
-        machines = [
-            recording for recording in examined.machines if recording.machine.device == device_type
-        ]
-        for name, read in PER_MACHINE.items():
-            yield from _differing(name, read, machines)
+        yield from _differing("torch", _package("torch"), same_type)
+        yield from _differing("torch_npu", _package("torch-npu"), same_type)
+        yield from _differing("CUDA of torch", lambda rank: rank.machine.torch_cuda, same_type)
+        yield from _differing("NCCL", lambda rank: rank.machine.libraries.get("nccl"), same_type)
+        machines = [node for node in examined.machines if node.machine.device == device_type]
+        yield from _differing("NVIDIA driver", nvidia_driver, machines)
+        yield from _differing("Ascend driver", npu_driver, machines)
+        yield from _differing("CANN", cann, machines)
+
+
+def _package(name: str) -> Read:
+    return lambda recording: recording.machine.packages.get(name)
 
 
 def _torch_release(recording: Recording) -> str | None:
     return release(recording.machine.packages.get("torch") or "") or None
 
 
-def _differing(name: str, read: Read, recordings: list[Recording]) -> Iterator[Finding]:
-    report = warning if name in MAY_DIFFER else failure
+def _differing(
+    name: str, read: Read, recordings: list[Recording], report: Callable[..., Finding] = failure
+) -> Iterator[Finding]:
     versions = [read(recording) for recording in recordings]
     for recording, installed, majority in minority(recordings, versions):
         yield report(

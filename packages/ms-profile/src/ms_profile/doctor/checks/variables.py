@@ -30,17 +30,21 @@ SOCKETS_IN_LOG: Final = re.compile(r"Using network Socket|NET/Socket : Using")
 RDMA_IN_LOG: Final = re.compile(r"Using network IB|NET/IB : Using|via NET/IB")
 NO_RDMA: Final = "messages between machines go over TCP sockets, at a fraction of the rate of RDMA"
 NO_PEERS: Final = "messages between devices of a machine are copied through host memory"
+NO_GPUDIRECT: Final = "every message between machines is copied through host memory"
+INTERFACE_REMEDY: Final = "use an interface that reaches the other machines, or unset it"
+LEVELS: Final = "PIX, PXB, PHB or SYS"
+UNSET: Final = "unset it, or set it to 0"
 UNREACHED: Final = "the library does not find a usable address, and the ranks cannot connect"
 
 
-@frozen(kw_only=True)
+@frozen
 class Variable:
     """A variable and the effect of setting it."""
 
     name: str
     judge: Judge
     why: str
-    remedy: str
+    remedy: str = UNSET
     fails: bool = True
     """Failure rather than warning: it breaks a run or slows it down much."""
 
@@ -95,82 +99,55 @@ def _off(machine: Recording, word: str) -> str:
     return "turned off" * (word == "0")
 
 
+def _local_only(machine: Recording, word: str) -> str:
+    return "which forbids it" * (word.upper() in ("LOC", "0"))
+
+
+def _traces(machine: Recording, word: str) -> str:
+    return "which logs every operation" * (word.upper() == "TRACE")
+
+
 VARIABLES: Final = (
+    Variable("NCCL_IB_DISABLE", _on_with_rdma, NO_RDMA),
+    Variable("NCCL_NET", _not_rdma, NO_RDMA, "unset it, or set it to IB"),
     Variable(
-        name="NCCL_IB_DISABLE",
-        judge=_on_with_rdma,
-        why=NO_RDMA,
-        remedy="unset it, or set it to 0",
-    ),
-    Variable(name="NCCL_NET", judge=_not_rdma, why=NO_RDMA, remedy="unset it, or set it to IB"),
-    Variable(
-        name="NCCL_IB_HCA",
-        judge=_few_ports,
-        why="the other ports stay idle",
-        remedy="list all ports that are meant for training, or unset it",
+        "NCCL_IB_HCA",
+        _few_ports,
+        "the other ports stay idle",
+        "list all ports that are meant for training, or unset it",
         fails=False,
     ),
-    Variable(name="NCCL_P2P_DISABLE", judge=_on, why=NO_PEERS, remedy="unset it, or set it to 0"),
+    Variable("NCCL_P2P_DISABLE", _on, NO_PEERS),
+    Variable("NCCL_P2P_LEVEL", _local_only, NO_PEERS, f"unset it, or name NVL, {LEVELS}"),
     Variable(
-        name="NCCL_P2P_LEVEL",
-        judge=lambda machine, word: "which forbids it" * (word.upper() in ("LOC", "0")),
-        why=NO_PEERS,
-        remedy="unset it, or name NVL, PIX, PXB, PHB or SYS",
+        "NCCL_SHM_DISABLE",
+        _on,
+        "processes of a machine without peer access between devices send over the network",
+        "unset it, and give the container a larger /dev/shm instead",
+    ),
+    Variable("NCCL_NET_GDR_LEVEL", _near_only, NO_GPUDIRECT, f"unset it, or name {LEVELS}"),
+    Variable(
+        "NCCL_IB_GDR_LEVEL",
+        _near_only,
+        NO_GPUDIRECT,
+        "unset it; it is now called NCCL_NET_GDR_LEVEL",
     ),
     Variable(
-        name="NCCL_SHM_DISABLE",
-        judge=_on,
-        why="processes of a machine without peer access between devices send over the network",
-        remedy="unset it, and give the container a larger /dev/shm instead",
-    ),
-    Variable(
-        name="NCCL_NET_GDR_LEVEL",
-        judge=_near_only,
-        why="every message between machines is copied through host memory",
-        remedy="unset it, or name PIX, PXB, PHB or SYS",
-    ),
-    Variable(
-        name="NCCL_IB_GDR_LEVEL",
-        judge=_near_only,
-        why="every message between machines is copied through host memory",
-        remedy="unset it; it is now called NCCL_NET_GDR_LEVEL",
-    ),
-    Variable(
-        name="NCCL_DMABUF_ENABLE",
-        judge=_off,
-        why="without nvidia_peermem, adapters cannot access device memory",
-        remedy="unset it, or set it to 1",
+        "NCCL_DMABUF_ENABLE",
+        _off,
+        "without nvidia_peermem, adapters cannot access device memory",
+        "unset it, or set it to 1",
         fails=False,
     ),
+    Variable("NCCL_SOCKET_IFNAME", _loopback, UNREACHED, INTERFACE_REMEDY),
+    Variable("GLOO_SOCKET_IFNAME", _absent_interface, UNREACHED, INTERFACE_REMEDY),
+    Variable("HCCL_SOCKET_IFNAME", _loopback, UNREACHED, INTERFACE_REMEDY),
+    Variable("HCCL_P2P_DISABLE", _on, NO_PEERS),
     Variable(
-        name="NCCL_SOCKET_IFNAME",
-        judge=_loopback,
-        why=UNREACHED,
-        remedy="use an interface that reaches the other machines, or unset it",
-    ),
-    Variable(
-        name="GLOO_SOCKET_IFNAME",
-        judge=_absent_interface,
-        why=UNREACHED,
-        remedy="use an interface that reaches the other machines, or unset it",
-    ),
-    Variable(
-        name="HCCL_SOCKET_IFNAME",
-        judge=_loopback,
-        why=UNREACHED,
-        remedy="use an interface that reaches the other machines, or unset it",
-    ),
-    Variable(
-        name="HCCL_P2P_DISABLE",
-        judge=_on,
-        why=NO_PEERS,
-        remedy="unset it, or set it to 0",
-    ),
-    Variable(
-        name="NCCL_DEBUG",
-        judge=lambda machine, word: "which logs every operation" * (word.upper() == "TRACE"),
-        why="logging takes longer than small collectives",
-        remedy="set it to WARN",
+        "NCCL_DEBUG",
+        _traces,
+        "logging takes longer than small collectives",
+        "set it to WARN",
         fails=False,
     ),
 )
@@ -182,11 +159,8 @@ def variables(examined: Examined) -> Iterator[Finding]:
     for recording in examined.ranks:
         machine = examined.machine_of(recording)
         for rule in VARIABLES:
-            setting = (
-                variable(recording, machine, rule.name)
-                if _is_read(recording, machine, rule.name)
-                else None
-            )
+            is_read = _is_read(recording, machine, rule.name)
+            setting = variable(recording, machine, rule.name) if is_read else None
             problem = rule.judge(machine, setting[0]) if setting and setting[0] else ""
             if setting and problem:
                 report = failure if rule.fails else warning
