@@ -457,7 +457,7 @@ def trackers(session: nox.Session) -> None:
 
 @shared_job
 def road(session: nox.Session) -> None:
-    """Walk from the library's source to models in three runtimes, 20 minutes; `-- --list`."""
+    """Go from the standard library to models in three runtimes, 10 minutes; `-- --list`."""
     run_shared(session, "python", "examples/road/road.py", *session.posargs, env=ONE_THREAD)
 
 

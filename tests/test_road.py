@@ -1,10 +1,9 @@
-"""The road's driver: what is done is skipped, what was cut short goes on, what changed is redone.
+"""The driver of `examples/road`: finished steps are skipped, interrupted ones continue.
 
-The stages here are small scripts; `nox -s road` walks the real ones.
+The steps here are small scripts; `nox -s road` runs the real ones.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,205 +13,172 @@ from pathlib import Path
 
 import pytest
 
-ROAD = Path(__file__).parents[1] / "examples" / "road"
-sys.path.insert(0, str(ROAD))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "road"))
+import page
+import road
+import tasks
 
-pytest.importorskip("msgspec")
-import chart  # noqa: E402
-import page  # noqa: E402
-import road  # noqa: E402
-import stages  # noqa: E402
-import stamps  # noqa: E402
-import tasks  # noqa: E402
+ROAD = Path(road.__file__).parent
 
 COUNT = """
-import os, pathlib, sys, time
-place = pathlib.Path("made")
-place.mkdir(exist_ok=True)
-with open("tries", "a") as tries:
-    tries.write("x")
+import pathlib, sys, time
+folder = pathlib.Path("numbers")
+folder.mkdir(exist_ok=True)
+open("starts", "a").write("x")
 for number in range(5):
-    if not (place / str(number)).exists():
+    if not (folder / str(number)).exists():
         time.sleep(float(sys.argv[1]))
-        (place / str(number)).write_text(str(number))
+        (folder / str(number)).write_text(str(number))
         open("written", "a").write(str(number))
-(place / "whole").write_text("all")
 """
-
-
-def script(folder: Path, text: str = COUNT) -> Path:
-    """A script that makes five files, and goes on where it stopped."""
-    path = folder / "count.py"
-    path.write_text(text)
-    return path
-
-
-def stage_of(path: Path, *words: str, **more: object) -> stages.Stage:
-    """A stage that runs a script."""
-    given = {
-        "name": "count",
-        "what": "count",
-        "commands": (stages.Command(words=(str(path), *words)),),
-        "settings": (path,),
-        "makes": ("made",),
-        "typical_s": 1.0,
-    }
-    return stages.Stage(**(given | more))  # type: ignore[arg-type]
-
-
-def walk(folder: Path, *chosen: stages.Stage) -> int:
-    """Walk some stages in a folder."""
-    folder.mkdir(exist_ok=True)
-    with road.held(folder) as lock:
-        return road.walk(chosen, folder, lock)
-
-
-def tries(folder: Path) -> int:
-    """How often the script was started."""
-    return len((folder / "tries").read_text())
-
-
-def test_the_pre_training_is_laid_out_by_the_planner() -> None:
-    """Its run file leaves the layout to the plan, and the page says what was chosen."""
-    assert tomllib.loads((ROAD / "pretrain.toml").read_text())["layout"] == "auto"
-    told = {"kind": "plan", "layout": "data=2", "predicted_step_s": 0.25}
-    steps = [{"kind": "step", "time_s": at} for at in (0.0, 0.5, 1.0)]
-    said = page.planned([told, *steps])
-    assert "data=2" in said
-    assert "predicted 0.25 s an update, and the median took 0.50 s" in said
-
-
-def test_a_stage_that_is_done_is_skipped(tmp_path: Path) -> None:
-    """The same walk again starts nothing."""
-    stage = stage_of(script(tmp_path), "0")
-    assert walk(tmp_path / "road", stage) == 0
-    assert walk(tmp_path / "road", stage) == 0
-    assert tries(tmp_path / "road") == 1
-    assert stamps.state(stage, tmp_path / "road") == "done"
-
-
-@pytest.mark.parametrize("change", ["script", "command", "input"])
-def test_a_stage_is_done_anew_where_what_it_is_made_from_changed(
-    tmp_path: Path, change: str
-) -> None:
-    """By content: a touched file changes nothing, another byte does; old outputs are removed."""
-    folder = tmp_path / "road"
-    folder.mkdir()
-    (folder / "read").write_text("first")
-    path = script(tmp_path)
-    stage = stage_of(path, "0", reads=("read",))
-    assert walk(folder, stage) == 0
-    (folder / "made" / "old").write_text("of the first walk")
-    os.utime(path)
-    if change == "script":
-        script(tmp_path, COUNT + "\n# more\n")
-    if change == "command":
-        stage = stage_of(path, "0.0", reads=("read",))
-    if change == "input":
-        (folder / "read").write_text("second")
-    assert stamps.state(stage, folder) == "changed"
-    assert walk(folder, stage) == 0
-    assert not (folder / "made" / "old").exists()
-    assert (folder / "written").read_text() == "0123401234"
-
-
-def test_an_output_that_was_damaged_is_made_again(tmp_path: Path) -> None:
-    """What a stage made is held by its content too."""
-    folder, stage = tmp_path / "road", stage_of(script(tmp_path), "0")
-    assert walk(folder, stage) == 0
-    (folder / "made" / "whole").write_text("less")
-    assert stamps.state(stage, folder) == "begun"
-    assert walk(folder, stage) == 0
-    assert (folder / "made" / "whole").read_text() == "all"
-
-
-DRIVER = """
+RUN = """
 import sys
-sys.path[:0] = [{road!r}, {tests!r}]
 from pathlib import Path
-import test_road
-sys.exit(test_road.walk(Path("road"), test_road.stage_of(Path("count.py").resolve(), "0.4")))
+sys.path.insert(0, {road!r})
+import road
+command = "{script} 0.4"
+step = road.Step(name="count", purpose="", commands=(command,), outputs=("numbers",), seconds=2)
+road.steps = lambda: [step]
+sys.exit(road.main(["--folder", "road"]))
 """
 
 
-def test_after_kill_9_the_same_command_goes_on(tmp_path: Path) -> None:
-    """Nothing that was made is made twice, and no process of the killed walk works on."""
-    script(tmp_path)
-    code = DRIVER.format(road=str(ROAD), tests=str(Path(__file__).parent))
+@pytest.fixture
+def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the steps by one that writes five files and continues where it stopped."""
+    script = tmp_path / "count.py"
+    script.write_text(COUNT)
+    step = road.Step(
+        name="count",
+        purpose="count to five",
+        commands=(f"{script} 0",),
+        outputs=("numbers",),
+        seconds=1,
+    )
+    monkeypatch.setattr(road, "steps", lambda: [step])
+    return script
+
+
+def run(tmp_path: Path, *arguments: str) -> int:
+    """Run the driver in a folder of the test."""
+    return road.main(["--folder", str(tmp_path / "road"), *arguments])
+
+
+def test_a_finished_step_is_skipped(tmp_path: Path, count: Path) -> None:
+    """The second run starts no process."""
+    assert run(tmp_path) == 0
+    assert run(tmp_path) == 0
+    assert (tmp_path / "road" / "starts").read_text() == "x"
+
+
+def test_a_step_whose_output_was_deleted_runs_again(tmp_path: Path, count: Path) -> None:
+    """A marker without its output does not count."""
+    assert run(tmp_path) == 0
+    for path in (tmp_path / "road" / "numbers").iterdir():
+        path.unlink()
+    (tmp_path / "road" / "numbers").rmdir()
+    assert run(tmp_path) == 0
+    assert (tmp_path / "road" / "written").read_text() == "0123401234"
+
+
+def test_from_deletes_the_outputs_and_repeats_the_step(tmp_path: Path, count: Path) -> None:
+    """Old files do not survive."""
+    assert run(tmp_path) == 0
+    (tmp_path / "road" / "numbers" / "old").touch()
+    assert run(tmp_path, "--from", "count") == 0
+    assert not (tmp_path / "road" / "numbers" / "old").exists()
+    assert (tmp_path / "road" / "written").read_text() == "0123401234"
+
+
+def test_a_failed_step_gives_its_exit_code_and_can_be_fixed(
+    tmp_path: Path, count: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the fix the same command continues."""
+    count.write_text("import sys; sys.exit(3)")
+    assert run(tmp_path) == 3
+    assert "count failed" in capsys.readouterr().err
+    count.write_text(COUNT)
+    assert run(tmp_path) == 0
+
+
+def test_an_unknown_step_is_refused_with_the_known_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and exit code 2."""
+    assert run(tmp_path, "--from", "pretain") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no step 'pretain'; the steps are clean, dedup" in line
+
+
+def test_after_kill_9_the_same_command_continues(tmp_path: Path) -> None:
+    """No file is written twice, although the killed driver's child was still running."""
+    (tmp_path / "count.py").write_text(COUNT)
+    code = RUN.format(road=str(ROAD), script=tmp_path / "count.py")
     command = [sys.executable, "-c", code]
     driver = subprocess.Popen(command, cwd=tmp_path)
     written = tmp_path / "road" / "written"
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not (written.exists() and len(written.read_text()) >= 2):
         assert driver.poll() is None
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 0
     assert sorted(written.read_text()) == list("01234")
-    assert tries(tmp_path / "road") == 2
+    assert (tmp_path / "road" / "starts").read_text() == "xx"
 
 
-def test_a_stage_that_fails_ends_the_walk_and_can_be_mended(tmp_path: Path) -> None:
-    """Exit code 1, and the same command resumes once the script is mended."""
-    folder = tmp_path / "road"
-    path = script(tmp_path, "import sys; sys.exit(3)")
-    assert walk(folder, stage_of(path, "0")) == 1
-    script(tmp_path)
-    assert walk(folder, stage_of(path, "0")) == 0
-
-
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_the_list_shows_every_command_without_running_any(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stage that nobody knows, and one whose inputs nobody made, are named with the remedy."""
-    assert road.main(["--folder", str(tmp_path / "road"), "--only", "pretain"]) == 2
-    assert "there is no stage 'pretain'; there are clean, dedup" in capsys.readouterr().err
-    assert road.main(["--folder", str(tmp_path / "road"), "--only", "pretrain"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("which is not there; run shards")
+    """The run files that it names exist."""
+    assert run(tmp_path, "--list") == 0
+    output = capsys.readouterr().out
+    assert "ms_align ppo" in output
+    files = {word for word in output.split() if word.endswith((".toml", ".jinja", ".py"))}
+    assert len(files) > 10
+    assert all(Path(file).is_file() for file in files)
+    assert not (tmp_path / "road").exists()
 
 
-def test_what_a_stage_reads_was_made_before_it() -> None:
-    """The list is in order, settings are there, and no name stands twice."""
-    made: set[str] = set()
-    for stage in stages.all_stages():
-        tops = {name.split("/")[0] for name in made}
-        for name in stage.reads:
-            assert name in made or (name in tops), f"{stage.name} reads {name}"
-        assert all(path.is_file() for path in stage.settings), stage.name
-        made |= {*stage.makes}
-    names = [stage.name for stage in stages.all_stages()]
-    assert len(set(names)) == len(names)
+def test_pretraining_uses_the_planned_layout() -> None:
+    """The run file leaves the layout to the planner, and the page reports its choice."""
+    assert tomllib.loads((ROAD / "pretrain.toml").read_text())["layout"] == "auto"
+    plan = {"kind": "plan", "layout": "data=2", "predicted_step_s": 0.25}
+    steps = [{"kind": "step", "time_s": time_s} for time_s in (0.0, 0.5, 1.0)]
+    sentence = page.planned_layout([plan, *steps])
+    assert "the layout data=2" in sentence
+    assert "predicted 0.25 s per step; the median step took 0.50 s" in sentence
 
 
-def test_tasks_hold_out_what_they_ask_later(tmp_path: Path) -> None:
-    """No held-out sum and no held-out docstring is in what is learned from."""
+def test_held_out_questions_are_not_in_the_training_data(tmp_path: Path) -> None:
+    """Neither sums nor docstrings."""
     docstrings = tmp_path / "docstrings"
     docstrings.mkdir()
     rows = [tasks.chat(f"Write the docstring of {n}.", f"says {n}") for n in range(700)]
     for name in ("describe", "implement"):
-        tasks.write_lines(docstrings / f"{name}.jsonl", rows)
+        tasks.write_rows(docstrings / f"{name}.jsonl", rows)
     counts = tasks.write_tasks(docstrings, tmp_path / "tasks")
     assert counts["add"] + counts["held_out"] == 8100
 
     def questions(*names: str) -> set[str]:
-        found = set()
+        prompts = set()
         for name in names:
             for line in (tmp_path / "tasks" / f"{name}.jsonl").read_text().splitlines():
                 row = json.loads(line)
-                chat = row.get("messages") or row["prompt"]
-                found.add(chat if isinstance(chat, str) else chat[0]["content"])
-        return found
+                prompt = row.get("messages") or row["prompt"]
+                prompts.add(prompt if isinstance(prompt, str) else prompt[0]["content"])
+        return prompts
 
-    learned = questions("add", "describe", "implement", "pairs", "prompts", "mixed")
-    assert not learned & questions("held_out", "held_out_few", "held_out_chats")
-    assert tasks.apart(131) == "1 3 1"
+    training = questions("add", "describe", "implement", "pairs", "prompts", "mixed")
+    assert len(training) > 6000
+    assert not training & questions("held_out", "held_out_few", "held_out_chats")
+    assert tasks.spaced(131) == "1 3 1"
 
 
-def recorded(folder: Path) -> None:
-    """What stages leave behind, as small as it comes."""
+def write_records(folder: Path) -> None:
+    """Write the smallest records that the page reads."""
     events = {
         "pretrain": [
             {"kind": "plan", "layout": "data=2", "predicted_step_s": 0.5},
@@ -230,43 +196,44 @@ def recorded(folder: Path) -> None:
     }
     for name, rows in events.items():
         (folder / name).mkdir(parents=True)
-        tasks.write_lines(folder / name / "events.jsonl", rows)
-    told = {"model": "tuned", "runtime": "transformers", "right": 3, "asked": 4}
+        tasks.write_rows(folder / name / "events.jsonl", rows)
+    model = {
+        "model": "tuned",
+        "runtime": "transformers",
+        "folder": "sft/model",
+        "correct": 3,
+        "asked": 4,
+        "sums": ["2 1"],
+        "docstrings": ["<b>Return.</b>"],
+    }
     answers = {
         "questions": ["What is 1 0 + 1 1?"],
-        "known": ["2 1"],
+        "expected": ["2 1"],
         "functions": ["def f(x): return x < 2"],
         "docstrings": ["Return whether <x> is below 2."],
-        "told": [told | {"sums": ["2 1"], "docstrings": ["<b>Return.</b>"]}],
+        "models": [model],
     }
-    (folder / "facts").mkdir()
-    (folder / "facts" / "answers.json").write_text(json.dumps(answers))
+    (folder / "answers.json").write_text(json.dumps(answers))
+    (folder / "done").mkdir()
+    (folder / "done" / "ppo.json").write_text(json.dumps({"wall_s": 90.0, "cpu_s": 88.0}))
 
 
-def test_the_page_shows_what_was_recorded_and_loads_nothing(tmp_path: Path) -> None:
-    """Curves of each training, texts without their markup, and no address."""
-    recorded(tmp_path)
+def test_the_page_shows_the_records_and_loads_nothing(tmp_path: Path) -> None:
+    """Curves of each training, escaped texts, no address that a browser would fetch."""
+    write_records(tmp_path)
     text = page.render(tmp_path)
     assert text.count("<svg") == 6
-    assert "75.0 %" in text
-    assert "25.0 to 50.0 %" in text
-    assert "the layout data=2" in text
-    assert "predicted 0.50 s an update, and the median took 0.75 s" in text
+    assert "75.0%" in text
+    assert "25.0 to 50.0%" in text
+    assert "predicted 0.50 s per step; the median step took 0.75 s" in text
+    assert "1.5 min" in text
     assert "&lt;b&gt;Return.&lt;/b&gt;" in text
     assert "<b>Return" not in text
-    assert "http" not in text
     assert "<script" not in text
+    assert 'src="' not in text
+    assert 'href="http' not in text
 
 
-def test_the_page_of_a_road_that_was_hardly_begun_says_so(tmp_path: Path) -> None:
-    """What was not recorded is a note, not an error."""
+def test_the_page_of_an_unfinished_road_says_so(tmp_path: Path) -> None:
+    """Missing records give empty plots, not an error."""
     assert page.render(tmp_path).count("nothing was recorded") == 6
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.0, 3.0), (-2.0, 11.3), (1e-9, 2e-9)])
-def test_ticks_are_round_and_enclose_what_is_drawn(low: float, high: float) -> None:
-    """From three to seven numbers, evenly apart."""
-    found = chart.ticks(low, high)
-    assert 2 <= len(found) <= 7
-    assert found[0] <= low + 1e-12
-    assert found[-1] >= high - 1e-12

@@ -1,4 +1,4 @@
-"""Runs a module as `python -m` does, for `ms-profile run`, which takes a script.
+"""Run a module as `python -m` does; `ms-profile run` takes a script.
 
 Run it: ms-profile run --train-script module.py --output-dir DIR -- ms_align sft RUN.toml
 """

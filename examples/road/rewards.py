@@ -1,6 +1,6 @@
-"""Rewards of the road: a sum is right or it is not, and a control that knows nothing.
+"""Rewards of the road: exact match, and a shuffled control that carries no information.
 
-`ms-align ppo` finds them as `rewards:exact` where this folder is on PYTHONPATH.
+`ms-align ppo` finds them as `rewards:exact` if this folder is on PYTHONPATH.
 """
 
 import random
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 
 from ms_align import ExactMatch, Sample
 
-_RIGHT = ExactMatch()
+_EXACT = ExactMatch()
 _RNG = random.Random(0)
 
 
 def exact(samples: Sequence[Sample]) -> list[float]:
-    """1 where the response is the answer, else 0."""
-    return _RIGHT(samples)
+    """Return 1 where the response is the answer, else 0."""
+    return _EXACT(samples)
 
 
 def shuffled(samples: Sequence[Sample]) -> list[float]:
-    """The same numbers, dealt out among the samples at random: nothing can be learned from them."""
+    """Return the same rewards in random order, so that nothing can be learned from them."""
     rewards = exact(samples)
     _RNG.shuffle(rewards)
     return rewards

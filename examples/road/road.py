@@ -1,274 +1,279 @@
-"""The whole road: from the running Python's own library to models that answer in three runtimes.
+"""From Python's standard library to a model that answers in three runtimes.
 
     python examples/road/road.py
 
-Each stage is a command that also works alone; `--list` prints them. A stage whose outputs are
-there, made from the same inputs and settings, is skipped. Stop it at any moment, even with kill -9:
-the same command resumes. It ends in one page, `road/road.html`, which needs no network.
+Each step is a command that you can also type yourself; `--list` prints them all. Finished steps are
+skipped. Stop the script at any time, even with kill -9: the same command continues, and an
+interrupted training resumes from its last checkpoint. The result is one page, `road/road.html`.
 """
 
 import argparse
 import ctypes
 import fcntl
+import importlib.util
+import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from stages import HERE, Command, Stage, all_stages, python_line
-from stamps import Stamp, identity, made, read_stamp, state, write_stamp
+from attrs import frozen
 
-SET_DEATH_SIGNAL = 1
-"""Linux's number of prctl's request for a signal when the parent dies."""
+HERE = Path(__file__).resolve().parent
+CODE = shlex.quote(str(HERE))
+"""This folder as a word of a command line."""
+SCHEMES = {"ct": "ct.int4_g32", "onnx": "ort.matmulnbits", "gguf": "gguf.q4_0"}
+"""Compression scheme of each folder in `deploy/`."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: a signal for the child when its parent dies."""
 
 
-class RoadError(Exception):
-    """What a user can mend; one line."""
+@frozen(kw_only=True)
+class Step:
+    """Commands that run in the road's folder, and what they write there."""
+
+    name: str
+    purpose: str
+    commands: tuple[str, ...]
+    """Command lines without the leading `python`."""
+    outputs: tuple[str, ...]
+    """Files and folders that `--from` deletes before the step runs again."""
+    seconds: float
+    """Duration on 2 idle cores, for the estimate of the time left."""
+
+
+def recorded(name: str, command: str, *, processes: int = 1) -> str:
+    """Return a training command under ms-profile's recorder, which writes to `profile/NAME`."""
+    launcher = f" --nproc-per-node {processes}" if processes > 1 else ""
+    return (
+        f"-m ms_profile run --train-script {CODE}/module.py --output-dir profile/{name}"
+        f" --overwrite --every 150{launcher} -- {command}"
+    )
+
+
+def training(name: str, purpose: str, command: str, seconds: float, *, processes: int = 1) -> Step:
+    """Return the step that trains with the run file `NAME.toml`."""
+    return Step(
+        name=name,
+        purpose=purpose,
+        commands=(recorded(name, f"{command} {CODE}/{name}.toml", processes=processes),),
+        outputs=(name, f"profile/{name}"),
+        seconds=seconds,
+    )
+
+
+def quantization(name: str, scheme: str) -> Step:
+    """Return the step that trains with quantized weights and writes `deploy/NAME`."""
+    # A GGUF file is verified by llama.cpp, which takes minutes to build and may not be installed.
+    verify = name != "gguf" or importlib.util.find_spec("llama_cpp") is not None
+    command = (
+        f"ms_compress qat {CODE}/qat.toml --set scheme={scheme} --set output_dir=deploy/{name}"
+        f" --set verify={str(verify).lower()}"
+    )
+    return Step(
+        name=f"qat-{name}",
+        purpose=f"train with weights quantized as {scheme}, with the float model as teacher",
+        commands=(recorded(f"qat-{name}", command),),
+        outputs=(f"deploy/{name}", f"deploy/{name}.training", f"profile/qat-{name}"),
+        seconds=35,
+    )
+
+
+def steps() -> list[Step]:
+    """Return all steps in order."""
+    chats = f"--tokenizer tokenizer.json --chat-template {CODE}/chat.jinja"
+    return [
+        Step(
+            name="clean",
+            purpose="read the standard library, repair texts, mask personal data",
+            commands=(f"-m ms_data clean stdlib {CODE}/clean.toml --out cleaned",),
+            outputs=("cleaned",),
+            seconds=6,
+        ),
+        Step(
+            name="dedup",
+            purpose="keep one copy of identical and near-identical files",
+            commands=("-m ms_data dedup cleaned --out unique",),
+            outputs=("unique",),
+            seconds=5,
+        ),
+        Step(
+            name="tokenizer",
+            purpose="train a byte-level BPE tokenizer with 4,096 tokens",
+            commands=("-m ms_data tokenizer unique --vocab-size 4096 --out tokenizer.json",),
+            outputs=("tokenizer.json",),
+            seconds=9,
+        ),
+        Step(
+            name="shards",
+            purpose="write compressed token shards with checksums, and hold out 2% of the files",
+            commands=(
+                "-m ms_data build unique --tokenizer tokenizer.json --hold-out 0.02 --out shards",
+            ),
+            outputs=("shards",),
+            seconds=5,
+        ),
+        Step(
+            name="tasks",
+            purpose="make docstring tasks, sums, preference pairs and held-out questions",
+            commands=(
+                f"{CODE}/../docstrings.py docstrings",
+                f"{CODE}/tasks.py docstrings tasks",
+                f"-m ms_data build tasks/add.jsonl {chats} --hold-out 0.02 --out chats/add",
+                f"-m ms_data build tasks/describe.jsonl {chats} --hold-out 0.02"
+                " --out chats/describe",
+                f"-m ms_data build tasks/implement.jsonl {chats} --hold-out 0.02"
+                " --out chats/implement",
+                f"-m ms_data build tasks/pairs.jsonl --pairs {chats} --hold-out 0.05"
+                " --out chats/pairs",
+            ),
+            outputs=("docstrings", "tasks", "chats"),
+            seconds=12,
+        ),
+        training(
+            "pretrain",
+            "pre-train a Llama-style decoder on two processes",
+            "ms_parallel train",
+            110,
+            processes=2,
+        ),
+        training("sft", "tune it on three tasks, sampled by difficulty", "ms_align sft", 115),
+        training("reward", "train a reward model on answer pairs", "ms_align reward", 35),
+        training("ppo", "optimize it with PPO for correct sums", "ms_align ppo", 155),
+        *(quantization(name, scheme) for name, scheme in SCHEMES.items()),
+        Step(
+            name="ask",
+            purpose="ask every model the held-out questions, each in its own runtime",
+            commands=(f"{CODE}/ask.py --out answers.json",),
+            outputs=("answers.json",),
+            seconds=12,
+        ),
+        Step(
+            name="evaluate",
+            purpose="measure size, speed and perplexity of each export",
+            commands=(f"-m ms_compress evaluate {CODE}/evaluate.toml",),
+            outputs=("report",),
+            seconds=6,
+        ),
+        Step(
+            name="page",
+            purpose="draw one page of all results",
+            commands=(
+                "-m ms_profile report profile/pretrain --out waiting.html",
+                f"{CODE}/page.py --out road.html",
+            ),
+            outputs=("waiting.html", "road.html"),
+            seconds=6,
+        ),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Walk the road; 0 done, 1 a stage failed, 2 bad input."""
-    options = _parser().parse_args(arguments)
-    try:
-        stages = with_settings(all_stages(), options.set)
-        chosen = choose(stages, only=options.only, skip=options.skip, first=options.first)
-        if options.list:
-            show(stages, options.folder)
-            return 0
-        options.folder.mkdir(parents=True, exist_ok=True)
-        with held(options.folder) as lock:
-            return walk(chosen, options.folder, lock, anew=options.first is not None)
-    except (RoadError, OSError) as error:
-        print(f"road: {error}", file=sys.stderr)
+    """Run the steps; return 0, or the exit code of the step that failed, or 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="road", description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, default=Path("road"), help="output folder")
+    parser.add_argument("--list", action="store_true", help="print the steps and their commands")
+    parser.add_argument("--from", dest="first", metavar="STEP", help="repeat the steps from STEP")
+    options = parser.parse_args(arguments)
+    plan, folder = steps(), options.folder
+    names = [step.name for step in plan]
+    if options.first and options.first not in names:
+        print(f"road: no step {options.first!r}; the steps are {', '.join(names)}", file=sys.stderr)
         return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="road",
-        description="From the running Python's own library to models that answer in three runtimes."
-        " A stage that is done, from the same inputs and settings, is skipped.",
-        epilog="example: python examples/road/road.py --folder road --from ppo",
-    )
-    parser.add_argument("--folder", type=Path, default=Path("road"), help="where everything goes")
-    parser.add_argument("--list", action="store_true", help="print stages, state and commands")
-    parser.add_argument("--only", action="append", default=[], metavar="STAGE", help="this stage")
-    parser.add_argument("--skip", action="append", default=[], metavar="STAGE", help="all but this")
-    parser.add_argument("--from", dest="first", metavar="STAGE", help="do it and all after it anew")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="STAGE.KEY=VALUE",
-        help="change a key of a stage's run file",
-    )
-    return parser
-
-
-def with_settings(stages: Sequence[Stage], given: Sequence[str]) -> list[Stage]:
-    """The stages with keys of their run files changed.
-
-    Raises:
-        RoadError: a setting is of no stage with a run file.
-    """
-    known = {stage.name for stage in stages if stage.has_run_file}
-    for each in given:
-        name, dot, rest = each.partition(".")
-        if name not in known or not dot or "=" not in rest:
-            raise RoadError(
-                f"--set {each}: give STAGE.KEY=VALUE, of a stage with a run file:"
-                f" {', '.join(sorted(known))}"
-            )
-    return [
-        stage.changed(
-            [each.partition(".")[2] for each in given if each.startswith(f"{stage.name}.")]
-        )
-        for stage in stages
-    ]
-
-
-def choose(
-    stages: Sequence[Stage], *, only: Sequence[str], skip: Sequence[str], first: str | None
-) -> list[Stage]:
-    """The stages that are asked for, in order.
-
-    Raises:
-        RoadError: there is no stage of a name.
-    """
-    names = [stage.name for stage in stages]
-    for name in (*only, *skip, *([first] if first else [])):
-        if name not in names:
-            raise RoadError(f"there is no stage {name!r}; there are {', '.join(names)}")
-    begin = names.index(first) if first else 0
-    return [
-        stage
-        for stage in stages[begin:]
-        if (not only or stage.name in only) and stage.name not in skip
-    ]
-
-
-def show(stages: Sequence[Stage], folder: Path) -> None:
-    """Print each stage, its state, and its commands as a user types them in the folder."""
-    for stage in stages:
-        print(f"{stage.name:<10} {state(stage, folder):<8} {stage.what}")
-        for line in stage.lines():
-            print(f"    {line}")
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[IO[bytes]]:
-    """Hold the folder for one walk; processes of a killed one hold it until they have ended."""
+    if options.list:
+        for step in plan:
+            print(f"{step.name}: {step.purpose}{' (done)' if is_done(step, folder) else ''}")
+            print("".join(f"    python {command}\n" for command in step.commands), end="")
+        return 0
+    (folder / "done").mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another walk in {folder} to end", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield lock
+        # The children inherit the lock, so this also waits for those of a killed run to end.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if options.first:
+            for step in plan[names.index(options.first) :]:
+                remove(step, folder)
+        return run_steps(plan, folder, lock)
 
 
-def walk(stages: Sequence[Stage], folder: Path, lock: IO[bytes], *, anew: bool = False) -> int:
-    """Do what is not done, one stage after another; 0, or 1 where one failed."""
-    began, expected, taken = time.monotonic(), 0.0, 0.0
-    for number, stage in enumerate(stages, 1):
-        head = f"[{number}/{len(stages)}] {stage.name}"
-        check_inputs(stage, folder)
-        now = "changed" if anew else state(stage, folder)
-        if now == "done":
-            print(f"{head}: done before", flush=True)
+def run_steps(plan: Sequence[Step], folder: Path, lock: IO[bytes]) -> int:
+    """Run the steps that are not done; return 0, or the exit code of the one that failed."""
+    expected_s = elapsed_s = 0.0
+    for number, step in enumerate(plan, 1):
+        title = f"[{number}/{len(plan)}] {step.name}"
+        if is_done(step, folder):
+            print(f"{title}: done before", flush=True)
             continue
-        left = sum(one.typical_s for one in stages[number - 1 :])
-        pace = taken / expected if expected else 1.0
-        print(f"{head}: {stage.what}", flush=True)
-        own, all_left = span(stage.typical_s * pace), span(left * pace)
-        print(f"    about {own}; {all_left} left in all", flush=True)
-        stamp = prepare(stage, folder, now)
-        code, stamp = perform(stage, folder, stamp, lock)
-        if code:
-            print(f"road: {stage.name} failed with exit code {code}; mend what it says above, and"
-                  " the same command resumes", file=sys.stderr)  # fmt: skip
-            return 1
-        expected, taken = expected + stage.typical_s, taken + stamp.wall_s
-        print(f"    {stage.name} took {span(stamp.wall_s)}", flush=True)
-    print(f"all {len(stages)} stages are done, in {span(time.monotonic() - began)}", flush=True)
+        pace = elapsed_s / expected_s if expected_s else 1.0
+        todo = [later for later in plan[number - 1 :] if not is_done(later, folder)]
+        left_s = pace * sum(later.seconds for later in todo)
+        print(f"{title}: {step.purpose}; about {left_s / 60:.0f} min left in all", flush=True)
+        start_s, start_cpu_s = time.monotonic(), children_cpu_s()
+        for command in step.commands:
+            code = run(command, folder, lock)
+            if code:
+                print(f"road: {step.name} failed; fix what it says above, and the same command"
+                      " continues", file=sys.stderr)  # fmt: skip
+                return code
+        wall_s, cpu_s = time.monotonic() - start_s, children_cpu_s() - start_cpu_s
+        marker(step, folder).write_text(json.dumps({"wall_s": wall_s, "cpu_s": cpu_s}))
+        expected_s, elapsed_s = expected_s + step.seconds, elapsed_s + wall_s
     return 0
 
 
-def check_inputs(stage: Stage, folder: Path) -> None:
-    """Refuse a stage that reads what nobody made.
+def run(command: str, folder: Path, lock: IO[bytes]) -> int:
+    """Run one command line in the road's folder and return its exit code."""
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [sys.executable, *shlex.split(command)],
+        cwd=folder,
+        env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path},
+        pass_fds=(lock.fileno(),),
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+    )
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # the child received it too and saves a checkpoint first
+        process.wait()
+        raise
 
-    Raises:
-        RoadError: names the stage that makes it.
-    """
-    for name in stage.reads:
-        if not (folder / name).exists():
-            maker = next((one.name for one in all_stages() if name in one.makes), "an earlier one")
-            raise RoadError(f"{stage.name} reads {folder / name}, which is not there; run {maker}")
+
+def marker(step: Step, folder: Path) -> Path:
+    """Return the file that marks a step as done; it holds the step's duration."""
+    return folder / "done" / f"{step.name}.json"
 
 
-def prepare(stage: Stage, folder: Path, now: str) -> Stamp:
-    """Note that a stage is begun; what was made from other inputs is removed first."""
-    stamp = read_stamp(stage, folder)
-    if now == "begun" and stamp is not None:
-        return stamp
-    for name in stage.owns:
+def is_done(step: Step, folder: Path) -> bool:
+    """Return whether the step finished and its output is still there."""
+    return marker(step, folder).exists() and (folder / step.outputs[0]).exists()
+
+
+def remove(step: Step, folder: Path) -> None:
+    """Delete the step's marker and outputs."""
+    marker(step, folder).unlink(missing_ok=True)
+    for name in step.outputs:
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    stamp = Stamp(identity=identity(stage, folder))
-    write_stamp(stage, folder, stamp)
-    return stamp
 
 
-def perform(stage: Stage, folder: Path, stamp: Stamp, lock: IO[bytes]) -> tuple[int, Stamp]:
-    """Run a stage's commands; their exit code, and the stamp with what they made and took."""
-    began, processor, code = time.monotonic(), processor_s(), 0
-    try:
-        for command in stage.commands:
-            code = run(command, folder, lock)
-            if code:
-                break
-    finally:
-        stamp = Stamp(
-            identity=stamp.identity,
-            made="" if code else made(stage, folder),
-            wall_s=stamp.wall_s + time.monotonic() - began,
-            processor_s=stamp.processor_s + processor_s() - processor,
-            load=os.getloadavg()[0],
-        )
-        write_stamp(stage, folder, stamp)
-    if not code and not stamp.made:
-        raise RoadError(f"{stage.name} ended well, and {', '.join(stage.makes)} is not all there")
-    return code, stamp
-
-
-def run(command: Command, folder: Path, lock: IO[bytes]) -> int:
-    """Run a command in the folder, and keep what it prints where that is asked for."""
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    kept = None if command.facts is None else folder / command.facts
-    aside = None
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        aside = kept.with_suffix(".part")
-    output = None if aside is None else aside.open("wb")
-    try:
-        process = subprocess.Popen(
-            python_line(command),
-            cwd=folder,
-            env=environment,
-            stdout=output,
-            pass_fds=(lock.fileno(),),
-            preexec_fn=_die_with_the_parent,
-        )
-        code = wait(process)
-    finally:
-        if output is not None:
-            output.close()
-    if code == 0 and aside is not None and kept is not None:
-        aside.replace(kept)
-    return code
-
-
-def _die_with_the_parent() -> None:
-    """Have Linux end this process, which then ends its own, when the walk is killed."""
-    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
-
-
-def wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process; Ctrl-C reaches it too, and it is given the time to save what it has."""
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        raise
-
-
-def processor_s() -> float:
-    """Seconds of processor time of all processes that have ended and were waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def span(seconds: float) -> str:
-    """A time for people: `48 s`, `3 min 20 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+def children_cpu_s() -> float:
+    """Return the CPU seconds of all child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("road: stopped; the same command resumes", file=sys.stderr)
+        print("road: stopped; the same command continues", file=sys.stderr)
         sys.exit(130)
