@@ -123,6 +123,9 @@ from ms_profile.recording.import_hook import when_imported
 seen = []
 when_imported("colorsys", lambda: seen.append(sys.modules["colorsys"].ONE_THIRD * 3))
 assert seen == [] and "colorsys" not in sys.modules
+import importlib.util
+assert importlib.util.find_spec("colorsys") is not None  # as libraries search for torch
+assert seen == [] and "colorsys" not in sys.modules
 import json.scanner, colorsys
 assert seen == [1.0], seen
 assert type(colorsys.__spec__.loader).__module__ != "ms_profile.recording.import_hook"

@@ -22,17 +22,27 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self.name, self.act = name, act
+        self._searching = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self.name:
+        if name != self.name or self._searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._searching = True  # the search below asks this finder again
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching = False
+        # A script may search for a module without importing it, or import it later.
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.act)
+            spec.loader = _Loader(spec.loader, self._imported)
         return spec
+
+    def _imported(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self.act()
 
 
 class _Loader(importlib.abc.Loader):
