@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+MODULE = Path(__file__).parents[1] / "examples" / "road" / "module.py"
 COLORS = {
     "grass": "green",
     "snow": "white",
@@ -124,6 +125,17 @@ def run(place: Path, *words: str, processes: int = 1) -> str:
     return done.stdout
 
 
+def run_recorded(place: Path, *words: str, processes: int = 1) -> None:
+    """Run a training command under ms-profile's recorder, which must see its steps."""
+    output = place / "profiles" / words[1]
+    launcher = ["--nproc-per-node", str(processes)] if processes > 1 else []
+    script = ["--train-script", str(MODULE), "--output-dir", str(output), "--overwrite"]
+    run(place, "ms_profile", "run", *script, *launcher, "--", *words)
+    ranks = [json.loads(path.read_text()) for path in (output / "ranks").iterdir()]
+    assert len(ranks) == processes
+    assert all(rank["steps"] > 2 for rank in ranks), ranks
+
+
 def settings(place: Path, name: str, text: str) -> str:
     """Write a run file and return its name."""
     (place / name).write_text(text)
@@ -156,7 +168,7 @@ def base(place: Path) -> Path:
     run(place, "ms_data", "tokenizer", "corpus.jsonl", "--vocab-size=400", "--out=tokenizer.json")
     shards = ("--tokenizer=tokenizer.json", "--out=shards")
     run(place, "ms_data", "build", "corpus.jsonl", *shards)
-    run(place, "ms_parallel", "train", settings(place, "train.toml", TRAIN), processes=2)
+    run_recorded(place, "ms_parallel", "train", settings(place, "train.toml", TRAIN), processes=2)
     return place / "runs" / "base" / "model"
 
 
@@ -166,7 +178,7 @@ def tuned(place: Path, base: Path) -> Path:
     assert base.is_dir()
     template = ("--tokenizer=tokenizer.json", "--chat-template=chat.jinja")
     run(place, "ms_data", "build", "chats.jsonl", *template, "--out=chats")
-    run(place, "ms_align", "sft", settings(place, "sft.toml", SFT))
+    run_recorded(place, "ms_align", "sft", settings(place, "sft.toml", SFT))
     return place / "runs" / "sft" / "model"
 
 
@@ -184,14 +196,14 @@ def judge(place: Path, tuned: Path) -> Path:
 def optimized(place: Path, judge: Path) -> Path:
     """The tuned model, optimized for the reward model by PPO."""
     assert judge.is_dir()
-    run(place, "ms_align", "ppo", settings(place, "ppo.toml", PPO))
+    run_recorded(place, "ms_align", "ppo", settings(place, "ppo.toml", PPO))
     return place / "runs" / "optimized" / "model"
 
 
 def deployed(place: Path, scheme: str, *, verify: bool) -> Path:
     """The model, trained with rounded weights on conversations, and written for its runtime."""
     text = QAT.format(scheme=scheme, verify=str(verify).lower())
-    run(place, "ms_compress", "qat", settings(place, f"{scheme}.toml", text))
+    run_recorded(place, "ms_compress", "qat", settings(place, f"{scheme}.toml", text))
     return place / "deploy" / scheme
 
 
