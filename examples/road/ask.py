@@ -77,7 +77,8 @@ def open_transformers(folder: Path, *, seed: int | None = None, **options: str) 
     With a seed, answers are sampled at temperature 1, as PPO samples its rollouts.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    model.train(mode=False)
     stops = stop_tokens(folder)
     tokenizer.pad_token_id = min(stops)
     sampling: dict[str, Any] = {"do_sample": False}
