@@ -31,7 +31,7 @@ import numpy as np
 from ms_data.cleaning.words import plain_words
 from ms_data.deduplication.clusters import join_equal_keys
 from ms_data.deduplication.minhash import MinHash
-from ms_data.deduplication.records import RECORD
+from ms_data.deduplication.sorting import RECORD
 
 BANDS, ROWS, WORDS = 14, 8, 5
 LEVELS = (0.7, 0.8, 0.9)
