@@ -21,6 +21,8 @@ from ms_data.engine.worker import PREFIX_BYTES, RESULT
 from ms_data.errors import DataError, SettingError, printable
 
 _WORKER = Path(__file__).with_name("worker.py")
+MAX_WORKERS = 1024
+"""Limit for processes of one machine; a larger number is a typo that would exhaust its memory."""
 AHEAD = 2
 """Requests queued beyond the number of processes, so that no process waits for the reader."""
 
@@ -205,7 +207,7 @@ def worker_count(workers: int | str | None) -> int | str:
     """Return the number of processes or the address of a Ray cluster; None: one process per core.
 
     Raises:
-        SettingError: the number is below 1, the address is invalid, or ray is not installed.
+        SettingError: the number is not from 1 to `MAX_WORKERS`, the address is invalid, or ray is not installed.
     """
     if isinstance(workers, str):
         if workers != "ray" and not workers.startswith("ray://"):
@@ -216,6 +218,6 @@ def worker_count(workers: int | str | None) -> int | str:
         return workers
     if workers is None:
         return len(os.sched_getaffinity(0))
-    if workers < 1:
-        raise SettingError(f"workers must be at least 1, got {workers}")
+    if not 1 <= workers <= MAX_WORKERS:
+        raise SettingError(f"workers must be from 1 to {MAX_WORKERS}, got {printable(workers)}")
     return workers
