@@ -207,7 +207,8 @@ def worker_count(workers: int | str | None) -> int | str:
     """Return the number of processes or the address of a Ray cluster; None: one process per core.
 
     Raises:
-        SettingError: the number is not from 1 to `MAX_WORKERS`, the address is invalid, or ray is not installed.
+        SettingError: the number is not from 1 to `MAX_WORKERS`, the address is invalid, or ray is
+            not installed.
     """
     if isinstance(workers, str):
         if workers != "ray" and not workers.startswith("ray://"):
