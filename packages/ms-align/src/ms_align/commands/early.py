@@ -104,7 +104,7 @@ def _check_values(keys: Iterable[Key], settings: Mapping[str, Any]) -> None:
 
 
 def _attribute(name: str) -> Any:
-    """Build a stand-in for an attrs attribute, of which validators read only the name."""
+    """Build a stand-in for an attrs attribute, whose only used field is the name."""
     return SimpleNamespace(name=name)
 
 

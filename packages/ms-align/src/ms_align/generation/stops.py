@@ -44,7 +44,7 @@ def first_stop(tokens: Sequence[int], sampling: Sampling, decode: Decode | None)
 
 
 def resolve_tokenizer(tokenizer: Any, model: Any) -> Any:
-    """Return the tokenizer setting or, if it is None, the model's folder if it has a tokenizer."""
+    """Return the tokenizer setting; by default, the model's folder if it has a tokenizer."""
     if tokenizer is not None:
         return tokenizer
     if isinstance(model, str | Path) and has_tokenizer(Path(model)):

@@ -37,12 +37,13 @@ def gae(
     is_response = mask.bool()
     values = values.detach()
     advantages = torch.zeros_like(rewards)
+    # (B,), 0 after the last token
     next_value = next_advantage = rewards.new_zeros(rewards.shape[0])
     # Backward recursion. At masked tokens the carried values pass through unchanged, so they always
     # belong to the next response token, however much padding is in between.
     for t in range(rewards.shape[1] - 1, -1, -1):
         active = is_response[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # TD error, (B,)
         advantage = delta + gamma * lam * next_advantage
         next_value = torch.where(active, values[:, t], next_value)
         next_advantage = torch.where(active, advantage, next_advantage)
@@ -94,10 +95,11 @@ def group_relative(
         ValueError: `num_generations` does not divide B, or `scale` is unknown.
     """
     groups, valid = _groups(rewards, num_generations)
-    count = valid.sum(dim=1, keepdim=True)
+    count = valid.sum(dim=1, keepdim=True)  # (prompts, 1)
     # Rewards minus the mean of the group's valid rewards; 0 for invalid ones.
     centered = (groups - groups.sum(dim=1, keepdim=True) / count.clamp(min=1)) * valid
     if scale == "group":
+        # Bessel's correction over valid rewards only, as torch.std without NaN.
         variance = centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
         centered = centered / (variance.sqrt() + epsilon)
     elif scale == "batch":
@@ -124,6 +126,7 @@ def leave_one_out(rewards: Tensor, num_generations: int) -> Tensor:
     groups, valid = _groups(rewards, num_generations)
     others = valid.sum(dim=1, keepdim=True) - 1
     # NaN is 0 in `groups`, so the sum is over valid rewards.
+    # (prompts, num_generations)
     mean = (groups.sum(dim=1, keepdim=True) - groups) / others.clamp(min=1)
     return torch.where(valid & (others > 0), groups - mean, 0.0).flatten()
 

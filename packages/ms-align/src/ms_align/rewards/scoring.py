@@ -198,7 +198,7 @@ def score(
         total = total + weight * values
     if failures and on_failure == "stop":
         raise RewardError(next(iter(failures.values())))
-    # A failed reward replaces the total, whatever the other rewards are.
+    # A failed reward replaces the total, regardless of the other rewards.
     for index in failures:
         total[index] = float("nan") if on_failure == "skip" else penalty
     return Scores(total=total, parts=parts, failures=tuple(failures.values()))

@@ -148,6 +148,7 @@ class RolloutLearner:
 
     def _minibatch(self, rows: list[int]) -> dict[str, Tensor]:
         """Return this data rank's rows of a minibatch."""
+        # strided: ranks get equal numbers of rows
         local = rows[self.policy.data_rank :: self.policy.data_ranks]
         return {name: value[local] for name, value in self.buffer.items()}
 
@@ -155,6 +156,7 @@ class RolloutLearner:
         """Generate, score and prepare responses, and split them into minibatches."""
         options = self.options
         count = options.batch_size // options.num_generations
+        # The order is a function of seed and position, so that a resumed run needs no state for it.
         order = PromptOrder(count=len(self.prompts), seed=self.seed)
         prompts = [self.prompts[index] for index in order.take(self.rollouts * count, count)]
         seed = seed_of(self.seed, self.rollouts, stride=SEED_STRIDE)
@@ -162,8 +164,10 @@ class RolloutLearner:
         local = prompts[processes.rows_of_rank(count, rank, ranks)]
         # Each data rank generates for its own prompts; scoring sees all of them.
         responses = self._generate(local, count=options.num_generations, seed=seed)
+        # old and reference log-probs, values
         rows = self._prepare(local, responses, max(len(prompt.tokens) for prompt in prompts))
         all_responses = gather_responses(self.policy, responses)
+        # (N,) = prompts x num_generations, like the responses
         repeated = [prompt for prompt in prompts for _ in range(options.num_generations)]
         scores, samples = self.scoring(repeated, all_responses)
         # Every rank has the scores of all ranks, so group statistics need no further communication.
@@ -185,6 +189,7 @@ class RolloutLearner:
             scores=shaped,
         )
         self._check_rollout(experience, log)
+        # Otherwise the loss has the KL term, and rewards are left alone.
         coefficient = self.kl_coeff if options.kl_in == "reward" else 0.0
         self.buffer = {**rows, **self.algorithm.advantages(experience, coefficient)}
         self._split_minibatches(experience)

@@ -62,7 +62,7 @@ class TextEnds:
 
 
 def dataset_tokenizer(tokenizer: Any, stream: object) -> TokenizerFiles | None:
-    """Return the files of a tokenizer; if it is None, of the stream's first dataset folder."""
+    """Return the files of a tokenizer, by default those of the stream's first dataset folder."""
     if tokenizer is None:
         folders = getattr(stream, "folders", ())
         tokenizer = folders[0] if folders else None

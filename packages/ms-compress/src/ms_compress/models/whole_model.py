@@ -56,14 +56,15 @@ class WholeModel:
         self._local_tensors: dict[str, Tensor] = {}
         local_entries: dict[str, WholeTensor] = {}
         for stage in stages:
+            # a tied head is the embedding's tensor
             excluded = {f"{HEAD}.weight"} if find_head(stage).is_tied else set()
             for entry, layer, tensor in local_tensors(stage):
                 if entry.name not in excluded:
                     local_entries[entry.name] = entry
                     self._layers[entry.name] = layer
                     self._local_tensors[entry.name] = tensor
-        self._entries = merge(_all_gather(local_entries))
-        self._fused = _fused(stages[0])
+        self._entries = merge(_all_gather(local_entries))  # all ranks know all tensors
+        self._fused = _fused(stages[0])  # e.g. q, k and v stored as one tensor
         self.tensors: Mapping[str, WholeTensor] = {
             name: _stored_as(entry, stored_dtypes.get(name))
             for name, entry in fuse(self._entries, self._fused).items()
@@ -122,10 +123,12 @@ class WholeModel:
     def _read(self, name: str) -> QuantizedWeight | Tensor | None:
         entry = self._entries[name]
         local = self._local(entry)
+        # A rank whose quantization failed must stop the others before they wait for its data.
         self.collective.synchronize()
         if entry.scheme is None:
             return self._assemble(entry, local, entry.shape, entry.dtype)
         group = entry.scheme.group_of(entry.shape[1])
+        # Only int8 codes and scales are sent, never the float weights.
         codes = self._assemble(
             entry, None if local is None else local.codes, entry.shape, torch.int8
         )

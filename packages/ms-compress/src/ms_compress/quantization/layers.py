@@ -120,6 +120,7 @@ class Prepared(nn.Module):
         if not isinstance(weight, DTensor):
             return fake_weight(weight, self.rule, self.factor, self.mask)
         factor = None if self.factor is None else local_part(self.factor)
+        # groups never cross processes
         rounded = fake_weight(weight.to_local(), self.rule, factor, self.mask)
         return _laid_out(rounded, weight, tuple(weight.shape))
 
@@ -134,6 +135,7 @@ class Prepared(nn.Module):
             check_groups(self.layer_name, param, self.scheme)
         weight: Any = self.weight
         # load_state_dict replaces a weight that is already split by one with the same split.
+        # Parallelize replaces the plain weight by a DTensor: that is when the mask is split too.
         is_new_split = name == "weight" and not isinstance(weight, DTensor)
         if is_new_split:
             check_axes(self.layer_name, param)
@@ -281,6 +283,7 @@ def check_groups(name: str, weight: Tensor, scheme: Scheme) -> None:
                 f"{name}: {scheme} has one scale per row, but rows of {features} are split over"
                 f" {parts} processes; use a scheme with groups, or fewer processes on that axis"
             )
+        # A cut group would need a collective for its maximum in every forward.
         if features % (parts * group):
             raise OrderError(
                 f"{name}: splitting rows of {features} over {parts} processes cuts groups of"
@@ -305,6 +308,7 @@ def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
     """Create the parameter of learned scales: zeros (N, G), with the layout of the weight."""
     group = scheme.group_of(weight.shape[1])
     local = local_part(weight)
+    # log of a multiplier: 0 leaves scales as they are
     zeros = local.new_zeros(local.shape[0], local.shape[1] // group, dtype=torch.float32)
     if not isinstance(weight, DTensor):
         return nn.Parameter(zeros)
@@ -321,7 +325,7 @@ def _part(mask: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return mask
     (chunk,) = weight.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    box = zip(chunk.offsets, chunk.sizes, strict=True)
+    box = zip(chunk.offsets, chunk.sizes, strict=True)  # this rank's rectangle of the weight
     return mask[tuple(slice(start, start + size) for start, size in box)].clone()
 
 

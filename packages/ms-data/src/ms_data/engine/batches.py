@@ -20,7 +20,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     text: str | None
     """None for an unreadable document."""
     columns: bytes = b""
-    """Other columns of the row as a JSON object; empty if there are none."""
+    """Other columns of the row as a JSON object, or empty."""
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +97,7 @@ def read_batches(
         position = document.after
         location = f"{source.names[position.file]}#{position.documents}"
         items.append(Item(location, document.text, document.columns))
-        # Batches end at document boundaries, whatever the number of workers.
+        # Batches end at document boundaries, independent of the number of workers.
         size += len(document.text) + len(document.columns)
         if size >= BATCH_CHARACTERS:
             yield make_batch(position, document.read_bytes)

@@ -65,7 +65,7 @@ class Output(Protocol[R_contra, StateT, SummaryT_co]):
         ...
 
     def open(self, folder: Path, state: StateT | None) -> None:
-        """Remove what an earlier run wrote after its last save, and continue its files."""
+        """Remove output that an earlier run wrote after its last save, and continue its files."""
         ...
 
     def write(self, batch: Batch, result: R_contra) -> None:

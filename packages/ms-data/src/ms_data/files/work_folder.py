@@ -95,7 +95,7 @@ def save_journal(folder: Path, journal: msgspec.Struct) -> None:
 
 
 def load_journal(folder: Path, struct_type: type[T]) -> T | None:
-    """Read the journal of an interrupted job; None if there is none.
+    """Read the journal of an interrupted job; None if the file is missing.
 
     Raises:
         OutputError: the journal is damaged.

@@ -45,7 +45,7 @@ class BatchResult(msgspec.Struct, frozen=True, array_like=True):
     """Output of a worker process for one batch."""
 
     frames: tuple[bytes, bytes]
-    """Documents and ledger entries, each a zstd frame of JSON Lines; empty if there are none."""
+    """Documents and ledger entries, each a zstd frame of JSON Lines, or empty."""
     tally: Tally
 
 
@@ -77,7 +77,7 @@ def ledger_run(
 ) -> LedgerRun:
     """Return a run that writes documents and a ledger; see `Run` for most arguments.
 
-    `function` and `setup` tell what a worker does: `function`, a `module:function`, takes what
+    `function` and `setup` define the work of a worker: `function`, a `module:function`, takes what
     `setup` returns for the work folder, and returns the function that converts an encoded `Batch`
     to an encoded `BatchResult`. `setup` may fill the temporary folder `scratch` in the work folder,
     and write the additional output files `extra`. `workers` is a number of processes, or the
@@ -109,7 +109,7 @@ def ledger_run(
         files=_FILES,
         noun="run",
         on_progress=on_progress,
-        # The merge reports what the jobs of an array cannot read.
+        # The merge reports files that array jobs cannot read.
         on_skip=on_skip if shard is None or shard.merges else lambda reason: None,
         shard=shard,
     )
@@ -251,7 +251,7 @@ def document_line(text: str, location: str, columns: bytes) -> bytes:
 
 
 def compress_lines(lines: Sequence[bytes]) -> bytes:
-    """Compress lines to one zstd frame; empty if there are no lines."""
+    """Compress lines to one zstd frame; empty without lines."""
     if not lines:
         return b""
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(

@@ -44,7 +44,7 @@ def render(record: LedgerRecord, findings: Findings, name: str) -> str:
     }
     dropped = sum(reason.size_bytes for reason in tally.dropped.values())
     removed = sum(rule.size_bytes for rule in tally.changed.values())
-    # Rules may also add bytes; then there is no bar for them.
+    # Rules may also add bytes; they get no bar then.
     sizes = {"kept": tally.bytes_out, "dropped": dropped, "changed": max(0, removed)}
     body = [
         f"<h1>{_escape(name)}</h1><p class=soft>ms-data {_escape(record.kind)}: outcome of "

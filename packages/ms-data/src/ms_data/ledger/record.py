@@ -99,7 +99,7 @@ def read_record(folder: Path, *, error: type[Exception] = SettingError) -> Ledge
     """Read and check the record of a finished run.
 
     Raises:
-        error: there is no record, or it is damaged.
+        error: the record is missing or damaged.
     """
     path = folder / LEDGER_FILE
     if not path.is_file():

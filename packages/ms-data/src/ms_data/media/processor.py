@@ -57,7 +57,7 @@ class Processor:
                 or the folder of its only file.
 
         Raises:
-            TokenizerError: there is no processor, or it is not supported.
+            TokenizerError: the processor is missing or not supported.
             SettingError: `media_folder` is not a folder.
         """
         check_path("a processor", path, error=TokenizerError)

@@ -68,7 +68,7 @@ class Mixture:
 
     Args:
         names: source names.
-        weights: one weight per source, by name or in order, of which only the ratios matter; or
+        weights: one weight per source, by name or in order; only their ratios matter. Or
             `Phase`s in order, the first with start 0. Default: equal weights.
         limits: maximum number of samples from each source, by name. The mixture ends when all
             sources have reached their limit.
@@ -144,6 +144,7 @@ class Mixture:
         source = self._lead_in_queue.pop() if self._lead_in_queue else self._most_urgent()
         self._counts[source] += 1
         self._position += 1
+        # only this source's next window moves
         self._draw_windows[source] = self._draw_window(source)
         return source
 
@@ -179,6 +180,7 @@ class Mixture:
         phases = self._parse_phases(weights)
         for phase in phases:
             _integer_rates(phase.weights, self.names)
+        # The phase in force at the current position; later phases keep their starts.
         current = next((phase for phase in reversed(phases) if phase.start <= position), phases[0])
         stage = self._lead_in_stage
         if (
@@ -195,6 +197,7 @@ class Mixture:
                 self._due(source, position) > count * SCALE
                 for source, count in enumerate(self._counts)
             ]
+            # The new weights start once every source that is behind has got one sample.
             start = position + sum(is_behind)
             lead = (
                 (position, tuple(map(sum, zip(self._counts, is_behind, strict=True))))
@@ -206,7 +209,7 @@ class Mixture:
         ]
         upcoming: list[tuple[Phase, _LeadIn | None]] = [(phase, None) for phase in phases]
         upcoming = [entry for entry in upcoming if entry[0].start > start]
-        old_plan = self._plan
+        old_plan = self._plan  # restored if the new plan is invalid
         try:
             self._set_plan([*past, (Phase(start, current.weights), lead), *upcoming])
         except SettingError:

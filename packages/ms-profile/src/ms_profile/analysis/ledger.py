@@ -3,7 +3,7 @@
 A rank waits in a collective from its own entry until the last member enters; the rest is transfer.
 The cause is sought in the time since a collective last blocked both the waiting and the late rank:
 the phases in which the late rank spent more time than the waiting one. (A collective that overlaps
-with compute, as DDP's do, blocks nobody and lets ranks drift apart.) Both ranks left that
+with compute, as DDP's do, blocks no rank and lets ranks drift apart.) Both ranks left that
 collective together, so the excess over all phases sums to the wait, and each phase is charged its
 share of the positive excess. If the late rank itself waited for a third one, that time is passed on
 to the third rank; time it spent in transfers is charged to the phase "link".

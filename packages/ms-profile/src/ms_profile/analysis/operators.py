@@ -83,7 +83,7 @@ def operator_table(trace: Trace, *, by_shape: bool = False) -> tuple[Operator, .
 
 
 def kernel_table(trace: Trace) -> tuple[Kernel, ...]:
-    """Aggregate kernels and copies on devices, most time first; empty if there is no device."""
+    """Aggregate kernels and copies on devices, most time first; empty without a device."""
     rows = trace.rows(*DEVICE)
     rows = rows[~_runs_on_host(trace, rows)]
     table = []

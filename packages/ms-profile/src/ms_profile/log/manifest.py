@@ -134,7 +134,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.unlink(missing_ok=True)
-        # "x" never follows a link that somebody created under the predictable name.
+        # "x" never follows a symlink planted under the predictable name.
         with partial.open("xb") as file:
             yield file
             file.flush()

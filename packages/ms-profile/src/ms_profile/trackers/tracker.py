@@ -184,7 +184,7 @@ class _Feed:
         """Request the end of the run once queued events are written; does not wait."""
         self._outcome = outcome
         if self._thread is not None and self._queue.empty():
-            self._queue.put_nowait(None)  # wakes an idle thread; a busy one checks by itself
+            self._queue.put_nowait(None)  # wakes an idle thread; a busy one checks anyway
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread to finish."""

@@ -155,7 +155,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
                 Notice(
                     event="no_held_out",
                     fields={"eval_every": self.eval_every, "lacking": "held_out"},
-                    line="warning: nothing is evaluated, as there are no held-out prompts; set "
+                    line="warning: nothing is evaluated without held-out prompts; set "
                     "held_out, or remove eval_every",
                 )
             )

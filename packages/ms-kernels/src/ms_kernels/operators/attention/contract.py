@@ -48,6 +48,7 @@ def attention(
     grouped = q.to(wide).view(batch, queries, groups, heads // groups, width).permute(0, 2, 3, 1, 4)
     keys = k.to(wide).permute(0, 2, 1, 3).unsqueeze(2)
     values = v.to(wide).permute(0, 2, 1, 3).unsqueeze(2)
+    # (B, Hk, Hq/Hk, Sq, Sk)
     scores = (grouped * (width**-0.5 if scale is None else scale)) @ keys.transpose(-1, -2)
     mask = visible(queries, k.shape[1], q.device, documents, causal, window)
     if mask is not None:
@@ -56,6 +57,7 @@ def attention(
         probs = scores.softmax(-1)
     else:
         sink = sinks.to(wide).view(groups, heads // groups, 1, 1).expand(*scores.shape[:-1], 1)
+        # the sink has no value, so drop it
         probs = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
     result = probs @ values
     return result.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads, v.shape[3]).to(q.dtype)
@@ -79,11 +81,11 @@ def visible(
     if causal and queries > 1:
         mask = distance >= 0
     if window is not None:
-        near = distance.abs() < window
+        near = distance.abs() < window  # (Sq, Sk)
         mask = near if mask is None else mask & near
     mask = mask if mask is None else mask[None]
     if documents is not None:
-        same = documents[:, keys - queries :, None] == documents[:, None, :]
+        same = documents[:, keys - queries :, None] == documents[:, None, :]  # (B, Sq, Sk)
         mask = same if mask is None else mask & same
     return mask
 
@@ -106,13 +108,14 @@ def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _forward(dims: Dims, itemsize: int) -> Work:
     """Count the work for a causal mask, i.e. half of the score matrix."""
     heads, widths = dims["Sq"] * dims["Hq"] + dims["Sk"] * dims["Hk"], dims["D"] + dims["Dv"]
-    pairs = dims["Sq"] * (2 * dims["Sk"] - dims["Sq"] + 1) // 2
+    pairs = dims["Sq"] * (2 * dims["Sk"] - dims["Sq"] + 1) // 2  # visible pairs of a causal mask
     flops = 2 * dims["B"] * dims["Hq"] * pairs * widths
     return Work(dims["B"] * heads * widths * itemsize, flops)
 
 
 def _backward(dims: Dims, itemsize: int) -> Work:
     forward = _forward(dims, itemsize)
+    # backward has 5 products, forward 2
     return Work(2 * forward.size_bytes, 5 * forward.flops // 2)
 
 

@@ -44,6 +44,7 @@ def attention(
         )
     else:
         if mask is not None:
+            # additive mask
             mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
         result = _WithSinks.apply(q, k, v, sinks, mask, is_causal, scale)  # type: ignore[no-untyped-call]
     return result.transpose(1, 2)[..., :width]
@@ -68,8 +69,10 @@ class _WithSinks(torch.autograd.Function):
         result, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
-        sinks = sinks.to(lse.dtype)[:, None]
+        sinks = sinks.to(lse.dtype)[:, None]  # (Hq, 1), broadcasts over (B, Hq, Sq)
+        # exp(lse) / (exp(lse) + exp(sink)): renormalize the softmax to include the sink.
         result = (result * (lse - sinks).sigmoid().unsqueeze(-1)).to(q.dtype)
+        # With the sink in lse, the fused backward gives the right gradients of q, k and v.
         ctx.save_for_backward(q, k, v, sinks, mask, result, torch.logaddexp(lse, sinks))
         ctx.causal, ctx.scale = causal, scale
         return result

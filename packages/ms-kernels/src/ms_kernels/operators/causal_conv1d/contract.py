@@ -29,16 +29,17 @@ def causal_conv1d(
     wide = accumulator(x.dtype)
     # Widen before slicing into taps; otherwise the gradient of every tap would be rounded.
     inputs = _with_state(x, state, width).to(wide)
-    taps = weight.to(wide)
+    taps = weight.to(wide)  # (C, K)
     hidden = hidden_taps(documents, width)
     position_index = torch.arange(positions, device=x.device)
     total = torch.zeros_like(x, dtype=wide)
     for distance in range(width):
+        # (B, S, C), x shifted by `distance`
         value = inputs[:, width - distance : width - distance + positions]
         tap = taps[:, width - 1 - distance]
         outside = hidden[distance] if hidden is not None else None  # (B, S)
         if state is None:
-            before = (position_index < distance)[None]
+            before = (position_index < distance)[None]  # (1, S)
             outside = before if outside is None else outside | before
         if outside is not None and distance:
             # Zero both factors, so that neither pass multiplies 0 by inf.

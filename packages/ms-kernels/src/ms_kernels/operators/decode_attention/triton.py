@@ -54,17 +54,18 @@ def _forward(
     positions = table.shape[1] * page
     constants, min_positions = _constants(key_of(q), width, heads // groups)
     block = constants["BN"]
+    # At least min_positions per part, and few enough parts for the second kernel to load at once.
     part_positions = max(min_positions, blocks(blocks(positions, MOST_PARTS), block) * block)
     parts = blocks(positions, part_positions)
-    totals = q.new_empty((batch, heads, parts, width), dtype=torch.float32)
-    tops, norms = totals.new_empty((2, batch, heads, parts))
-    factor = (width**-0.5 if scale is None else scale) * LOG2_E
+    partial_outputs = q.new_empty((batch, heads, parts, width), dtype=torch.float32)
+    maxima, sums = partial_outputs.new_empty((2, batch, heads, parts))
+    factor = (width**-0.5 if scale is None else scale) * LOG2_E  # the kernel uses exp2
     reach = min(window or 0, positions)  # fits in the kernel's 32 bits
     launch(
         f"{KERNELS}.decode_parts",
         batch * groups * parts,
         q,
-        *(q, keys, values, table, lengths.contiguous(), totals, tops, norms),
+        *(q, keys, values, table, lengths.contiguous(), partial_outputs, maxima, sums),
         *(heads, heads // groups, width, page, len(keys), positions, parts, part_positions),
         *(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3]),
         *(table.stride(0), factor, reach),
@@ -76,7 +77,7 @@ def _forward(
         f"{KERNELS}.decode_join",
         batch * heads,
         q,
-        *(totals, tops, norms, result, width, parts),
+        *(partial_outputs, maxima, sums, result, width, parts),
         PARTS=power_of_two(parts),
         BD=constants["BD"],
         num_warps=4,
@@ -94,6 +95,7 @@ def _constants(key: TableKey, width: int, group: int) -> tuple[dict[str, int], i
     """
     values = PARTS.values(key, width)
     positions = values.pop("POSITIONS")
+    # tl.dot needs at least 16 rows and columns
     members, features = (max(power_of_two(size), 16) for size in (group, width))
     return {"GROUP": members, **values, "BD": features}, positions
 

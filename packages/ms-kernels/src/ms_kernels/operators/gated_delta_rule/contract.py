@@ -57,7 +57,7 @@ def gated_delta_rule(
         for vectors in (q, k)
     )
     values, decay, betas = v.to(wide), g.to(wide).exp(), beta.to(wide)
-    memory = q.new_zeros((batch, heads, width, out_width), dtype=wide)
+    memory = q.new_zeros((batch, heads, width, out_width), dtype=wide)  # S, (B, Hv, D, Dv)
     memory = memory if state is None else memory + state.to(wide)
     starts = None if documents is None else starts_of(documents)
     outputs = []
@@ -65,10 +65,11 @@ def gated_delta_rule(
         key = keys[:, position].unsqueeze(-1)  # (B, Hv, D, 1)
         if starts is not None:
             memory = memory.masked_fill(starts[:, position, None, None, None], 0)
-        memory = memory * decay[:, position, :, None, None]
+        memory = memory * decay[:, position, :, None, None]  # S ← e^g · S
         change = values[:, position] - (memory * key).sum(-2)  # (B, Hv, Dv)
+        # S ← S + k (β · (v - Sᵀk))ᵀ
         memory = memory + key * (change * betas[:, position].unsqueeze(-1)).unsqueeze(-2)
-        outputs.append((memory * queries[:, position].unsqueeze(-1)).sum(-2))
+        outputs.append((memory * queries[:, position].unsqueeze(-1)).sum(-2))  # Sᵀq, (B, Hv, Dv)
     result = (torch.stack(outputs, 1) * settings.factor(width)).to(q.dtype)
     return (result, memory) if settings.final_state else result
 

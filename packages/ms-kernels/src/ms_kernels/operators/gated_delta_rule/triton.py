@@ -55,7 +55,7 @@ def _forward(
     return result, final
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(v.shape), _sums(q, len(q), v.shape[2], q.shape[3], v.shape[3])
 
 
@@ -106,11 +106,13 @@ def _backward(
     width, groups = q.shape[3], q.shape[2]
     grad_state = _sums(q, batch, heads, width, out_width)
     parts = blocks(positions, share)
-    saved = _sums(q, batch, heads, parts, width, out_width)
+    saved = _sums(q, batch, heads, parts, width, out_width)  # one state per part
+    # Recompute the states at the part boundaries; forward saved only its inputs.
     _walk((q, k, v, g, beta, documents, state), options, grad, grad_state, saved)
     constants = _constants(BACKWARD, key_of(q), width)
     tiles, columns = _tiles(v, constants), blocks(out_width, constants["BV"])
-    scratch = _sums(q, tiles, share, constants["BD"], constants["BV"])
+    scratch = _sums(q, tiles, share, constants["BD"], constants["BV"])  # states within one part
+    # per block of columns, summed below
     partial_q, partial_k = _sums(q, 2, columns, batch, positions, heads, width)
     partial_g, partial_beta = _sums(q, 2, columns, batch, positions, heads)
     grad_v = empty(v)
@@ -141,7 +143,10 @@ def _backward(
     )
     grad_q, grad_k = (
         _through_norm(
-            partial.sum(0).unflatten(2, (groups, heads // groups)).sum(3), x, settings.normalize
+            # Sum over column blocks, then over the value heads that share a key head.
+            partial.sum(0).unflatten(2, (groups, heads // groups)).sum(3),
+            x,
+            settings.normalize,
         )
         for partial, x in ((partial_q, q), (partial_k, k))
     )
@@ -175,7 +180,7 @@ def _laid_out(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 def _share(positions: int) -> int:
     """Return the number of positions between two saved states."""
-    return min(power_of_two(isqrt(positions)), LONGEST)
+    return min(power_of_two(isqrt(positions)), LONGEST)  # √S minimizes saved states plus scratch
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:

@@ -77,8 +77,9 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
         losses = hidden.new_empty(len(rows), dtype=torch.float32)
         constants = row_blocks(FORWARD, key_of(hidden), len(weight))
+        # Per chunk: logits (R, V), then losses and their gradient in one pass, then two products.
         for part, logits, gradient in chunks(rows, weight, gradients=True):
-            lift = lift_of(hidden.dtype)
+            lift = lift_of(hidden.dtype)  # keeps small float16 gradients normal
             losses[part], _ = row_losses(
                 logits, flat_targets[part], settings, constants, gradient, lift
             )
@@ -124,6 +125,7 @@ def _scale(
     """Return scaled copies of the saved gradients; backward may run again with retain_graph."""
     settings = LossOptions(*options)
     if settings.reduction == "mean":
+        # forward summed the rows undivided
         grad = grad / counted_of(targets == settings.ignore_index)
     return (
         scaled(SCALE, held_hidden if needs_grad(grad_mask, 0) else None, grad, hidden),
@@ -164,9 +166,11 @@ def _backward(
     needs_hidden, needs_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
     sums = Sums(rows, weight, of_hidden=needs_hidden, of_weight=needs_weight)
     slopes = slopes_of(grad, targets, settings).view(-1)
+    # float16: divide by the largest row gradient, so that a loss scale cannot overflow.
     peak, (slopes,) = lifted(hidden.dtype, slopes)
     constants = (row_blocks(kernel, key_of(hidden), len(weight)) for kernel in (FORWARD, BACKWARD))
     forward, back = constants
+    # Per chunk: logits (R, V), then losses and their gradient in one pass, then two products.
     for part, logits, gradient in chunks(rows, weight, gradients=True):
         _, totals = row_losses(logits, flat_targets[part], settings, forward)
         differentiate(logits, flat_targets[part], totals, slopes[part], gradient, settings, back)
