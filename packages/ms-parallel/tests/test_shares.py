@@ -19,8 +19,8 @@ from test_kill_and_resume import assert_the_same, kill_one
 from ms_parallel import ConfigError
 from ms_parallel.cli import main
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.training.shares.row_shares import RowShares, assign_rows, step_seconds
-from ms_parallel.training.shares.setting import check_shares
+from ms_parallel.training.rows_per_rank.assignment import RowAssignment, assign_rows, step_seconds
+from ms_parallel.training.rows_per_rank.setting import check_rows_per_rank
 
 RUNS = Path(__file__).with_name("share_runs.py")
 # Sums in float32 come in another order where other ranks have the rows: a few rounding errors.
@@ -53,7 +53,7 @@ def test_noise_moves_no_shares_and_a_slow_rank_does() -> None:
         def share_out(self, shares: Any, /) -> None:
             self.given = tuple(shares)
 
-    class Told(RowShares):
+    class Told(RowAssignment):
         """Two data ranks whose seconds the test says."""
 
         seconds: tuple[float, float]
@@ -199,8 +199,8 @@ def test_a_killed_run_of_measured_shares_ends_bit_identical(shards: Path, tmp_pa
 @pytest.mark.parametrize(
     ("given", "layout", "said"),
     [
-        ({"shares": (8, 3)}, {"data": 2}, "must add up to batch_size=12, got 11;"),
-        ({"shares": (4, 4, 4)}, {"data": 2}, "3 numbers of rows and the layout 2 data ranks"),
+        ({"shares": (8, 3)}, {"data": 2}, "must sum to batch_size=12, got 11;"),
+        ({"shares": (4, 4, 4)}, {"data": 2}, "rows for each of 2 data ranks, got 3 numbers"),
         ({"shares": "measured"}, {"data": 2}, "gathers weights per microbatch .sharding='auto'."),
         (
             {"shares": "measured", "sharding": "zero1"},
@@ -226,7 +226,7 @@ def test_shares_that_cannot_be_are_refused_by_name(
     usual = {"batch_size": 12, "microbatch_size": None, "sharding": "auto", "fixed_schedule": False}
     settings = {**usual, **given}
     with pytest.raises(ConfigError, match=said):
-        check_shares(settings.pop("shares"), Layout(**layout), **settings)
+        check_rows_per_rank(settings.pop("shares"), Layout(**layout), **settings)
 
 
 @pytest.mark.parametrize("value", ["fast", 3, [0, 4], [2.5, 1.5], []])

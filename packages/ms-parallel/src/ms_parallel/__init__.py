@@ -1,7 +1,7 @@
 """Process layouts, pipeline schedules, sharded models and the trainer that runs them.
 
-Names are imported when they are first used, so that a command's help need not wait for torch;
-`__init__.pyi` says where each comes from.
+Names are imported on first use, so a command's `--help` does not import torch; `__init__.pyi` lists
+their modules.
 """
 
 import lazy_loader

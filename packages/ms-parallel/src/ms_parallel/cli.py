@@ -1,6 +1,6 @@
-"""The command: `python -m ms_parallel` and `ms-parallel`, skins over public functions.
+"""The command line of ms-parallel; each command calls a public function.
 
-Nothing here imports torch before a command needs it.
+torch is imported only when a command needs it.
 """
 
 import os

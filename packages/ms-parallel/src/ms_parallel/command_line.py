@@ -1,4 +1,4 @@
-"""What several subcommands share: `--json`, and how facts are printed."""
+"""The `--json` option that several subcommands have."""
 
 import sys
 from argparse import ArgumentParser
@@ -10,12 +10,12 @@ GIB = 1 << 30
 
 
 def add_json(parser: ArgumentParser) -> None:
-    """Add `--json`, which prints facts as one JSON document."""
+    """Add `--json`, which prints the result as one JSON document."""
     parser.add_argument("--json", action="store_true", help="print facts as JSON")
 
 
 def print_json(facts: Any) -> int:
-    """Print facts as one JSON document; returns the exit code of success."""
+    """Print facts as one JSON document; return exit code 0."""
     encoded = msgspec.json.encode(facts, enc_hook=str)
     sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
     return 0

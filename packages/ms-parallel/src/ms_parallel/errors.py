@@ -1,67 +1,67 @@
-"""Every error this package raises on purpose; each is also the builtin that fits."""
+"""Errors of ms-parallel; each also derives from a suitable builtin exception."""
 
 from typing import Any, ClassVar
 
 
 class ParallelError(Exception):
-    """Base of all errors of ms-parallel. Its text is one line: what, where, the remedy."""
+    """Base class of all errors. The message is one line: what must hold, what was got, a remedy."""
 
     exit_code: ClassVar[int] = 2
-    """How a command ends that raises it: what was given has to be mended."""
+    """Exit code of a command that raises it; 2 means bad input."""
 
 
 class LayoutError(ParallelError, ValueError):
-    """A layout that does not fit the processes or the model."""
+    """The layout does not fit the processes or the model."""
 
 
 class ConfigError(ParallelError, ValueError):
-    """A setting, run file or folder that cannot be used as given."""
+    """A setting, run file or folder is invalid."""
 
 
 class ModelError(ParallelError, ValueError):
-    """A model folder or architecture that cannot be built or read."""
+    """A model folder cannot be read, or an architecture cannot be built."""
 
 
 class NonFiniteError(ParallelError, ArithmeticError):
-    """Weights that have become NaN or infinite: names the tensor. Nothing is saved of them."""
+    """Weights are NaN or infinite; names the tensor. Nothing is saved."""
 
     exit_code: ClassVar[int] = 1
 
 
 class DivergenceError(ParallelError, ArithmeticError):
-    """A run whose losses or gradients are not finite, or spikes: `on_nonfinite`, `on_spike`."""
+    """Losses or gradients are not finite, or spike; see `on_nonfinite` and `on_spike`."""
 
     exit_code: ClassVar[int] = 1
 
 
 class CheckpointError(ParallelError, RuntimeError):
-    """A checkpoint that cannot be written, or does not belong to this run."""
+    """A checkpoint cannot be written, or does not belong to this run."""
 
 
 class DamageError(CheckpointError):
-    """Bytes of a checkpoint that are not those that were written: names the file and the part."""
+    """A checkpoint is corrupt: its bytes do not match their checksum. Names the file and part."""
 
 
 class LaunchError(ParallelError, RuntimeError):
-    """Processes that were not started as the layout needs."""
+    """The processes were not started as the layout requires."""
 
 
 class ScheduleError(ParallelError, ValueError):
-    """A pipeline schedule that is malformed, incomplete or would deadlock."""
+    """A pipeline schedule is malformed, incomplete or would deadlock."""
 
 
 class StageError(ParallelError, RuntimeError):
-    """A pipeline stage that raised in mid-step: names stage, rank and microbatch, on every rank.
+    """A pipeline stage raised during a step; names stage, rank and microbatch on every rank.
 
-    If an error of this package was raised, the StageError is an instance of its class too, on
-    every rank, and has its exit code.
+    If the original error is one of this package, the StageError is also an instance of its class,
+    on every rank, and has its exit code.
     """
 
     exit_code: ClassVar[int] = 1
 
     @classmethod
     def of(cls, name: str, text: str) -> "StageError":
-        """Make the error for a class of this module by name; other names give a plain one."""
+        """Build a StageError that also derives from this module's class `name`, if it exists."""
         original = globals().get(name)
         if not (isinstance(original, type) and issubclass(original, ParallelError)):
             return cls(text)
@@ -72,19 +72,19 @@ class StageError(ParallelError, RuntimeError):
         return combined(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a combined class, which no module holds, pass between processes."""
+        """Rebuild by name, since a combined class cannot be imported in another process."""
         return StageError.of, (type(self).__name__, str(self))
 
 
 class WriteError(CheckpointError):
-    """A file or folder that the operating system does not let be written."""
+    """The operating system refuses to write a file or folder."""
 
 
 class StuckWriterError(CheckpointError):
-    """A process that writes checkpoints and makes no progress: names its rank."""
+    """A process that writes checkpoints makes no progress; names its rank."""
 
     exit_code: ClassVar[int] = 1
 
 
 class FolderError(CheckpointError):
-    """A run's folder that another process holds, or that belongs to another run."""
+    """An output folder is locked by another process, or belongs to another run."""

@@ -1,4 +1,4 @@
-"""Run files: a TOML table of exactly the settings that `DistributedTrainer` takes."""
+"""Run files: TOML tables with the settings of `DistributedTrainer`."""
 
 import os
 import re
@@ -21,16 +21,16 @@ from ms_parallel.settings.synonyms import nearest_key
 from ms_parallel.training.options import Length, Options
 
 KEYS = {"model": "model_arch", "dataset": "dataset_path", "layout": "parallel_config"}
-"""What a file calls the arguments whose names in Python are older."""
-OTHER = "parallel_config"
-"""What `DistributedTrainer` calls the layout is known in files too."""
+"""Run-file keys whose arguments of `DistributedTrainer` have another name."""
+LAYOUT_ALIAS = "parallel_config"
+"""The trainer's name of the layout, which is accepted in run files too."""
 LENGTH = ("epochs", "steps")
 NOT_IN_FILES = ("on_event", "model_arch", "parallel_config")
 
 
 @frozen(kw_only=True)
 class RunFile:
-    """What a file says: the options of a run, its dataset and its length."""
+    """Content of a run file: the options of a run, its dataset and its length."""
 
     options: Options
     dataset: str = field(validator=valid_path())
@@ -40,24 +40,24 @@ class RunFile:
 def read_run_file(
     path: str | Path, overrides: Sequence[str] = (), *, needs_data: bool = False
 ) -> RunFile:
-    """Read a run file. Paths in it are relative to the current folder.
+    """Read a run file. Paths in it are relative to the working directory.
 
     Args:
-        path: the file.
-        overrides: `key=value` or `table.key=value`, the value as in TOML; text needs no quotes.
-        needs_data: refuse a dataset that does not exist.
+        path: run file.
+        overrides: `key=value` or `table.key=value` with a TOML value; text needs no quotes.
+        needs_data: check that the dataset exists.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown (the nearest known one is named),
-            or a value cannot be used.
+        ConfigError: the file cannot be read, a key is unknown (suggests the nearest), or a value is
+            invalid.
     """
     settings = read_settings(path)
-    if OTHER in settings:
+    if LAYOUT_ALIAS in settings:
         if "layout" in settings:
-            raise ConfigError(f"{path}: layout is given as {OTHER} too; give it once")
-        settings["layout"] = settings.pop(OTHER)
+            raise ConfigError(f"{path}: set either layout or {LAYOUT_ALIAS}, got both")
+        settings["layout"] = settings.pop(LAYOUT_ALIAS)
     for text in overrides:
-        override(settings, re.sub(rf"^\s*{OTHER}\b", "layout", text))
+        override(settings, re.sub(rf"^\s*{LAYOUT_ALIAS}\b", "layout", text))
     try:
         return _run_file(settings, needs_data=needs_data)
     except ConfigError as error:
@@ -68,13 +68,13 @@ def _run_file(settings: dict[str, Any], *, needs_data: bool) -> RunFile:
     _check_keys(settings)
     for key in ("model", "dataset"):
         if not isinstance(settings.get(key), str):
-            raise ConfigError(f"{key} is missing; give a text, such as {key} = {EXAMPLES[key]!r}")
+            raise ConfigError(f"{key} must be set; add for example {key} = {EXAMPLES[key]!r}")
     if (problem := missing_model(settings["model"])) is not None:
         raise ConfigError(f"model must be an architecture or a local folder: {problem}")
     dataset = settings.pop("dataset")
     if needs_data and dataset != "stdlib":
-        what = "a folder of shards or a corpus, or `stdlib`"
-        if (problem := missing_dataset(dataset, what)) is not None:
+        expected = "a folder of shards or a corpus, or `stdlib`"
+        if (problem := missing_dataset(dataset, expected)) is not None:
             raise ConfigError(f"dataset must exist: {problem}")
     length = Length(**{key: settings.pop(key) for key in LENGTH if key in settings})
     renamed = {KEYS.get(key, key): value for key, value in settings.items()}
@@ -82,24 +82,24 @@ def _run_file(settings: dict[str, Any], *, needs_data: bool) -> RunFile:
 
 
 def write_planned(path: Path, overrides: Sequence[str], out: Path, plan: Plan) -> None:
-    """Write a run file with the best layout of a plan, and all else as in another run file.
+    """Write a copy of a run file with the best layout of a plan.
 
     Args:
-        path: the other.
-        overrides: changes of it, as `read_run_file` takes them.
-        out: a new file.
-        plan: what was found.
+        path: run file to copy.
+        overrides: overrides, as in `read_run_file`.
+        out: file to write.
+        plan: plan with the best layouts.
 
     Raises:
-        ConfigError: `out` is there already.
-        WriteError: it cannot be written.
+        ConfigError: `out` already exists.
+        WriteError: the file cannot be written.
     """
     if os.path.lexists(out):
         raise ConfigError(f"{out} exists; delete it or use another name")
     settings = read_settings(path)
-    settings.pop(OTHER, None)
+    settings.pop(LAYOUT_ALIAS, None)
     for text in overrides:
-        override(settings, re.sub(rf"^\s*{OTHER}\b", "layout", text))
+        override(settings, re.sub(rf"^\s*{LAYOUT_ALIAS}\b", "layout", text))
     best = plan.best[0]
     settings |= {**best.settings, "layout": best.layout}
     if plan.num_hidden_layers is not None:
@@ -113,24 +113,26 @@ EXAMPLES = {"model": "llama", "dataset": "corpus/"}
 
 
 def known_keys() -> list[str]:
-    """List every key of a run file."""
-    own = [f.name for f in fields(Options) if f.init and f.name not in NOT_IN_FILES]
-    return [*KEYS, *LENGTH, *own]
+    """All keys of a run file."""
+    options = [f.name for f in fields(Options) if f.init and f.name not in NOT_IN_FILES]
+    return [*KEYS, *LENGTH, *options]
 
 
 def _check_keys(settings: dict[str, Any]) -> None:
-    known = known_keys()
+    keys = known_keys()
     for key in settings:
-        if key not in known:
-            raise ConfigError(_unknown(key, known))
+        if key not in keys:
+            raise ConfigError(_unknown(key, keys))
 
 
-def _unknown(key: str, known: Sequence[str]) -> str:
-    """Say which known key is nearest, and look into the tables too."""
-    # Read from the source, as importing the class would import torch.
+def _unknown(key: str, keys: Sequence[str]) -> str:
+    """Error message for an unknown key, with the nearest key; keys of tables are searched too."""
+    # Parsed from the source, since importing the class would import torch.
     groups = groups_of("models.decoder_config:DecoderConfig")
-    inside = {each.name: f"model_config.{each.name}" for group in groups for each in group.keys}
-    inside |= {axis.name: f"layout.{axis.name}" for axis in fields(Layout)}
-    if key in inside:
-        return f"unknown key {key!r}; did you mean {inside[key]!r}?"
-    return f"unknown key {key!r}; {nearest_key(key, known)}"
+    table_keys = {
+        setting.name: f"model_config.{setting.name}" for group in groups for setting in group.keys
+    }
+    table_keys |= {axis.name: f"layout.{axis.name}" for axis in fields(Layout)}
+    if key in table_keys:
+        return f"unknown key {key!r}; did you mean {table_keys[key]!r}?"
+    return f"unknown key {key!r}; {nearest_key(key, keys)}"

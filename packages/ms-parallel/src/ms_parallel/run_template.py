@@ -1,4 +1,4 @@
-"""The keys of a run file in groups, and as a file to begin with."""
+"""Keys of a run file in groups, and the run file that `ms-parallel init` writes."""
 
 from attrs import evolve, fields
 
@@ -22,17 +22,17 @@ LENGTH = {
         "A table of axes: data, tensor, pipeline, context, expert, replicate; or `auto`.",
     ),
 }
-BEGIN = {
+STARTER = {
     "model": "llama",
     "dataset": "corpus/",
     "steps": 1000,
     "model_config": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4},
 }
-"""A small model once `dataset` is filled in."""
+"""Settings of the starter file: a small model that trains once `dataset` is filled in."""
 
 
 def key_groups() -> list[KeyGroup]:
-    """Every key of a run file with its default and meaning, in groups."""
+    """All keys of a run file with default and meaning, in groups."""
     axes = tuple(
         evolve(key, default=1, required=False)
         for group in groups_of(class_path(Layout))
@@ -43,12 +43,12 @@ def key_groups() -> list[KeyGroup]:
     keys |= {name: evolve(keys[name], required=True) for name in ("model", "dataset")}
     keys |= {key.name: key for group in groups_of(class_path(Options)) for key in group.keys}
     titles = dict.fromkeys(LENGTH, MODEL["group"])
-    shared = {each.name for each in fields(EngineSettings)}
-    for late in (False, True):  # a run's own settings first
+    engine_settings = {setting.name for setting in fields(EngineSettings)}
+    for of_engine in (False, True):  # settings of the run come first
         titles |= {
-            each.name: each.metadata["group"]
-            for each in fields(Options)
-            if each.name not in NOT_IN_FILES and (each.name in shared) is late
+            setting.name: setting.metadata["group"]
+            for setting in fields(Options)
+            if setting.name not in NOT_IN_FILES and (setting.name in engine_settings) is of_engine
         }
     return [
         KeyGroup(title=title, keys=tuple(keys[name] for name in titles if titles[name] == title))
@@ -57,5 +57,5 @@ def key_groups() -> list[KeyGroup]:
 
 
 def template() -> str:
-    """Write a run file that trains a small model once it names a dataset; the rest is default."""
-    return template_text("ms-parallel train RUN.toml", key_groups(), BEGIN)
+    """Return a run file that trains a small model once `dataset` is set; all else is default."""
+    return template_text("ms-parallel train RUN.toml", key_groups(), STARTER)

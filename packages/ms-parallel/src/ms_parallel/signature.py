@@ -1,4 +1,4 @@
-"""Shows checkers and editors that a constructor takes the fields of an options class."""
+"""Decorator that gives a constructor the signature of an options class for type checkers."""
 
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
@@ -8,9 +8,9 @@ Init = Callable[..., None]
 
 
 def takes(options: Callable[P, object]) -> Callable[[Init], Callable[Concatenate[Any, P], None]]:
-    """Give an `__init__` the arguments of `options` in the eyes of a checker; it stays as it is.
+    """Give an `__init__` the signature of `options` for type checkers; no effect at runtime.
 
     Args:
-        options: an attrs class whose fields are the arguments.
+        options: attrs class whose fields are the arguments.
     """
     return lambda init: init

@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses: the one file to check against a new version."""
+"""All private names of torch that this package uses, to be checked against each new version."""
 
 from functools import cache
 from inspect import signature
@@ -74,9 +74,9 @@ def privateuse1_name() -> str:
 def unflatten_mesh(
     mesh: DeviceMesh, sizes: tuple[int, int], names: tuple[str, str]
 ) -> tuple[DeviceMesh, DeviceMesh]:
-    """Split the only axis of a mesh in two, the second of neighbors."""
-    both = mesh._unflatten(0, sizes, names)
-    return both[names[0]], both[names[1]]
+    """Split the only axis of a mesh into two; adjacent ranks share the second one."""
+    unflattened = mesh._unflatten(0, sizes, names)
+    return unflattened[names[0]], unflattened[names[1]]
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
@@ -85,7 +85,7 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def box_offsets(tensor: DTensor) -> tuple[int, ...]:
-    """Start of this process's box in the whole tensor, one number per dim."""
+    """Offset of this process's shard in the full tensor, per dim."""
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return tuple(chunk.offsets)
 
@@ -101,22 +101,22 @@ def local_of(tensor: DTensor) -> Tensor:
 
 
 def with_spec(local: Tensor, spec: Any) -> DTensor:
-    """DTensor of this local tensor and spec, without a copy or a check."""
+    """Build a DTensor from a local tensor and a spec, without copies or checks."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def start_fsdp_streams(model: FSDPModule) -> None:
-    """Create what FSDP creates in its first forward, such as streams."""
+    """Run FSDP's lazy initialization, for example of its streams, before the first forward."""
     model._get_fsdp_state()._lazy_init()
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
-    """Run what FSDP runs at the end of a backward."""
+    """Run FSDP's callback at the end of a backward pass."""
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def fsdp_parameters(module: FSDPModule) -> list[Any]:
-    """FSDP's own record of each parameter that one module shards."""
+    """FSDP's records (`FSDPParam`) of the parameters that one module shards."""
     state: Any = module._get_fsdp_state()
     group = getattr(state, "_fsdp_param_group", None)
     groups = getattr(state, "_fsdp_param_groups", [group] if group else [])
@@ -130,18 +130,18 @@ def fsdp_shards(module: FSDPModule) -> int:
 
 
 def fsdp_size(parameter: Any) -> int:
-    """Number of elements of a whole parameter, from FSDP's record of it."""
+    """Number of elements of the unsharded parameter of an FSDP record."""
     return int(parameter._orig_size.numel())
 
 
 def fsdp_owner(parameter: Any) -> nn.Module:
-    """Module that has a parameter, from FSDP's record of it."""
+    """Module that owns the parameter of an FSDP record."""
     owner: nn.Module = parameter._module_info.module
     return owner
 
 
 def gathered_weight(parameter: Any) -> Tensor | None:
-    """Gathered weight, from FSDP's record of a parameter; None before the first forward."""
+    """Unsharded weight of an FSDP record; None before the first forward."""
     weight: Tensor | None = getattr(parameter, "_unsharded_param", None)
     return weight
 
@@ -149,9 +149,9 @@ def gathered_weight(parameter: Any) -> Tensor | None:
 @cache
 def has_triton() -> bool:
     """Whether torch.compile can generate kernels for the accelerator."""
-    from torch.utils._triton import has_triton as found  # imports Triton
+    from torch.utils._triton import has_triton as torch_has_triton  # imports Triton
 
-    return bool(found())
+    return bool(torch_has_triton())
 
 
 def varlen_attention(
@@ -165,13 +165,13 @@ def varlen_attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """FlashAttention over ranges of tokens (T, heads, D), on CUDA in half precision.
+    """FlashAttention over packed sequences (T, heads, D), on CUDA in half precision.
 
-    torch 2.11 takes grouped heads as they are; later versions want to be told.
+    torch 2.11 detects grouped-query heads; later versions need `enable_gqa`.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    behind = -1 if window is None else window - 1
+    window_left = -1 if window is None else window - 1  # positions before the query; -1: unlimited
     grouped: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     out: Any = varlen_attn(
         q,
@@ -182,7 +182,7 @@ def varlen_attention(
         longest,
         longest,
         scale=scale,
-        window_size=(behind, 0 if causal else behind),
+        window_size=(window_left, 0 if causal else window_left),
         **grouped,
     )
     return out  # type: ignore[no-any-return]

@@ -117,5 +117,5 @@ class WritingProcess:
 
 
 def _exit_text(code: int) -> str:
-    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-    return f"the process that writes checkpoints ended {how}"
+    ending = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    return f"the process that writes checkpoints ended {ending}"

@@ -461,9 +461,9 @@ class Engine:
 
         With mixed device types all processes must call it, since it synchronizes replicas.
         """
-        beside = self._extra_state()
-        state = state_of(self.trained, self.step_count, beside)
-        align_replicas(state, self.trained, beside, self.groups)
+        extra_state = self._extra_state()
+        state = state_of(self.trained, self.step_count, extra_state)
+        align_replicas(state, self.trained, extra_state, self.groups)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -472,9 +472,9 @@ class Engine:
         Raises:
             CheckpointError: names or shapes are not this engine's.
         """
-        beside = self._extra_state()
-        self.step_count = load_state(self.trained, state, beside)
-        self.scaler.load(beside[SCALE])
+        extra_state = self._extra_state()
+        self.step_count = load_state(self.trained, state, extra_state)
+        self.scaler.load(extra_state[SCALE])
 
     def _extra_state(self) -> dict[str, Tensor]:
         """State besides weights and optimizer state that the next step depends on."""

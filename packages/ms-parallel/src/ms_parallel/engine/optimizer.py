@@ -116,9 +116,9 @@ def kind_of(config: type[Any]) -> OptimizerKind:
     )
 
 
-def _match_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the name in `known` that matches, ignoring case, hyphens and underscores, or None."""
-    by_plain_name = {_plain(candidate): candidate for candidate in known}
+def _match_name(name: str, names: Iterable[str]) -> str | None:
+    """Return the name in `names` that matches, ignoring case, hyphens and underscores, or None."""
+    by_plain_name = {_plain(candidate): candidate for candidate in names}
     return by_plain_name.get(_plain(name))
 
 
@@ -126,7 +126,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
-def _resolve_name(label: str, value: object, known: Iterable[str]) -> tuple[str, dict[str, Any]]:
+def _resolve_name(label: str, value: object, names: Iterable[str]) -> tuple[str, dict[str, Any]]:
     """Return a canonical name and its settings, from a name or from a table with a `name`.
 
     Raises:
@@ -136,11 +136,11 @@ def _resolve_name(label: str, value: object, known: Iterable[str]) -> tuple[str,
     if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
         raise ConfigError(
             f"{label} must be a name, or a table of name and settings such as"
-            f" {{name = {next(iter(sorted(known)))!r}}}, got {short_repr(value)}"
+            f" {{name = {next(iter(sorted(names)))!r}}}, got {short_repr(value)}"
         )
-    name = _match_name(table["name"], known)
+    name = _match_name(table["name"], names)
     if name is None:
-        remedy = nearest(table["name"], known)
+        remedy = nearest(table["name"], names)
         raise ConfigError(f"{label} is {short_repr(table['name'])}; {remedy}")
     return name, {key: setting for key, setting in table.items() if key != "name"}
 

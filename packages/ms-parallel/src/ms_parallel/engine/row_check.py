@@ -111,8 +111,8 @@ class RowCheck:
             self.passed_first = True
             self.suspicion = False
             return
-        repeated, several = _repeated(dict(enumerate(by_data_rank)))
-        self.suspicion = not self.is_fake and bool(repeated) and (several or not self.warned)
+        repeated, multiple_rows = _repeated(dict(enumerate(by_data_rank)))
+        self.suspicion = not self.is_fake and bool(repeated) and (multiple_rows or not self.warned)
 
     def terms(self) -> Tensor:
         """Return numbers (TERMS,) whose sum over all processes is 0 unless rows look wrong.
@@ -163,7 +163,7 @@ class RowCheck:
         by_data_rank: dict[int, tuple[int, int]] = {}
         for member in members:
             by_data_rank.setdefault(member.data_rank, member.rows.numbers)
-        repeated, several = _repeated(by_data_rank)
+        repeated, multiple_rows = _repeated(by_data_rank)
         if not repeated:
             return
         ranks = ", ".join(map(str, repeated[:8])) + (", ..." if len(repeated) > 8 else "")
@@ -171,7 +171,7 @@ class RowCheck:
             f"data ranks must read different rows, but data ranks {ranks} have the same rows; use"
             " TokenStream(..., place=groups.place) with the engine's groups"
         )
-        if several:
+        if multiple_rows:
             raise ConfigError(text)
         if not self.warned and dist.get_rank() == 0:
             logger.warning("%s (a single row may repeat by chance)", text)

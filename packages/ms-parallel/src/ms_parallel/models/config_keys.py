@@ -171,10 +171,10 @@ def check_keys(
         ModelError: a key might change the model's logits; names the first.
     """
     quantization_of(document)
-    known = _COMMON_KEYS | used | _IGNORED_KEYS | _GENERATION_KEYS | {"quantization_config"}
+    all_keys = _COMMON_KEYS | used | _IGNORED_KEYS | _GENERATION_KEYS | {"quantization_config"}
     neutral = {**_NEUTRAL, **neutral}
     for name, value in document.items():
-        if name in known:
+        if name in all_keys:
             continue
         shown = repr(value)[:60]
         if name not in neutral:

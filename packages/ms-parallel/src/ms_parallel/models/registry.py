@@ -167,8 +167,8 @@ def _shapes(
     kinds = {layer: layer_kind(config, layer) for layer in range(config.num_hidden_layers)}
     shapes: dict[str, torch.Size] = {}
     block_shapes: dict[Hashable, dict[str, torch.Size]] = {}
-    for layer, kind in kinds.items():
-        if kind in block_shapes:
+    for layer, layer_key in kinds.items():
+        if layer_key in block_shapes:
             continue
         single = range(layer, layer + 1)
         with torch.device("meta"):
@@ -177,7 +177,7 @@ def _shapes(
             )
         stage_shapes = {name: weight.shape for name, weight in named(model)}
         block = f"model.layers.{layer}."
-        block_shapes[kind] = {
+        block_shapes[layer_key] = {
             name.removeprefix(block): shape
             for name, shape in stage_shapes.items()
             if name.startswith(block)
@@ -187,8 +187,8 @@ def _shapes(
         }
     return shapes | {
         f"model.layers.{layer}.{name}": shape
-        for layer, kind in kinds.items()
-        for name, shape in block_shapes[kind].items()
+        for layer, layer_key in kinds.items()
+        for name, shape in block_shapes[layer_key].items()
     }
 
 

@@ -277,7 +277,7 @@ def head_gradients(
     logits: Tensor | None = None,
     softcap: float | None = None,
     z_loss: float = 0.0,
-    wanted: tuple[bool, bool] = (True, True),
+    needs_grad_of: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute gradients of -log softmax(h·Wᵀ)[target], p - onehot(target), by chunks of rows.
 
@@ -294,14 +294,14 @@ def head_gradients(
         logits: (N, V) saved logits, which make one chunk; None recomputes them.
         softcap: soft cap on the logits.
         z_loss: weight of the squared log-normalizer.
-        wanted: which gradients to compute, of `rows` and of `weight`.
+        needs_grad_of: which gradients to compute, of `rows` and of `weight`.
 
     Returns:
         Gradients of the rows (this process's partial sum) and of the weight, accumulated in float32
         or float64.
     """
-    grad_rows = torch.empty_like(rows) if wanted[0] else None
-    grad_weight = widen(torch.zeros_like(weight)) if wanted[1] else None
+    grad_rows = torch.empty_like(rows) if needs_grad_of[0] else None
+    grad_weight = widen(torch.zeros_like(weight)) if needs_grad_of[1] else None
     for start in range(0, rows.shape[0], chunk):
         part = slice(start, start + chunk)
         if logits is None:

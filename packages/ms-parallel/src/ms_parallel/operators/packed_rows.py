@@ -192,10 +192,10 @@ def block_mask(documents: Tensor, window: int | None = None) -> "BlockMask":
     )
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int32 counts (B, 1, blocks) and indices (B, 1, blocks, blocks), chosen ones first."""
-    counts = chosen.sum(-1, dtype=torch.int32)[:, None]
-    indices = chosen.int().argsort(dim=-1, descending=True, stable=True)
+def _listed(visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int32 counts (B, 1, blocks) and indices (B, 1, blocks, blocks), visible ones first."""
+    counts = visible.sum(-1, dtype=torch.int32)[:, None]
+    indices = visible.int().argsort(dim=-1, descending=True, stable=True)
     return counts, indices.to(torch.int32)[:, None].contiguous()
 
 

@@ -92,7 +92,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
             logits=saved_logits,
             softcap=ctx.softcap,
             z_loss=ctx.z_loss,
-            wanted=needs_grad,
+            needs_grad_of=needs_grad,
         )
         return grad_hidden, grad_weight, None, None, None, None, None
 

@@ -275,11 +275,15 @@ def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
     """
     with decoding(folder / MANIFEST, error=DamageError):
         metadata = msgspec.convert(manifest.facts, RunMetadata)
-    drawn, position = metadata.progress.samples, metadata.stream.get(CONSUMED)
-    if drawn is not None and position is not None and (position != drawn or drawn < manifest.step):
+    samples, position = metadata.progress.samples, metadata.stream.get(CONSUMED)
+    if (
+        samples is not None
+        and position is not None
+        and (position != samples or samples < manifest.step)
+    ):
         raise DamageError(
             f"{folder / MANIFEST}: the data position is after {position} samples, where step"
-            f" {manifest.step} was reached with {drawn}"
+            f" {manifest.step} was reached with {samples}"
         )
     return metadata
 

@@ -31,8 +31,8 @@ from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.split.context.kinds import check_context
 from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import AUTO, Options
-from ms_parallel.training.shares.row_shares import RowShares
-from ms_parallel.training.shares.setting import check_shares
+from ms_parallel.training.rows_per_rank.assignment import RowAssignment
+from ms_parallel.training.rows_per_rank.setting import check_rows_per_rank
 from ms_parallel.training.tokenizer import with_ends
 from ms_parallel.weights.load import has_weights
 
@@ -115,7 +115,7 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
             f"batch_size={options.batch_size} does not divide over data={layout.readers}; use a"
             f" multiple of {layout.readers}"
         )
-    check_shares(
+    check_rows_per_rank(
         options.shares,
         layout,
         batch_size=options.batch_size,
@@ -170,7 +170,7 @@ def microbatch(options: Options, layout: Layout) -> int | None:
     return max(sizes, default=1)
 
 
-def row_shares(options: Options, layout: Layout, place: Place, emit: OnEvent) -> RowShares:
+def row_assignment(options: Options, layout: Layout, place: Place, emit: OnEvent) -> RowAssignment:
     """Choose the initial rows per data rank and the minimum of each.
 
     With sharded weights the minimum is two microbatches, as ranks are timed between them; with a
@@ -179,7 +179,7 @@ def row_shares(options: Options, layout: Layout, place: Place, emit: OnEvent) ->
     size = microbatch(options, layout) or 1
     sharded = sharded_layout(layout, options.sharding).shards > 1
     minimum = max(2 * size if sharded else 1, layout.pipeline * size if layout.pipeline > 1 else 1)
-    return RowShares(
+    return RowAssignment(
         options.shares,
         options.batch_size,
         rank=place.rank,

@@ -39,12 +39,12 @@ from ms_parallel.settings import (
 )
 from ms_parallel.split.memory.recompute_choice import budget_bytes
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
-from ms_parallel.training.shares.setting import Shares, as_tuple, check_kind
+from ms_parallel.training.rows_per_rank.setting import RowsPerRank, as_tuple, check_type
 
 AUTO: Final = "auto"
 MAX_EPOCHS = 10**6
 MAX_BATCH_ROWS = 1 << 20
-"""Sanity limit on the batch size, hundreds of times that of the largest runs."""
+"""Sanity limit on the batch size, hundreds of times larger than in the largest runs."""
 DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
 
 
@@ -223,8 +223,8 @@ class Options(_Positional):
     )
     """Memory limit per rank for `microbatch_size = "auto"`, in GiB. None: the device's free
     memory."""
-    shares: Shares = field(
-        default="equal", converter=as_tuple, validator=check_kind, metadata=EXECUTION
+    shares: RowsPerRank = field(
+        default="equal", converter=as_tuple, validator=check_type, metadata=EXECUTION
     )
     """Rows of the batch per data rank: `equal`; a list such as [8, 4]; or `measured`, by the speed
     of each rank, repeatedly, which needs sharding `replicate` or `zero1`."""
@@ -303,7 +303,7 @@ class Options(_Positional):
         if budget_bytes(self.recompute) is not None and self.schedule == SEARCH:
             raise ConfigError(
                 f"recompute={self.recompute!r} selects operators by the schedule's peak memory, but"
-                " schedule='search' needs to know what is recomputed; name a schedule, or set"
+                " schedule='search' needs a fixed recomputation; name a schedule, or set"
                 " recompute to selective or full"
             )
         shared = [f for f in fields(type(self)) if f.name in ("betas", "eps")]

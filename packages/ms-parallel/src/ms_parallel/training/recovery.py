@@ -190,7 +190,7 @@ def check_outcome(progress: RunProgress, steps: int, performed: int) -> None:
     """
     if not steps:
         return
-    # Overflows in float16 only lower the loss scale; a run may begin with a dozen.
+    # Overflows in float16 only lower the loss scale; a run often starts with a dozen.
     skipped = sum(count for why, count in progress.skipped.items() if why != "overflow")
     problem = ""
     if not performed or 2 * skipped > steps:

@@ -31,7 +31,7 @@ from ms_parallel.training.optional import data_package
 from ms_parallel.training.options import Options
 from ms_parallel.training.recovery import Recovery, check_outcome
 from ms_parallel.training.result import Result, printable, write_model
-from ms_parallel.training.shares.row_shares import RowShares
+from ms_parallel.training.rows_per_rank.assignment import RowAssignment
 from ms_parallel.training.step_log import StepLog
 from ms_parallel.training.tokenizer import run_tokenizer
 
@@ -85,7 +85,7 @@ class Run:
     checkpoints: RunCheckpoints
     progress: RunProgress
     recovery: Recovery
-    shares: RowShares
+    shares: RowAssignment
     schedule: FoundSchedule | None = None
     """Schedule found by `schedule = "search"`."""
     stop: StopRequest = field(factory=StopRequest)

@@ -52,7 +52,7 @@ def with_ends(config: Any, shards: Path, folder: Path | None) -> Any:
 
 
 def _same_tokenizer(folder: Path | None, tokenizer: TokenizerFiles) -> bool:
-    """Return whether the tokenizer is that of the model's folder."""
+    """Whether the model folder has the same tokenizer."""
     if folder is None or not os.path.isfile(folder / TOKENIZER):
         return False
     return (folder / TOKENIZER).read_bytes() == tokenizer.files[TOKENIZER]

@@ -37,7 +37,7 @@ from ms_parallel.training.fitting import (
     layout_of,
     memory_cap,
     microbatch,
-    row_shares,
+    row_assignment,
 )
 from ms_parallel.training.held_out import HeldOut
 from ms_parallel.training.microbatch_size import predict_microbatch_size, resolve_microbatch_size
@@ -202,7 +202,7 @@ class DistributedTrainer:
             )
         engine, schedule, options = self._engine(config, layout, total, emit)
         rows = layout.readers * (microbatch(options, layout) or 1)
-        shares = row_shares(options, layout, data_place, emit)
+        shares = row_assignment(options, layout, data_place, emit)
         if shares.measured:
             between_microbatches = engine.groups.layout.shards > 1
             engine.runner.stopwatch = Stopwatch(

@@ -1,4 +1,4 @@
-"""Reads tensors, or parts of them, from a folder of safetensors files.
+"""Partial reads of tensors from a folder of safetensors files.
 
 A folder has either `model.safetensors`, or several files and `model.safetensors.index.json`.
 """

@@ -36,7 +36,7 @@ def load_model(
     first: bool = True,
     last: bool = True,
 ) -> StagedModel:
-    """Build the model of a folder, or one pipeline stage of it, and read its weights.
+    """Build a model or one of its pipeline stages from a folder, and load its weights.
 
     Args:
         folder: folder with a config.json and safetensors files.

@@ -1,4 +1,4 @@
-"""Reads folders with matrices in FP8 or MXFP4, and dequantizes them.
+"""Dequantization of checkpoint folders with FP8 or MXFP4 matrices.
 
 - FP8 (DeepSeek-V3, Qwen3-FP8): `X.weight` in 8-bit floats, and one factor per block of it in
   `X.weight_scale_inv`, which is multiplied despite its name.

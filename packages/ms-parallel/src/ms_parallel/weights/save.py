@@ -330,19 +330,19 @@ def _replace(folder: Path, names: Sequence[str]) -> None:
     replaced = {*names, *(path.name for path in _weight_files(folder)), _PARTIAL}
 
     def dropped(parent: str, entries: list[str]) -> list[str]:
-        place = Path(parent).relative_to(folder)
-        return [entry for entry in entries if str(place / entry) in replaced]
+        relative = Path(parent).relative_to(folder)
+        return [entry for entry in entries if str(relative / entry) in replaced]
 
-    aside = folder.with_name(f"{folder.name}{_PARTIAL}")
-    _clear(aside)
+    replacement = folder.with_name(f"{folder.name}{_PARTIAL}")
+    _clear(replacement)
     shutil.copytree(
-        folder, aside, symlinks=True, ignore=dropped, copy_function=_link, dirs_exist_ok=True
+        folder, replacement, symlinks=True, ignore=dropped, copy_function=_link, dirs_exist_ok=True
     )
     for name in names:
-        (aside / name).parent.mkdir(exist_ok=True)
-        (folder / _PARTIAL / name).replace(aside / name)
-    sync_tree(aside)
-    replace_folder(folder, aside)
+        (replacement / name).parent.mkdir(exist_ok=True)
+        (folder / _PARTIAL / name).replace(replacement / name)
+    sync_tree(replacement)
+    replace_folder(folder, replacement)
 
 
 def _link(source: str, target: str) -> None:

@@ -184,6 +184,6 @@ def share_weights(stage: nn.Module, source: nn.Module, trained: Trainable) -> di
     return parameters
 
 
-def _set(stage: nn.Module, name: str, kind: str, tensor: Tensor) -> None:
+def _set(stage: nn.Module, name: str, table: str, tensor: Tensor) -> None:
     parent, _, last = name.rpartition(".")
-    getattr(stage.get_submodule(parent), kind)[last] = tensor
+    getattr(stage.get_submodule(parent), table)[last] = tensor

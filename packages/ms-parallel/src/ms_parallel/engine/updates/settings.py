@@ -46,16 +46,16 @@ def loss_scale_of(value: "LossScale | Mapping[str, Any] | None") -> "LossScale |
     """
     if value is None or isinstance(value, LossScale):
         return value
-    known = [f.name for f in fields(LossScale)]
+    keys = [f.name for f in fields(LossScale)]
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"loss_scale must be a table of {', '.join(known)}, such as {{initial = 65536}}, got"
+            f"loss_scale must be a table of {', '.join(keys)}, such as {{initial = 65536}}, got"
             f" {short_repr(value)}"
         )
     for key in value:
-        if key not in known:
+        if key not in keys:
             raise ConfigError(
-                f"loss_scale has unknown setting {short_repr(key)}; {nearest(str(key), known)}"
+                f"loss_scale has unknown setting {short_repr(key)}; {nearest(str(key), keys)}"
             )
     return LossScale(**value)
 

@@ -245,14 +245,14 @@ class TransformersModel:
 def settings_of(document: str) -> Any:
     """Build transformers' configuration from the text of a config.json."""
     package, content = transformers(), json.loads(document, object_hook=_number)
-    kind = content.pop("model_type", None)
-    if not is_supported_by_transformers(kind):
+    model_type = content.pop("model_type", None)
+    if not is_supported_by_transformers(model_type):
         raise ModelError(
-            f"model_type {repr(kind)[:60]} is not supported: neither ms-parallel nor transformers"
-            f" {package.__version__} has a causal language model for it"
+            f"model_type {repr(model_type)[:60]} is not supported: neither ms-parallel nor"
+            f" transformers {package.__version__} has a causal language model for it"
         )
     try:
-        return package.AutoConfig.for_model(kind, **content).get_text_config()
+        return package.AutoConfig.for_model(model_type, **content).get_text_config()
     except Exception as error:  # its checks raise many types for a damaged file
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"transformers rejects this config.json ({reason})") from error
@@ -290,11 +290,11 @@ def _check(model: TransformersModel) -> None:
                 f"{name} of {model.model_type} must be an integer from 1 to {limit}, got"
                 f" {repr(value)[:60]}"
             )
-    for kind in getattr(settings, "layer_types", None) or ():
-        if kind not in LAYER_TYPES:
+    for layer_type in getattr(settings, "layer_types", None) or ():
+        if layer_type not in LAYER_TYPES:
             raise ConfigError(
-                f"{model.model_type} has layers of type {kind!r}, which are not supported; train"
-                " this model with transformers"
+                f"{model.model_type} has layers of type {layer_type!r}, which are not supported;"
+                " train this model with transformers"
             )
     if getattr(settings, "output_router_logits", False) and model.mixture is None:
         raise ConfigError(

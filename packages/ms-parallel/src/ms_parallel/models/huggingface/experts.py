@@ -144,9 +144,9 @@ def mixture_of(config: Any) -> Mixture | None:
     return Mixture(layers=tuple(sorted(layers)), choice=choice, coefficient=coefficient or 0.0)
 
 
-def _published(kind: Any) -> type[nn.Module] | None:
+def _published(model: Any) -> type[nn.Module] | None:
     """Router class of a model, if transformers can record its logits; else None."""
-    recorded = (getattr(kind, "_can_record_outputs", None) or {}).get("router_logits")
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     first = getattr(recorded, "index", None) == 0
     router_class = getattr(recorded, "target_class", None) if first else None
     return router_class if isinstance(router_class, type) else None

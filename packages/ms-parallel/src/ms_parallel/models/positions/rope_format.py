@@ -102,8 +102,8 @@ def read_rope(rope: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling
     if kind == "default":
         return theta, None
     if kind not in get_args(Kind):
-        known = ", ".join(("default", *get_args(Kind)))
-        raise ModelError(f"rope_type {repr(kind)[:60]} is not supported; supported: {known}")
+        supported = ", ".join(("default", *get_args(Kind)))
+        raise ModelError(f"rope_type {repr(kind)[:60]} is not supported; supported: {supported}")
     missing = [name for name in REQUIRED[kind] if name not in rope]
     if missing:
         raise ModelError(f"rope scaling {kind!r} needs {missing[0]!r}; add it to config.json")

@@ -150,10 +150,10 @@ def as_rope_scaling(value: Any) -> Any:
     """Convert a mapping of settings to `RopeScaling`."""
     if not isinstance(value, Mapping):
         return value
-    known = [setting.name for setting in fields(RopeScaling)]
+    names = [setting.name for setting in fields(RopeScaling)]
     for key in value:
-        if key not in known:
-            raise ConfigError(f"unknown rope_scaling setting {key!r}; {nearest(key, known)}")
+        if key not in names:
+            raise ConfigError(f"unknown rope_scaling setting {key!r}; {nearest(key, names)}")
     if "kind" not in value:
         raise ConfigError("rope_scaling needs 'kind', for example {'kind': 'linear', 'factor': 2}")
     return RopeScaling(**value)

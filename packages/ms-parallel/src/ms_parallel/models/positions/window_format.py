@@ -128,7 +128,7 @@ class _UpperLayers:
     def write(self, config: WindowConfig) -> dict[str, object]:
         """Return both formats; older readers apply the window from max_window_layers on."""
         kinds = layer_types(config)
-        slides = [kind == "sliding_attention" for kind in kinds]
+        slides = [layer_type == "sliding_attention" for layer_type in kinds]
         return {
             "use_sliding_window": any(slides),
             "sliding_window": config.sliding_window,
@@ -158,13 +158,13 @@ def sliding_layers(kinds: Any, count: int) -> tuple[int, ...]:
     Raises:
         ModelError: the value is not a list of supported types, one per layer.
     """
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
+    supported = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != count or any(k not in supported for k in kinds):
         raise ModelError(
             "layer_types must be full_attention or sliding_attention for each of the"
             f" {count} layers, got {str(kinds)[:60]}"
         )
-    return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    return tuple(i for i, layer_type in enumerate(kinds) if layer_type == "sliding_attention")
 
 
 def _listed_layers(config_json: Mapping[str, Any], window: int | None) -> WindowSettings | None:

@@ -8,7 +8,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.settings import short_repr
 from ms_parallel.split.data_axis import Sharding
 
-Shares = Literal["equal", "measured"] | tuple[int, ...]
+RowsPerRank = Literal["equal", "measured"] | tuple[int, ...]
 
 
 def as_tuple(value: Any) -> Any:
@@ -16,7 +16,7 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def check_kind(instance: object, attribute: Any, value: Any) -> None:
+def check_type(instance: object, attribute: Any, value: Any) -> None:
     """Validate the type of the setting `shares`."""
     rows = isinstance(value, tuple) and bool(value) and all(type(item) is int for item in value)
     if value in ("equal", "measured") or (rows and min(value) > 0):
@@ -27,8 +27,8 @@ def check_kind(instance: object, attribute: Any, value: Any) -> None:
     )
 
 
-def check_shares(
-    shares: Shares,
+def check_rows_per_rank(
+    shares: RowsPerRank,
     layout: Layout,
     *,
     batch_size: int,
@@ -96,11 +96,10 @@ def check_shares(
 def _check_rows(shares: Sequence[int], ranks: int, batch_size: int) -> None:
     if len(shares) != ranks:
         raise ConfigError(
-            f"shares has {len(shares)} numbers of rows and the layout {ranks} data ranks; give one"
-            " number per data rank"
+            f"shares must list rows for each of {ranks} data ranks, got {len(shares)} numbers"
         )
     if sum(shares) != batch_size:
         raise ConfigError(
-            f"shares {list(shares)} must add up to batch_size={batch_size}, got {sum(shares)};"
-            " change one of the two"
+            f"shares {list(shares)} must sum to batch_size={batch_size}, got {sum(shares)}; change"
+            " either setting"
         )

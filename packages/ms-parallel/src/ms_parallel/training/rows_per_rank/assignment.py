@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ms_parallel.events import OnEvent
 from ms_parallel.training.checkpoints import Stream
-from ms_parallel.training.shares.setting import Shares
+from ms_parallel.training.rows_per_rank.setting import RowsPerRank
 
 WINDOW = 4
 """Steps between rebalancing; the median step time of each rank counts."""
@@ -25,7 +25,7 @@ SLOW = 0.8
 """A rank is slow if its speed is below this fraction of the median of the others."""
 
 
-class RowShares:
+class RowAssignment:
     """Rows per data rank, and the measured speed of each.
 
     Args:
@@ -39,7 +39,7 @@ class RowShares:
 
     def __init__(
         self,
-        setting: Shares,
+        setting: RowsPerRank,
         batch_size: int,
         *,
         rank: int,
