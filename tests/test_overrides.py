@@ -59,7 +59,7 @@ def test_the_last_of_several_overrides_of_a_key_wins(
     ):
         code, line = error_line("ms_parallel", "inspect", run_file, *words, capsys=capsys)
         assert code == 2
-        assert f"batch_size is {value}" in line
+        assert f"got {value}\n" in line
 
 
 def test_overrides_reach_the_rules_of_ms_data(
