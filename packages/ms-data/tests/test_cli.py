@@ -126,7 +126,7 @@ def test_other_bad_input_is_one_line_and_exit_2(
         (["build", "corpus.jsonl", "--tokenizer", "t.json", "--out", "shards"], "not empty"),
         (["tokenizer", "corpus.jsonl", "--vocab-size", "9", "--out", "x"], "257"),
         (["tokenizer", "corpus.jsonl", "--out", "no/such/place.json"], "cannot write"),
-        (["tokenizer", "corpus.jsonl", "--out", "pipe"], "is not a file"),
+        (["tokenizer", "corpus.jsonl", "--out", "pipe"], "is not a regular file"),
         (["verify", "."], "no dataset"),
         (["inspect", "nowhere"], "no dataset"),
     ):

@@ -197,7 +197,7 @@ def test_a_template_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path:
     """A sparse file of a terabyte takes no memory."""
     with (tmp_path / "chat_template.jinja").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(TokenizerError, match="larger than 1 MiB"):
+    with pytest.raises(TokenizerError, match="larger than the limit of 1 MiB"):
         ChatTemplate.load(tmp_path)
 
 
