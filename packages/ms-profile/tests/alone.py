@@ -48,6 +48,9 @@ def main() -> None:
         ms_profile.write_report(run, Path(name) / "report.html")
         text = (Path(name) / "report.html").read_text()
         check("DecompressionStream" in text and "Where the time goes" in text, "the page is whole")
+    command = [sys.executable, "-I", "-m", "ms_profile", "doctor"]
+    doctor = subprocess.run(command, capture_output=True, text=True)
+    check("ms-profile[torch]" in doctor.stderr, "doctor names the extra that it needs")
     check("torch" not in sys.modules, "torch is not imported")
 
 
