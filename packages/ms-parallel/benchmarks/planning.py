@@ -44,7 +44,7 @@ from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.registry import architecture
 from ms_parallel.planner.cluster import Cluster, read_cluster, write_cluster
-from ms_parallel.planner.layouts.choice import FITS
+from ms_parallel.planner.layouts.choice import USABLE
 from ms_parallel.planner.record.history import History
 from ms_parallel.planner.record.plan_file import Plan
 from ms_parallel.training.memory import run_memory
@@ -308,8 +308,8 @@ def compared(seed: int, drawn: dict[str, Any], found: Plan) -> dict[str, Any]:
         "over_best": times[0] / min(times) - 1,
         "rank_correlation": correlation(predicted, times),
         "predicted_over_measured": median(p / t for p, t in zip(predicted, times, strict=True)),
-        "budget_gib": found.limit_bytes / FITS / GIB,
-        "predicted_gib": found.best[0].most_bytes / GIB,
+        "budget_gib": found.limit_bytes / USABLE / GIB,
+        "predicted_gib": found.best[0].peak_bytes / GIB,
         "held_gib": held["tensors"] / GIB,
         "process_gib": held["process"] / GIB,
         "chosen": str(Layout(**found.best[0].layout)),

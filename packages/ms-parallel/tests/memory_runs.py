@@ -296,7 +296,7 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
             engine.reduction.gradients()
         weights = [local_part(each) for each in engine.parameters.values()]
         gradients = [local_part(each.grad) for each in engine.parameters.values()]  # type: ignore[arg-type]
-        moments = [*engine.optimizer.moments.values(), *engine.optimizer.whole.values()]
+        moments = [*engine.optimizer.moments.values(), *engine.optimizer.unsharded.values()]
         found.append(
             {
                 "pipeline": groups.place.pipeline,

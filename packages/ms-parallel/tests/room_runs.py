@@ -19,7 +19,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.planner.cluster import Cluster, Link, Links
 from ms_parallel.planner.free_memory import map_blocks, shrink_stacks, status_bytes
 from ms_parallel.planner.layouts.candidate import Split
-from ms_parallel.planner.layouts.choice import FITS
+from ms_parallel.planner.layouts.choice import USABLE
 from ms_parallel.planner.layouts.enumeration import divisors
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.rank_memory import RankMemory
@@ -96,7 +96,7 @@ def _held(options: Options, layout: Layout, rows: int) -> float:
     model = ModelSizes.of(fit_model(options, layout, None))
     beside = working_bytes(split, model, options.sequence_length)
     ranks = run_memory(options, layout, None, rows)
-    return max(max(rank.total / FITS, rank.total + beside) for rank in ranks)
+    return max(max(rank.total / USABLE, rank.total + beside) for rank in ranks)
 
 
 def kept_in_gaps(limited: bool) -> dict[str, float]:

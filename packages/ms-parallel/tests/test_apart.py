@@ -64,7 +64,7 @@ def test_a_process_that_ends_says_why() -> None:
     with pytest.raises(ParallelError, match=r"nowhere:no ended without a result: ModuleNotFound"):
         call_in_subprocess("ms_parallel.nowhere:no", QUESTION, str)
     for foreign in ("builtins:print", "os:system", "ms_parallel_other.module:function"):
-        with pytest.raises(ParallelError, match="is no function of this package"):
+        with pytest.raises(ParallelError, match="is not a function of ms_parallel"):
             call_in_subprocess(foreign, QUESTION, str)
 
 
@@ -83,7 +83,7 @@ def test_no_pickle_is_read_on_either_side(tmp_path: Path, monkeypatch: pytest.Mo
     framed = len(loaded).to_bytes(apart.SIZE_BYTES, "big") + loaded
     readable, writable = os.pipe()
     asked = subprocess.run(
-        [sys.executable, "-c", apart.CALLED, str(writable)],
+        [sys.executable, "-c", apart.PROGRAM, str(writable)],
         input=framed,
         capture_output=True,
         pass_fds=(writable,),
@@ -95,7 +95,7 @@ def test_no_pickle_is_read_on_either_side(tmp_path: Path, monkeypatch: pytest.Mo
     assert asked.returncode
     assert b"ParallelError: a question: " in asked.stderr
     answering = f"import os, sys; os.write(int(sys.argv[1]), {framed!r})"
-    monkeypatch.setattr(apart, "CALLED", answering)
+    monkeypatch.setattr(apart, "PROGRAM", answering)
     with pytest.raises(ParallelError, match=f"{REFUSAL}: "):
         call_in_subprocess(REFUSAL, QUESTION, str | None)
     assert not trap.exists()
@@ -114,13 +114,13 @@ def test_sizes_are_checked_before_memory_is_taken() -> None:
             return super().read(size)
 
     endless = Counted((1 << 62).to_bytes(apart.SIZE_BYTES, "big") + b"x" * 64)
-    with pytest.raises(ParallelError, match="is announced; the most is"):
+    with pytest.raises(ParallelError, match="bytes; the maximum is"):
         apart._read(endless)
     assert endless.asked == apart.SIZE_BYTES
     assert apart._read(io.BytesIO(LIMIT_BYTES.to_bytes(apart.SIZE_BYTES, "big") + b"x")) is None
     assert apart._read(io.BytesIO(b"\0\0")) is None
     long = LayoutQuestion(model="m" * LIMIT_BYTES, layout=Layout(), options={})
-    with pytest.raises(ParallelError, match="bytes; the most is"):
+    with pytest.raises(ParallelError, match="bytes; the maximum is"):
         call_in_subprocess(REFUSAL, long, str | None)
 
 

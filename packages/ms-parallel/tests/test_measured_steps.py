@@ -14,9 +14,9 @@ from ms_parallel.models.registry import architecture
 from ms_parallel.planner.cluster import Cluster, Collectives, Link, Links
 from ms_parallel.planner.fake_cluster import fake_groups, fake_world
 from ms_parallel.planner.layouts.candidate import Candidate, Split
-from ms_parallel.planner.layouts.here import HereTimes, _Measured, measurable
+from ms_parallel.planner.layouts.here import MeasuredTimes, _Measured, measurable
 from ms_parallel.planner.layouts.messages import Message, MessageLog, seconds
-from ms_parallel.planner.layouts.passes import OwnAndTravel, SheetTimes
+from ms_parallel.planner.layouts.passes import DatasheetTimes, RankSeconds
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.stages import Stages
 from ms_parallel.planner.layouts.step import StepTimes
@@ -126,7 +126,7 @@ def test_a_message_costs_its_sender_and_its_taker(schedule: str, sides: int) -> 
     asked = evolve(candidate(split.layout, "auto"), split=split, schedule=schedule)
     worked = []
     for cluster in (CLUSTER, evolve(CLUSTER, message_us=500.0)):
-        times = SheetTimes(sizes, cluster, LENGTH, "float32")
+        times = DatasheetTimes(sizes, cluster, LENGTH, "float32")
         steps = StepTimes(
             stages=Stages(sizes), times=times, cluster=cluster, message_bytes=1.0, width=4
         )
@@ -134,14 +134,14 @@ def test_a_message_costs_its_sender_and_its_taker(schedule: str, sides: int) -> 
     assert worked[1] - worked[0] == pytest.approx(4 * sides * 500e-6)
 
 
-def here_times() -> HereTimes:
+def here_times() -> MeasuredTimes:
     """Times of the model by this machine's clock."""
     config = architecture("llama", MODEL)
     configs = measurable(config)
     assert configs is not None
     assert [each.num_hidden_layers for each in configs] == [1, 4]
-    sheet = SheetTimes(ModelSizes.of(config), CLUSTER, LENGTH, "float32")
-    return HereTimes(configs, sheet, rows(1), torch.device("cpu"), {})
+    sheet = DatasheetTimes(ModelSizes.of(config), CLUSTER, LENGTH, "float32")
+    return MeasuredTimes(configs, sheet, rows(1), torch.device("cpu"), {})
 
 
 def candidate(layout: Layout, sharding: Any) -> Candidate:
@@ -162,16 +162,21 @@ def test_what_sharding_does_for_each_block_is_measured() -> None:
     assert alone is not None
     assert copies is not None
     assert shards is not None
-    assert alone.pass_layer.own == alone.pass_layer.travel == alone.step_layer.travel == 0.0
-    assert copies.pass_layer.travel == shards.step_layer.travel == 0.0
-    assert copies.step_layer.travel > 0.0
+    assert (
+        alone.pass_layer.compute
+        == alone.pass_layer.communication
+        == alone.step_layer.communication
+        == 0.0
+    )
+    assert copies.pass_layer.communication == shards.step_layer.communication == 0.0
+    assert copies.step_layer.communication > 0.0
     # Hooks of FSDP on a block take some hundred microseconds; what is compared is noise.
-    assert shards.pass_layer.own > max(1e-5, copies.pass_layer.own)
+    assert shards.pass_layer.compute > max(1e-5, copies.pass_layer.compute)
     (layer, *_) = times.sheet.sizes.layers
     gather, scatter = (
         collective_s(CLUSTER, kind, 4 * layer.all, 2) for kind in ("all_gather", "reduce_scatter")
     )
-    assert shards.pass_layer.travel == pytest.approx(2 * gather + scatter)
+    assert shards.pass_layer.communication == pytest.approx(2 * gather + scatter)
 
 
 def test_layers_of_a_measured_pass_are_alike_and_tensor_ranks_travel() -> None:
@@ -183,9 +188,9 @@ def test_layers_of_a_measured_pass_are_alike_and_tensor_ranks_travel() -> None:
             found = times.passes(split, "none")
         assert len(found.layers) == MODEL["num_hidden_layers"]
         assert len({*found.layers}) == 1
-        assert 0.0 < found.layers[0].travel < found.layers[0].all
+        assert 0.0 < found.layers[0].communication < found.layers[0].all
         plain = times.sheet.passes(split, "none")
-        assert found.layers[0].travel == pytest.approx(plain.layers[0].travel)
+        assert found.layers[0].communication == pytest.approx(plain.layers[0].communication)
 
 
 def test_what_is_computed_again_is_measured_with_its_collectives() -> None:
@@ -198,7 +203,7 @@ def test_what_is_computed_again_is_measured_with_its_collectives() -> None:
     assert other.forward >= one.forward
     assert other.backward_input > one.backward_input
     assert other.backward_weight == one.backward_weight
-    assert other.travel > one.travel
+    assert other.communication > one.communication
     assert again.last == plain.last
 
 
@@ -213,16 +218,16 @@ def test_a_split_backward_is_measured_with_what_it_computes_again(
         ("zb-h1", "full"): 4.0,
     }
 
-    def measured(_: HereTimes, config: Any, key: Any, rows: int) -> _Measured:
+    def measured(_: MeasuredTimes, config: Any, key: Any, rows: int) -> _Measured:
         own = seconds[key.schedule, key.recompute] * config.num_hidden_layers * rows
-        return _Measured(passes=OwnAndTravel(own=own), forward=0.3, step=OwnAndTravel())
+        return _Measured(passes=RankSeconds(compute=own), forward=0.3, step=RankSeconds())
 
-    monkeypatch.setattr(HereTimes, "_measure", measured)
+    monkeypatch.setattr(MeasuredTimes, "_measure", measured)
     times = here_times()
     plain = evolve(candidate(Layout(pipeline=2), "auto"), schedule="zb-h1")
     with fake_world(2):
         found = [times.costs(evolve(plain, recompute=kind)) for kind in ("none", "full")]
-    assert [one.pass_layer.own for one in found if one is not None] == [0.5, 2.0]
+    assert [one.pass_layer.compute for one in found if one is not None] == [0.5, 2.0]
 
 
 def test_a_measured_model_has_fewer_layers_where_they_are_large() -> None:

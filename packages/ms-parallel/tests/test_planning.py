@@ -19,7 +19,7 @@ from ms_parallel.planner.cluster import Cluster, Link, Links, write_cluster
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.pipeline import StageSeconds, bubble_share, makespan_s
 from ms_parallel.planner.record.history import FILE as HISTORY
-from ms_parallel.planner.record.history import LEAST_STEPS, learn
+from ms_parallel.planner.record.history import MIN_STEPS, learn
 from ms_parallel.planner.record.plan_file import FILE, PlannedStep, read_plan, write_plan
 from ms_parallel.planner.roofline.collectives import collective_s
 from ms_parallel.run_file import read_run_file
@@ -62,11 +62,11 @@ def test_what_is_planned_fits_and_the_best_comes_first() -> None:
     assert times == sorted(times)
     assert len({str(each.layout) for each in found.best}) == len(found.best)
     for each in found.best:
-        assert each.most_bytes <= found.limit_bytes < 0.02 * GIB
+        assert each.peak_bytes <= found.limit_bytes < 0.02 * GIB
         logits = each.settings["microbatch_size"] * 64 * 512 * 4
         split = Layout(**each.layout)
         beside = 2 * logits // (split.tensor * split.context)  # what the loss works in
-        assert each.most_bytes + beside <= 0.02 * GIB
+        assert each.peak_bytes + beside <= 0.02 * GIB
         settings = Options("llama", **{**_kept(asked), **each.settings})
         assert run_memory(settings, Layout(**each.layout)) == each.memory
 
@@ -79,9 +79,9 @@ def _kept(asked: Options) -> dict[str, Any]:
 def test_less_memory_is_met_by_holding_less() -> None:
     """Where the fastest does not fit, a slower one that does is chosen, and the reason is told."""
     rich = plan(options(), cluster(), best=1)
-    tight = rich.best[0].most_bytes * 0.6 / GIB
+    tight = rich.best[0].peak_bytes * 0.6 / GIB
     poor = plan(options(), cluster(memory_gib=tight), best=1)
-    assert poor.best[0].most_bytes < 0.6 * rich.best[0].most_bytes
+    assert poor.best[0].peak_bytes < 0.6 * rich.best[0].peak_bytes
     assert poor.best[0].step.total >= rich.best[0].step.total
     assert "does not fit into memory" in {out.reason for out in poor.fallen}
 
@@ -89,7 +89,7 @@ def test_less_memory_is_met_by_holding_less() -> None:
 def test_nothing_is_computed_again_where_there_is_room() -> None:
     """What keeps all is faster, so no other is looked at; where least is asked for, all are."""
     room = cluster(memory_gib=4.0)
-    reason = "recomputes what there is room for"
+    reason = "recomputes although memory suffices"
     fast = plan(options(), room, best=9, every=True)
     assert {each.settings["recompute"] for each in fast.best} == {"none"}
     assert reason in {out.reason for out in fast.fallen}
@@ -136,10 +136,10 @@ def test_each_objective_is_met(objective: Any) -> None:
         case "cheapest":
             assert best.step.total * best.devices <= first.step.total * first.devices
         case "least-memory":
-            assert best.most_bytes <= first.most_bytes
+            assert best.peak_bytes <= first.peak_bytes
         case _:
             assert found.parameters > fastest.parameters
-            assert best.most_bytes <= found.limit_bytes
+            assert best.peak_bytes <= found.limit_bytes
 
 
 def test_the_largest_model_is_the_one_that_is_written(tmp_path: Path) -> None:
@@ -171,11 +171,11 @@ def test_the_parts_of_a_corrected_step_are_corrected_too() -> None:
 @pytest.mark.parametrize(
     ("chip", "measured", "says"),
     [
-        ('chip = "h200"\n', False, "constants  shares of its figures that h200 reached in publi"),
+        ('chip = "h200"\n', False, "constants  efficiency of h200 in published runs"),
         (
             "",
             False,
-            "constants  those of h100-sxm, whose figures are the nearest, as no known chip",
+            "constants  efficiency of h100-sxm, the chip with the closest rates, as the cluster",
         ),
         ("", True, None),
     ],
@@ -284,7 +284,7 @@ def test_a_plan_learns_from_the_runs_before_it(
     lines = [{"kind": "begin", "layout": str(Layout(**best.layout))}]
     tokens = asked.batch_size * asked.sequence_length
     rate = tokens / (3 * best.step.total)
-    lines += [{"kind": "step", "tokens": tokens, "rate_tokens_per_s": rate}] * LEAST_STEPS
+    lines += [{"kind": "step", "tokens": tokens, "rate_tokens_per_s": rate}] * MIN_STEPS
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "first" / "events.jsonl").write_text(text + '{"kind": "st')
     again = plan(options(output_dir=tmp_path / "second"), here, best=1)
@@ -302,7 +302,7 @@ def test_a_plan_learns_from_the_runs_before_it(
     assert [each.measured_s for each in kept.runs] == pytest.approx([3 * best.step.total])
     damaged = tmp_path / HISTORY
     damaged.write_bytes(damaged.read_bytes().replace(b"first", b"worst"))
-    with pytest.raises(ConfigError, match="its digest is another; delete it to begin anew"):
+    with pytest.raises(ConfigError, match="its checksum does not match; delete it to start over"):
         learn(tmp_path)
 
 
@@ -344,7 +344,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
     content = path.read_bytes()
     assert read_plan(path) is not None
     path.write_bytes(content.replace(b'"fastest"', b'"Fastest"'))
-    with pytest.raises(ConfigError, match="digest is another; restore it, or delete it"):
+    with pytest.raises(ConfigError, match="checksum does not match; restore it, or delete it"):
         read_plan(path)
 
 

@@ -24,7 +24,7 @@ from ms_parallel.planner.roofline.calibrated import (
 )
 from ms_parallel.planner.roofline.chips import CHIPS
 from ms_parallel.planner.roofline.collectives import (
-    Members,
+    RankGroup,
     exchange_seconds,
     gather_seconds,
     reduce_seconds,
@@ -92,22 +92,22 @@ def test_collectives_take_what_their_formulas_say() -> None:
     """Rings within a node, rings of which each node's members carry a part, and messages."""
     whole, delay = 8e9, 1e-3
     one = cluster(delay=1000.0)
-    assert gather_seconds(whole, Members(count=8), one, IDEAL) == pytest.approx(0.07 + 7 * delay)
-    assert reduce_seconds(whole, Members(count=8), one, IDEAL) == pytest.approx(0.14 + 14 * delay)
+    assert gather_seconds(whole, RankGroup(count=8), one, IDEAL) == pytest.approx(0.07 + 7 * delay)
+    assert reduce_seconds(whole, RankGroup(count=8), one, IDEAL) == pytest.approx(0.14 + 14 * delay)
     two = cluster(2)
     # All sixteen: eight cards share out what passes between the nodes.
-    assert gather_seconds(whole, Members(count=16), two, IDEAL) == pytest.approx(
+    assert gather_seconds(whole, RankGroup(count=16), two, IDEAL) == pytest.approx(
         max(8e9 * 7 / 8 / 100e9, 8e9 / 2 / 80e9)
     )
     # Two, one of each node: one card each.
-    assert gather_seconds(whole, Members(count=2, stride=8), two, IDEAL) == pytest.approx(0.4)
-    assert exchange_seconds(whole, Members(count=16), two, IDEAL) == pytest.approx(0.4)
+    assert gather_seconds(whole, RankGroup(count=2, stride=8), two, IDEAL) == pytest.approx(0.4)
+    assert exchange_seconds(whole, RankGroup(count=16), two, IDEAL) == pytest.approx(0.4)
     assert send_seconds(whole, 1, two, IDEAL) == pytest.approx(0.08)
     assert send_seconds(whole, 8, two, IDEAL) == pytest.approx(0.8)
-    assert gather_seconds(whole, Members(count=1), two, IDEAL) == 0
+    assert gather_seconds(whole, RankGroup(count=1), two, IDEAL) == 0
     mesh = evolve(cluster(), mesh=True)
     # Three of seven links; one of seven.
-    assert gather_seconds(whole, Members(count=4), mesh, IDEAL) == pytest.approx(0.06 * 7 / 3)
+    assert gather_seconds(whole, RankGroup(count=4), mesh, IDEAL) == pytest.approx(0.06 * 7 / 3)
     assert send_seconds(whole, 4, mesh, IDEAL) == pytest.approx(0.08 * 7)
 
 
@@ -215,7 +215,7 @@ def test_a_known_cluster_has_the_figures_of_its_chip() -> None:
     small = known_cluster("ascend 910b3", 4, network_gb_per_s=25)
     assert (small.nodes, small.devices_per_node, small.mesh) == (1, 4, True)
     assert small.link(4).bandwidth_gb_per_s == pytest.approx(196 * 3 / 7)
-    with pytest.raises(ConfigError, match="chip 'TPU' is not known"):
+    with pytest.raises(ConfigError, match="unknown chip 'TPU'"):
         known_cluster("TPU", 4, network_gb_per_s=25)
 
 
@@ -234,7 +234,7 @@ def test_a_cluster_file_need_only_name_a_known_chip(name: str, tmp_path: Path) -
 
 def test_a_model_of_another_kind_is_refused() -> None:
     """Transformer-XL has projections of relative positions, which no size tells of."""
-    with pytest.raises(ConfigError, match="its sizes mean 8912896; measure its layers instead"):
+    with pytest.raises(ConfigError, match="its sizes imply 8912896; measure its layers instead"):
         decoder_sizes(architecture("transformer-xl"))
 
 
@@ -307,7 +307,7 @@ def test_every_known_chip_has_constants() -> None:
     assert set(FAMILY_OF) == set(CHIPS)
     assert efficiency_of("b200") is FAMILIES["b200"]
     assert efficiency_of("Ascend 910B") is FAMILIES["ascend-910b"]
-    with pytest.raises(ConfigError, match="'whatever' is not known"):
+    with pytest.raises(ConfigError, match="unknown chip 'whatever'"):
         efficiency_of("whatever")
 
 
@@ -316,12 +316,12 @@ def test_a_chip_that_is_not_named_has_the_constants_of_the_nearest(name: str) ->
     """By its figures, also where they are a little others; and it is told that it was guessed."""
     of_chip = known_cluster(name, 8, network_gb_per_s=25)
     found = calibration_of(of_chip)
-    assert (found.chip, found.known) == (name, True)
+    assert (found.chip, found.is_exact) == (name, True)
     device = "npu" if name.startswith("ascend") else "cuda"
     bandwidth = 1.02 * of_chip.memory_bandwidth_gb_per_s
     unnamed = evolve(of_chip, chip=None, device=device, memory_bandwidth_gb_per_s=bandwidth)
     found = calibration_of(unnamed)
-    assert not found.known
+    assert not found.is_exact
     assert found.efficiency is efficiency_of(name)
     assert calibration_of(evolve(unnamed, chip="whatever")) == found
 
@@ -339,10 +339,12 @@ def test_what_is_nearest_is_of_the_same_maker_where_that_is_known() -> None:
 def test_what_does_not_fit_together_is_refused_with_a_remedy() -> None:
     """Too few devices, and layers that are not the model's."""
     settings = StepSettings(sequence=64)
-    with pytest.raises(ConfigError, match="needs 16 devices of 8; raise nodes"):
+    with pytest.raises(ConfigError, match="needs 16 devices, but the cluster has 8; raise nodes"):
         step_time(SIZES, Layout(data=16), settings, cluster(), IDEAL)
     cut = evolve(settings, stage_layers=(1, 2))
-    with pytest.raises(ConfigError, match=r"stage_layers=\(1, 2\) are not 4 layers of 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"must be 2 numbers that add up to 4 layers, got \(1, 2\)"
+    ):
         step_time(SIZES, Layout(pipeline=2), cut, cluster(), IDEAL)
 
 

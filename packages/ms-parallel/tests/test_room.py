@@ -9,7 +9,7 @@ import pytest
 from processes import run_processes
 
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.planner.free_memory import KEPT_FREE
+from ms_parallel.planner.free_memory import RESERVE_BYTES
 from ms_parallel.planner.largest_microbatch import next_trial, sizes_of
 
 RUNS = Path(__file__).with_name("room_runs.py")
@@ -84,12 +84,12 @@ def test_a_rank_that_nobody_waits_for_tries_what_is_predicted_to_fit() -> None:
     assert next_trial(predicted, {}, 50) == 1
     # 20 above for a row: two would take 60 if that grew.
     assert next_trial(predicted, {1: 30}, 50) is None
-    assert next_trial(predicted, {1: 30}, 50, alone=True) == 2
+    assert next_trial(predicted, {1: 30}, 50, single_process=True) == 2
     # Of two trials: 20 above for one row and for two, so that a quarter of 10 grows with each.
     assert next_trial(predicted, {1: 30, 2: 40}, 65) == 4
     assert next_trial(predicted, {1: 30, 2: 40}, 64) is None
-    assert next_trial(predicted, {1: 30, 2: 40}, 50, alone=True) == 4
-    assert next_trial(predicted, {1: 30, 2: 40, 4: None}, 50, alone=True) is None
+    assert next_trial(predicted, {1: 30, 2: 40}, 50, single_process=True) == 4
+    assert next_trial(predicted, {1: 30, 2: 40, 4: None}, 50, single_process=True) is None
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other gaps")
@@ -164,7 +164,7 @@ def test_no_plan_takes_more_than_it_may(seed: int) -> None:
             RUNS,
             "trained",
             check=False,
-            room_bytes=found["memory_bytes"] + KEPT_FREE,
+            room_bytes=found["memory_bytes"] + RESERVE_BYTES,
             layout=found["layout"],
             settings=settings,
             size=size,

@@ -71,7 +71,7 @@ def test_a_search_says_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         (["zb-w", "--stages", "2", "--microbatches", "2"], "unknown schedule 'zb-w'; did you"),
-        (["1f1b", "--microbatches", "2"], "1f1b needs sizes; give --stages"),
+        (["1f1b", "--microbatches", "2"], "1f1b needs sizes; add --stages"),
         (["1f1b", "--stages", "2", "--microbatches", "0"], "got 2 stages and 0 microbatches"),
         (["1f1b", "--stages", "0", "--microbatches", "2"], "for 0 ranks"),
         (["none.csv"], "schedule none.csv: cannot be read: No such file"),
@@ -79,7 +79,7 @@ def test_a_search_says_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
         (["1f1b", "--stages", "2", "--microbatches", "2", "--costs", "forward=x"], "not a number"),
         (
             ["1f1b", "--stages", "2", "--microbatches", "2", "--out", "a.png"],
-            "'.png' is no picture",
+            "unsupported suffix '.png'",
         ),
         (
             ["1f1b", "--stages", "2", "--microbatches", "2", "--out", "no/a.svg"],
@@ -87,7 +87,7 @@ def test_a_search_says_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["1f1b", "--stages", "2", "--microbatches", "2", "--memory-cap", "1"],
-            "a memory cap bounds a search; name search in place of 1f1b",
+            "memory_cap needs schedule 'search', got 1f1b",
         ),
         (
             ["search", "--stages", "2", "--microbatches", "2", "--memory-cap", "0.5"],

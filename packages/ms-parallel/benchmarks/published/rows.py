@@ -12,18 +12,18 @@ from attrs import evolve, frozen
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.roofline.known_cluster import known_cluster
-from ms_parallel.planner.roofline.settings import RECOMPUTE, Overlap, Repeated, StepSettings
-from ms_parallel.planner.roofline.shape import DecoderSizes, ExpertSizes, Latents
+from ms_parallel.planner.roofline.settings import RECOMPUTE, Overlap, RecomputedShares, StepSettings
+from ms_parallel.planner.roofline.shape import DecoderSizes, ExpertSizes, LatentSizes
 
 HERE = Path(__file__).parent
-REPEATED: Mapping[str, Repeated] = {
+REPEATED: Mapping[str, RecomputedShares] = {
     "none": RECOMPUTE["none"],
     "selective": RECOMPUTE["selective"],
     "full": RECOMPUTE["full"],
-    "core": Repeated(attention=1.0),
-    "alternate": Repeated(products=0.5, attention=0.5, elementwise=0.5),
-    "operators": Repeated(products=0.5, elementwise=1.0),
-    "five of 32 layers": Repeated(products=5 / 32, attention=5 / 32, elementwise=5 / 32),
+    "core": RecomputedShares(attention=1.0),
+    "alternate": RecomputedShares(products=0.5, attention=0.5, elementwise=0.5),
+    "operators": RecomputedShares(products=0.5, elementwise=1.0),
+    "five of 32 layers": RecomputedShares(products=5 / 32, attention=5 / 32, elementwise=5 / 32),
 }
 """What is computed again: `core` of Korthikanti et al., `operators` of torchtitan keeps attention
 and every other product, `alternate` is each second layer."""
@@ -132,7 +132,7 @@ def sizes_of(model: Mapping[str, Any]) -> DecoderSizes:
     given.setdefault("key_value_heads", given["heads"])
     given.setdefault("head_dim", given["hidden"] // given["heads"])
     if "latents" in given:
-        given["latents"] = Latents(**given["latents"])
+        given["latents"] = LatentSizes(**given["latents"])
     if "experts" in given:
         given["experts"] = ExpertSizes(**given["experts"])
     return DecoderSizes(**given)

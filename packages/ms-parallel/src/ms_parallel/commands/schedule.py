@@ -67,15 +67,15 @@ def run(options: Namespace) -> int:
     if options.out is not None:
         draw_to(options.out, explanation)
     if options.json:
-        return print_json(explanation.facts)
+        return print_json(explanation.summary)
     width = shutil.get_terminal_size((100, 24)).columns
     color = sys.stdout.isatty()
     print(
         draw_text(*explanation.lines, titles=explanation.titles, width=width, color=color), end=""
     )
     print(f"critical path: {path_text(explanation.timeline)}")
-    if pairs := explanation.facts.overlapped_pairs:
+    if pairs := explanation.summary.overlapped_pairs:
         print(f"{pairs} overlapped pairs are timed and run one after the other")
-    if explanation.facts.lower_bound is not None:
-        print(f"no schedule is shorter than {explanation.facts.lower_bound:.4g}")
+    if explanation.summary.lower_bound is not None:
+        print(f"no schedule is shorter than {explanation.summary.lower_bound:.4g}")
     return 0

@@ -1,1 +1,1 @@
-"""Chooses a schedule for a model on its processes: measures, searches, keeps, explains."""
+"""Plans runs: schedules and layouts for a model, by measurement, prediction and search."""

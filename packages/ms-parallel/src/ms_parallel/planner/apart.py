@@ -1,8 +1,8 @@
-"""Asks a function in a process of its own, which is not one of the run's.
+"""Calls a function of this package in a subprocess that does not take part in the run.
 
-Question and answer are records (`msgspec.Struct`), checked as they are decoded, each behind its
-size, which is checked before memory is taken for it. So what comes out of a pipe can be nothing but
-values: nothing is unpickled.
+Question and answer are records (`msgspec.Struct`), validated when decoded, each preceded by its
+size, which is checked before memory is allocated. Nothing is unpickled, so the pipe can deliver
+only plain values.
 """
 
 import os
@@ -19,15 +19,15 @@ import msgspec
 from ms_parallel.errors import ParallelError
 from ms_parallel.files.untrusted import decoding
 
-LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-"""Variables that would make it one of the processes that have met."""
-CALLED = "import sys; from ms_parallel.planner.apart import answer; answer(int(sys.argv[1]))"
+LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+"""Variables that would make the subprocess join the process group."""
+PROGRAM = "import sys; from ms_parallel.planner.apart import answer; answer(int(sys.argv[1]))"
 LIMIT_BYTES = 1 << 24
-"""The largest question or answer: a plan of thousands of ranks has a hundredth of it."""
+"""Maximum size of a question or answer; a plan for thousands of ranks is 100 times smaller."""
 SIZE_BYTES = 8
-"""What says how large the record behind it is, the highest byte first."""
-SHOWN_BYTES = 4096
-"""What is looked at of the last that a process has said."""
+"""Bytes of the size before a record, in big-endian order."""
+TAIL_BYTES = 4096
+"""Bytes at the end of the output that are searched for the last line."""
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="call.v1"):
@@ -35,7 +35,9 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     question: msgspec.Raw
 
 
-class _Found(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="found.v1"):
+class _Result(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="found.v1"
+):
     value: msgspec.Raw
 
 
@@ -48,31 +50,31 @@ class _Raised(
 
 
 def call_in_subprocess(function: str, question: msgspec.Struct, answer: Any) -> Any:
-    """Return what a function of this package answers in a new process.
+    """Call a function of this package in a subprocess and return its result.
 
     Args:
-        function: as `module:name`; its one parameter is a Struct.
-        question: what it is given.
-        answer: the type of its result, which is checked.
+        function: function as `module:name`, with one Struct parameter.
+        question: its argument.
+        answer: type of its result, for validation.
 
     Raises:
-        ParallelError: what the function raises, of the same class; or the process has ended without
-            a result, or what it was asked or has answered is no such record.
+        ParallelError: the function's own error, with the same class; or the subprocess died, or the
+            question or answer is invalid.
     """
     call = _Call(function=function, question=msgspec.Raw(_encoded(question, function)))
-    content, said = _exchange(_framed(_encoded(call, function)))
+    content, last_line = _exchange(_framed(_encoded(call, function)))
     if content is None:
-        raise ParallelError(f"{function} ended without a result: {said}")
-    found = _decoded(content, _Found | _Raised, function)
-    if isinstance(found, _Raised):
-        raise _errors().get(found.error, ParallelError)(found.text)
-    return _decoded(bytes(found.value), answer, function)
+        raise ParallelError(f"{function} ended without a result: {last_line}")
+    result = _decoded(content, _Result | _Raised, function)
+    if isinstance(result, _Raised):
+        raise _errors().get(result.error, ParallelError)(result.text)
+    return _decoded(bytes(result.value), answer, function)
 
 
 def answer(descriptor: int) -> None:
-    """Do what standard input asks, and write the result to a descriptor.
+    """Answer the question on standard input, and write the result to a file descriptor.
 
-    Whatever is printed meanwhile goes elsewhere, and is no part of it.
+    Standard output is not used, as the function may print.
     """
     content = _read(sys.stdin.buffer)
     if content is None:
@@ -80,25 +82,29 @@ def answer(descriptor: int) -> None:
     call = _decoded(content, _Call, "a question")
     try:
         value = _function(call.function)(call.question)
-        found: _Found | _Raised = _Found(value=msgspec.Raw(_encoded(value, call.function)))
+        result: _Result | _Raised = _Result(value=msgspec.Raw(_encoded(value, call.function)))
     except ParallelError as error:
-        found = _Raised(error=type(error).__name__, text=str(error))
+        result = _Raised(error=type(error).__name__, text=str(error))
     with os.fdopen(descriptor, "wb") as results:
-        results.write(_framed(_encoded(found, call.function)))
+        results.write(_framed(_encoded(result, call.function)))
 
 
-def _exchange(sent: bytes) -> tuple[bytes | None, str]:
-    """Return what a new process answers, None for nothing, and the last line that it has said."""
+def _exchange(request: bytes) -> tuple[bytes | None, str]:
+    """Run the subprocess; return its answer (None without one) and its last line of output."""
     readable, writable = os.pipe()
-    with open(readable, "rb") as results, TemporaryFile() as said:
+    with open(readable, "rb") as results, TemporaryFile() as output:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", CALLED, str(writable)],
+                [sys.executable, "-c", PROGRAM, str(writable)],
                 stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 pass_fds=(writable,),
-                env={name: value for name, value in os.environ.items() if name not in LAUNCH},
+                env={
+                    name: value
+                    for name, value in os.environ.items()
+                    if name not in LAUNCH_VARIABLES
+                },
             )
         finally:
             os.close(writable)
@@ -106,37 +112,39 @@ def _exchange(sent: bytes) -> tuple[bytes | None, str]:
             try:
                 assert process.stdin is not None  # it is a pipe
                 with suppress(BrokenPipeError), process.stdin as questions:
-                    questions.write(sent)
+                    questions.write(request)
                 content = _read(results)
             except BaseException:
                 process.kill()
                 raise
-        return content, _last_line(said)
+        return content, _last_line(output)
 
 
-def _last_line(said: IO[bytes]) -> str:
-    said.seek(max(0, said.seek(0, os.SEEK_END) - SHOWN_BYTES))
-    return "".join(said.read().decode(errors="replace").strip().splitlines()[-1:])
+def _last_line(output: IO[bytes]) -> str:
+    output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL_BYTES))
+    return "".join(output.read().decode(errors="replace").strip().splitlines()[-1:])
 
 
 def _function(name: str) -> Callable[[msgspec.Raw], Any]:
-    """Find a function of this package; what it returns takes a record, decoded for it."""
-    module, _, own = name.partition(":")
+    """Look up a function of this package, wrapped to decode its argument."""
+    module, _, attribute = name.partition(":")
     if not module.startswith("ms_parallel."):
-        raise ParallelError(f"{name} is no function of this package, and no other is called")
-    found = getattr(import_module(module), own)
-    (kind,) = (hint for argument, hint in get_type_hints(found).items() if argument != "return")
-    return lambda question: found(_decoded(bytes(question), kind, name))
+        raise ParallelError(f"{name} is not a function of ms_parallel; only those can be called")
+    function = getattr(import_module(module), attribute)
+    (question_type,) = (
+        hint for argument, hint in get_type_hints(function).items() if argument != "return"
+    )
+    return lambda question: function(_decoded(bytes(question), question_type, name))
 
 
 def _errors() -> dict[str, type[ParallelError]]:
-    """Collect every error of the package by its name."""
-    found, left = {}, [ParallelError]
-    while left:
-        kind = left.pop()
-        found[kind.__name__] = kind
-        left += kind.__subclasses__()
-    return found
+    """All error classes of the package by name."""
+    classes, pending = {}, [ParallelError]
+    while pending:
+        error_class = pending.pop()
+        classes[error_class.__name__] = error_class
+        pending += error_class.__subclasses__()
+    return classes
 
 
 def _framed(content: bytes) -> bytes:
@@ -144,32 +152,32 @@ def _framed(content: bytes) -> bytes:
 
 
 def _read(stream: IO[bytes]) -> bytes | None:
-    """Read a record; None where the stream ends before its bytes do.
+    """Read a record; None if the stream ends early.
 
     Raises:
-        ParallelError: it is said to be larger than any that is sent.
+        ParallelError: the announced size exceeds the limit.
     """
-    head = stream.read(SIZE_BYTES)
-    if len(head) < SIZE_BYTES:
+    prefix = stream.read(SIZE_BYTES)
+    if len(prefix) < SIZE_BYTES:
         return None
-    size = int.from_bytes(head, "big")
+    size = int.from_bytes(prefix, "big")
     if size > LIMIT_BYTES:
-        raise ParallelError(f"a record of {size:,} bytes is announced; the most is {LIMIT_BYTES:,}")
+        raise ParallelError(f"a record has {size:,} bytes; the maximum is {LIMIT_BYTES:,}")
     content = stream.read(size)
     return content if len(content) == size else None
 
 
 def _encoded(value: Any, function: str) -> bytes:
-    with decoding(f"what is told to or by {function}", error=ParallelError):
+    with decoding(f"question or answer of {function}", error=ParallelError):
         content = msgspec.msgpack.encode(value)
-        if len(content) > LIMIT_BYTES // 2:  # with what stands around it
+        if len(content) > LIMIT_BYTES // 2:  # leaves room for the enclosing record
             raise ParallelError(
-                f"{function} is told, or tells, {len(content):,} bytes; the most is"
+                f"a question or answer of {function} has {len(content):,} bytes; the maximum is"
                 f" {LIMIT_BYTES // 2:,}"
             )
         return content
 
 
-def _decoded(content: bytes, kind: Any, where: str) -> Any:
-    with decoding(where, error=ParallelError):
-        return msgspec.msgpack.decode(content, type=kind)
+def _decoded(content: bytes, record_type: Any, context: str) -> Any:
+    with decoding(context, error=ParallelError):
+        return msgspec.msgpack.decode(content, type=record_type)

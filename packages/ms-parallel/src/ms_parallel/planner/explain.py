@@ -1,4 +1,4 @@
-"""Explains a schedule: made by name, read or searched for; proved, simulated and drawn."""
+"""Explains a schedule that is named, read or searched for: verifies, simulates and draws it."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file
 from ms_parallel.pipeline.choice import SEARCH, is_file, read_schedule
 from ms_parallel.pipeline.step_file import RecordedStep, is_recording, read_step
-from ms_parallel.planner.cost_text import Given, costs_of, parse_costs
+from ms_parallel.planner.cost_text import CostValues, costs_of, parse_costs
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.drawing.page import draw_html
 from ms_parallel.schedules.drawing.svg import draw_svg
@@ -18,13 +18,13 @@ from ms_parallel.schedules.solver.search import search
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.simulate import Timeline, simulate
 
-MOST_CELLS = 1 << 20
-"""Forwards of a schedule that is still proved in seconds."""
-PICTURES = {".svg": draw_svg, ".html": draw_html}
+MAX_FORWARDS = 1 << 20
+"""Maximum forwards of a schedule, which is verified in seconds."""
+RENDERERS = {".svg": draw_svg, ".html": draw_html}
 
 
 class ScheduleSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule in numbers; times and memory are in the units of the costs."""
+    """Metrics of a schedule; times and memory are in the units of the costs."""
 
     name: str
     ranks: int
@@ -34,42 +34,43 @@ class ScheduleSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Rank of each stage."""
     makespan: float
     bubble: float
-    """Share of all ranks' time in which they compute nothing."""
+    """Idle fraction of the time of all ranks."""
     idle: tuple[float, ...]
-    """Share of each rank's time in which it computes nothing."""
+    """Idle fraction of each rank's time."""
     peak_memory: tuple[float, ...]
-    """Most activation memory of each rank."""
+    """Peak activation memory of each rank."""
     messages: int
-    """Messages from one rank to another in a step."""
+    """Messages between ranks per step."""
     overlapped_pairs: int = 0
-    """Pairs of a forward and a backward that the table overlaps; they are performed, and timed
-    here, one after the other."""
+    """Pairs of a forward and a backward that overlap in the schedule. The runtime and this
+    simulation run them one after the other."""
     critical_path: tuple[str, ...]
-    """Actions that explain the makespan, as `rank:action`, in order."""
+    """Actions that determine the makespan, in order, as `rank:action`."""
     lower_bound: float | None = None
-    """A makespan that no schedule can beat; from a search."""
+    """Lower bound on the makespan of any schedule; only from a search."""
     measured_makespan: float | None = None
     """Makespan of a recorded step, in milliseconds."""
     measured_bubble: float | None = None
+    """Bubble of a recorded step."""
 
 
 @frozen(kw_only=True)
 class Explanation:
-    """What `explain` found."""
+    """Result of `explain`."""
 
-    facts: ScheduleSummary
+    summary: ScheduleSummary
     timeline: Timeline
     measured: Timeline | None = None
     """Timeline of a recorded step."""
 
     @property
     def lines(self) -> tuple[Timeline, ...]:
-        """All that is to be drawn, in one picture."""
+        """Timelines to draw in one picture."""
         return (self.timeline,) if self.measured is None else (self.timeline, self.measured)
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """What each of `lines` is."""
+        """Title of each timeline."""
         return () if self.measured is None else ("simulated", "measured")
 
 
@@ -82,44 +83,50 @@ def explain(
     memory_cap: float | None = None,
     measured: str | None = None,
 ) -> Explanation:
-    """Make, read or search for a schedule, prove it, and play it.
+    """Generate, read or search for a schedule, verify it, and simulate it.
 
     Args:
-        choice: a generator's name, a CSV file, `search`, or a recorded step (.json), which is
-            played with its own mean costs.
-        ranks: of the pipeline; a file has its own.
-        microbatches: of one step; a file has its own.
-        costs: such as `forward=1,backward_input=1.3,latency=0.1`; a value a stage as `1:1:1:1.4`.
-        memory_cap: most activation memory of a rank, for `search`.
-        measured: a recorded step to set beside it; costs that are not given are its mean ones,
-            shared out evenly where it has another number of stages. All times are in milliseconds.
+        choice: name of a schedule, a CSV file, `search`, or a recorded step (.json), which is
+            simulated with its mean costs.
+        ranks: pipeline ranks; not for files.
+        microbatches: microbatches per step; not for files.
+        costs: costs such as `forward=1,backward_input=1.3,latency=0.1`; `forward=1:1:1:1.4` has one
+            value per stage.
+        memory_cap: limit on the activation memory of a rank, for `search`.
+        measured: recorded step (.json) for comparison. Its mean costs are the defaults of `costs`,
+            divided evenly if the number of stages differs, and all times are in milliseconds.
 
     Raises:
-        ConfigError: a size is missing, a cap is given without a search, or a cost or file cannot
-            be read.
-        ScheduleError: no such name, a wrong table, or sizes that do not fit.
+        ConfigError: a size is missing, a memory cap is set without a search, or a cost or file
+            cannot be read.
+        ScheduleError: the name is unknown, the schedule is invalid, or it does not exist for these
+            sizes.
     """
     if memory_cap is not None and choice != SEARCH:
-        raise ConfigError(f"a memory cap bounds a search; name search in place of {choice}")
-    given, recorded = parse_costs(costs), _recorded(choice, measured)
-    schedule, bound = _made(choice, ranks, microbatches, given, memory_cap, recorded)
+        raise ConfigError(
+            f"memory_cap needs schedule 'search', got {choice}; use search, or drop the cap"
+        )
+    values, recorded = parse_costs(costs), _recorded(choice, measured)
+    schedule, bound = _schedule(choice, ranks, microbatches, values, memory_cap, recorded)
     report = verify(schedule)
-    line = simulate(schedule, costs_of(given, schedule.stages, recorded))
-    real = recorded.timeline() if recorded else None
-    facts = msgspec.structs.replace(
-        _facts(line, schedule.name or choice, report.messages),
+    timeline = simulate(schedule, costs_of(values, schedule.stages, recorded))
+    measured_timeline = recorded.timeline() if recorded else None
+    summary = msgspec.structs.replace(
+        _summary(timeline, schedule.name or choice, report.messages),
         overlapped_pairs=sum(bool(action.parts) for row in schedule.actions for action in row),
         lower_bound=bound,
     )
-    if real is not None:
-        facts = msgspec.structs.replace(
-            facts, measured_makespan=float(real.makespan), measured_bubble=float(real.bubble)
+    if measured_timeline is not None:
+        summary = msgspec.structs.replace(
+            summary,
+            measured_makespan=float(measured_timeline.makespan),
+            measured_bubble=float(measured_timeline.bubble),
         )
-    return Explanation(facts=facts, timeline=line, measured=real)
+    return Explanation(summary=summary, timeline=timeline, measured=measured_timeline)
 
 
-def _facts(line: Timeline, name: str, messages: int) -> ScheduleSummary:
-    schedule, makespan = line.schedule, line.makespan
+def _summary(timeline: Timeline, name: str, messages: int) -> ScheduleSummary:
+    schedule, makespan = timeline.schedule, timeline.makespan
     return ScheduleSummary(
         name=name,
         ranks=schedule.ranks,
@@ -127,11 +134,11 @@ def _facts(line: Timeline, name: str, messages: int) -> ScheduleSummary:
         microbatches=schedule.microbatches,
         placement=schedule.placement,
         makespan=float(makespan),
-        bubble=float(line.bubble),
-        idle=tuple(float(1 - busy / makespan) if makespan else 0.0 for busy in line.busy),
-        peak_memory=tuple(map(float, line.peak_memory)),
+        bubble=float(timeline.bubble),
+        idle=tuple(float(1 - busy / makespan) if makespan else 0.0 for busy in timeline.busy),
+        peak_memory=tuple(map(float, timeline.peak_memory)),
         messages=messages,
-        critical_path=tuple(f"{rank}:{span.action}" for rank, span in line.critical_path),
+        critical_path=tuple(f"{rank}:{span.action}" for rank, span in timeline.critical_path),
     )
 
 
@@ -139,65 +146,66 @@ def _recorded(choice: str, measured: str | None) -> RecordedStep | None:
     if not is_recording(choice):
         return None if measured is None else read_step(measured)
     if measured is not None:
-        raise ConfigError(f"{choice} is a recorded step itself; leave --measured out")
+        raise ConfigError(f"{choice} is itself a recorded step; drop --measured")
     return read_step(choice)
 
 
-def _made(
+def _schedule(
     choice: str,
     ranks: int | None,
     microbatches: int | None,
-    given: Given,
+    values: CostValues,
     memory_cap: float | None,
     recorded: RecordedStep | None,
 ) -> tuple[Schedule, float | None]:
-    """Return the chosen schedule, and its lower bound if it was searched for."""
+    """Return the schedule, and from a search also the lower bound of its makespan."""
     if recorded is not None and is_recording(choice):
         return recorded.schedule, None
     if is_file(choice):
         return _read(choice, ranks, microbatches), None
-    if ranks is not None and microbatches is not None and ranks * microbatches > MOST_CELLS:
+    if ranks is not None and microbatches is not None and ranks * microbatches > MAX_FORWARDS:
         raise ConfigError(
-            f"{ranks} stages times {microbatches} microbatches are above {MOST_CELLS}; give fewer"
+            f"stages times microbatches must be at most {MAX_FORWARDS}, got {ranks} x"
+            f" {microbatches}; use fewer"
         )
     if ranks is None or microbatches is None:
-        raise ConfigError(f"{choice} needs sizes; give --stages and --microbatches")
+        raise ConfigError(f"{choice} needs sizes; add --stages and --microbatches")
     if choice == SEARCH:
-        stages = max([ranks, *map(len, given.values())])
-        costs = costs_of(given, stages, recorded)
-        found = search(costs, memory_cap, microbatches=microbatches, ranks=ranks)
-        return found.schedule, float(found.lower_bound)
-    # What is generated from costs has one stage a rank; the rest does not look at them.
-    fits = ranks > 0 and all(len(values) in (1, ranks) for values in given.values())
-    own = costs_of(given, ranks) if fits else None
-    return named_schedule(choice, ranks, microbatches, costs=own), None
+        stages = max([ranks, *map(len, values.values())])
+        costs = costs_of(values, stages, recorded)
+        result = search(costs, memory_cap, microbatches=microbatches, ranks=ranks)
+        return result.schedule, float(result.lower_bound)
+    # Generators that use costs have one stage per rank; the others ignore them.
+    fits = ranks > 0 and all(len(by_stage) in (1, ranks) for by_stage in values.values())
+    generator_costs = costs_of(values, ranks) if fits else None
+    return named_schedule(choice, ranks, microbatches, costs=generator_costs), None
 
 
 def _read(path: str, ranks: int | None, microbatches: int | None) -> Schedule:
     schedule = read_schedule(path)
-    for word, own, asked in (
+    for name, size, expected in (
         ("ranks", schedule.ranks, ranks),
         ("microbatches", schedule.microbatches, microbatches),
     ):
-        if asked not in (None, own):
-            raise ConfigError(f"{path} is of {own} {word}, not {asked}; leave the number out")
+        if expected not in (None, size):
+            raise ConfigError(f"{path} has {size} {name}, not {expected}; drop the number")
     return schedule
 
 
-def draw_to(path: str | Path, explained: Explanation) -> None:
-    """Write an explanation as .svg or .html, or the schedule as .csv; whole or not at all.
+def draw_to(path: str | Path, explanation: Explanation) -> None:
+    """Write a picture (.svg, .html) or the schedule (.csv), atomically.
 
     Raises:
-        ConfigError: the suffix is another.
+        ConfigError: the suffix is not supported.
         WriteError: the file cannot be written.
     """
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix == ".csv":
-        text = explained.timeline.schedule.to_csv()
-    elif suffix in PICTURES:
-        unit = "" if explained.measured is None else "ms"
-        text = PICTURES[suffix](*explained.lines, titles=explained.titles, unit=unit)
+        text = explanation.timeline.schedule.to_csv()
+    elif suffix in RENDERERS:
+        unit = "" if explanation.measured is None else "ms"
+        text = RENDERERS[suffix](*explanation.lines, titles=explanation.titles, unit=unit)
     else:
-        raise ConfigError(f"{path}: {suffix!r} is no picture; end it in .svg, .html or .csv")
+        raise ConfigError(f"{path}: unsupported suffix {suffix!r}; use .svg, .html or .csv")
     write_file(path, text.encode())

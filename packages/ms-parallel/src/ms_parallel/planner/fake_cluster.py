@@ -1,4 +1,4 @@
-"""Simulated process groups: one process builds what one rank of a layout would build."""
+"""Fake process groups, in which one process builds the engine of any rank of a layout."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def fake_groups(layout: Layout, device: torch.device = META) -> Iterator[Groups]
 
     Args:
         layout: layout of any size; inside `fake_world`, at most the size of that world.
-        device: device for what is built; tensors on `meta` take no memory.
+        device: device for tensors; on `meta` they take no memory.
     """
     if in_fake_world():
         yield evolve(create_groups(layout, torch.device("cpu")), device=device)
@@ -66,10 +66,10 @@ def fake_pipeline(layout: Layout, sharding: Sharding) -> Iterator[list[Groups]]:
 
 
 def in_fake_world() -> bool:
-    """Whether this process is inside `fake_world`."""
+    """Return whether this process is inside `fake_world`."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
 def in_process_group() -> bool:
-    """Whether this process is part of a real multi-process run."""
+    """Return whether this process is in a real process group."""
     return dist.is_initialized() and not in_fake_world()

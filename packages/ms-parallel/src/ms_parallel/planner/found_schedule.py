@@ -1,7 +1,7 @@
-"""The schedule that a search found for a run, as a file in the run's folder.
+"""File of the schedule that a search found for a run, in the run's output folder.
 
-A resumed run performs the schedule that it began with, whatever would be measured now: its sums
-keep their order, so its weights keep their bits.
+A resumed run uses the stored schedule instead of measuring again. The order of its sums does not
+change, so its results stay bitwise the same.
 """
 
 import os
@@ -17,66 +17,66 @@ from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.table.schedule import Schedule
 
 FILE = "schedule.json"
-"""Its name in `output_dir`."""
+"""File name in `output_dir`."""
 LIMIT_BYTES = 1 << 28
 
 
 class FoundSchedule(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="schedule.v1"
 ):
-    """A table, how many layers each stage has, and what both were found for."""
+    """Searched schedule, its layer split, and the conditions of the search."""
 
     conditions: dict[str, int | str | None]
-    """What the costs and the table depend on; where any of it differs, the search is made again."""
+    """Everything that the costs and the schedule depend on; if it differs, the search is redone."""
     table: str
-    """In torch.distributed.pipelining's CSV form."""
+    """Schedule in the CSV format of torch.distributed.pipelining."""
     layers: tuple[int, ...]
     """Layers of each stage."""
     makespan_ms: float
-    """Time of one step, simulated with the measured costs."""
+    """Step time, simulated with the measured costs."""
     lower_bound_ms: float
-    """A time that no schedule with this split and placement can beat."""
+    """Lower bound on the step time with this split and placement."""
     one_f_one_b_ms: float
-    """What 1F1B would take with layers shared out evenly."""
+    """Simulated step time of 1F1B with evenly divided layers."""
     peak_bytes: tuple[int, ...]
-    """Activations that each pipeline rank holds at most."""
+    """Peak activation bytes of each pipeline rank."""
     memory_cap_bytes: int | tuple[int, ...]
-    """Most of any rank, or of each."""
+    """Activation limit of every rank, or one per rank."""
     costs: dict[str, tuple[float, ...]]
-    """Measured for each segment: milliseconds of each pass, bytes held."""
+    """Measured costs of each segment: milliseconds of each pass, bytes of activations."""
 
     @property
     def staged(self) -> Staged:
-        """The table and its layers, as an engine takes them."""
+        """Schedule and layer split, in the form that an engine takes."""
         return Staged(schedule=Schedule.from_csv(self.table, name="search"), layers=self.layers)
 
 
-def write_found(path: Path, found: FoundSchedule) -> None:
-    """Write a file that `read_found` reads, whole or not at all.
+def write_found(path: Path, record: FoundSchedule) -> None:
+    """Write a file for `read_found`, atomically.
 
     Raises:
         CheckpointError: it cannot be written.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, msgspec.json.format(msgspec.json.encode(found), indent=1))
+        write_file(path, msgspec.json.format(msgspec.json.encode(record), indent=1))
 
 
 def read_found(path: Path) -> FoundSchedule | None:
-    """Read and prove a found schedule; None if there is no file.
+    """Read and verify a searched schedule; None without a file.
 
     Raises:
-        ConfigError: it cannot be read, or is not one.
+        ConfigError: the file cannot be read or is invalid.
     """
     remedy = "restore it, or delete it to search again"
     if not os.path.lexists(path):
         return None
     content = read_bytes(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
-    where = f"{path}: not a found schedule"
+    context = f"{path}: not a found schedule"
     try:
-        found = decode_json(content, FoundSchedule, where=where, error=ConfigError)
-        with decoding(where, error=ConfigError):
-            verify(found.staged.schedule)
+        record = decode_json(content, FoundSchedule, where=context, error=ConfigError)
+        with decoding(context, error=ConfigError):
+            verify(record.staged.schedule)
     except ConfigError as error:
         raise ConfigError(f"{error}; {remedy}") from error
-    return found
+    return record

@@ -1,4 +1,4 @@
-"""How much more memory a process may take: of its device, or of the machine and its limits."""
+"""Memory that a process can still allocate: of its device, or of the machine and its limits."""
 
 import ctypes
 import gc
@@ -8,68 +8,69 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-SHARE = 0.95
-"""Share of free memory that may be taken: allocators leave gaps."""
-KEPT_FREE = 16 << 20
-"""Bytes that are left of what `ulimit` allows: two threads that begin later take as much, as their
-stacks count."""
-M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 17
-"""The setting's number in malloc.h, and the size that it begins with."""
+USABLE = 0.95
+"""Fraction of free memory that may be used, as allocators leave gaps."""
+RESERVE_BYTES = 16 << 20
+"""Reserve below a `ulimit`, for the stacks of two threads that start later."""
+M_MMAP_THRESHOLD, MMAP_BYTES = -3, 1 << 17
+"""Number of the option in malloc.h, and its initial value."""
 STACK_BYTES, ATTRIBUTE_BYTES = 1 << 20, 256
-"""A thread's stack, where other systems give less; and more than any pthread_attr_t takes."""
+"""Stack size of a thread if others have less, and an upper bound on the size of pthread_attr_t."""
 LIMITS = (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA))
-"""What of a process the limits that `ulimit -v` and `ulimit -d` set are held against."""
+"""Process sizes that `ulimit -v` and `ulimit -d` limit."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process may take besides what it holds.
+    """Bytes that this process can allocate in addition to its current memory.
 
-    On a CPU this is its share of what the machine and its group of processes (cgroup v2, as in a
-    container) have left, and no more than `ulimit` leaves it.
+    On a CPU this is its share of the memory left by the machine and by its control groups (cgroup
+    v2, as in containers), limited by `ulimit`.
     """
     if device.type != "cpu":
-        return int(torch.accelerator.get_memory_info(device)[0] * SHARE)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return int(torch.accelerator.get_memory_info(device)[0] * USABLE)
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with open("/proc/meminfo", encoding="ascii") as file:
-        facts = dict(line.split(":", 1) for line in file)
-    shared = [int(facts["MemAvailable"].split()[0]) * 1024, *_left_by_groups()]
-    return int(min(min(shared) / here, left_by_limits()) * SHARE)
+        fields = dict(line.split(":", 1) for line in file)
+    shared = [int(fields["MemAvailable"].split()[0]) * 1024, *_cgroup_headroom()]
+    return int(min(min(shared) / local_processes, ulimit_headroom()) * USABLE)
 
 
 def status_bytes(name: str) -> int:
-    """Read one of the kernel's counts of this process's bytes, such as `VmRSS`."""
+    """Read a memory size of this process from the kernel, such as `VmRSS`."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        found = next(line for line in file if line.startswith(f"{name}:"))
-    return int(found.split()[1]) * 1024
+        line = next(line for line in file if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
 
 
-def give_back() -> None:
-    """Give the system back what is free in this process, so that all that it takes can be seen."""
+def release_free_memory() -> None:
+    """Return free heap memory to the system, so that memory use can be measured."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
 def map_blocks() -> None:
-    """Have blocks of 128 KiB and more be mapped, so that what is given back is free at once.
+    """Make glibc map blocks of 128 KiB and more, so that freed ones are returned at once.
 
-    glibc begins so, and lets blocks of up to 32 MiB into its heap as some come back. A place there
-    is a little too small for the next aligned block of its size: runs held up to twice their
-    tensors. The price are pages that are made anew for each block.
+    This is glibc's initial threshold, which it raises to up to 32 MiB as blocks are freed. Blocks
+    in the heap fragment it: a gap is slightly too small for the next aligned block of equal size,
+    and runs held up to twice the size of their tensors. The cost is that every block faults in new
+    pages.
     """
-    setting = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    setting = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
     if setting is not None:
-        setting(M_MMAP_THRESHOLD, MAPPED_BYTES)
+        setting(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 def shrink_stacks() -> None:
-    """Have threads that begin later take 1 MiB for their stacks, which `ulimit` counts whole.
+    """Reduce the stacks of future threads to 1 MiB, as `ulimit` counts their full size.
 
-    A backend begins some ten for each group of processes; glibc gives each as much as `ulimit -s`.
+    A backend starts about ten threads per process group; by default each has the size of
+    `ulimit -s`.
     """
     library = ctypes.CDLL(None)
-    if not hasattr(library, "pthread_setattr_default_np"):  # of glibc
+    if not hasattr(library, "pthread_setattr_default_np"):  # glibc only
         return
     settings = ctypes.create_string_buffer(ATTRIBUTE_BYTES)
     library.pthread_attr_init(settings)
@@ -78,51 +79,53 @@ def shrink_stacks() -> None:
     library.pthread_attr_destroy(settings)
 
 
-def left_by_limits() -> float:
-    """Count the bytes that `ulimit` leaves besides what is held; infinite without a limit."""
-    left = [float("inf")]
+def ulimit_headroom() -> float:
+    """Bytes that can be allocated within `ulimit`; infinite without a limit."""
+    headroom = [float("inf")]
     for name, limit in LIMITS:
-        most = resource.getrlimit(limit)[0]
-        if most != resource.RLIM_INFINITY:
-            left.append(max(0, most - status_bytes(name) + _reusable_bytes() - KEPT_FREE))
-    return min(left)
+        limit_bytes = resource.getrlimit(limit)[0]
+        if limit_bytes != resource.RLIM_INFINITY:
+            headroom.append(
+                max(0, limit_bytes - status_bytes(name) + _reusable_bytes() - RESERVE_BYTES)
+            )
+    return min(headroom)
 
 
 class _Mallinfo(ctypes.Structure):
-    """What glibc says of its memory: ten numbers, of which the ninth is what is free in it."""
+    """glibc's struct mallinfo2; fordblks is the ninth of its ten sizes."""
 
-    _fields_ = tuple((f"field{at}", ctypes.c_size_t) for at in range(10))
+    _fields_ = tuple((f"field{index}", ctypes.c_size_t) for index in range(10))
 
 
 def _reusable_bytes() -> int:
-    """Count the bytes that are free in the C library and still count against the limits."""
-    look = getattr(ctypes.CDLL(None), "mallinfo2", None)  # of glibc
-    if look is None:
+    """Free bytes in the heap, which still count against the limits."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc only
+    if mallinfo is None:
         return 0
-    look.restype = _Mallinfo
-    return int(look().field8)  # fordblks
+    mallinfo.restype = _Mallinfo
+    return int(mallinfo().field8)  # fordblks
 
 
-def _left_by_groups(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """List the bytes that each group of this process has left, from its own to the outermost."""
+def _cgroup_headroom(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Bytes left in each control group of this process, from the innermost outward."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
     except OSError:
         return []
-    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
-    place = PurePosixPath(own.lstrip("/"))
+    path_text = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    group_path = PurePosixPath(path_text.lstrip("/"))
     return [
-        left
-        for folder in (root / place, *(root / each for each in place.parents))
-        if (left := _left_in(folder)) is not None
+        headroom
+        for folder in (root / group_path, *(root / parent for parent in group_path.parents))
+        if (headroom := _group_headroom(folder)) is not None
     ]
 
 
-def _left_in(folder: Path) -> int | None:
+def _group_headroom(folder: Path) -> int | None:
     try:
-        most = (folder / "memory.max").read_text(encoding="ascii").strip()
-        if most == "max":
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        if limit == "max":
             return None
-        return max(0, int(most) - int((folder / "memory.current").read_text(encoding="ascii")))
-    except (OSError, ValueError):  # no such group, or not of version 2
+        return max(0, int(limit) - int((folder / "memory.current").read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no such group, or version 1
         return None

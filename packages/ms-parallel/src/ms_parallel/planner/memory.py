@@ -1,8 +1,8 @@
-"""Predicts what each rank of a run holds at its peak, by category, before anything is allocated.
+"""Predicts the peak memory of each rank by category, without allocating any.
 
-The engine of a rank is built without memory, in a cluster that is not there, and one microbatch
-passes forwards through its stages as torch's fake tensors, which have a shape and a device alone.
-So it is the run's own code that is counted: its layout, its operators, its dtypes.
+The engine of a rank is built on meta tensors in a fake process group, and the forward of one
+microbatch runs through its stages with torch's fake tensors. The prediction therefore comes from
+the code of the run itself, with its layout, operators and dtypes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,9 +40,9 @@ from ms_parallel.split.part import local_part
 from ms_parallel.torch_private import FakeTensorMode
 
 UNUSED = BlockCosts(kept_bytes=(0,) * len(RECOMPUTE_MODES), flops=(0,) * len(RECOMPUTE_MODES))
-"""Costs of a block that no forward passes, such as a layer that predicts further without a loss."""
-ENDLESS = 1 << 60
-"""A budget that marks blocks to be measured."""
+"""Costs of a block that the forward does not run, such as an MTP layer without an MTP loss."""
+UNLIMITED = 1 << 60
+"""Memory limit for `recompute` that wraps all blocks, so that their costs can be measured."""
 
 
 def predict_memory(
@@ -56,22 +56,23 @@ def predict_memory(
     loss: Loss | None = None,
     **options: Any,
 ) -> list[RankMemory]:
-    """Predict what a process of each pipeline rank holds at its peak in an update.
+    """Predict the peak memory of a process of each pipeline rank during a step.
 
-    Tokens are assumed to choose experts evenly. The process must have met no others.
+    Tokens are assumed to be routed evenly to experts. The process must not be in a process group.
 
     Args:
-        model: what an engine takes: an architecture, a configuration, a folder.
-        layout: of any number of processes.
-        rows: of a microbatch.
-        sequence_length: tokens of a row.
-        microbatches: of an update on a data rank.
-        documents: (rows, sequence_length) int32, of a typical microbatch; one a row by default.
-        loss: of next tokens by default.
-        options: of the engine.
+        model: model as for an engine: architecture name, configuration or folder.
+        layout: layout for any number of processes.
+        rows: microbatch size in rows.
+        sequence_length: tokens per row.
+        microbatches: microbatches per step on a data rank.
+        documents: (rows, sequence_length) int32, document of each token in a typical microbatch;
+            by default every row is one document.
+        loss: loss; next-token loss by default.
+        options: options of the engine.
 
     Raises:
-        ConfigError: a setting cannot be used, or the budget of `recompute` is below the least.
+        ConfigError: a setting is invalid, or the memory limit of `recompute` is too low.
         LayoutError: the layout does not fit the model.
     """
     settings = {
@@ -99,61 +100,67 @@ def _predict(
     device = pick_device(options.pop("device", None))
     recompute: Recompute = options.pop("recompute", "none")
     batch = _batch(rows, sequence_length, documents)
-    known: dict[str, _StageCosts] = {}
-    found = []
+    cache: dict[str, _StageCosts] = {}
+    result = []
     with fake_pipeline(layout, options.get("sharding", "auto")) as ranks:
-        for here in ranks:
-            settings = {**options, "weights": "unset", "recompute": ENDLESS, "compile": False}
-            engine = Engine(model, groups=here, **settings)
-            found.append(_rank(engine, microbatches, batch, device, recompute, loss, known))
-    return found
+        for groups in ranks:
+            settings = {**options, "weights": "unset", "recompute": UNLIMITED, "compile": False}
+            engine = Engine(model, groups=groups, **settings)
+            result.append(_rank(engine, microbatches, batch, device, recompute, loss, cache))
+    return result
 
 
 def _batch(rows: int, length: int, documents: Tensor | None) -> dict[str, Tensor]:
-    whole = torch.zeros(rows, length, dtype=torch.int64)
-    batch = {"tokens": whole, "targets": whole, "positions": torch.arange(length).repeat(rows, 1)}
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    positions = torch.arange(length).repeat(rows, 1)
+    batch = {"tokens": tokens, "targets": tokens, "positions": positions}
     return batch if documents is None else {**batch, "documents": documents}
 
 
-def _name(module: nn.Module) -> str:
-    """Name a module by its parts and weights' shapes, alike for modules that keep the same."""
+def _signature(module: nn.Module) -> str:
+    """Signature of a module; modules with the same signature save the same activations.
+
+    It consists of the submodules with their class, attention settings and parameter shapes. Layer
+    indices are left out.
+    """
     parts = []
-    for place, each in module.named_modules():
-        place = ".".join("" if part.isdigit() else part for part in place.split("."))
-        facts = [str(getattr(each, name, "")) for name in ("window", "rope", "layer_type")]
+    for path, submodule in module.named_modules():
+        path = ".".join("" if part.isdigit() else part for part in path.split("."))
+        settings = [str(getattr(submodule, name, "")) for name in ("window", "rope", "layer_type")]
         weights = [
             f"{name} {tuple(local_part(weight).shape)}"
-            for name, weight in each.named_parameters(recurse=False)
+            for name, weight in submodule.named_parameters(recurse=False)
         ]
-        parts.append(f"{place} {type(each).__name__} {facts} {weights}")
+        parts.append(f"{path} {type(submodule).__name__} {settings} {weights}")
     return "; ".join(parts)
 
 
 def _drop_repeated(
-    stage: nn.Module, blocks: Sequence[RecomputedBlock], names: Sequence[str]
+    stage: nn.Module, blocks: Sequence[RecomputedBlock], signatures: Sequence[str]
 ) -> dict[str, RecomputedBlock]:
-    """Return the first block of each kind, by name; take all others out of our own models."""
-    kept = dict(zip(reversed(names), reversed(blocks), strict=True))
+    """Return the first block for each signature; remove the others from the stage if it is ours."""
+    # Reversed, so that the first block of several with the same signature wins.
+    unique = dict(zip(reversed(signatures), reversed(blocks), strict=True))
     if not isinstance(stage, StagedModel):
-        return kept
-    left = {id(block.block) for block in kept.values()}
+        return unique
+    unique_ids = {id(block.block) for block in unique.values()}
     layers = cast(nn.ModuleDict, stage.model.layers)
     for number, block in list(layers.items()):
-        if id(block) not in left:
+        if id(block) not in unique_ids:
             del layers[number]
-    return kept
+    return unique
 
 
 @frozen(kw_only=True)
 class RowBytes:
-    """What one row keeps on a rank that has a whole model, and what its optimizer keeps."""
+    """Bytes saved for one row on a rank with the full model, and its optimizer state."""
 
     blocks: tuple[tuple[int, ...], ...]
-    """Bytes of each block, by kind of recomputation."""
-    beside: int
-    """Bytes of embedding, head and loss."""
+    """Bytes saved by each block, for each kind of recomputation."""
+    ends: int
+    """Bytes saved by embedding, head and loss."""
     moments: float
-    """Bytes of the optimizer for each weight."""
+    """Bytes of optimizer state per weight."""
 
 
 def row_bytes(
@@ -165,42 +172,42 @@ def row_bytes(
     loss: Loss | None = None,
     **options: Any,
 ) -> RowBytes:
-    """Count what a microbatch of one row keeps for its backward, as `predict_memory` does.
+    """Count the bytes saved for the backward of a microbatch of one row, as in `predict_memory`.
 
     Args:
-        model: as there.
-        layout: without a pipeline.
-        sequence_length: tokens of the row.
-        documents: (1, sequence_length) int32.
-        loss: of next tokens by default.
-        options: of the engine.
+        model: model as for an engine.
+        layout: layout without pipeline stages.
+        sequence_length: tokens per row.
+        documents: (1, sequence_length) int32, document of each token.
+        loss: loss; next-token loss by default.
+        options: options of the engine.
     """
     device = pick_device(options.pop("device", None))
     batch = _batch(1, sequence_length, documents)
     with fake_groups(layout) as groups:
-        settings = {**options, "weights": "unset", "recompute": ENDLESS, "compile": False}
+        settings = {**options, "weights": "unset", "recompute": UNLIMITED, "compile": False}
         engine = Engine(model, groups=groups, **settings)
         (number,) = _stages(engine)
-        weights = sum(local_part(each).numel() for each in engine.parameters.values())
-        every = [*engine.optimizer.moments.values(), *engine.optimizer.unsharded.values()]
-        moments = sum(each.nbytes for moment in every for each in moment.values())
+        weights = sum(local_part(param).numel() for param in engine.parameters.values())
+        states = [*engine.optimizer.moments.values(), *engine.optimizer.unsharded.values()]
+        moments = sum(moment.nbytes for state in states for moment in state.values())
         costs = _stage_costs(engine, number, batch, device, loss or NextTokenLoss())
     return RowBytes(
         blocks=tuple(tuple(block.kept_bytes) for block in costs.blocks),
-        beside=costs.beside + costs.shared,
+        ends=costs.ends + costs.shared,
         moments=moments / weights,
     )
 
 
 @frozen(kw_only=True)
 class _StageCosts:
-    """What a stage keeps of one microbatch."""
+    """Bytes that a stage saves for the backward of one microbatch."""
 
     blocks: Sequence[BlockCosts]
-    beside: int
-    """Bytes that its blocks do not keep: those of embedding, head and loss."""
+    ends: int
+    """Bytes saved outside of blocks, by embedding, head and loss."""
     shared: int
-    """Bytes that its blocks share, such as angles and documents, where any is computed again."""
+    """Bytes that all recomputed blocks share, such as rotary angles and documents."""
 
 
 def _rank(
@@ -210,81 +217,85 @@ def _rank(
     device: torch.device,
     recompute: Recompute,
     loss: Loss,
-    known: dict[str, _StageCosts],
+    cache: dict[str, _StageCosts],
 ) -> RankMemory:
-    """Predict the memory of an engine's rank, whose stages are taken apart.
+    """Predict the memory of an engine's rank; modifies the engine's stages.
 
     Args:
-        engine: built without memory.
-        microbatches: of an update.
+        engine: engine on meta tensors.
+        microbatches: microbatches per step.
         batch: one microbatch.
-        device: on which it would compute.
-        recompute: what blocks run again.
-        loss: of the last stage.
-        known: costs of stages by what they are; those of new ones are added.
+        device: device of the run.
+        recompute: recomputation setting.
+        loss: loss of the last stage.
+        cache: costs of stages by signature; new ones are added.
     """
-    weights = [local_part(each) for each in engine.parameters.values()]
-    every = [*engine.optimizer.moments.values(), *engine.optimizer.unsharded.values()]
-    moments = sum(each.nbytes for moment in every for each in moment.values())
+    weights = [local_part(param) for param in engine.parameters.values()]
+    states = [*engine.optimizer.moments.values(), *engine.optimizer.unsharded.values()]
+    moments = sum(moment.nbytes for state in states for moment in state.values())
     row = engine.tables.training(microbatches).actions[engine.groups.place.pipeline]
-    held = peak_microbatches(row)
+    live = peak_microbatches(row)  # live microbatches by stage, at each candidate peak
     gathered = _gathered(engine, microbatches, row)
     wrapped = engine.groups.layout.shards > 1 or engine.options.mixed_precision
-    unsplit = 0 if wrapped else _unsplit(engine)  # FSDP keeps a rank's part
+    excess = 0 if wrapped else _embedding_excess(engine)  # FSDP keeps only the local shard
     costs: dict[int, _StageCosts] = {}
     for number, stage in _stages(engine).items():
-        name = f"{number > 0} {number + 1 == len(engine.placement)} {_name(stage)}"
-        if name not in known:
-            known[name] = _stage_costs(engine, number, batch, device, loss)
-        costs[number] = known[name]
-    blocks = {number: each.blocks for number, each in costs.items()}
-    kinds = _kinds(recompute, blocks, held)
-    beside = {
-        number: each.beside + (each.shared if any(kinds[number]) else 0)
-        for number, each in costs.items()
+        signature = f"{number > 0} {number + 1 == len(engine.placement)} {_signature(stage)}"
+        if signature not in cache:
+            cache[signature] = _stage_costs(engine, number, batch, device, loss)
+        costs[number] = cache[signature]
+    blocks = {number: stage_costs.blocks for number, stage_costs in costs.items()}
+    kinds = _kinds(recompute, blocks, live)
+    # Every kind but 0 ("none") also saves the tensors that recomputed blocks share.
+    ends = {
+        number: stage_costs.ends + (stage_costs.shared if any(kinds[number]) else 0)
+        for number, stage_costs in costs.items()
     }
-    away = engine.options.offload in ACTIVATIONS and device.type != "cpu"
-    again = [
+    offloaded = engine.options.offload in ACTIVATIONS and device.type != "cpu"
+    recomputed = [
         block.kept_bytes[0] - block.kept_bytes[kind]
-        for stage, mine in blocks.items()
-        for block, kind in zip(mine, kinds[stage], strict=True)
+        for stage, stage_blocks in blocks.items()
+        for block, kind in zip(stage_blocks, kinds[stage], strict=True)
     ]
-    activations = 0 if away else peak_bytes(blocks, kinds, held, beside)
+    activations = 0 if offloaded else peak_bytes(blocks, kinds, live, ends)
     return RankMemory(
         pipeline=engine.groups.place.pipeline,
-        weights=sum(each.nbytes for each in weights),
-        gradients=(sum(each.numel() for each in weights) + unsplit) * FLOAT32_BYTES,
+        weights=sum(weight.nbytes for weight in weights),
+        gradients=(sum(weight.numel() for weight in weights) + excess) * FLOAT32_BYTES,
         moments=0 if engine.options.offload in MOMENTS else moments,
         activations=activations,
-        # Gradients are summed over copies where activations were.
-        buffers=max(gathered + max(again, default=0), _summed(engine) - activations),
+        # Gradients are reduced over replicas after the backward, when activations are free.
+        buffers=max(gathered + max(recomputed, default=0), _bucket_bytes(engine) - activations),
     )
 
 
 def _stage_costs(
     engine: Engine, number: int, batch: Mapping[str, Tensor], device: torch.device, loss: Loss
 ) -> _StageCosts:
-    """Run a stage, of whose blocks that are alike all but one are dropped."""
+    """Run the forward of a stage with one block per signature, and count the bytes it saves."""
     stage, row_split = _stages(engine)[number], engine.splitter.split(batch)
-    marked = recomputed_blocks(stage)
-    names = [_name(block.block) for block in marked]
-    kept = _drop_repeated(stage, marked, names)
-    for block in kept.values():
+    wrapped = recomputed_blocks(stage)
+    signatures = [_signature(block.block) for block in wrapped]
+    unique = _drop_repeated(stage, wrapped, signatures)
+    for block in unique.values():
         block.measures = True
-    # Entered late, as FSDP and DTensor find a process's place in numbers while they are set up.
+    # Only now: while FSDP and DTensor are set up, they compute ranks with real tensors.
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device=device)
         if isinstance(row_split, ContextRowSplit) and row_split.documents is not None:
-            row_split.documents = batch["documents"].to(device)  # the fake groups' have no place
+            row_split.documents = batch["documents"].to(
+                device
+            )  # from fake groups, they have no storage
         saved = _saved(engine, number, batch, device, row_split, loss)
-    costs = {name: block.costs or UNUSED for name, block in kept.items()}
-    ran = kept if isinstance(stage, StagedModel) else names
-    inputs = sum(costs[name].kept_bytes[-1] for name in ran)
-    shared = max((block.shared_bytes for block in marked), default=0)
+    costs = {signature: block.costs or UNUSED for signature, block in unique.items()}
+    ran = unique if isinstance(stage, StagedModel) else signatures
+    # The last kind is full recomputation, which saves only the inputs of blocks.
+    inputs = sum(costs[signature].kept_bytes[-1] for signature in ran)
+    shared = max((block.shared_bytes for block in wrapped), default=0)
     if engine.options.mixed_precision:
-        shared += (len(marked) - 1) * max((block.cast_bytes for block in marked), default=0)
-    found = [costs[name] for name in names]
-    return _StageCosts(blocks=found, beside=saved - inputs, shared=shared)
+        shared += (len(wrapped) - 1) * max((block.cast_bytes for block in wrapped), default=0)
+    block_costs = [costs[signature] for signature in signatures]
+    return _StageCosts(blocks=block_costs, ends=saved - inputs, shared=shared)
 
 
 def _stages(engine: Engine) -> Mapping[int, nn.Module]:
@@ -299,41 +310,45 @@ def _saved(
     row_split: Any,
     loss: Loss,
 ) -> int:
-    """Count the bytes that a stage keeps of a microbatch whose blocks keep inputs; they measure."""
+    """Count the bytes that a stage saves for a microbatch with full recomputation of its blocks.
+
+    The blocks record their costs meanwhile.
+    """
     stage, runner = _stages(engine)[number], engine.runner
-    here = {name: each.to(device) for name, each in batch.items()}
-    entering = here["tokens"]
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    stage_input = batch["tokens"]
     if number > 0:
-        rows, length = entering.shape
+        rows, length = stage_input.shape  # later stages get hidden states (rows, local tokens, H)
         length //= runner.sequence_parts * engine.groups.layout.context
         dtype = {True: torch.bfloat16, "float16": torch.float16}.get(engine.options.mixed_precision)
         width = engine.config.hidden_size
-        entering = torch.empty(rows, length, width, dtype=dtype, device=device, requires_grad=True)
+        stage_input = torch.empty(
+            rows, length, width, dtype=dtype, device=device, requires_grad=True
+        )
     saved: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         saved.update(storages([tensor]))
         return tensor.detach()
 
-    more = {} if row_split is None else {"row_split": row_split}
-    context = {"documents": here.get("documents"), "cache": None, **more}
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        made = runner.runtime.calls[number](entering, positions=here["positions"], **context)
+    split_argument = {} if row_split is None else {"row_split": row_split}
+    context = {"documents": batch.get("documents"), "cache": None, **split_argument}
+    with saved_tensors_hooks(record, lambda tensor: tensor):
+        output = runner.runtime.calls[number](stage_input, positions=batch["positions"], **context)
         if number + 1 == len(engine.placement):
-            made = _loss(engine, made, here, row_split, loss)
-    for place in weights_of(stage):
-        saved.pop(place, None)
-    del made
+            output = _loss(engine, output, batch, row_split, loss)
+    for storage in weights_of(stage):
+        saved.pop(storage, None)
+    del output
     return sum(saved.values())
 
 
 def _loss(
     engine: Engine, hidden: Tensor, batch: Mapping[str, Tensor], row_split: Any, loss: Loss
 ) -> Any:
-    """Compute the loss of the last stage's hidden states, with layers that predict further."""
+    """Compute the loss from the hidden states of the last stage, including MTP losses."""
     output = partial(engine.runner.output, row_split=row_split)
-    found = loss(output(hidden), batch)
-    total: Any = found
+    total: Any = loss(output(hidden), batch)
     if isinstance(total, tuple):
         total = total[0]
     depths = mtp_depths(engine.config, loss)
@@ -346,38 +361,40 @@ def _loss(
 def _kinds(
     recompute: Recompute,
     blocks: Mapping[int, Sequence[BlockCosts]],
-    held: Sequence[Mapping[int, int]],
+    live: Sequence[Mapping[int, int]],
 ) -> dict[int, list[int]]:
+    """Kind of recomputation of each block by stage, as an index into `RECOMPUTE_MODES`."""
     budget = budget_bytes(recompute)
     if budget is None:
         kind = RECOMPUTE_MODES.index(str(recompute))
-        return {stage: [kind] * len(mine) for stage, mine in blocks.items()}
-    return choose_modes(blocks, held, budget)
+        return {stage: [kind] * len(stage_blocks) for stage, stage_blocks in blocks.items()}
+    return choose_modes(blocks, live, budget)
 
 
-def _unsplit(engine: Engine) -> int:
-    """Count the numbers that embeddings' gradients have beyond their part of the vocabulary.
+def _embedding_excess(engine: Engine) -> int:
+    """Elements of embedding gradients beyond a rank's shard of the vocabulary.
 
-    DTensor gives each tensor rank the gradient of all of it.
+    With DTensor, every tensor rank gets the gradient of the full embedding.
     """
     tensor = engine.groups.layout.tensor
-    modules = (each for stage in _stages(engine).values() for each in stage.modules())
-    whole = sum(each.weight.numel() for each in modules if isinstance(each, nn.Embedding))
-    return whole - whole // tensor
+    modules = (module for stage in _stages(engine).values() for module in stage.modules())
+    full = sum(module.weight.numel() for module in modules if isinstance(module, nn.Embedding))
+    return full - full // tensor
 
 
-def _summed(engine: Engine) -> int:
-    """Count the bytes of the largest message in which gradients are summed over copies."""
+def _bucket_bytes(engine: Engine) -> int:
+    """Bytes of the largest bucket in which gradients are reduced over replicas."""
     if engine.groups.replicas is None:
         return 0
-    sizes = [local_part(each).numel() * FLOAT32_BYTES for each in engine.parameters.values()]
-    return max(sum(sizes[place] for place in some) for some in messages(sizes))
+    sizes = [local_part(param).numel() * FLOAT32_BYTES for param in engine.parameters.values()]
+    return max(sum(sizes[index] for index in bucket) for bucket in messages(sizes))
 
 
 def _gathered(engine: Engine, microbatches: int, row: Sequence[Action]) -> int:
-    """Count the bytes of weights and gradients held whole beside a rank's share, at their most.
+    """Peak bytes of unsharded weights and gradients in addition to a rank's shards.
 
-    Weights pass through buffers in the first forwards, before there are gradients.
+    There are two peaks: gathering weights in the first forwards, before any gradients
+    exist, and gathered weights together with unsharded gradients in the backward.
     """
     groups, options = engine.groups, engine.options
     if groups.layout.shards == 1 and not options.mixed_precision:
@@ -387,24 +404,28 @@ def _gathered(engine: Engine, microbatches: int, row: Sequence[Action]) -> int:
         number: gathered_stage(stage, split_head=groups.layout.tensor > 1)
         for number, stage in _stages(engine).items()
     }
-    once = microbatches == 1
-    split = any(a.kind is Kind.BACKWARD_INPUT for each in row for a in each.computations)
+    one_microbatch = microbatches == 1
+    split_backward = any(
+        computation.kind is Kind.BACKWARD_INPUT
+        for action in row
+        for computation in action.computations
+    )
     weights = peak_gathered_weights(
         stages,
         options.sharding,
         pipelined=groups.layout.pipeline > 1,
-        one_microbatch=once,
-        split_backward=split,
+        one_microbatch=one_microbatch,
+        split_backward=split_backward,
     )
-    sums = gradient_bytes(
+    gradients = gradient_bytes(
         stages,
         options.sharding,
-        one_microbatch=once,
-        split_backward=split,
+        one_microbatch=one_microbatch,
+        split_backward=split_backward,
         element_bytes=width,
     )
-    if sums:  # a rank's share of them counts as gradients
-        held = sum(local_part(each).numel() for each in engine.parameters.values())
-        sums = max(0, sums + (_unsplit(engine) - held) * FLOAT32_BYTES)
-    whole = sum(stage.count for stage in stages.values())
-    return max(weights * width, min(weights, whole) * width + sums)
+    if gradients:  # the rank's shard is already counted in `RankMemory.gradients`
+        local = sum(local_part(param).numel() for param in engine.parameters.values())
+        gradients = max(0, gradients + (_embedding_excess(engine) - local) * FLOAT32_BYTES)
+    total_weights = sum(stage.count for stage in stages.values())
+    return max(weights * width, min(weights, total_weights) * width + gradients)

@@ -1,4 +1,7 @@
-"""Probes of a model's segments: their schedule, the memory they keep, the time of messages."""
+"""Probes of a model's segments: the schedule to run them, their memory, and message times.
+
+A segment is the part of a model between two consecutive points at which it can be cut into stages.
+"""
 
 from collections.abc import Sequence
 from math import prod
@@ -24,47 +27,50 @@ from ms_parallel.split.part import local_part
 from ms_parallel.torch_private import AsyncCollectiveTensor
 
 MICROBATCHES = 3
-"""Microbatches of a step: the first gathers sharded weights and the last sums gradients, so one
-does neither, and the median counts that one."""
-ECHOES = 10
-"""Messages there and back, of each size."""
-ALIKE = 0.05
-"""Segments that differ by no more than this share of their median count as equal."""
-UNLIKE = 1.2
-"""Ranks count as alike where the slowest takes at most so many times as long as the fastest."""
+"""Microbatches per step. The first gathers sharded weights and the last reduces gradients, so the
+median is the time without either."""
+ROUND_TRIPS = 10
+"""Round trips per message size."""
+EQUAL_TOLERANCE = 0.05
+"""Relative difference from the median below which segments count as equal."""
+MAX_SLOWNESS = 1.2
+"""Ratio of the slowest to the fastest rank up to which ranks count as equal."""
 PER_SECOND = 1_000_000
-"""Costs are whole microseconds: a schedule of the same costs is the same on every process."""
+"""Costs are integers in microseconds, so that all processes find the same schedule."""
 
 
 def segment_layers(config: ModelConfig) -> tuple[int, ...]:
-    """Count the layers of each segment: from one place where the model can be cut to the next."""
+    """Number of layers of each segment."""
     cuts = model_plan(config).cuts
     ends = [*cuts[1:], config.num_hidden_layers]
-    return tuple(end - begin for begin, end in zip(cuts, ends, strict=True))
+    return tuple(end - start for start, end in zip(cuts, ends, strict=True))
 
 
 def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> Staged:
-    """Build a schedule with one stage a segment: all forwards, then backwards in two parts.
+    """Build a schedule with one stage per segment: all forwards, then split backwards.
 
-    Each rank has neighboring stages: its own, or those of the rank so many places before it.
+    Args:
+        layers: layers of each segment.
+        ranks: pipeline ranks, which have consecutive segments.
+        shift: give each rank the segments of the rank this many places before it.
     """
     placement = [(segment * ranks // len(layers) + shift) % ranks for segment in range(len(layers))]
     rows = [
-        [Action(Kind.FORWARD, s, number) for number in range(MICROBATCHES) for s in mine]
+        [Action(Kind.FORWARD, s, number) for number in range(MICROBATCHES) for s in rank_stages]
         + [
             Action(kind, stage, number)
             for number in range(MICROBATCHES)
-            for stage in reversed(mine)
+            for stage in reversed(rank_stages)
             for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         ]
-        for mine in stages_by_rank(tuple(placement))
+        for rank_stages in stages_by_rank(tuple(placement))
     ]
     schedule = Schedule.from_computations(rows, placement, MICROBATCHES, "measurement")
     return Staged(schedule=schedule, layers=tuple(layers))
 
 
 def random_batch(vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
-    """Draw a step of random tokens (b, S); the global generator is not touched."""
+    """Random tokens and targets (MICROBATCHES * rows, length), independent of the global seed."""
     generator = torch.Generator().manual_seed(0)
     size = (MICROBATCHES * rows, length + 1)
     text = torch.randint(0, vocabulary, size, generator=generator)
@@ -72,116 +78,118 @@ def random_batch(vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
 
 
 class MemoryRuntime(Runtime):
-    """A runtime that adds up what each stage keeps of its last microbatch, weights left out."""
+    """Runtime that counts the bytes each stage saves for its last microbatch, without weights."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime.stages, runtime.groups, runtime.calls, runtime.sharding)
         self.mailbox = runtime.mailbox
         self.kept_bytes: dict[int, int] = {}
-        """Kept from the forward to the backward of inputs."""
+        """Bytes saved by stage, from the forward to the input backward."""
         self.retained_bytes: dict[int, int] = {}
-        """Kept from there to the backward of weights; never more, as `Costs` demands."""
+        """Bytes of these retained until the weight backward; at most `kept_bytes`, which `Costs`
+        requires."""
 
     def _forward(self, key: Key, step: Step, schedule: Schedule) -> None:
-        kept: dict[int, int] = {}
+        saved_bytes: dict[int, int] = {}  # by address of the storage
 
-        def keep(saved: Tensor) -> Tensor:
-            kept[_place(saved)] = _size(saved)
+        def record(saved: Tensor) -> Tensor:
+            saved_bytes[_address(saved)] = _size(saved)
             return saved.detach()  # the tensor itself could keep its own graph alive
 
-        with saved_tensors_hooks(keep, _itself):
+        with saved_tensors_hooks(record, _identity):
             super()._forward(key, step, schedule)
-        entering = step.inputs.get(key, step.microbatches[key[1]]["tokens"])
-        kept[_place(entering)] = _size(entering)
+        stage_input = step.inputs.get(key, step.microbatches[key[1]]["tokens"])
+        saved_bytes[_address(stage_input)] = _size(stage_input)
         for block in recomputed_blocks(self.stages[key[0]]):
-            kept |= {_place(result): _size(result) for result in block.saved_results}
+            saved_bytes |= {_address(result): _size(result) for result in block.saved_results}
         for weight in self.stages[key[0]].parameters():
-            kept.pop(_place(weight), None)
-        self.kept_bytes[key[0]] = sum(kept.values())
+            saved_bytes.pop(_address(weight), None)
+        self.kept_bytes[key[0]] = sum(saved_bytes.values())
 
     def _backward(self, key: Key, step: Step, schedule: Schedule) -> None:
         super()._backward(key, step, schedule)
         factors = [part for _, *parts in step.deferred[key].factors for part in parts]
-        size = sum({_place(part): _size(part) for part in factors}.values())
+        size = sum({_address(part): _size(part) for part in factors}.values())
         self.retained_bytes[key[0]] = min(size, self.kept_bytes[key[0]])
 
     @property
     def message_bytes(self) -> int:
-        """Size of the largest message between stages; 8 where there is none."""
+        """Size of the largest message between stages; 8 without messages."""
         shapes = self.mailbox.shapes.values()
         return max((dtype.itemsize * prod(shape) for dtype, shape in shapes), default=8)
 
 
-def _itself(saved: Tensor) -> Tensor:
+def _identity(saved: Tensor) -> Tensor:
     return saved
 
 
-def _place(tensor: Tensor) -> int:
-    return _memory(tensor).data_ptr()
+def _address(tensor: Tensor) -> int:
+    return _storage(tensor).data_ptr()
 
 
 def _size(tensor: Tensor) -> int:
-    return _memory(tensor).nbytes()
+    return _storage(tensor).nbytes()
 
 
-def _memory(tensor: Tensor) -> torch.UntypedStorage:
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
     part = local_part(tensor)
-    # What a collective may still be writing is a wrapper without memory of its own.
+    # The result of an asynchronous collective is a wrapper without storage.
     if isinstance(part, AsyncCollectiveTensor):
         part = part.elem
     return part.untyped_storage()
 
 
 def message_times(groups: Groups, size_bytes: int) -> tuple[float, float]:
-    """Time a small message one way, in seconds, and what one of this size takes beyond it."""
-    small, whole = (_echo(groups, size) for size in (8, max(8, size_bytes)))
-    return small, max(0.0, whole - small)
+    """One-way seconds of a small message, and the extra seconds for `size_bytes`."""
+    latency, total = (_one_way_seconds(groups, size) for size in (8, max(8, size_bytes)))
+    return latency, max(0.0, total - latency)
 
 
-def _echo(groups: Groups, size_bytes: int) -> float:
-    """Time a message one way between this rank and each neighbor: the slower one's median."""
-    here, last = groups.place.pipeline, groups.layout.pipeline - 1
-    box = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.wire)
+def _one_way_seconds(groups: Groups, size_bytes: int) -> float:
+    """Median one-way time of a message between this rank and its slower neighbor."""
+    rank, last = groups.place.pipeline, groups.layout.pipeline - 1
+    message = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.wire)
     group, slowest = groups.group("pipeline"), 0.0
     for first in range(last):
-        if here not in (first, first + 1):
+        if rank not in (first, first + 1):
             continue
-        peer = groups.peer("pipeline", 2 * first + 1 - here)
-        trips = []
-        for _ in range(ECHOES):
-            began = perf_counter()
-            for sends in (here == first, here != first):
-                (dist.send if sends else dist.recv)(box, peer, group=group)
+        peer = groups.peer("pipeline", 2 * first + 1 - rank)
+        times = []
+        for _ in range(ROUND_TRIPS):
+            start = perf_counter()
+            for sends in (rank == first, rank != first):
+                (dist.send if sends else dist.recv)(message, peer, group=group)
             if groups.device.type != "cpu":
                 torch.accelerator.synchronize()
-            trips.append(perf_counter() - began)
-        slowest = max(slowest, median(trips) / 2)
+            times.append(perf_counter() - start)
+        slowest = max(slowest, median(times) / 2)
     return slowest
 
 
-def rank_slowness(here: Sequence[float], after: Sequence[float], ranks: int) -> list[float]:
-    """Return how many times as long each rank takes as the fastest; 1 if they hardly differ.
+def rank_slowness(times: Sequence[float], next_times: Sequence[float], ranks: int) -> list[float]:
+    """Time of each rank relative to the fastest for the same work; 1 for all if nearly equal.
 
-    Each segment was timed on its rank and on the next one, so neighbors compare by the same work.
+    Each segment was timed on its rank and on the next one, so the ratio compares neighboring ranks
+    by the same work. Ratios to rank 0 are products of these.
 
     Args:
-        here: seconds of each segment on its rank, as `segment_stages` places it.
-        after: on the rank after it.
-        ranks: of the pipeline.
+        times: seconds of each segment on its rank in `segment_stages`.
+        next_times: seconds of each segment on the next rank.
+        ranks: pipeline ranks.
     """
-    holders = [segment * ranks // len(here) for segment in range(len(here))]
-    found = [1.0]
+    segment_ranks = [segment * ranks // len(times) for segment in range(len(times))]
+    slowness = [1.0]  # relative to rank 0
     for rank in range(ranks - 1):
         ratios = [
-            later / earlier
-            for holder, earlier, later in zip(holders, here, after, strict=True)
-            if holder == rank
+            next_time / time
+            for segment_rank, time, next_time in zip(segment_ranks, times, next_times, strict=True)
+            if segment_rank == rank
         ]
-        found.append(found[-1] * median(ratios))
-    fastest = min(found)
-    if max(found) <= UNLIKE * fastest:
+        slowness.append(slowness[-1] * median(ratios))
+    fastest = min(slowness)
+    if max(slowness) <= MAX_SLOWNESS * fastest:
         return [1.0] * ranks
-    return [round(each / fastest, 2) for each in found]
+    return [round(factor / fastest, 2) for factor in slowness]
 
 
 def segment_costs(
@@ -191,38 +199,41 @@ def segment_costs(
     transfer_s: float,
     slowness: Sequence[float] = (),
 ) -> SegmentCosts:
-    """Round to whole microseconds and bytes, and make segments alike that hardly differ.
+    """Round costs to microseconds and bytes, and equalize segments that are nearly equal.
 
     Args:
-        layers: of each segment.
-        table: (5, segments): seconds of forward, backward of inputs, backward of weights; bytes
-            kept and retained.
-        latency_s: of a small message.
-        transfer_s: that a message between stages takes beyond that.
-        slowness: of each rank, beside the fastest; none where they are alike. Times come out as
-            those of the fastest.
+        layers: layers of each segment.
+        table: (5, segments): seconds of forward, input backward and weight backward; bytes kept and
+            bytes retained.
+        latency_s: seconds of a small message.
+        transfer_s: additional seconds of a message between stages.
+        slowness: time of each rank relative to the fastest; empty if ranks are equal. The times in
+            the result are for the fastest rank.
     """
-    forward, inputs, weights, kept, retained = table.tolist()
+    forward, inputs, weights, saved, retained = table.tolist()
     if slowness:
-        slow = [slowness[at * len(slowness) // len(layers)] for at in range(len(layers))]
+        segments = range(len(layers))
+        factors = [slowness[segment * len(slowness) // len(layers)] for segment in segments]
         forward, inputs, weights = (
-            [time / each for time, each in zip(times, slow, strict=True)]
+            [time / factor for time, factor in zip(times, factors, strict=True)]
             for times in (forward, inputs, weights)
         )
     return SegmentCosts(
         layers=layers,
-        forward=_alike(forward),
-        backward_input=_alike(inputs),
-        backward_weight=_alike(weights),
-        activation=[round(size) for size in kept],
+        forward=_equalized(forward),
+        backward_input=_equalized(inputs),
+        backward_weight=_equalized(weights),
+        activation=[round(size) for size in saved],
         retained=[round(size) for size in retained],
         latency=round(latency_s * PER_SECOND),
         transfer=round(transfer_s * PER_SECOND),
-        slowness=slowness if any(each != 1.0 for each in slowness) else (),
+        slowness=slowness if any(factor != 1.0 for factor in slowness) else (),
     )
 
 
-def _alike(seconds: Sequence[float]) -> list[int]:
+def _equalized(seconds: Sequence[float]) -> list[int]:
+    """Replace times near the median by it; return microseconds."""
     middle = median(seconds)
-    near = [middle if abs(time - middle) <= ALIKE * middle else time for time in seconds]
-    return [max(1, round(time * PER_SECOND)) for time in near]
+    tolerance = EQUAL_TOLERANCE * middle
+    times = [middle if abs(time - middle) <= tolerance else time for time in seconds]
+    return [max(1, round(time * PER_SECOND)) for time in times]

@@ -1,26 +1,26 @@
-"""What a process of a pipeline rank holds at its peak."""
+"""Peak memory of a process, by category."""
 
 import msgspec
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process of one pipeline rank holds at its peak, in bytes."""
+    """Peak memory of a process of one pipeline rank, in bytes."""
 
     pipeline: int
     weights: int
-    """Its share of them, as the optimizer keeps them."""
+    """Weights after sharding, in the optimizer's dtype."""
     gradients: int
-    """Gradients of that share, in float32."""
+    """Gradients of these weights, in float32."""
     moments: int
-    """Moments of the optimizer; 0 where they are offloaded."""
+    """Optimizer state; 0 if offloaded."""
     activations: int
-    """What forwards keep for their backward, over all microbatches in flight."""
+    """Saved activations of all live microbatches."""
     buffers: int
-    """Weights that are gathered, with the buffers that they pass through, gradients that are whole,
-    and what the block keeps that is computed again; or gradients that are summed over copies,
-    beyond what activations took before."""
+    """The larger of two peaks: in the backward, gathered weights with their communication buffers,
+    unsharded gradients and the activations of the block that is being recomputed; or after it, the
+    buckets that reduce gradients over replicas, minus the activations that are free by then."""
 
     @property
     def total(self) -> int:
-        """All of it; what lives for the length of one operator comes on top."""
+        """Sum of all categories, without temporaries of single operators."""
         return self.weights + self.gradients + self.moments + self.activations + self.buffers

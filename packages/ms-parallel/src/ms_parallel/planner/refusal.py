@@ -1,4 +1,4 @@
-"""Why an engine does not take a model under a layout, without any of its processes."""
+"""Checks if an engine supports a model under a layout, without starting its processes."""
 
 from typing import Any
 
@@ -17,30 +17,30 @@ REFUSAL = "ms_parallel.planner.refusal:refusal"
 class LayoutQuestion(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="layout.v1"
 ):
-    """A model under a layout, and options of its engine."""
+    """A model, a layout, and engine options."""
 
     model: str
-    """A family, or a folder with a config.json."""
+    """Architecture name, or a folder with a config.json."""
     layout: Layout
-    """How it is split, over any number of processes."""
+    """Layout for any number of processes."""
     options: dict[str, str]
 
 
 def refusal(question: LayoutQuestion) -> str | None:
-    """Say why the engine of some pipeline rank refuses a layout; None where all accept it.
+    """Error message of the first pipeline rank that rejects the layout; None if all accept it.
 
-    What follows from a batch, such as a row's length, is not asked. A process that has met others
-    asks another one.
+    Properties of the batch, such as the sequence length, are not checked. A process that is in a
+    process group runs the check in a subprocess.
     """
     if in_process_group():
-        found: str | None = call_in_subprocess(REFUSAL, question, str | None)
-        return found
+        message: str | None = call_in_subprocess(REFUSAL, question, str | None)
+        return message
     config = architecture(question.model)
     options: dict[str, Any] = dict(question.options)
     try:
         with fake_pipeline(question.layout, options.get("sharding", "auto")) as ranks:
-            for here in ranks:
-                engine = Engine(config, groups=here, weights="unset", **options)
+            for groups in ranks:
+                engine = Engine(config, groups=groups, weights="unset", **options)
                 engine.tables.training(2 * len(ranks))
     except ParallelError as error:
         return str(error)

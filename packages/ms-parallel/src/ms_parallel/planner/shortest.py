@@ -1,4 +1,4 @@
-"""The shortest schedule for measured costs over all placements; pure, without processes."""
+"""Search for the shortest schedule over all placements, for measured costs; a pure function."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,8 +12,9 @@ from ms_parallel.schedules.timeline.simulate import Timeline, simulate
 from ms_parallel.split.stages import cut_layers
 
 PER_MS = 1000
-"""Measured times are whole microseconds."""
+"""Microseconds, the unit of measured costs, per millisecond."""
 EFFORT = 0.5
+"""Default effort of the search."""
 
 
 def shortest_schedule(
@@ -26,31 +27,31 @@ def shortest_schedule(
     split: bool = True,
     effort: float = EFFORT,
 ) -> FoundSchedule:
-    """Find the shortest of the schedules on all placements; the same for the same costs.
+    """Find the schedule with the shortest makespan over all placements; deterministic.
 
     Args:
-        costs: measured, in microseconds and bytes.
-        ranks: of the pipeline.
-        microbatches: of one step.
-        memory_cap_bytes: most activation memory of a rank, or of each; None for as much as 1F1B
-            takes, with layers shared out by work where ranks are unlike.
-        conditions: what the costs were measured for; kept with the schedule.
-        split: whether backwards of inputs and of weights may be apart.
-        effort: of the search; 1 is some seconds.
+        costs: measured costs in microseconds and bytes.
+        ranks: pipeline ranks.
+        microbatches: microbatches per step.
+        memory_cap_bytes: limit on the activations of every rank, or one limit per rank; None for
+            the memory that 1F1B needs, with layers divided by work if ranks differ in speed.
+        conditions: conditions of the measurement, stored with the schedule.
+        split: allow separate input and weight backwards.
+        effort: effort of the search; 1 takes some seconds.
 
     Raises:
-        ScheduleError: the cap is below the least that works.
+        ScheduleError: the memory cap is too low for any schedule.
     """
-    plain = _plain(costs, ranks, microbatches)
+    baseline = _even_one_f_one_b(costs, ranks, microbatches)
     cap = _cap(memory_cap_bytes, costs, ranks, microbatches)
     placements = [one_a_rank(ranks), vee(ranks), looped(ranks, 2)][: 3 if ranks > 1 else 1]
-    tried: list[Balanced] = []
-    refusals: list[Exception] = []
+    results: list[Balanced] = []
+    errors: list[Exception] = []
     for placement in placements:
         if len(placement) > costs.count:
             continue
         try:
-            tried.append(
+            results.append(
                 balance(
                     costs,
                     cap,
@@ -60,53 +61,53 @@ def shortest_schedule(
                     effort=effort / len(placements),
                 )
             )
-        except ScheduleError as refusal:
-            refusals.append(refusal)
-    if not tried:
-        raise refusals[0]
-    best = min(tried, key=lambda each: each.found.makespan)
+        except ScheduleError as error:
+            errors.append(error)
+    if not results:
+        raise errors[0]
+    best = min(results, key=lambda result: result.found.makespan)
     return FoundSchedule(
         conditions=dict(conditions),
         table=best.found.schedule.to_csv(),
         layers=costs.layers_of(best.split),
         makespan_ms=float(best.found.makespan) / PER_MS,
         lower_bound_ms=float(best.found.lower_bound) / PER_MS,
-        one_f_one_b_ms=float(plain.makespan) / PER_MS,
+        one_f_one_b_ms=float(baseline.makespan) / PER_MS,
         peak_bytes=tuple(map(int, best.found.peak_memory)),
         memory_cap_bytes=cap,
-        costs=_facts(costs),
+        costs=_file_costs(costs),
     )
 
 
-def _plain(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
-    """Simulate 1F1B with layers shared out as an engine does by default."""
+def _even_one_f_one_b(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
+    """Simulate 1F1B with the engine's default layer split."""
     even = cut_layers(costs.count, ranks, range(costs.count))
     return simulate(
         one_f_one_b(ranks, microbatches),
-        costs.stages([len(each) for each in even], one_a_rank(ranks)),
+        costs.stages([len(segments) for segments in even], one_a_rank(ranks)),
     )
 
 
 def _cap(
-    given: int | Sequence[int] | None, costs: SegmentCosts, ranks: int, microbatches: int
+    cap: int | Sequence[int] | None, costs: SegmentCosts, ranks: int, microbatches: int
 ) -> int | tuple[int, ...]:
-    """Return the memory that may be taken: as given, or as much as 1F1B takes."""
-    if isinstance(given, Sequence):
-        return tuple(given)
-    return given or int(max(_usual(costs, ranks, microbatches).peak_memory))
+    """Return the cap, or by default the memory that 1F1B needs."""
+    if isinstance(cap, Sequence):
+        return tuple(cap)
+    return cap or int(max(_best_one_f_one_b(costs, ranks, microbatches).peak_memory))
 
 
-def _usual(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
-    """Simulate 1F1B as one would choose it: where ranks are unlike, fast ones have more layers."""
+def _best_one_f_one_b(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
+    """Simulate 1F1B with more layers on faster ranks if ranks differ in speed."""
     if not costs.slowness:
-        return _plain(costs, ranks, microbatches)
+        return _even_one_f_one_b(costs, ranks, microbatches)
     placement = one_a_rank(ranks)
     split = split_by_work(costs, placement)
     return simulate(one_f_one_b(ranks, microbatches), costs.stages(split, placement))
 
 
-def _facts(costs: SegmentCosts) -> dict[str, tuple[float, ...]]:
-    """Return the costs as they stand in the file: milliseconds and bytes."""
+def _file_costs(costs: SegmentCosts) -> dict[str, tuple[float, ...]]:
+    """Costs as stored in the file, in milliseconds and bytes."""
     times = {
         "forward_ms": costs.forward,
         "backward_input_ms": costs.backward_input,
@@ -117,6 +118,6 @@ def _facts(costs: SegmentCosts) -> dict[str, tuple[float, ...]]:
     sizes = {"activation_bytes": costs.activation, "retained_bytes": costs.retained}
     return {
         "rank_slowness": tuple(map(float, costs.slowness)),
-        **{name: tuple(float(each) / PER_MS for each in values) for name, values in times.items()},
+        **{name: tuple(float(value) / PER_MS for value in times[name]) for name in times},
         **{name: tuple(map(float, values)) for name, values in sizes.items()},
     }

@@ -1,4 +1,4 @@
-"""Measures a model on its processes, and searches for the schedule and the split of its layers."""
+"""Measures a model on its processes, and searches for the best schedule and layer split."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -33,28 +33,28 @@ from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.segments import SegmentCosts
 
 STEPS = 3
-"""Steps that are timed, after one that is not."""
+"""Timed steps, after one untimed step."""
 MAX = dist.ReduceOp.MAX
 
 
 def measure_segments(
     config: ModelConfig, groups: Groups, *, rows: int, sequence_length: int, **options: Any
 ) -> SegmentCosts:
-    """Time and memory of one microbatch in each segment; the same on every process.
+    """Measure the time and memory of a microbatch in each segment. Collective.
 
-    Some steps pass through an engine made for it, every segment a stage of its own; weights of a
-    run, its random numbers and its place in the data are not touched. All processes call this.
+    A few steps run on a separate engine with one stage per segment. The run's weights, random
+    generators and data position do not change.
 
     Args:
-        config: the model.
-        groups: the layout's processes.
-        rows: of a microbatch.
-        sequence_length: tokens of a row.
-        options: of the engine, such as `recompute` and `mixed_precision`.
+        config: configuration of the model.
+        groups: process groups of the layout.
+        rows: microbatch size in rows.
+        sequence_length: tokens per row.
+        options: options of the engine, such as `recompute` and `mixed_precision`.
 
     Returns:
-        Times in microseconds, of the fastest pipeline rank, and how much slower others are; memory
-        in bytes. Of data and tensor ranks the slowest counts.
+        Times in microseconds on the fastest pipeline rank, the slowness of the other ranks, and
+        memory in bytes; the same on all processes. Of data and tensor ranks the slowest counts.
     """
     layers, ranks = segment_layers(config), groups.layout.pipeline
     batch = random_batch(config.vocab_size, rows, sequence_length)
@@ -63,36 +63,41 @@ def measure_segments(
         staged = segment_stages(layers, ranks, shift)
         return Engine(config, groups=groups, **{**options, "schedule": staged})
 
-    after = _times(engine_at(1), batch, len(layers)) if ranks > 1 else torch.zeros(3, len(layers))
+    # Segments on the next rank, to compare the speed of ranks.
+    shifted = torch.zeros(3, len(layers))
+    if ranks > 1:
+        shifted = _times(engine_at(1), batch, len(layers))
     engine = engine_at(0)
-    own = torch.cat([_times(engine, batch, len(layers)), torch.zeros(2, len(layers))])
+    # (5, segments): forward, input backward, weight backward; bytes kept and retained. Entries of
+    # segments on other ranks are 0, so the maximum over ranks fills them in.
+    local = torch.cat([_times(engine, batch, len(layers)), torch.zeros(2, len(layers))])
     memory = engine.runner.runtime = MemoryRuntime(engine.runner.runtime)
     _step(engine, batch)
     for stage in engine.stages:
-        own[3, stage] = memory.kept_bytes[stage]
-        own[4, stage] = memory.retained_bytes[stage]
+        local[3, stage] = memory.kept_bytes[stage]
+        local[4, stage] = memory.retained_bytes[stage]
     links = torch.tensor(message_times(groups, memory.message_bytes))
-    found = torch.cat([own.flatten(), after.sum(0), links]).to(groups.device)
-    most = groups.all_reduce(found, op=MAX).cpu()
-    table = most[:-2].view(6, -1)
-    here, there = table[:3].sum(0).tolist(), table[5].tolist()
-    slowness = rank_slowness(here, there, ranks) if ranks > 1 else ()
-    latency_s, transfer_s = most[-2:].tolist()
+    measured = torch.cat([local.flatten(), shifted.sum(0), links]).to(groups.device)
+    slowest = groups.all_reduce(measured, op=MAX).cpu()
+    table = slowest[:-2].view(6, -1)  # the last row has the times on the next rank
+    times, next_times = table[:3].sum(0).tolist(), table[5].tolist()
+    slowness = rank_slowness(times, next_times, ranks) if ranks > 1 else ()
+    latency_s, transfer_s = slowest[-2:].tolist()
     return segment_costs(layers, table[:5], latency_s, transfer_s, slowness)
 
 
 def _times(engine: Engine, batch: Batch, segments: int) -> torch.Tensor:
-    """Return the seconds (3, segments) of forwards and both backwards of the segments here."""
-    times = [_timed(engine, batch) for _ in range(1 + STEPS)][1:]
-    found = torch.zeros(3, segments)
+    """Median seconds (3, segments) of forward, input and weight backward; 0 on other ranks."""
+    steps = [_timed(engine, batch) for _ in range(1 + STEPS)][1:]
+    times = torch.zeros(3, segments)
     for index, kind in enumerate((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
         for stage in engine.stages:
-            found[index, stage] = median(t for step in times for t in step[kind, stage])
-    return found
+            times[index, stage] = median(t for step in steps for t in step[kind, stage])
+    return times
 
 
 def _step(engine: Engine, batch: Batch) -> None:
-    """Run the passes of one step and drop the gradients; there is no optimizer."""
+    """Run forward and backward of one step, and drop the gradients."""
     loss, rows = NextTokenLoss(), len(batch["tokens"]) // MICROBATCHES
     microbatches = engine.runner.microbatches(batch, rows)
     weight = engine.reduction.count(microbatches, loss).weight
@@ -102,15 +107,15 @@ def _step(engine: Engine, batch: Batch) -> None:
 
 
 def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
-    """Time each computation of a step, in seconds by kind and stage."""
+    """Run a step; return the seconds of its computations by kind and stage."""
     recorder = engine.runner.runtime.recorder = Recorder(engine.device)
     _step(engine, batch)
     engine.runner.runtime.recorder = None
-    found: dict[tuple[Kind, int], list[float]] = {}
+    seconds: dict[tuple[Kind, int], list[float]] = {}
     row = engine.tables.training(MICROBATCHES).computations()[engine.groups.place.pipeline]
-    for action, (begin, end) in zip(row, recorder.times_ns(), strict=True):
-        found.setdefault((action.kind, action.stage), []).append((end - begin) / 1e9)
-    return found
+    for action, (start, end) in zip(row, recorder.times_ns(), strict=True):
+        seconds.setdefault((action.kind, action.stage), []).append((end - start) / 1e9)
+    return seconds
 
 
 def search_schedule(
@@ -124,32 +129,34 @@ def search_schedule(
     measure: Callable[..., SegmentCosts] = measure_segments,
     **options: Any,
 ) -> FoundSchedule:
-    """Measure this model on these processes, and search; the same result on every process.
+    """Measure the model on these processes and search for the best schedule. Collective.
 
-    All processes call this before they build their engine with `schedule=found.staged`. Stages one
-    a rank, in a V and in a loop of two are tried, each with the layers shared out to suit it. Pairs
-    of a forward and a backward are not tried, as the runtime does not overlap them.
+    The result is the same on all processes; pass its `staged` as the `schedule` of the engine. The
+    search covers one stage per rank, a V placement and a loop of two stages per rank, each with its
+    own layer split. Schedules that overlap a forward and a backward are not searched, as the
+    runtime does not overlap them.
 
     Args:
-        config: the model.
-        groups: the layout's processes.
-        rows: that a data rank passes to one update.
-        sequence_length: tokens of a row.
-        microbatch_size: rows that pass at once; None for all of them.
-        memory_cap_bytes: most activation memory of a rank, or of each; None for what 1F1B takes.
-        measure: what gives the costs of the segments.
-        options: of the engine that will perform it, such as `recompute` and `mixed_precision`.
+        config: configuration of the model.
+        groups: process groups of the layout.
+        rows: rows per step on a data rank.
+        sequence_length: tokens per row.
+        microbatch_size: microbatch size in rows; None for all rows.
+        memory_cap_bytes: limit on the activations of every rank, or one limit per rank; None for
+            the memory that 1F1B needs.
+        measure: function that measures the costs of the segments.
+        options: options of the engine, such as `recompute` and `mixed_precision`.
 
     Raises:
-        ConfigError: the rows do not divide into microbatches; only those of one size are searched.
+        ConfigError: `microbatch_size` does not divide the rows.
         LayoutError: the model has fewer layers than the pipeline has ranks.
-        ScheduleError: the cap is below the least that works, which is named.
+        ScheduleError: the memory cap is too low for any schedule; the message has the minimum.
     """
     size = microbatch_size or rows
     if rows % size:
         raise ConfigError(
-            f"{rows} rows of a data rank do not divide into microbatches of {size}; a schedule is"
-            " searched for microbatches of one size, so choose a divisor"
+            f"microbatch_size={size} must divide the {rows} rows of a data rank, because the search"
+            " needs microbatches of equal size; use a divisor"
         )
     conditions = conditions_of(
         config, groups, rows, sequence_length, size, memory_cap_bytes, options
@@ -158,19 +165,20 @@ def search_schedule(
     if segments < ranks:
         raise LayoutError(f"{segments} layers for pipeline={ranks}; use at most {segments} ranks")
     costs = measure(config, groups, rows=size, sequence_length=sequence_length, **options)
-    # What is computed again would be kept from I to W, more than recomputation spares.
-    whole = conditions["recompute"] != "none"
+    # With a split backward, recomputed activations stay live from input to weight backward, which
+    # takes more memory than recomputation saves.
+    split = conditions["recompute"] == "none"
 
     def encoded() -> bytes:
-        found = shortest_schedule(
+        schedule = shortest_schedule(
             costs,
             ranks,
             rows // size,
             memory_cap_bytes,
             conditions=conditions,
-            split=not whole,
+            split=split,
         )
-        return msgspec.json.encode(found)
+        return msgspec.json.encode(schedule)
 
     return msgspec.json.decode(run_on_rank_zero(encoded), type=FoundSchedule)
 
@@ -184,10 +192,10 @@ def conditions_of(
     memory_cap_bytes: int | Sequence[int] | None,
     options: dict[str, Any],
 ) -> dict[str, int | str | None]:
-    """Return what a found schedule depends on, as it stands in its file."""
+    """Everything that a searched schedule depends on, as stored in its file."""
     precision = options.get("mixed_precision", False)
-    caps = memory_cap_bytes
-    cap = str(list(caps)) if isinstance(caps, Sequence) else caps
+    limits = memory_cap_bytes
+    cap = str(list(limits)) if isinstance(limits, Sequence) else limits
     return {
         "layout": str(groups.layout),
         "architecture": config.model_type,

@@ -14,17 +14,17 @@ from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import ConfigError
 from ms_parallel.planner.free_memory import (
     free_bytes,
-    give_back,
-    left_by_limits,
     map_blocks,
+    release_free_memory,
     shrink_stacks,
+    ulimit_headroom,
 )
 from ms_parallel.planner.largest_microbatch import (
     FILE,
     GIB,
     FoundMicrobatch,
-    between,
     held_bytes,
+    interpolate,
     largest_predicted,
     next_trial,
     read_microbatch,
@@ -49,7 +49,7 @@ def _reduce_overhead(options: Options) -> None:
     All ranks do so if any is limited, since the largest rank is compared with the lowest limit.
     """
     on_cpu = pick_device(options.wanted_device).type == "cpu"
-    (limited,) = sums(on_cpu and left_by_limits() < inf)
+    (limited,) = sums(on_cpu and ulimit_headroom() < inf)
     if on_cpu and (limited or options.memory_gib is not None):
         map_blocks()
     if on_cpu and limited:
@@ -110,7 +110,7 @@ def resolve_microbatch_size(
     largest = engine.runner.microbatch_size or rows
     sizes = [size for size in sizes_of(rows, layout.pipeline) if size <= largest]
     predicted = run_on_rank_zero(
-        lambda: between(
+        lambda: interpolate(
             sizes, *(max(r.total for r in predict(size)) for size in (sizes[0], sizes[-1]))
         )
     )
@@ -119,14 +119,14 @@ def resolve_microbatch_size(
     )
     engine.runner.microbatch_size = sizes[0]
     trial_bytes(engine, loss, rows, options.sequence_length)  # one-time allocations
-    give_back()
+    release_free_memory()
     limit = _min_over_ranks(limit_bytes(options, held_bytes(engine)))
     trials: dict[int, int | None] = {}
     single_process = layout.world_size == 1
-    while (size := next_trial(predicted, trials, limit, alone=single_process)) is not None:
+    while (size := next_trial(predicted, trials, limit, single_process=single_process)) is not None:
         engine.runner.microbatch_size = size
         trials[size] = trial_bytes(engine, loss, rows, options.sequence_length)
-        give_back()  # after running out of memory, the exception's frames still hold tensors
+        release_free_memory()  # after an out-of-memory error its frames still hold tensors
     fitting = {size: peak for size, peak in trials.items() if peak and peak <= limit}
     if not fitting:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A cluster in a file: its devices, their rates and memory, and the links between them."""
+"""Cluster files: devices, their rates and memory, and the links between them."""
 
 from ms_parallel.planner.cluster.cluster import (
     DTYPES,

@@ -1,6 +1,6 @@
-"""Cluster files: a TOML table of exactly the settings of `Cluster`.
+"""Cluster files: TOML tables with the settings of `Cluster`.
 
-Where `chip` names a known one, what is known of it need not be given.
+If `chip` is a known chip, its values need not be in the file.
 """
 
 import tomllib
@@ -18,19 +18,19 @@ from ms_parallel.planner.roofline.chips import Chip, chip_named
 from ms_parallel.settings.run_file import build, read_settings
 
 LATENCY_US = 5.0
-"""Latency of a message within a node whose chip is known: what NCCL and HCCL take to begin."""
+"""Latency of a message within a node of a known chip: the launch latency of NCCL and HCCL."""
 
 
 def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
     """Read a cluster file.
 
     Args:
-        path: the file.
-        overrides: `key=value` or `table.key=value`, as of run files.
+        path: path of the file.
+        overrides: `key=value` or `table.key=value`, as for run files.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown (the nearest known one is named) or
-            missing, or a value cannot be used.
+        ConfigError: the file cannot be read, a key is missing or unknown (the nearest one is
+            suggested), or a value is invalid.
     """
     settings = read_settings(path, overrides)
     # A measured file is complete, and its chip is the driver's name of the device.
@@ -56,7 +56,7 @@ def parse_cluster(text: str, *, where: str) -> Cluster:
 
 
 def _fill(settings: dict[str, Any], chip: Chip) -> None:
-    """Add what is known of a chip and not given."""
+    """Fill in the known values of a chip that are not set."""
     settings.setdefault("device", "npu" if chip.name.startswith("ascend") else "cuda")
     settings.setdefault("devices_per_node", chip.node_devices)
     settings.setdefault("memory_gib", chip.memory_gib)
@@ -66,22 +66,22 @@ def _fill(settings: dict[str, Any], chip: Chip) -> None:
     settings.setdefault("mesh", chip.mesh)
     links = settings.setdefault("links", {})
     if isinstance(links, dict):
-        known = {"latency_us": LATENCY_US, "bandwidth_gb_per_s": chip.link_gb_per_s}
-        links.setdefault("node", known)
+        link = {"latency_us": LATENCY_US, "bandwidth_gb_per_s": chip.link_gb_per_s}
+        links.setdefault("node", link)
 
 
 def cluster_text(cluster: Cluster, *, title: str = "a cluster") -> str:
-    """Write a cluster as the text that `read_cluster` reads.
+    """Format a cluster as the text of a cluster file.
 
     Args:
-        cluster: its values; what is None is left out.
-        title: what it is, as a comment at the top; one line.
+        cluster: the cluster; None values are left out.
+        title: one-line comment at the top.
     """
     return toml_text(asdict(cluster), title=title)
 
 
 def write_cluster(path: Path, cluster: Cluster, *, title: str = "a cluster") -> None:
-    """Write a file that `read_cluster` reads, whole or not at all.
+    """Write a cluster file, atomically.
 
     Raises:
         WriteError: it cannot be written.

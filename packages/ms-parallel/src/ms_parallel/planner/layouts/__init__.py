@@ -1,1 +1,1 @@
-"""Layouts of a run on a cluster: all that there are, what each holds and takes, and the best."""
+"""Search for the best layouts on a cluster: enumeration, memory, time, and choice."""

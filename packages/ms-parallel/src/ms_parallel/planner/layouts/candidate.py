@@ -1,4 +1,4 @@
-"""One way to run a model: how it is split, and the settings that go with it."""
+"""A candidate of the layout search: a layout and its settings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +11,18 @@ from ms_parallel.split.data_axis import Offload, Sharding
 
 @frozen(kw_only=True)
 class Split:
-    """A layout, and how many rows pass at once: what decides the time of a block."""
+    """A layout and its microbatch size, which determine the time of a block."""
 
     layout: Layout
     rows: int
-    """Rows of a microbatch."""
+    """Microbatch size in rows."""
     microbatches: int
-    """Microbatches of an update on a data rank."""
+    """Microbatches per step on a data rank."""
 
 
 @frozen(kw_only=True)
 class Candidate:
-    """A split, its schedule, and what is kept where."""
+    """A split with its schedule, sharding, recomputation and offloading."""
 
     split: Split
     schedule: str
@@ -32,11 +32,11 @@ class Candidate:
 
     @property
     def layout(self) -> Layout:
-        """How many ranks stand on each axis."""
+        """Number of ranks on each axis."""
         return self.split.layout
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings as a run file has them, without the layout."""
+        """Settings for a run file, without the layout."""
         return {
             "schedule": self.schedule,
             "microbatch_size": self.split.rows,
@@ -46,9 +46,9 @@ class Candidate:
         }
 
     def axes(self) -> dict[str, int]:
-        """Return the layout as a run file has it; axes of one rank are left out."""
-        each = {axis.name: getattr(self.layout, axis.name) for axis in fields(Layout)}
-        return {name: size for name, size in each.items() if size > 1} or {"data": 1}
+        """Layout for a run file; axes of one rank are left out."""
+        sizes = {axis.name: getattr(self.layout, axis.name) for axis in fields(Layout)}
+        return {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
 
     def __str__(self) -> str:
         schedule = f" {self.schedule}" if self.layout.pipeline > 1 else ""
@@ -59,14 +59,14 @@ class Candidate:
 
 
 @frozen(kw_only=True)
-class KeptBytes:
-    """What a microbatch of one row keeps for its backward on a rank."""
+class SavedBytes:
+    """Bytes that a rank saves for the backward of a microbatch of one row."""
 
     block: tuple[int, ...]
-    """Bytes that a block keeps, by kind of recomputation."""
+    """Bytes saved by a block, by kind of recomputation."""
     ends: int
-    """Beside the blocks, where embedding, head and loss are all on the rank."""
+    """Bytes saved outside of blocks, if embedding, head and loss are on the same rank."""
 
 
-Count = Callable[[Candidate], KeptBytes]
-"""Counts what is kept under a candidate's layout, in tensors that have a shape alone."""
+Count = Callable[[Candidate], SavedBytes]
+"""Counts the saved bytes under a candidate's layout, with tensors without storage."""

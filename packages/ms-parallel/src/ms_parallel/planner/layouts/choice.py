@@ -1,9 +1,10 @@
-"""The best layouts of a model on a cluster, best first.
+"""Best-first search for the best layouts of a model on a cluster.
 
-A queue holds what is still to be looked at, by the least that it can come to. What comes out first
-is looked at more closely and put back: first all work of a split without waiting, then with the
-schedule and what is sent, then with what it holds, and in the end as the engine of each rank counts
-it. So few are looked at closely, and what is shown cannot be beaten by what was not.
+A queue holds groups and candidates by a lower bound of their key. The first entry is evaluated more
+closely and pushed back: first by the total work of a split without waiting, then with its schedule
+and communication, then with its memory, and finally with the memory that the engine of each rank
+counts. Few entries need the expensive evaluations, and no entry left in the queue has a lower bound
+below the layouts in the result.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,10 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import LayoutError, ParallelError
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.layouts.candidate import Candidate, Count, Split
-from ms_parallel.planner.layouts.enumeration import FallenOut, Reasons, splits
+from ms_parallel.planner.layouts.enumeration import Exclusion, Reasons, splits
 from ms_parallel.planner.layouts.passes import PassTimes
-from ms_parallel.planner.layouts.pipeline import ENOUGH, refusal, table
-from ms_parallel.planner.layouts.rank_bytes import least_bytes, rank_bytes
+from ms_parallel.planner.layouts.pipeline import SIMULATED_PER_RANK, refusal, table
+from ms_parallel.planner.layouts.rank_bytes import min_bytes, rank_bytes
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.stages import Stages
 from ms_parallel.planner.layouts.step import StepSeconds, StepTimes
@@ -28,109 +29,109 @@ from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.plan_file import Objective
 
 OBJECTIVES = ("fastest", "cheapest", "least-memory", "largest-model")
-FITS = 0.95
-"""Share of a device's memory that may be taken: allocators leave gaps, operators need room."""
-NEAR = 1.15
-"""An estimate up to so many times the limit is counted before it is refused."""
-MOST_COUNTED = 24
-"""Candidates whose memory is counted by their engines."""
+USABLE = 0.95
+"""Usable fraction of a device's memory: allocators leave gaps, and operators need temporaries."""
+TOLERANCE = 1.15
+"""Candidates with estimates up to this multiple of the limit are counted before being excluded."""
+MAX_COUNTED = 24
+"""Maximum number of candidates whose memory is counted by their engines."""
 GIB = 1 << 30
 
 
 @frozen(kw_only=True)
 class Question:
-    """What is asked, and whom."""
+    """The problem of the search."""
 
     sizes: ModelSizes
     cluster: Cluster
     devices: Sequence[int]
-    """Processes that a layout may have."""
+    """Allowed numbers of processes."""
     batch_size: int
     width: int
-    """Bytes of a number that is computed with."""
+    """Bytes of a number in the compute dtype."""
     moment_bytes: int
-    """Bytes of the optimizer's moments for each weight."""
+    """Bytes of optimizer state per weight."""
     choices: Choices
     rows: Sequence[int] | None
-    """Sizes of microbatches; None for all."""
+    """Allowed microbatch sizes; None for all."""
     check: Callable[[Layout], None]
-    """Raises what the engine has against a layout."""
+    """Raises the engine's error for an unsupported layout."""
     times: PassTimes
     message_bytes: float
-    """Bytes of the hidden state of one row."""
-    keep: Count
-    """Counts what a row keeps."""
+    """Bytes of the hidden states of one row."""
+    saved_bytes: Count
+    """Counts the bytes saved per row."""
     predict: Callable[[Candidate], list[RankMemory]]
-    """What each pipeline rank holds, as its engine counts it."""
+    """Predicts the memory of each pipeline rank, as its engine counts it."""
     working: Callable[[Split], int]
-    """Bytes that the largest operator takes beside them, while it runs."""
+    """Bytes of the largest temporary."""
     objective: Objective = "fastest"
     best: int = 5
     every: bool = False
-    """Also those of one layout that differ in the size of microbatches."""
+    """List layouts that differ only in microbatch size separately."""
     limit_bytes: int | None = None
-    """Limit of a device's memory; None for what the cluster says."""
+    """Memory limit of a device; None for the cluster's."""
 
     @property
     def limit(self) -> int:
-        """Most bytes that a rank may hold."""
-        return int(self.whole * FITS)
+        """Memory limit of a rank."""
+        return int(self.device_bytes * USABLE)
 
     @property
-    def whole(self) -> int:
-        """Bytes of a device that a run may take."""
+    def device_bytes(self) -> int:
+        """Memory of a device available to a run."""
         return self.cluster.memory_bytes if self.limit_bytes is None else self.limit_bytes
 
-    def need(self, memory: Sequence[RankMemory], split: Split) -> int:
-        """Compute the least limit of what a rank may hold, with its largest operator."""
-        most = max(rank.total for rank in memory)
-        return max(most, int(FITS * (most + self.working(split))))
+    def needed_bytes(self, memory: Sequence[RankMemory], split: Split) -> int:
+        """Smallest limit that suffices for this memory plus the largest temporary."""
+        peak = max(rank.total for rank in memory)
+        return max(peak, int(USABLE * (peak + self.working(split))))
 
 
 @frozen(kw_only=True)
 class FittingLayout:
-    """A candidate that fits, and what is predicted of it."""
+    """A candidate that fits, with its predictions."""
 
     candidate: Candidate
     seconds: StepSeconds
     memory: tuple[RankMemory, ...]
     needed_bytes: int
-    """Least limit of a rank that it fits into."""
+    """Smallest rank limit into which it fits."""
 
     @property
-    def most_bytes(self) -> int:
-        """Memory of the rank that holds most."""
+    def peak_bytes(self) -> int:
+        """Peak memory, maximum over pipeline ranks."""
         return max(rank.total for rank in self.memory)
 
 
 @frozen(kw_only=True)
-class FoundLayouts:
-    """The best layouts, and why the others were ruled out."""
+class SearchResult:
+    """The best layouts, and the reasons for excluding others."""
 
     best: tuple[FittingLayout, ...]
-    reasons: Mapping[str, FallenOut]
+    reasons: Mapping[str, Exclusion]
     candidates: int
-    """All that there were."""
+    """Number of groups of candidates."""
     counted: int
-    """Candidates for which the engine counted the memory."""
+    """Number of candidates whose memory was counted by the engine."""
 
 
-def choose(question: Question) -> FoundLayouts:
-    """Choose the best candidates of different layouts, best first; none if nothing fits."""
+def choose(question: Question) -> SearchResult:
+    """Find the best candidates with different layouts, best first; none if nothing fits."""
     steps = StepTimes(
         stages=Stages(question.sizes),
         times=question.times,
         cluster=question.cluster,
         message_bytes=question.message_bytes,
         width=question.width,
-        keep=lambda candidate: question.keep(candidate).block,
+        saved_bytes=lambda candidate: question.saved_bytes(candidate).block,
     )
     return _Search(question=question, steps=steps).run()
 
 
 @frozen(kw_only=True)
 class _Group:
-    """All candidates of a split and a schedule."""
+    """All candidates with the same split and schedule."""
 
     split: Split
     schedule: str
@@ -146,68 +147,73 @@ class _Search:
     steps: StepTimes
     reasons: Reasons = field(factory=Reasons)
     queue: list[tuple[float, int, int, _Group | Candidate]] = field(factory=list)
-    number: "count[int]" = field(factory=count)
+    number: "count[int]" = field(factory=count)  # breaks ties, as groups cannot be compared
 
-    def run(self) -> FoundLayouts:
-        asked = self.question
-        total = self._begin()
+    def run(self) -> SearchResult:
+        question = self.question
+        total = self._enqueue_groups()
         best: list[FittingLayout] = []
-        shown: set[Layout | Split] = set()
-        most, counted = max(MOST_COUNTED, 2 * asked.best), 0
-        while self.queue and len(best) < asked.best and counted < most:
-            _, _, closeness, one = heappop(self.queue)
-            if isinstance(one, _Group):
+        listed: set[Layout | Split] = set()
+        max_counted, counted = max(MAX_COUNTED, 2 * question.best), 0
+        while self.queue and len(best) < question.best and counted < max_counted:
+            # closeness: 0 bounds a group, 1 estimates its fastest candidate, 2 is one candidate.
+            _, _, closeness, item = heappop(self.queue)
+            if isinstance(item, _Group):
                 if closeness == 0:
-                    self._look(one)
+                    self._estimate(item)
                 else:
-                    self._expand(one)
+                    self._expand(item)
                 continue
-            if (one.split if asked.every else one.layout) in shown:
-                self.reasons.add("slower than the same layout otherwise", str(one))
+            if (item.split if question.every else item.layout) in listed:
+                self.reasons.add("slower than the same layout otherwise", str(item))
                 continue
             counted += 1
-            found = self._count(one)
-            if found is not None:
-                best.append(found)
-                shown.add(one.split if asked.every else one.layout)
-        left = sum(1 for entry in self.queue if entry[2] < 2)
-        if left:
+            layout = self._count(item)
+            if layout is not None:
+                best.append(layout)
+                listed.add(item.split if question.every else item.layout)
+        remaining = sum(1 for entry in self.queue if entry[2] < 2)
+        if remaining:
             example = str(min(self.queue)[3])
-            word = "needs more" if asked.objective == "least-memory" else "slower"
-            self.reasons.add(f"{word} than those shown", example, left)
-        best.sort(key=lambda each: self._key(each.seconds.all, each.most_bytes, each.candidate))
-        return FoundLayouts(
-            best=tuple(best), reasons=self.reasons.found, candidates=total, counted=counted
+            comparison = "needs more" if question.objective == "least-memory" else "slower"
+            self.reasons.add(f"{comparison} than those shown", example, remaining)
+        best.sort(
+            key=lambda layout: self._key(layout.seconds.all, layout.peak_bytes, layout.candidate)
+        )
+        return SearchResult(
+            best=tuple(best), reasons=self.reasons.counts, candidates=total, counted=counted
         )
 
-    def _begin(self) -> int:
-        """Queue all groups; returns how many candidates they have."""
-        asked, total = self.question, 0
-        for devices in asked.devices:
+    def _enqueue_groups(self) -> int:
+        """Push all groups; return their number."""
+        question, total = self.question, 0
+        for devices in question.devices:
             for split in splits(
-                asked.sizes,
-                asked.cluster,
+                question.sizes,
+                question.cluster,
                 devices=devices,
-                batch_size=asked.batch_size,
-                check=asked.check,
-                kept=asked.rows,
+                batch_size=question.batch_size,
+                check=question.check,
+                allowed_rows=question.rows,
                 reasons=self.reasons,
             ):
-                least_held = least_bytes(split.layout, asked.sizes)
-                if least_held > asked.limit:
-                    text = f"{split.layout}: weights and gradients {least_held / GIB:.3g} GiB"
+                lower_bound = min_bytes(split.layout, question.sizes)
+                if lower_bound > question.limit:
+                    text = f"{split.layout}: weights and gradients {lower_bound / GIB:.3g} GiB"
                     self.reasons.add("does not fit into memory", text)
                     continue
-                for schedule in asked.choices.schedules(split, len(asked.sizes.cuts), self.reasons):
+                for schedule in question.choices.schedules(
+                    split, len(question.sizes.cuts), self.reasons
+                ):
                     group = _Group(split=split, schedule=schedule)
-                    first = next(asked.choices.candidates(split, schedule))
+                    first = next(question.choices.candidates(split, schedule))
                     total += 1
-                    least = self.steps.least(first)
-                    self._put(group, 0, self._key(least, 0, first))
+                    min_seconds = self.steps.lower_bound(first)
+                    self._push(group, 0, self._key(min_seconds, 0, first))
         return total
 
-    def _put(self, one: _Group | Candidate, closeness: int, key: float) -> None:
-        heappush(self.queue, (key, next(self.number), closeness, one))
+    def _push(self, item: _Group | Candidate, closeness: int, key: float) -> None:
+        heappush(self.queue, (key, next(self.number), closeness, item))
 
     def _key(self, seconds: float, size: int, candidate: Candidate) -> float:
         match self.question.objective:
@@ -218,57 +224,65 @@ class _Search:
             case _:
                 return seconds
 
-    def _look(self, group: _Group) -> None:
-        """Put a group back by its fastest candidate, with its schedule and what is sent."""
+    def _estimate(self, group: _Group) -> None:
+        """Push a group by its fastest candidate, including schedule and communication."""
         layout = group.split.layout
-        why = refusal(group.schedule, layout.pipeline, group.split.microbatches)
-        if why is not None:
-            self.reasons.add("the schedule needs other sizes", f"{group.schedule}: {why}")
+        reason = refusal(group.schedule, layout.pipeline, group.split.microbatches)
+        if reason is not None:
+            self.reasons.add("the schedule needs other sizes", f"{group.schedule}: {reason}")
             return
-        every: dict[str, Candidate] = {}
-        for each in self._variants(group):  # of which the first offloads nothing
-            every.setdefault(each.sharding, each)
-        seconds = min(self.steps.of(each).all for each in every.values())
-        self._put(group, 1, self._key(seconds, 0, next(iter(every.values()))))
+        by_sharding: dict[str, Candidate] = {}
+        for candidate in self._variants(group):  # the first has no offloading
+            by_sharding.setdefault(candidate.sharding, candidate)
+        seconds = min(self.steps.of(candidate).all for candidate in by_sharding.values())
+        self._push(group, 1, self._key(seconds, 0, next(iter(by_sharding.values()))))
 
     def _variants(self, group: _Group) -> list[Candidate]:
-        """List the candidates of a group that recompute least and offload least."""
-        every = list(self.question.choices.candidates(group.split, group.schedule))
-        plain = (every[0].recompute, every[0].offload)
-        return [each for each in every if (each.recompute, each.offload) == plain]
+        """Candidates of a group with the least recomputation and offloading."""
+        candidates = list(self.question.choices.candidates(group.split, group.schedule))
+        plain = (candidates[0].recompute, candidates[0].offload)
+        return [
+            candidate
+            for candidate in candidates
+            if (candidate.recompute, candidate.offload) == plain
+        ]
 
     def _expand(self, group: _Group) -> None:
-        """Queue what may fit of a group."""
-        asked = self.question
-        short: tuple[int, Candidate] | None = None
-        roomy: set[tuple[str, str]] = set()
-        for candidate in asked.choices.candidates(group.split, group.schedule):
-            otherwise = (candidate.sharding, candidate.offload)
-            if otherwise in roomy:
-                self.reasons.add("recomputes what there is room for", str(candidate))
+        """Push the candidates of a group that may fit."""
+        question = self.question
+        too_large: tuple[int, Candidate] | None = None
+        has_room: set[tuple[str, str]] = set()
+        for candidate in question.choices.candidates(group.split, group.schedule):
+            other_settings = (candidate.sharding, candidate.offload)
+            if other_settings in has_room:
+                self.reasons.add("recomputes although memory suffices", str(candidate))
                 continue
             try:
-                size = asked.need(self._bytes(candidate), group.split)
+                size = question.needed_bytes(self._bytes(candidate), group.split)
             except ParallelError as error:
                 self.reasons.add("the engine refuses it", f"{candidate}: {error}")
                 return
-            if size > asked.limit * NEAR:
-                short = min(short or (size, candidate), (size, candidate), key=lambda e: e[0])
+            if size > question.limit * TOLERANCE:
+                too_large = min(
+                    too_large or (size, candidate), (size, candidate), key=lambda e: e[0]
+                )
                 continue
-            if size * NEAR <= asked.limit and asked.objective != "least-memory":
-                roomy.add(otherwise)
-            self._put(candidate, 2, self._key(self.steps.of(candidate).all, size, candidate))
-        if short is not None:
-            self._refuse(short[1], short[0])
+            # Candidates come in order of recomputation. Once one fits with a margin, those that
+            # recompute more with the same sharding and offloading can only be slower.
+            if size * TOLERANCE <= question.limit and question.objective != "least-memory":
+                has_room.add(other_settings)
+            self._push(candidate, 2, self._key(self.steps.of(candidate).all, size, candidate))
+        if too_large is not None:
+            self._refuse(too_large[1], too_large[0])
 
     def _bytes(self, candidate: Candidate) -> list[RankMemory]:
-        asked = self.question
+        question = self.question
         return rank_bytes(
             candidate,
             self.steps.stages,
-            asked.keep(candidate),
-            moment_bytes=asked.moment_bytes,
-            width=asked.width,
+            question.saved_bytes(candidate),
+            moment_bytes=question.moment_bytes,
+            width=question.width,
         )
 
     def _refuse(self, candidate: Candidate, size: int) -> None:
@@ -276,25 +290,29 @@ class _Search:
         self.reasons.add("does not fit into memory", text)
 
     def _count(self, candidate: Candidate) -> FittingLayout | None:
-        """Predict a candidate's memory and time as engines count them; None if it does not fit."""
+        """Predict a candidate's memory and time with engines; None if it does not fit."""
         split = candidate.split
         ranks = split.layout.pipeline
-        made = table(candidate.schedule, ranks, min(split.microbatches, ENOUGH * ranks))
-        if isinstance(made, str):
-            self.reasons.add("the schedule needs other sizes", f"{candidate.schedule}: {made}")
+        schedule_table = table(
+            candidate.schedule, ranks, min(split.microbatches, SIMULATED_PER_RANK * ranks)
+        )
+        if isinstance(schedule_table, str):
+            self.reasons.add(
+                "the schedule needs other sizes", f"{candidate.schedule}: {schedule_table}"
+            )
             return None
         try:
             memory = self.question.predict(candidate)
         except (LayoutError, ParallelError) as error:
             self.reasons.add("the engine refuses it", f"{candidate}: {error}")
             return None
-        needed = self.question.need(memory, split)
+        needed = self.question.needed_bytes(memory, split)
         if needed > self.question.limit:
             self._refuse(candidate, needed)
             return None
         return FittingLayout(
             candidate=candidate,
-            seconds=self.steps.of(candidate, played=True),
+            seconds=self.steps.of(candidate, simulate=True),
             memory=tuple(memory),
             needed_bytes=needed,
         )

@@ -1,4 +1,4 @@
-"""Every layout that some processes can run a model under, and why the others cannot."""
+"""Enumerates all layouts of a model for a number of processes, with reasons for exclusions."""
 
 from collections.abc import Callable, Collection, Iterator
 from math import gcd
@@ -13,29 +13,31 @@ from ms_parallel.planner.layouts.sizes import ModelSizes
 
 
 @frozen(kw_only=True)
-class FallenOut:
-    """Candidates that fell out for one reason."""
+class Exclusion:
+    """Candidates excluded for one reason."""
 
     count: int
     example: str
-    """One of them, and what is said of it."""
+    """An excluded candidate and the details."""
 
 
 @define
 class Reasons:
-    """Why candidates fall out, counted."""
+    """Counts excluded candidates by reason."""
 
-    found: dict[str, FallenOut] = field(factory=dict)
+    counts: dict[str, Exclusion] = field(factory=dict)
 
     def add(self, reason: str, example: str, count: int = 1) -> None:
-        """Count candidates that fall out for a reason; the first one is its example."""
-        known = self.found.get(reason)
-        total = count + (known.count if known else 0)
-        self.found[reason] = FallenOut(count=total, example=known.example if known else example)
+        """Count excluded candidates; the first one is the example of its reason."""
+        previous = self.counts.get(reason)
+        total = count + (previous.count if previous else 0)
+        self.counts[reason] = Exclusion(
+            count=total, example=previous.example if previous else example
+        )
 
 
 def divisors(number: int) -> list[int]:
-    """List all divisors of a number, ascending."""
+    """All divisors of a number, in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -46,24 +48,24 @@ def splits(
     devices: int,
     batch_size: int,
     check: Callable[[Layout], None],
-    kept: Collection[int] | None,
+    allowed_rows: Collection[int] | None,
     reasons: Reasons,
 ) -> Iterator[Split]:
-    """Yield layouts of so many devices, with each size of microbatches that divides their rows.
+    """Yield layouts of `devices` processes with each microbatch size that divides their rows.
 
     Args:
-        sizes: of the model.
-        cluster: whose nodes tensor ranks do not leave, and copies are kept within.
-        devices: processes of each layout.
-        batch_size: rows of an update over all processes.
-        check: raises what the engine has against a layout.
-        kept: the only sizes of microbatches that are asked for; None for all.
-        reasons: takes why layouts fall out.
+        sizes: sizes of the model.
+        cluster: cluster, which keeps tensor ranks within a node, and copies between nodes.
+        devices: number of processes.
+        batch_size: rows per step over all processes.
+        check: raises the engine's error for an unsupported layout.
+        allowed_rows: allowed microbatch sizes; None for all.
+        reasons: receives the reasons for exclusions.
     """
     for layout in layouts(sizes, cluster, devices, batch_size, check, reasons):
         rows = batch_size // layout.readers
         for size in divisors(rows):
-            if kept is None or size in kept:
+            if allowed_rows is None or size in allowed_rows:
                 yield Split(layout=layout, rows=size, microbatches=rows // size)
 
 
@@ -75,45 +77,51 @@ def layouts(
     check: Callable[[Layout], None],
     reasons: Reasons,
 ) -> Iterator[Layout]:
-    """Yield the layouts of so many devices that the model and the batch can be run under."""
-    within = min(devices, cluster.devices_per_node)
+    """Yield the layouts of `devices` processes that fit the model and the batch."""
+    max_tensor = min(devices, cluster.devices_per_node)
     for tensor in divisors(devices):
-        if tensor > within:
+        if tensor > max_tensor:
             reasons.add("tensor ranks would talk between nodes", f"tensor={tensor}")
             continue
         for pipeline in divisors(devices // tensor):
             if pipeline > len(sizes.cuts):
-                most = f"the model can be cut into {len(sizes.cuts)} stages"
-                reasons.add("more stages than the model has", f"pipeline={pipeline}: {most}")
+                limit = f"the model can be cut into {len(sizes.cuts)} stages"
+                reasons.add("more stages than the model has", f"pipeline={pipeline}: {limit}")
                 continue
             for context in divisors(devices // tensor // pipeline):
                 data = devices // (tensor * pipeline * context)
-                named = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
+                sizes_by_axis = {
+                    "tensor": tensor,
+                    "pipeline": pipeline,
+                    "context": context,
+                    "data": data,
+                }
                 if batch_size % data:
-                    layout = Layout(**named)
+                    layout = Layout(**sizes_by_axis)
                     text = f"{layout}: batch_size={batch_size} does not divide over data={data}"
                     reasons.add("the batch does not divide", text)
                     continue
-                yield from _grouped(named, sizes, within, check, reasons)
+                yield from _grouped(sizes_by_axis, sizes, max_tensor, check, reasons)
 
 
 def _grouped(
-    named: dict[str, int],
+    sizes_by_axis: dict[str, int],
     sizes: ModelSizes,
-    within: int,
+    max_tensor: int,
     check: Callable[[Layout], None],
     reasons: Reasons,
 ) -> Iterator[Layout]:
-    """Yield the layouts with each number of expert ranks, without and with copies between nodes."""
-    tokens = named["data"] * named["context"]
-    near = gcd(tokens, max(1, within // named["tensor"]))
-    copies = [1, tokens // near] if 1 < near < tokens else [1]
+    """Yield each number of expert ranks, without and with copies between nodes."""
+    tokens = sizes_by_axis["data"] * sizes_by_axis["context"]
+    # Shard within a node, and replicate between nodes.
+    per_node = gcd(tokens, max(1, max_tensor // sizes_by_axis["tensor"]))
+    copies = [1, tokens // per_node] if 1 < per_node < tokens else [1]
     experts = [n for n in divisors(tokens) if sizes.experts % n == 0] if sizes.experts else [1]
     for replicate in copies:
         for expert in experts:
             if tokens // replicate % expert:
                 continue
-            layout = Layout(**named, expert=expert, replicate=replicate)
+            layout = Layout(**sizes_by_axis, expert=expert, replicate=replicate)
             try:
                 check(layout)
             except ParallelError as error:

@@ -26,10 +26,10 @@ from ms_parallel.planner.fake_cluster import fake_groups
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.messages import Message, MessageLog, seconds
 from ms_parallel.planner.layouts.passes import (
+    DatasheetTimes,
     ModelSeconds,
-    OwnAndTravel,
     PassSeconds,
-    SheetTimes,
+    RankSeconds,
     StepCosts,
 )
 from ms_parallel.planner.layouts.pipeline import splits_backward
@@ -40,15 +40,15 @@ from ms_parallel.schedules.table.action import Kind
 MIN_ROUNDS, MAX_ROUNDS, ENOUGH_S = 2, 5, 0.4
 """Timed rounds, after one untimed: at least 2, at most 5, and none more after 0.4 s in all. The
 fastest round counts, as it was disturbed least by other processes."""
-FEW, SEVERAL = 1, 4
+FEW_ROWS, MANY_ROWS = 1, 4
 """Rows of the measured microbatches; times for other sizes are interpolated linearly."""
 WEIGHT_SHARE = 0.5
 """Share of the backward pass spent on weight gradients, which are half of its matrix products."""
 MIN_LAYERS, MAX_LAYERS, LAYER_WEIGHTS = 3, 8, 1 << 24
-"""Layers of the larger measured model: as many as have LAYER_WEIGHTS weights, within the limits.
+"""Layers of the larger measured model: about LAYER_WEIGHTS weights, within the limits.
 The smaller model has one layer."""
 MIN_SHARE = 0.2
-"""Lower bound of an interpolated time, as a share of the time for FEW rows."""
+"""Lower bound of an interpolated time, as a share of the time for FEW_ROWS."""
 SPLIT = "zb-h1"
 """Schedule that delays weight gradients, run on one rank."""
 MAX_SHARDS = 32
@@ -72,11 +72,11 @@ class _Key:
 class _Measured:
     """Times of a model without pipeline stages, for one microbatch size."""
 
-    passes: OwnAndTravel
+    passes: RankSeconds
     """Seconds per microbatch."""
     forward: float
     """Forward share of a microbatch's compute time."""
-    step: OwnAndTravel
+    step: RankSeconds
     """Seconds per step in addition to the microbatches."""
 
 
@@ -99,10 +99,10 @@ class _Parts:
     ends: float
 
     @classmethod
-    def of(cls, few: float, several: float, layers: int) -> "_Parts":
+    def of(cls, single: float, many: float, layers: int) -> "_Parts":
         """Separate them from the times of a one-layer and a several-layer model; never negative."""
-        layer = max(0.0, (several - few) / (layers - 1)) if layers > 1 else 0.0
-        return cls(layer=layer, ends=max(0.0, few - layer))
+        layer = max(0.0, (many - single) / (layers - 1)) if layers > 1 else 0.0
+        return cls(layer=layer, ends=max(0.0, single - layer))
 
 
 @frozen
@@ -111,7 +111,7 @@ class _Microbatch:
 
     forward: float
     backward: float
-    travel: float
+    communication: float
 
     def at_least(self, other: "_Microbatch") -> "_Microbatch":
         """Return the element-wise maximum, as a lower time is measurement noise."""
@@ -121,14 +121,14 @@ class _Microbatch:
         """Distribute the time over the passes; `plain` is the time without recomputation."""
         weights = plain.backward * WEIGHT_SHARE
         return PassSeconds(
-            forward=self.forward + plain.travel / 2,
-            backward_input=self.backward - weights + self.travel - plain.travel / 2,
+            forward=self.forward + plain.communication / 2,
+            backward_input=self.backward - weights + self.communication - plain.communication / 2,
             backward_weight=weights,
-            travel=self.travel,
+            communication=self.communication,
         )
 
 
-class HereTimes:
+class MeasuredTimes:
     """Step times measured on this machine's device; each engine is measured once.
 
     Args:
@@ -143,7 +143,7 @@ class HereTimes:
     def __init__(
         self,
         configs: Sequence[Any],
-        sheet: SheetTimes,
+        sheet: DatasheetTimes,
         batch: Batch,
         device: torch.device,
         options: Mapping[str, Any],
@@ -151,7 +151,7 @@ class HereTimes:
         self.configs, self.sheet, self.batch = tuple(configs), sheet, batch
         self.device, self.options = device, dict(options)
         self.layers = configs[-1].num_hidden_layers
-        self.known: dict[tuple[_Key, int], tuple[_Measured, _Measured]] = {}
+        self.measured: dict[tuple[_Key, int], tuple[_Measured, _Measured]] = {}
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
         """Return seconds per microbatch: measured compute plus computed collective times."""
@@ -177,17 +177,19 @@ class HereTimes:
             return None
         if layout.pipeline > 1 and sharding == "auto":
             sharding = "zero1"
-        plain = self._both(_plain(layout), FEW)
+        plain = self._both(_plain(layout), FEW_ROWS)
         sharded = plain
         if layout.token_ranks > 1:
-            sharded = self._both(_Key(layout=evolve(layout, pipeline=1), sharding=sharding), FEW)
+            sharded = self._both(
+                _Key(layout=evolve(layout, pipeline=1), sharding=sharding), FEW_ROWS
+            )
         extra = _excess(sharded, plain)
         if layout.pipeline > 1 and splits_backward(candidate.schedule):
             joined = evolve(_plain(layout), recompute=candidate.recompute)
             split = evolve(joined, schedule=SPLIT)
-            delayed = _excess(self._both(split, FEW), self._both(joined, FEW))
+            delayed = _excess(self._both(split, FEW_ROWS), self._both(joined, FEW_ROWS))
             extra = [
-                OwnAndTravel(own=a.own + b.own, travel=a.travel)
+                RankSeconds(compute=a.compute + b.compute, communication=a.communication)
                 for a, b in zip(extra, delayed, strict=True)
             ]
         return StepCosts(
@@ -204,22 +206,24 @@ class HereTimes:
         return self.sheet.copies(size_bytes)
 
     def _is_measured(self, layout: Layout) -> bool:
-        """Whether an engine can be timed; not with experts whose routing needs real collectives."""
+        """Return whether an engine can be timed; expert routing needs real collectives."""
         return not (self.sheet.sizes.experts and layout.tensor * layout.expert > 1)
 
     def _microbatch(self, key: _Key, rows: int) -> tuple[_Microbatch, _Microbatch]:
         """Return the times of one layer and of the ends for a microbatch of `rows` rows."""
-        parts = [self._interpolate(key, rows, time) for time in (_forward, _backward, _travel)]
+        parts = [
+            self._interpolate(key, rows, time) for time in (_forward, _backward, _communication)
+        ]
         layer = _Microbatch(*(part.layer for part in parts))
         return layer, _Microbatch(*(part.ends for part in parts))
 
     def _interpolate(self, key: _Key, rows: int, time: Callable[[_Measured], float]) -> _Parts:
         """Interpolate a time linearly in the rows, bounded below by `MIN_SHARE`."""
-        weight = (rows - FEW) / (SEVERAL - FEW)
-        few, several = (self._parts(key, count, time) for count in (FEW, SEVERAL))
+        weight = (rows - FEW_ROWS) / (MANY_ROWS - FEW_ROWS)
+        few, many = (self._parts(key, count, time) for count in (FEW_ROWS, MANY_ROWS))
         layer, ends = (
-            max(at_few + (at_several - at_few) * weight, MIN_SHARE * at_few)
-            for at_few, at_several in ((few.layer, several.layer), (few.ends, several.ends))
+            max(at_few + (at_many - at_few) * weight, MIN_SHARE * at_few)
+            for at_few, at_many in ((few.layer, many.layer), (few.ends, many.ends))
         )
         return _Parts(layer=layer, ends=ends)
 
@@ -230,10 +234,10 @@ class HereTimes:
 
     def _both(self, key: _Key, rows: int) -> tuple[_Measured, _Measured]:
         """Return the times of the smaller and of the larger model, measured on first use."""
-        if (key, rows) not in self.known:
+        if (key, rows) not in self.measured:
             small, large = (self._measure(config, key, rows) for config in self.configs)
-            self.known[key, rows] = small, large
-        return self.known[key, rows]
+            self.measured[key, rows] = small, large
+        return self.measured[key, rows]
 
     def _measure(self, config: Any, key: _Key, rows: int) -> _Measured:
         options = {**self.options, "recompute": key.recompute, "sharding": key.sharding}
@@ -260,10 +264,13 @@ class HereTimes:
         per_microbatch = (two_messages - one_messages) & one_messages
         cluster = self.sheet.cluster
         return _Measured(
-            passes=OwnAndTravel(own=microbatch_s, travel=seconds(per_microbatch, cluster)),
+            passes=RankSeconds(
+                compute=microbatch_s, communication=seconds(per_microbatch, cluster)
+            ),
             forward=forward / (forward + backward),
-            step=OwnAndTravel(
-                own=one_s - microbatch_s, travel=seconds(one_messages - per_microbatch, cluster)
+            step=RankSeconds(
+                compute=one_s - microbatch_s,
+                communication=seconds(one_messages - per_microbatch, cluster),
             ),
         )
 
@@ -277,42 +284,42 @@ def _messages(engine: Engine, batch: Batch) -> Counter[Message]:
 
 
 def _plain(layout: Layout) -> _Key:
-    """Return the key of an unsharded engine, whose times are those of a layer's passes."""
+    """Key of an engine without sharding, which is measured for the times of passes."""
     unsharded = Layout(tensor=layout.tensor, context=layout.context, replicate=layout.context)
     return _Key(layout=unsharded, sharding="replicate" if layout.context > 1 else "auto")
 
 
-def _excess(measured: Sequence[_Measured], baseline: Sequence[_Measured]) -> list[OwnAndTravel]:
+def _excess(measured: Sequence[_Measured], baseline: Sequence[_Measured]) -> list[RankSeconds]:
     """Return the time per microbatch in excess of a baseline engine, for both model sizes."""
     return [
-        OwnAndTravel(
-            own=max(0.0, a.passes.own - b.passes.own),
-            travel=max(0.0, a.passes.travel - b.passes.travel),
+        RankSeconds(
+            compute=max(0.0, a.passes.compute - b.passes.compute),
+            communication=max(0.0, a.passes.communication - b.passes.communication),
         )
         for a, b in zip(measured, baseline, strict=True)
     ]
 
 
 def _forward(measured: _Measured) -> float:
-    return measured.passes.own * measured.forward
+    return measured.passes.compute * measured.forward
 
 
 def _backward(measured: _Measured) -> float:
-    return measured.passes.own * (1 - measured.forward)
+    return measured.passes.compute * (1 - measured.forward)
 
 
-def _travel(measured: _Measured) -> float:
-    return measured.passes.travel
+def _communication(measured: _Measured) -> float:
+    return measured.passes.communication
 
 
-def _by_part(name: str, layers: int, both: Sequence[OwnAndTravel]) -> dict[str, OwnAndTravel]:
+def _by_part(name: str, layers: int, both: Sequence[RankSeconds]) -> dict[str, RankSeconds]:
     """Separate times into one layer and the ends, as keyword arguments of `StepCosts`."""
     small, large = both
-    own = _Parts.of(small.own, large.own, layers)
-    travel = _Parts.of(small.travel, large.travel, layers)
+    compute = _Parts.of(small.compute, large.compute, layers)
+    communication = _Parts.of(small.communication, large.communication, layers)
     return {
-        f"{name}_layer": OwnAndTravel(own=own.layer, travel=travel.layer),
-        f"{name}_ends": OwnAndTravel(own=own.ends, travel=travel.ends),
+        f"{name}_layer": RankSeconds(compute=compute.layer, communication=communication.layer),
+        f"{name}_ends": RankSeconds(compute=compute.ends, communication=communication.ends),
     }
 
 
@@ -322,10 +329,10 @@ def measurable(config: Any) -> list[Any] | None:
     None if the layers differ or cannot be separated into pipeline stages.
     """
     layers = config.num_hidden_layers
-    sizes, *others = {*ModelSizes.of(config).layers}
-    if len(model_plan(config).cuts) != layers or others:
+    sizes, *other_sizes = {*ModelSizes.of(config).layers}
+    if len(model_plan(config).cuts) != layers or other_sizes:
         return None
-    limit = max(MIN_LAYERS, min(MAX_LAYERS, LAYER_WEIGHTS // (sizes.split + sizes.whole)))
+    limit = max(MIN_LAYERS, min(MAX_LAYERS, LAYER_WEIGHTS // (sizes.split + sizes.replicated)))
     try:
         return [evolve(config, num_hidden_layers=count) for count in (1, min(layers, limit))]
     except ConfigError:
@@ -349,7 +356,7 @@ class _CpuTimeRecorder(Recorder):
 
 
 def _counts_own_work(device: torch.device) -> bool:
-    """Whether CPU time equals compute time, which holds for a single thread only."""
+    """Return whether CPU time equals compute time, which requires a single thread."""
     return device.type == "cpu" and torch.get_num_threads() == 1
 
 

@@ -1,4 +1,4 @@
-"""Counts the collectives that a step of an engine asks for, where they send nothing."""
+"""Counts the collectives of an engine's step in a fake process group."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ class Message:
 
     kind: Collective
     size_bytes: int
-    """As `collective_s` takes it."""
+    """Size in bytes, as for `collective_s`."""
     ranks: int
     stride: int
-    """Devices from one rank to the next."""
+    """Distance between consecutive ranks, in devices."""
 
 
-KINDS: Final[Mapping[str, tuple[Collective, int, bool]]] = {
+COLLECTIVES: Final[Mapping[str, tuple[Collective, int, bool]]] = {
     "c10d.allreduce_": ("all_reduce", 0, False),
     "c10d.broadcast_": ("all_gather", 0, False),
     "c10d._allgather_base_": ("all_gather", 0, False),
@@ -46,12 +46,12 @@ KINDS: Final[Mapping[str, tuple[Collective, int, bool]]] = {
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0, False),
     "_c10d_functional.all_to_all_single": ("all_to_all", 0, False),
 }
-"""What torch's operators are, which argument has what travels, and whether it is one rank's part of
-it. A ring of broadcasts takes what a gather takes."""
+"""Collective of each torch operator, the argument with the tensor, and whether that is one rank's
+part. A broadcast takes the time of an all-gather of the same size."""
 
 
 class MessageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, each collective of this process is counted."""
+    """Context manager that counts the collectives of this process."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,40 +64,43 @@ class MessageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Count an operator if it is a collective, and perform it."""
-        known = KINDS.get(str(func).rpartition(".")[0])
-        if known is not None:
-            self._count(args, *known)
+        """Count an operator if it is a collective, and run it."""
+        collective = COLLECTIVES.get(str(func).rpartition(".")[0])
+        if collective is not None:
+            self._count(args, *collective)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, args: Sequence[Any], kind: Collective, place: int, part: bool) -> None:
+    def _count(
+        self, args: Sequence[Any], collective: Collective, argument: int, is_part: bool
+    ) -> None:
         group = _group(args)
         if len(group) == 1:
             return
-        size = _bytes(args[place]) * (len(group) if part else 1)
-        one = Message(kind, size, len(group), max(1, group[1] - group[0]))
-        self.messages[one] += 1
+        size = _bytes(args[argument]) * (len(group) if is_part else 1)
+        message = Message(collective, size, len(group), max(1, group[1] - group[0]))
+        self.messages[message] += 1
 
 
 def seconds(messages: Mapping[Message, int], cluster: Cluster) -> float:
-    """Add up what all messages take on a cluster, one after the other."""
+    """Total time of all messages on a cluster, one after the other."""
     return sum(
-        count * collective_s(cluster, one.kind, one.size_bytes, one.ranks, one.stride)
-        for one, count in messages.items()
+        count
+        * collective_s(cluster, message.kind, message.size_bytes, message.ranks, message.stride)
+        for message, count in messages.items()
     )
 
 
 def _bytes(value: Any) -> int:
-    """Return the size of a tensor, or of all in a list."""
+    """Size of a tensor, or of all tensors in a list."""
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _group(args: Sequence[Any]) -> list[int]:
-    """Return the global ranks of the group that an operator was given or names."""
-    for each in args[1:]:
-        if isinstance(each, torch.ScriptObject):
-            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(each))
-    names: list[Any] = [each for each in args if isinstance(each, str)]
+    """Global ranks of the group that is passed to an operator or named by it."""
+    for argument in args[1:]:
+        if isinstance(argument, torch.ScriptObject):
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
+    names: list[Any] = [argument for argument in args if isinstance(argument, str)]
     return dist.get_process_group_ranks(_resolve_process_group(names[-1]))

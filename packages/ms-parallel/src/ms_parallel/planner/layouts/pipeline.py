@@ -1,4 +1,4 @@
-"""How long the stages of a pipeline take under a schedule, and what they hold at once."""
+"""Time of a pipeline under a schedule, and the microbatches that are live at once."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,20 +14,20 @@ from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.simulate import simulate
 from ms_parallel.split.memory.budget import peak_microbatches
 
-ENOUGH = 2
-"""Microbatches a rank after which a schedule repeats itself: each further one takes what the
-busiest rank works for it."""
-FEW = 8
-"""Ranks beyond which a pipeline is taken to be like one of so many, till it is among the best."""
-ROUNDS = 2
-"""Stages a rank of schedules that loop."""
+SIMULATED_PER_RANK = 2
+"""Microbatches per rank after which a schedule is periodic: each further one adds the work of the
+busiest rank."""
+MAX_RANKS = 8
+"""Maximum ranks in estimates; larger pipelines are scaled from this size until the final round."""
+LOOPED_STAGES = 2
+"""Stages per rank of looped schedules."""
 DIGITS = 9
-"""Digits of seconds; times are whole nanoseconds, so that sums are exact."""
+"""Digits of seconds: times are whole nanoseconds, so that sums are exact."""
 
 
 @frozen(kw_only=True)
 class StageSeconds:
-    """What one microbatch takes in each stage."""
+    """Times of a microbatch in each stage."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
@@ -36,25 +36,25 @@ class StageSeconds:
     """Seconds of a message between stages."""
 
     def work(self, stages: Sequence[int]) -> float:
-        """Return the seconds that a rank of these stages computes for a microbatch."""
+        """Seconds that a rank with these stages computes per microbatch."""
         parts = (self.forward, self.backward_input, self.backward_weight)
         return sum(part[stage] for part in parts for stage in stages)
 
-    def scaled(self, share: float) -> "StageSeconds":
-        """Return the same with a share of the work, and messages as they are."""
+    def scaled(self, fraction: float) -> "StageSeconds":
+        """Scale the work by a fraction; messages are unchanged."""
         parts = (self.forward, self.backward_input, self.backward_weight)
-        ahead, inputs, weights = (tuple(share * each for each in part) for part in parts)
-        return evolve(self, forward=ahead, backward_input=inputs, backward_weight=weights)
+        forward, inputs, weights = (tuple(fraction * seconds for seconds in part) for part in parts)
+        return evolve(self, forward=forward, backward_input=inputs, backward_weight=weights)
 
 
-def played(ranks: int, microbatches: int) -> int:
-    """Return how many microbatches are played one by one."""
-    return min(microbatches, ENOUGH * ranks)
+def simulated_microbatches(ranks: int, microbatches: int) -> int:
+    """Number of microbatches to simulate."""
+    return min(microbatches, SIMULATED_PER_RANK * ranks)
 
 
 @cache
 def table(name: str, ranks: int, microbatches: int) -> Schedule | str:
-    """Return a named schedule, or why there is none of these sizes."""
+    """Return a named schedule, or the reason why it does not exist for these sizes."""
     try:
         return named_schedule(name, ranks, microbatches)
     except ScheduleError as error:
@@ -63,48 +63,51 @@ def table(name: str, ranks: int, microbatches: int) -> Schedule | str:
 
 @cache
 def stage_ranks(name: str, ranks: int) -> tuple[int, ...]:
-    """Return each stage's pipeline rank, whether or not some microbatches have a table."""
-    place = GENERATORS[name].placement
-    return place(ranks, ROUNDS) if place is looped else place(ranks)
+    """Pipeline rank of each stage, which does not depend on the number of microbatches."""
+    placement = GENERATORS[name].placement
+    return placement(ranks, LOOPED_STAGES) if placement is looped else placement(ranks)
 
 
 @cache
 def splits_backward(name: str) -> bool:
-    """Return whether a schedule puts off gradients of weights behind those of inputs."""
-    made = table(name, 2, 4)
-    if isinstance(made, str):
+    """Return whether a schedule separates weight gradients from input gradients."""
+    schedule = table(name, 2, 4)
+    if isinstance(schedule, str):
         return False
-    return any(action.kind is Kind.BACKWARD_INPUT for row in made.computations() for action in row)
+    return any(
+        action.kind is Kind.BACKWARD_INPUT for row in schedule.computations() for action in row
+    )
 
 
 @cache
 def bubble_share(name: str, ranks: int, microbatches: int) -> float:
-    """Time that a rank waits, as a share of that which it computes, where stages are alike.
+    """Bubble as a fraction of the computing time, for equal stages.
 
-    Its forwards and both parts of its backwards take as long. Microbatches beyond those that are
-    played add work and no waiting; and a pipeline of more ranks than `FEW` waits as one of so many
-    does, for each rank but one.
+    Forward, input backward and weight backward take equally long. Microbatches beyond the simulated
+    ones add work but no bubble, and the bubble of more than `MAX_RANKS` ranks is scaled with the
+    number of ranks minus 1.
     """
-    few, count = _scaled(ranks, microbatches)
-    made = table(name, few, count)
-    assert isinstance(made, Schedule), made
-    line = simulate(made, Costs.uniform(made.stages))
-    lost = float(line.lost / max(line.busy)) * made.microbatches
-    if ranks > few:
-        lost *= (ranks - 1) / (few - 1)
-    return lost / microbatches
+    small_ranks, count = _scaled(ranks, microbatches)
+    schedule = table(name, small_ranks, count)
+    assert isinstance(schedule, Schedule), schedule
+    timeline = simulate(schedule, Costs.uniform(schedule.stages))
+    # In units of one microbatch's work on a rank.
+    bubble = float(timeline.lost / max(timeline.busy)) * schedule.microbatches
+    if ranks > small_ranks:
+        bubble *= (ranks - 1) / (small_ranks - 1)
+    return bubble / microbatches
 
 
 def refusal(name: str, ranks: int, microbatches: int) -> str | None:
-    """Say why there is no such schedule, as far as one of `FEW` ranks tells; None if there is."""
-    made = table(name, *_scaled(ranks, microbatches))
-    return made if isinstance(made, str) else None
+    """Reason why a schedule does not exist, judged by a scaled pipeline; None if it does."""
+    schedule = table(name, *_scaled(ranks, microbatches))
+    return schedule if isinstance(schedule, str) else None
 
 
 def _scaled(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Return the ranks and microbatches of the table that stands for one of so many."""
-    few = min(ranks, FEW)
-    return few, played(few, -(-microbatches * few // ranks))
+    """Ranks and microbatches of the scaled pipeline that is simulated instead."""
+    small_ranks = min(ranks, MAX_RANKS)
+    return small_ranks, simulated_microbatches(small_ranks, -(-microbatches * small_ranks // ranks))
 
 
 @cache
@@ -112,56 +115,61 @@ def makespan_s(name: str, ranks: int, microbatches: int, times: StageSeconds) ->
     """Predict the seconds from the first forward to the last backward.
 
     Args:
-        name: of a schedule that there is for these sizes.
-        ranks: of the pipeline.
-        microbatches: of an update; above `ENOUGH` a rank they are not played one by one.
-        times: of each stage.
+        name: schedule that exists for these sizes.
+        ranks: pipeline ranks.
+        microbatches: microbatches per step; only `SIMULATED_PER_RANK` per rank are simulated.
+        times: times of each stage.
     """
-    count = played(ranks, microbatches)
-    made = table(name, ranks, count)
-    assert isinstance(made, Schedule), made
+    count = simulated_microbatches(ranks, microbatches)
+    schedule = table(name, ranks, count)
+    assert isinstance(schedule, Schedule), schedule
     costs = Costs(
-        forward=[round(each, DIGITS) for each in times.forward],
-        backward_input=[round(each, DIGITS) for each in times.backward_input],
-        backward_weight=[round(each, DIGITS) for each in times.backward_weight],
+        forward=[round(seconds, DIGITS) for seconds in times.forward],
+        backward_input=[round(seconds, DIGITS) for seconds in times.backward_input],
+        backward_weight=[round(seconds, DIGITS) for seconds in times.backward_weight],
         latency=round(times.message, DIGITS),
     )
-    busiest = max(times.work(made.stages_of(rank)) for rank in range(ranks))
-    return float(simulate(made, costs).makespan) + (microbatches - count) * busiest
+    busiest = max(times.work(schedule.stages_of(rank)) for rank in range(ranks))
+    return float(simulate(schedule, costs).makespan) + (microbatches - count) * busiest
 
 
 @cache
-def held(name: str, ranks: int, microbatches: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """Count the microbatches of each stage that each rank holds when it holds most of them all.
+def live_microbatches(
+    name: str, ranks: int, microbatches: int
+) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Live microbatches of each stage when the total on its rank is highest.
 
     Returns:
-        Pairs (stage, microbatches) for each rank; of more ranks than `FEW` as of so many, with as
-        many more microbatches.
+        Pairs (stage, microbatches) for each rank; for more than `MAX_RANKS` ranks these are scaled
+        from a smaller pipeline.
     """
-    few, count = _scaled(ranks, microbatches)
-    last, before = _most_held(name, few, count), None
-    beyond = microbatches * few / ranks - count
-    if beyond > 0 and not isinstance(table(name, few, count - few), str):
-        before = _most_held(name, few, count - few)
-    homes = stage_ranks(name, ranks)
-    found = []
+    small_ranks, count = _scaled(ranks, microbatches)
+    # The live count may grow with the microbatches, as in GPipe: extrapolate the last growth.
+    live, earlier = _peak_live(name, small_ranks, count), None
+    remaining = microbatches * small_ranks / ranks - count
+    if remaining > 0 and not isinstance(table(name, small_ranks, count - small_ranks), str):
+        earlier = _peak_live(name, small_ranks, count - small_ranks)
+    ranks_by_stage = stage_ranks(name, ranks)
+    result = []
     for rank in range(ranks):
-        like = rank * few // ranks
-        counts, more = last[like], 0.0
-        if before is not None:
-            grown = sum(counts.values()) - sum(before[like].values())
-            more = grown / few * beyond / len(counts)
-        each = [(one + more) * ranks / few for one in counts.values()]
-        stages = [stage for stage, home in enumerate(homes) if home == rank]
-        found.append(tuple(zip(stages, each, strict=True)))
-    return tuple(found)
+        small_rank = rank * small_ranks // ranks
+        counts, extra = live[small_rank], 0.0
+        if earlier is not None:
+            growth = sum(counts.values()) - sum(earlier[small_rank].values())
+            extra = growth / small_ranks * remaining / len(counts)
+        scaled_counts = [
+            (live_count + extra) * ranks / small_ranks for live_count in counts.values()
+        ]
+        stages = [stage for stage, stage_rank in enumerate(ranks_by_stage) if stage_rank == rank]
+        result.append(tuple(zip(stages, scaled_counts, strict=True)))
+    return tuple(result)
 
 
-def _most_held(name: str, ranks: int, microbatches: int) -> list[dict[int, int]]:
-    made = table(name, ranks, microbatches)
-    assert isinstance(made, Schedule), made
-    return [max(peak_microbatches(row), key=_all) for row in made.actions]
+def _peak_live(name: str, ranks: int, microbatches: int) -> list[dict[int, int]]:
+    schedule = table(name, ranks, microbatches)
+    assert isinstance(schedule, Schedule), schedule
+    return [max(peak_microbatches(row), key=_total) for row in schedule.actions]
 
 
-def _all(counts: Mapping[int, int]) -> int:
+def _total(counts: Mapping[int, int]) -> int:
     return sum(counts.values())

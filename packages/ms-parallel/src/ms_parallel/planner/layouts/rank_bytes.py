@@ -1,10 +1,10 @@
-"""What a rank holds, estimated from sizes and from what one block was counted to keep."""
+"""Estimates the memory of a rank from sizes and the counted saved bytes of one block."""
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.engine.gradients import BUCKET_BYTES
-from ms_parallel.planner.layouts.candidate import Candidate, KeptBytes
-from ms_parallel.planner.layouts.pipeline import held
+from ms_parallel.planner.layouts.candidate import Candidate, SavedBytes
+from ms_parallel.planner.layouts.pipeline import live_microbatches
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.stages import RankWeights, Stage, Stages
 from ms_parallel.planner.rank_memory import RankMemory
@@ -14,57 +14,60 @@ from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 FLOAT32_BYTES = 4
 
 
-def least_bytes(layout: Layout, sizes: ModelSizes) -> int:
-    """Return the least that a rank's weights and gradients take, where moments are offloaded."""
-    layers = sum(layer.held(layout.tensor, layout.expert) for layer in sizes.layers)
+def min_bytes(layout: Layout, sizes: ModelSizes) -> int:
+    """Lower bound on a rank's weights and gradients, with offloaded optimizer state."""
+    # Only layers count: the embedding and the head may be on other pipeline ranks.
+    layers = sum(layer.rank_parameters(layout.tensor, layout.expert) for layer in sizes.layers)
     return layers // (layout.pipeline * layout.shards) * 2 * FLOAT32_BYTES
 
 
 def rank_bytes(
-    candidate: Candidate, model: Stages, kept: KeptBytes, *, moment_bytes: int, width: int
+    candidate: Candidate, model: Stages, saved: SavedBytes, *, moment_bytes: int, width: int
 ) -> list[RankMemory]:
-    """Estimate what a process of each pipeline rank holds at its peak.
+    """Estimate the peak memory of a process of each pipeline rank.
 
     Args:
-        candidate: whose schedule there is.
-        model: its stages.
-        kept: of a row.
-        moment_bytes: of the optimizer for each weight.
-        width: bytes of a number that is computed with.
+        candidate: candidate whose schedule exists.
+        model: stages of the model.
+        saved: saved bytes per row.
+        moment_bytes: bytes of optimizer state per weight.
+        width: bytes of a number in the compute dtype.
     """
     ranks = candidate.layout.pipeline
-    counts = held(candidate.schedule, ranks, candidate.split.microbatches)
+    counts = live_microbatches(candidate.schedule, ranks, candidate.split.microbatches)
     weights = model.weights(candidate)
-    found = []
+    result = []
     for number, stages in enumerate(model.of(candidate.schedule, ranks)):
-        own = weights[number]
-        whole = _whole_embedding(stages, model.sizes, candidate)
-        moments = 0 if candidate.offload in MOMENTS else own.held * moment_bytes
-        activations = _activations(stages, dict(counts[number]), candidate, model, kept)
-        buffers = _gathered(candidate, model.sizes, own, width) + _again(candidate, kept)
-        found.append(
+        rank_weights = weights[number]
+        excess = _embedding_excess(stages, model.sizes, candidate)
+        moments = 0 if candidate.offload in MOMENTS else rank_weights.sharded * moment_bytes
+        activations = _activations(stages, dict(counts[number]), candidate, model, saved)
+        buffers = _gathered(candidate, model.sizes, rank_weights, width) + _recomputed_bytes(
+            candidate, saved
+        )
+        result.append(
             RankMemory(
                 pipeline=number,
-                weights=own.held * FLOAT32_BYTES,
-                gradients=(own.held + whole) * FLOAT32_BYTES,
+                weights=rank_weights.sharded * FLOAT32_BYTES,
+                gradients=(rank_weights.sharded + excess) * FLOAT32_BYTES,
                 moments=moments,
                 activations=activations,
-                buffers=max(buffers, _summed(candidate, own) - activations),
+                buffers=max(buffers, _bucket_bytes(candidate, rank_weights) - activations),
             )
         )
-    return found
+    return result
 
 
-def _again(candidate: Candidate, kept: KeptBytes) -> int:
-    """Count the bytes of the block that is computed again."""
-    kind = RECOMPUTE_MODES.index(candidate.recompute)
-    return max(0, kept.block[0] - kept.block[kind]) * candidate.split.rows
+def _recomputed_bytes(candidate: Candidate, saved: SavedBytes) -> int:
+    """Bytes of the block that is being recomputed."""
+    recompute_index = RECOMPUTE_MODES.index(candidate.recompute)
+    return max(0, saved.block[0] - saved.block[recompute_index]) * candidate.split.rows
 
 
-def _summed(candidate: Candidate, rank: RankWeights) -> int:
-    """Count the bytes of a message in which gradients are summed over copies."""
+def _bucket_bytes(candidate: Candidate, rank: RankWeights) -> int:
+    """Bytes of a bucket in which gradients are reduced over copies."""
     copies = sharded_layout(candidate.layout, candidate.sharding).replicate
-    return min(rank.held * FLOAT32_BYTES, BUCKET_BYTES) if copies > 1 else 0
+    return min(rank.sharded * FLOAT32_BYTES, BUCKET_BYTES) if copies > 1 else 0
 
 
 def _activations(
@@ -72,20 +75,20 @@ def _activations(
     counts: dict[int, float],
     candidate: Candidate,
     model: Stages,
-    kept: KeptBytes,
+    saved: SavedBytes,
 ) -> int:
     if candidate.offload in ACTIVATIONS:
         return 0
-    block, total = kept.block[RECOMPUTE_MODES.index(candidate.recompute)], 0.0
+    block, total = saved.block[RECOMPUTE_MODES.index(candidate.recompute)], 0.0
     for stage, layers in stages:
-        own = len(layers) * block
-        own += kept.ends if layers.stop == len(model.sizes.layers) else 0
-        total += counts.get(stage, 0.0) * own * candidate.split.rows
+        stage_bytes = len(layers) * block
+        stage_bytes += saved.ends if layers.stop == len(model.sizes.layers) else 0
+        total += counts.get(stage, 0.0) * stage_bytes * candidate.split.rows
     return int(total)
 
 
-def _whole_embedding(stages: list[Stage], sizes: ModelSizes, candidate: Candidate) -> int:
-    """Count what DTensor gives of the embedding's gradient beyond a rank's part, in numbers."""
+def _embedding_excess(stages: list[Stage], sizes: ModelSizes, candidate: Candidate) -> int:
+    """Elements of the embedding's gradient in DTensor beyond a rank's shard."""
     layout = candidate.layout
     if layout.shards > 1 or not any(layers.start == 0 for _, layers in stages):
         return 0
@@ -96,11 +99,16 @@ def _gathered(candidate: Candidate, sizes: ModelSizes, rank: RankWeights, width:
     layout, sharding = candidate.layout, candidate.sharding
     if (layout.shards == 1 or sharding == "replicate") and width == FLOAT32_BYTES:
         return 0
-    once = candidate.split.microbatches == 1 and layout.pipeline == 1
-    weights = rank.own
-    if sharding == "zero3" or (sharding == "auto" and once):
-        largest = max(layer.held(layout.tensor, layout.expert) for layer in sizes.layers)
-        ends = max(sizes.first.held(layout.tensor, 1), sizes.last.held(layout.tensor, 1))
-        weights = min(rank.own, ends + 2 * largest)
-    gradients = 0 if sharding in REDUCE_EACH_MICROBATCH else rank.own - rank.held
+    # ZeRO-3 holds the current layer and the buffer of the prefetched one, and frees them; other
+    # shardings keep all gathered weights.
+    single_pass = candidate.split.microbatches == 1 and layout.pipeline == 1
+    weights = rank.unsharded
+    if sharding == "zero3" or (sharding == "auto" and single_pass):
+        largest = max(layer.rank_parameters(layout.tensor, layout.expert) for layer in sizes.layers)
+        ends = max(
+            sizes.first.rank_parameters(layout.tensor, 1),
+            sizes.last.rank_parameters(layout.tensor, 1),
+        )
+        weights = min(rank.unsharded, ends + 2 * largest)
+    gradients = 0 if sharding in REDUCE_EACH_MICROBATCH else rank.unsharded - rank.sharded
     return weights * width + gradients * FLOAT32_BYTES

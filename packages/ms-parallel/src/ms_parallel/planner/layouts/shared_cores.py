@@ -1,8 +1,8 @@
-"""How long a pipeline takes whose processes share the cores of one machine.
+"""Time of a pipeline whose processes share the cores of one machine.
 
-While more processes compute than there are cores, each goes on at its share of them; while fewer
-do, as where a pipeline fills, some cores have nothing to do. This lies between what ranks take that
-have a core each and what all work takes that is spread evenly over the cores.
+While more processes compute than the machine has cores, they share the cores equally; while fewer
+compute, as during the fill of the pipeline, cores are idle. The result is between the time with one
+core per rank and the total work divided by the number of cores.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from functools import cache
 
 from attrs import define, field
 
-from ms_parallel.planner.layouts.pipeline import StageSeconds, played, table
+from ms_parallel.planner.layouts.pipeline import StageSeconds, simulated_microbatches, table
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
 
@@ -21,8 +21,8 @@ PARTS = {
     Kind.BACKWARD_WEIGHT: ("backward_weight",),
 }
 """Times of a stage that an action takes."""
-Place = tuple[bool, int, int]
-"""Whether forwards, a stage, and a microbatch."""
+ResultKey = tuple[bool, int, int]
+"""(is forward, stage, microbatch)."""
 
 
 @cache
@@ -32,71 +32,79 @@ def shared_makespan_s(
     """Predict the seconds from the first forward to the last backward.
 
     Args:
-        name: of a schedule that there is for these sizes.
-        ranks: of the pipeline.
-        microbatches: of an update; above some a rank they are not played one by one.
-        times: of each stage, on a core of its own.
+        name: schedule that exists for these sizes.
+        ranks: pipeline ranks.
+        microbatches: microbatches per step; only some per rank are simulated.
+        times: times of each stage on one core.
         copies: processes of each pipeline rank, which do the same at the same time.
-        cores: of the machine that has all of them.
+        cores: cores of the machine, which runs all processes.
     """
-    few = played(ranks, microbatches)
-    made = table(name, ranks, few)
-    assert isinstance(made, Schedule), made
-    work = [times.work(made.stages_of(rank)) for rank in range(ranks)]
-    each = max(max(work), sum(work) * copies / cores)
-    return _Run(made, times, cores / copies).seconds() + (microbatches - few) * each
+    simulated = simulated_microbatches(ranks, microbatches)
+    schedule = table(name, ranks, simulated)
+    assert isinstance(schedule, Schedule), schedule
+    work = [times.work(schedule.stages_of(rank)) for rank in range(ranks)]
+    per_microbatch = max(max(work), sum(work) * copies / cores)
+    return (
+        _Run(schedule, times, cores / copies).seconds()
+        + (microbatches - simulated) * per_microbatch
+    )
 
 
 @define
 class _Run:
-    """A schedule that is played by the second, all that compute at once getting on alike."""
+    """Simulation of a schedule in which running computations share the cores equally."""
 
     schedule: Schedule
     times: StageSeconds
     at_once: float
-    """Ranks that can compute at their full rate."""
-    now: float = 0.0
-    known: dict[Place, float] = field(factory=dict)
-    """When what an action makes is there for the neighbor."""
+    """Number of ranks that can compute at full rate."""
+    time: float = 0.0
+    arrivals: dict[ResultKey, float] = field(factory=dict)
+    """Time at which each result is available to the neighbor."""
 
     def seconds(self) -> float:
-        """Play it to its end."""
+        """Run to the end and return the time."""
         rows = [list(self._actions(row)) for row in self.schedule.computations()]
-        at, left = [0] * len(rows), [0.0] * len(rows)
+        positions, remaining = [0] * len(rows), [0.0] * len(rows)
         running: set[int] = set()
         while True:
             for rank, row in enumerate(rows):
-                if rank not in running and at[rank] < len(row) and self._begins(row[at[rank]]):
+                if (
+                    rank not in running
+                    and positions[rank] < len(row)
+                    and self._can_start(row[positions[rank]])
+                ):
                     running.add(rank)
-                    left[rank] = self._seconds(row[at[rank]])
-            wakes = [when for when in self.known.values() if when > self.now]
-            if not running and not wakes:
-                return self.now
+                    remaining[rank] = self._seconds(row[positions[rank]])
+            arrivals = [arrival for arrival in self.arrivals.values() if arrival > self.time]
+            if not running and not arrivals:
+                return self.time
             rate = min(1.0, self.at_once / len(running)) if running else 1.0
-            passed = min(
-                [left[rank] / rate for rank in running] + [when - self.now for when in wakes]
+            elapsed = min(
+                [remaining[rank] / rate for rank in running]
+                + [arrival - self.time for arrival in arrivals]
             )
-            # A sum of many may miss a moment by its rounding: what ends then, ends now.
-            self.now += passed
+            # Rounding may miss the end of an action slightly; see the tolerance below.
+            self.time += elapsed
             for rank in [*running]:
-                left[rank] -= passed * rate
-                if left[rank] <= 1e-12:
+                remaining[rank] -= elapsed * rate
+                if remaining[rank] <= 1e-12:
                     running.remove(rank)
-                    self._end(rows[rank][at[rank]])
-                    at[rank] += 1
+                    self._end(rows[rank][positions[rank]])
+                    positions[rank] += 1
 
     def _actions(self, row: Sequence[Action]) -> Iterator[Action]:
         for action in row:
             yield from action.computations
 
-    def _begins(self, action: Action) -> bool:
-        """Return whether what an action needs of another rank is there."""
+    def _can_start(self, action: Action) -> bool:
+        """Return whether the input of an action from another rank has arrived."""
         forward = action.kind is Kind.FORWARD
-        before = action.stage - 1 if forward else action.stage + 1
-        if action.kind is Kind.BACKWARD_WEIGHT or not 0 <= before < self.schedule.stages:
+        source = action.stage - 1 if forward else action.stage + 1
+        if action.kind is Kind.BACKWARD_WEIGHT or not 0 <= source < self.schedule.stages:
             return True
-        when = self.known.get((forward, before, action.microbatch))
-        return when is not None and when <= self.now
+        arrival = self.arrivals.get((forward, source, action.microbatch))
+        return arrival is not None and arrival <= self.time
 
     def _seconds(self, action: Action) -> float:
         return sum(float(getattr(self.times, part)[action.stage]) for part in PARTS[action.kind])
@@ -105,8 +113,10 @@ class _Run:
         if action.kind is Kind.BACKWARD_WEIGHT:
             return
         forward = action.kind is Kind.FORWARD
-        homes = self.schedule.placement
-        after = action.stage + (1 if forward else -1)
-        travels = 0 <= after < self.schedule.stages and homes[after] != homes[action.stage]
-        message = self.times.message if travels else 0.0
-        self.known[forward, action.stage, action.microbatch] = self.now + message
+        placement = self.schedule.placement
+        target = action.stage + (1 if forward else -1)
+        crosses_ranks = (
+            0 <= target < self.schedule.stages and placement[target] != placement[action.stage]
+        )
+        message = self.times.message if crosses_ranks else 0.0
+        self.arrivals[forward, action.stage, action.microbatch] = self.time + message

@@ -1,4 +1,4 @@
-"""A model in the numbers that its memory and its time follow from."""
+"""Sizes of a model that determine its memory and time."""
 
 from typing import Any
 
@@ -11,73 +11,77 @@ from ms_parallel.split.context.kinds import HeadSizes
 
 @frozen(kw_only=True)
 class LayerSizes:
-    """Parameters of one layer, or of what lies at an end of the model."""
+    """Parameters of a layer, or of the embedding or head."""
 
     split: int = 0
-    """Parameters that the tensor axis shares out, experts apart."""
-    whole: int = 0
-    """Parameters that each tensor rank has all of."""
+    """Parameters that tensor parallelism splits, without experts."""
+    replicated: int = 0
+    """Parameters that are replicated on all tensor ranks."""
     experts: int = 0
-    """Parameters of all routed experts, which the tensor axis shares out too."""
+    """Parameters of all routed experts, which tensor parallelism also splits."""
 
     @property
     def all(self) -> int:
-        """All of them."""
-        return self.split + self.whole + self.experts
+        """Total number of parameters."""
+        return self.split + self.replicated + self.experts
 
-    def held(self, tensor: int, expert: int) -> int:
-        """Count the parameters that a rank has before they are sharded."""
-        return -(-self.split // tensor) + self.whole + -(-self.experts // (tensor * expert))
+    def rank_parameters(self, tensor: int, expert: int) -> int:
+        """Number of parameters on a rank before sharding."""
+        return -(-self.split // tensor) + self.replicated + -(-self.experts // (tensor * expert))
 
 
 @frozen(kw_only=True)
 class ModelSizes:
-    """What a planner has to know of a model."""
+    """Sizes of a model for the planner."""
 
     layers: tuple[LayerSizes, ...]
     first: LayerSizes
-    """Sizes of the embedding, and whatever else lies before the layers."""
+    """Embedding, and everything else before the layers."""
     last: LayerSizes
-    """Sizes of the head, which may be the embedding."""
+    """Head, which may be the embedding."""
     cuts: tuple[int, ...]
-    """Layers at which a stage may begin."""
+    """Layers at which a stage may start."""
     hidden: int
     vocabulary: int
     attention: int
-    """Numbers of a position's queries and results in one layer: heads times their width."""
+    """Width of the queries of a layer: heads times head dimension."""
     keys: int
-    """Numbers of its keys and values."""
+    """Width of keys and values together."""
     experts: int
-    """Routed ones of a layer; 0 if there are none."""
-    chosen: int
-    """Experts that a token passes."""
+    """Routed experts per layer; 0 without experts."""
+    experts_per_token: int
+    """Experts per token."""
     tied: bool
 
     @property
     def parameters(self) -> int:
-        """All of them; tied ones count once."""
+        """Total number of parameters; tied ones count once."""
         ends = self.first.all + (0 if self.tied else self.last.all)
         return sum(layer.all for layer in self.layers) + ends
 
     @classmethod
     def of(cls, config: ModelConfig) -> "ModelSizes":
-        """Count the sizes of a model, from the shapes of its parameters and its plan."""
+        """Compute the sizes from the shapes of the parameters and the model's plan."""
         plan = model_plan(config)
         layers: list[dict[str, int]] = [{} for _ in range(config.num_hidden_layers)]
         ends: tuple[dict[str, int], dict[str, int]] = ({}, {})
         for name, shape in parameter_shapes(config).items():
             parts = name.split(".")
-            place = layers[int(parts[parts.index("layers") + 1])] if "layers" in parts else None
-            if place is None:
-                place = ends[0 if "embed" in name else 1]
-            kind = "whole"
+            counts = layers[int(parts[parts.index("layers") + 1])] if "layers" in parts else None
+            if counts is None:
+                counts = ends[0 if "embed" in name else 1]
+            category = "replicated"
             if plan.tensor:
                 style, split = plan.style(name), plan.split_dim(name) is not None
-                kind = "experts" if style.startswith("expert") else "split" if split else "whole"
-            place[kind] = place.get(kind, 0) + shape.numel()
+                category = "replicated"
+                if style.startswith("expert"):
+                    category = "experts"
+                elif split:
+                    category = "split"
+            counts[category] = counts.get(category, 0) + shape.numel()
         first, last = (LayerSizes(**end) for end in ends)
         sizes = HeadSizes.of(config, 1)
-        experts, chosen = _experts(config)
+        experts, experts_per_token = _experts(config)
         return cls(
             layers=tuple(LayerSizes(**layer) for layer in layers),
             first=first,
@@ -88,7 +92,7 @@ class ModelSizes:
             attention=sizes.queries * sizes.width,
             keys=sizes.key_size,
             experts=experts,
-            chosen=chosen,
+            experts_per_token=experts_per_token,
             tied=bool(config.tie_word_embeddings),
         )
 

@@ -1,4 +1,4 @@
-"""Seconds of a step, by what they go to."""
+"""Predicted seconds of a step, by category."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.passes import PassSeconds, PassTimes, StepCosts
 from ms_parallel.planner.layouts.pipeline import (
-    FEW,
+    MAX_RANKS,
     StageSeconds,
     bubble_share,
     makespan_s,
@@ -21,149 +21,158 @@ from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS, REDUCE_EACH_MICROB
 
 FLOAT32_BYTES = 4
 HOST_BYTES_PER_S = 20e9
-"""Between a device and its machine's memory: what PCIe of the fourth generation reaches."""
+"""Bandwidth between a device and host memory, achieved with PCIe 4.0 x16."""
 
 
 @frozen(kw_only=True)
 class StepSeconds:
-    """A step's time in parts that add up to it."""
+    """Time of a step in parts that add up to it."""
 
     compute: float
-    """In which the rank that works most passes microbatches, with the collectives in between."""
+    """Passes of the busiest rank, including communication within layers."""
     bubble: float
-    """In which that rank waits for the others of its pipeline, or for a core."""
+    """Time that this rank waits for other pipeline ranks, or for a CPU core."""
     data: float
-    """In which weights are gathered and gradients summed, and nothing else is done."""
+    """Exposed time for gathering weights and reducing gradients."""
     optimizer: float
 
     @property
     def all(self) -> float:
-        """The whole step."""
+        """Total time of the step."""
         return self.compute + self.bubble + self.data + self.optimizer
 
 
 @frozen(kw_only=True)
 class _Work:
-    """What a split does under a schedule."""
+    """Work of a split under a schedule."""
 
     seconds: StageSeconds
     ranks: tuple[float, ...]
     """Seconds that each pipeline rank computes in a step."""
-    travel: float
-    """Seconds of these that an average rank's collectives take."""
+    communication: float
+    """Communication time within these, averaged over ranks."""
 
     @property
     def last_backward(self) -> float:
-        """Seconds of the stage that takes longest for its backward."""
+        """Seconds of the longest backward of a stage."""
         both = zip(self.seconds.backward_input, self.seconds.backward_weight, strict=True)
         return max(map(sum, both))
 
 
 @define(kw_only=True)
 class StepTimes:
-    """Times of steps of one model on one cluster."""
+    """Step times of a model on a cluster."""
 
     stages: Stages
     times: PassTimes
     cluster: Cluster
     message_bytes: float
-    """Bytes of the hidden state of one row."""
+    """Bytes of the hidden states of one row."""
     width: int
-    """Bytes of a number that is computed with."""
-    keep: Callable[[Candidate], Sequence[int]] | None = None
-    """Counts what a block keeps of a row, by kind of recomputation: what is copied where
-    activations are offloaded."""
-    known: dict[tuple[Split, str, str, str], _Work] = field(factory=dict)
+    """Bytes of a number in the compute dtype."""
+    saved_bytes: Callable[[Candidate], Sequence[int]] | None = None
+    """Counts the bytes that a block saves per row, by kind of recomputation; copied with activation
+    offloading."""
+    work_cache: dict[tuple[Split, str, str, str], _Work] = field(factory=dict)
 
-    def least(self, candidate: Candidate) -> float:
-        """Return the least seconds of a step: an equal share of all work, without waiting."""
+    def lower_bound(self, candidate: Candidate) -> float:
+        """Lower bound on the seconds of a step: an equal share of all work, without waiting."""
         passes = self.times.passes(candidate.split, candidate.recompute)
         return candidate.split.microbatches * passes.all / candidate.layout.pipeline
 
-    def of(self, candidate: Candidate, *, played: bool = False) -> StepSeconds:
+    def of(self, candidate: Candidate, *, simulate: bool = False) -> StepSeconds:
         """Predict the seconds of a step.
 
         Args:
-            candidate: whose schedule there is.
-            played: simulate the schedule with these very times; otherwise a pipeline waits the
-                share of its time that it waits where all stages take as long.
+            candidate: candidate whose schedule exists.
+            simulate: simulate the schedule with these times; otherwise use the bubble fraction of
+                equal stages.
 
         Raises:
-            LayoutError: there are more stages than places to cut.
+            LayoutError: there are more stages than cut points.
         """
         split, layout, cluster = candidate.split, candidate.layout, self.cluster
         work = self._work(candidate)
         busiest = makespan = max(work.ranks)
-        copied = self._offloaded(candidate)
-        if layout.pipeline > 1 and played:
+        offload_s = self._offloaded(candidate)
+        if layout.pipeline > 1 and simulate:
             makespan = makespan_s(
                 candidate.schedule, layout.pipeline, split.microbatches, work.seconds
             )
         elif layout.pipeline > 1:
-            share = bubble_share(candidate.schedule, layout.pipeline, split.microbatches)
-            makespan = busiest + share * sum(work.ranks) / len(work.ranks)
-        makespan = max(makespan, self._shared(work, candidate))
-        data, optimizer = self._once(candidate, work)
+            bubble = bubble_share(candidate.schedule, layout.pipeline, split.microbatches)
+            makespan = busiest + bubble * sum(work.ranks) / len(work.ranks)
+        makespan = max(makespan, self._shared_cores_s(work, candidate))
+        data, optimizer = self._step_costs(candidate, work)
         return StepSeconds(
-            compute=busiest + copied,
+            compute=busiest + offload_s,
             bubble=makespan - busiest,
             data=data,
             optimizer=optimizer
             * cluster.slowdown(min(layout.world_size, cluster.devices_per_node)),
         )
 
-    def _once(self, candidate: Candidate, work: _Work) -> tuple[float, float]:
-        """Return the seconds that travel and work take once a step, or beside what computes."""
-        weights = max(self.stages.weights(candidate), key=lambda rank: rank.own)
+    def _step_costs(self, candidate: Candidate, work: _Work) -> tuple[float, float]:
+        """Seconds of communication and of computation outside of passes, per step."""
+        weights = max(self.stages.weights(candidate), key=lambda rank: rank.unsharded)
         costs = self.times.costs(candidate)
         if costs is None:
             return self._data(candidate, weights, work), self._optimizer(candidate, weights)
         ranks = self.stages.of(candidate.schedule, candidate.layout.pipeline)
-        layers = max(sum(len(held) for _, held in stages) for stages in ranks)
-        once = costs.step_layer.of(costs.step_ends, layers)
-        return once.travel, once.own + self._visits(candidate, weights)
+        layers = max(sum(len(layer_range) for _, layer_range in stages) for stages in ranks)
+        step_costs = costs.step_layer.of(costs.step_ends, layers)
+        return step_costs.communication, step_costs.compute + self._moment_copies(
+            candidate, weights
+        )
 
     def _offloaded(self, candidate: Candidate) -> float:
-        """Return the seconds in which a rank's activations go to the machine's memory and back.
+        """Seconds for copying a rank's activations to host memory and back.
 
-        Copies run in order with the device's own work. What is not kept whole leaves its blocks'
-        inputs, or what stays on the device.
+        Copies are ordered with the device's computation. With recomputation only the blocks' inputs
+        are copied.
         """
-        if candidate.offload not in ACTIVATIONS or self.keep is None:
+        if candidate.offload not in ACTIVATIONS or self.saved_bytes is None:
             return 0.0
-        block = self.keep(candidate)[0 if candidate.recompute == "none" else -1]
+        block = self.saved_bytes(candidate)[0 if candidate.recompute == "none" else -1]
         ranks = self.stages.of(candidate.schedule, candidate.layout.pipeline)
-        layers = max(sum(len(held) for _, held in stages) for stages in ranks)
+        layers = max(sum(len(layer_range) for _, layer_range in stages) for stages in ranks)
         rows = candidate.split.rows * candidate.split.microbatches
         return 2 * block * layers * rows / HOST_BYTES_PER_S
 
     def _work(self, candidate: Candidate) -> _Work:
         key = (candidate.split, candidate.schedule, candidate.recompute, candidate.sharding)
-        if key not in self.known:
-            self.known[key] = self._worked(candidate)
-        return self.known[key]
+        if key not in self.work_cache:
+            self.work_cache[key] = self._compute_work(candidate)
+        return self.work_cache[key]
 
-    def _worked(self, candidate: Candidate) -> _Work:
+    def _compute_work(self, candidate: Candidate) -> _Work:
         split, layout = candidate.split, candidate.layout
         ranks = self.stages.of(candidate.schedule, layout.pipeline)
         passes = self.times.passes(split, candidate.recompute)
         costs = self.times.costs(candidate)
-        last, homes = len(passes.layers), stage_ranks(candidate.schedule, layout.pipeline)
-        each: dict[int, list[PassSeconds]] = {}
+        layer_count, ranks_by_stage = (
+            len(passes.layers),
+            stage_ranks(candidate.schedule, layout.pipeline),
+        )
+        by_stage: dict[int, list[PassSeconds]] = {}
         for stages in ranks:
             for stage, layers in stages:
-                each[stage] = [passes.layers[n] for n in layers]
-                each[stage] += [passes.first] if layers.start == 0 else []
-                each[stage] += [passes.last] if layers.stop == last else []
-                each[stage] += [] if costs is None else [_beside(costs, len(layers))]
-                each[stage].append(_at_borders(self.cluster, stage, homes))
-        order = [each[stage] for stage in sorted(each)]
+                by_stage[stage] = [passes.layers[n] for n in layers]
+                by_stage[stage] += [passes.first] if layers.start == 0 else []
+                by_stage[stage] += [passes.last] if layers.stop == layer_count else []
+                by_stage[stage] += [] if costs is None else [_pass_costs(costs, len(layers))]
+                by_stage[stage].append(_message_costs(self.cluster, stage, ranks_by_stage))
+        stages_in_order = [by_stage[stage] for stage in sorted(by_stage)]
         stride = layout.world_size // layout.pipeline
         message = split.rows * self.message_bytes / layout.row_parts
         seconds = StageSeconds(
-            forward=tuple(sum(one.forward for one in stage) for stage in order),
-            backward_input=tuple(sum(one.backward_input for one in stage) for stage in order),
-            backward_weight=tuple(sum(one.backward_weight for one in stage) for stage in order),
+            forward=tuple(sum(item.forward for item in stage) for stage in stages_in_order),
+            backward_input=tuple(
+                sum(item.backward_input for item in stage) for stage in stages_in_order
+            ),
+            backward_weight=tuple(
+                sum(item.backward_weight for item in stage) for stage in stages_in_order
+            ),
             message=collective_s(self.cluster, "send", message, layout.pipeline, stride),
         )
         return _Work(
@@ -172,86 +181,103 @@ class StepTimes:
                 split.microbatches * seconds.work([number for number, _ in stages])
                 for stages in ranks
             ),
-            travel=split.microbatches
-            * sum(one.travel for stage in order for one in stage)
+            communication=split.microbatches
+            * sum(item.communication for stage in stages_in_order for item in stage)
             / len(ranks),
         )
 
-    def _shared(self, work: _Work, candidate: Candidate) -> float:
-        """Return the seconds of a node's cores for the work of its processes, where they share."""
+    def _shared_cores_s(self, work: _Work, candidate: Candidate) -> float:
+        """Seconds of a node's cores for its processes, if these share cores; else 0."""
         cores, layout = self.cluster.cores_per_node, candidate.layout
         if cores is None:
             return 0.0
-        here = min(layout.world_size, self.cluster.devices_per_node)
+        local_processes = min(layout.world_size, self.cluster.devices_per_node)
         mean = sum(work.ranks) / len(work.ranks)
-        # What travels was measured while all processes of a node sent.
-        own = mean - work.travel
-        alone = layout.pipeline == 1 or layout.pipeline > FEW
-        if alone or here < layout.world_size or here <= cores:
-            return own * here / cores + work.travel
-        times = work.seconds.scaled(own / mean)
-        count, copies = candidate.split.microbatches, here // layout.pipeline
-        played = shared_makespan_s(candidate.schedule, layout.pipeline, count, times, copies, cores)
-        return played + work.travel
+        # Communication was measured while all processes of a node were sending.
+        compute = mean - work.communication
+        unsimulated = layout.pipeline == 1 or layout.pipeline > MAX_RANKS
+        if unsimulated or local_processes < layout.world_size or local_processes <= cores:
+            return compute * local_processes / cores + work.communication
+        times = work.seconds.scaled(compute / mean)
+        count, copies = candidate.split.microbatches, local_processes // layout.pipeline
+        simulated = shared_makespan_s(
+            candidate.schedule, layout.pipeline, count, times, copies, cores
+        )
+        return simulated + work.communication
 
     def _data(self, candidate: Candidate, weights: RankWeights, work: _Work) -> float:
-        """Return the seconds that weights and gradients travel, beyond what computing hides."""
+        """Exposed seconds for gathering weights and reducing gradients."""
         layout, sharding = candidate.layout, candidate.sharding
         if layout.token_ranks == 1:
             return 0.0
         stride, count = layout.tensor, candidate.split.microbatches
-        hides = self.cluster.cores_per_node is None
+        overlaps = self.cluster.cores_per_node is None
         if sharding == "replicate" or layout.shards == 1:
-            size = weights.own * FLOAT32_BYTES
-            summed = collective_s(self.cluster, "all_reduce", size, layout.token_ranks, stride)
-            return max(0.0, summed - (work.last_backward if hides else 0.0))
-        gather, scatter = self._travel(candidate, weights)
-        freed = sharding == "zero3" or (sharding == "auto" and layout.pipeline == 1)
-        gather *= 2 * count if freed else 1
-        several = sharding in REDUCE_EACH_MICROBATCH
-        scatter *= count if several else 1
-        if not hides:
+            size = weights.unsharded * FLOAT32_BYTES
+            reduce_s = collective_s(self.cluster, "all_reduce", size, layout.token_ranks, stride)
+            return max(0.0, reduce_s - (work.last_backward if overlaps else 0.0))
+        gather, scatter = self._reshard_seconds(candidate, weights)
+        regathers = sharding == "zero3" or (sharding == "auto" and layout.pipeline == 1)
+        gather *= 2 * count if regathers else 1  # forward and backward of every microbatch
+        reduces_each = sharding in REDUCE_EACH_MICROBATCH
+        scatter *= count if reduces_each else 1
+        if not overlaps:  # processes on CPU cores compute and communicate in turn
             return gather + scatter
+        # Regathering overlaps with all passes; a single reduction only with the last backward.
         busy = max(work.ranks)
-        over_gather = max(0.0, gather - (busy if freed else 0.0))
-        return over_gather + max(0.0, scatter - (busy if several else work.last_backward))
+        exposed_gather = max(0.0, gather - (busy if regathers else 0.0))
+        return exposed_gather + max(0.0, scatter - (busy if reduces_each else work.last_backward))
 
-    def _travel(self, candidate: Candidate, weights: RankWeights) -> tuple[float, float]:
-        """Return the seconds to gather a rank's weights once, and to sum its gradients once."""
-        layout, stride, own = candidate.layout, candidate.layout.tensor, weights.own
-        size = own * FLOAT32_BYTES
-        gather = collective_s(self.cluster, "all_gather", own * self.width, layout.shards, stride)
+    def _reshard_seconds(self, candidate: Candidate, weights: RankWeights) -> tuple[float, float]:
+        """Seconds to gather a rank's weights once, and to reduce its gradients once."""
+        layout, stride, unsharded = candidate.layout, candidate.layout.tensor, weights.unsharded
+        size = unsharded * FLOAT32_BYTES
+        gather = collective_s(
+            self.cluster, "all_gather", unsharded * self.width, layout.shards, stride
+        )
         scatter = collective_s(self.cluster, "reduce_scatter", size, layout.shards, stride)
-        far = stride * layout.shards
-        part = size / layout.shards
-        gather += self.times.copies(own * self.width)
+        copy_stride = stride * layout.shards
+        shard_bytes = size / layout.shards
+        gather += self.times.copies(unsharded * self.width)
         scatter += self.times.copies(size)
         return gather, scatter + collective_s(
-            self.cluster, "all_reduce", part, layout.replicate, far
+            self.cluster, "all_reduce", shard_bytes, layout.replicate, copy_stride
         )
 
     def _optimizer(self, candidate: Candidate, weights: RankWeights) -> float:
-        return self.times.update(weights.held) + self._visits(candidate, weights)
+        return self.times.update(weights.sharded) + self._moment_copies(candidate, weights)
 
-    def _visits(self, candidate: Candidate, weights: RankWeights) -> float:
-        """Return the seconds in which moments in the machine's memory visit the device."""
+    def _moment_copies(self, candidate: Candidate, weights: RankWeights) -> float:
+        """Seconds for copying offloaded optimizer state to the device and back."""
         if candidate.offload not in MOMENTS:
             return 0.0
-        return 2 * 2 * FLOAT32_BYTES * weights.held / HOST_BYTES_PER_S
+        # Two moments, to the device and back.
+        return 2 * 2 * FLOAT32_BYTES * weights.sharded / HOST_BYTES_PER_S
 
 
-def _beside(costs: StepCosts, layers: int) -> PassSeconds:
-    """Return what a stage of so many layers takes for each microbatch beside its passes.
+def _pass_costs(costs: StepCosts, layers: int) -> PassSeconds:
+    """Measured costs of a stage per microbatch besides its passes.
 
-    Half of it is forwards: weights are gathered for both, and gradients summed behind one.
+    Half counts as forward: weights are gathered in both, and gradients are reduced in one.
     """
-    one = costs.pass_layer.of(costs.pass_ends, layers)
-    half = (one.own + one.travel) / 2
-    return PassSeconds(forward=half, backward_input=half, travel=one.travel)
+    costs_of_stage = costs.pass_layer.of(costs.pass_ends, layers)
+    half = (costs_of_stage.compute + costs_of_stage.communication) / 2
+    return PassSeconds(
+        forward=half, backward_input=half, communication=costs_of_stage.communication
+    )
 
 
-def _at_borders(cluster: Cluster, stage: int, homes: Sequence[int]) -> PassSeconds:
-    """Return what a stage's messages with other ranks ask of its own for each microbatch."""
-    beside = [homes[near] for near in (stage - 1, stage + 1) if 0 <= near < len(homes)]
-    half = (cluster.message_us or 0.0) * MICRO / 2 * sum(home != homes[stage] for home in beside)
+def _message_costs(cluster: Cluster, stage: int, ranks_by_stage: Sequence[int]) -> PassSeconds:
+    """CPU time of a stage for messages with other ranks, per microbatch."""
+    neighbor_ranks = [
+        ranks_by_stage[neighbor]
+        for neighbor in (stage - 1, stage + 1)
+        if 0 <= neighbor < len(ranks_by_stage)
+    ]
+    half = (
+        (cluster.message_us or 0.0)
+        * MICRO
+        / 2
+        * sum(rank != ranks_by_stage[stage] for rank in neighbor_ranks)
+    )
     return PassSeconds(forward=half, backward_input=half)

@@ -1,4 +1,4 @@
-"""The settings that a split can be run with: its schedule, and what is kept where."""
+"""Settings for a split: schedule, sharding, recomputation and offloading."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -14,44 +14,44 @@ from ms_parallel.split.data_axis import OFFLOADS, Offload, Sharding
 from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 PLAIN = "1f1b"
-"""The schedule of one rank, where all schedules are the same."""
+"""Schedule of a single rank, where all schedules are equal."""
 
 
 @frozen(kw_only=True)
 class Choices:
-    """What is chosen among, and what a run file fixes."""
+    """Settings of candidates: fixed ones, and options for the others."""
 
-    kept: Mapping[str, Any]
-    """Settings that stay as they are, by name: schedule, sharding, recompute, offload."""
+    fixed: Mapping[str, Any]
+    """Fixed settings by name: schedule, sharding, recompute, offload."""
     offloads: bool
-    """Whether there is a machine's memory beside the devices' to which moments may go."""
+    """Whether there is host memory to offload to."""
 
     def schedules(self, split: Split, stages: int, reasons: Reasons) -> list[str]:
-        """List the names of schedules that there may be for a split.
+        """Names of the schedules that are possible for a split.
 
         Args:
-            split: whose microbatches pass.
-            stages: into which the model can be cut at most.
-            reasons: takes why others fall out.
+            split: the split.
+            stages: maximum number of stages of the model.
+            reasons: receives the reasons for exclusions.
         """
-        names = [self.kept["schedule"]] if "schedule" in self.kept else list(GENERATORS)
+        names = [self.fixed["schedule"]] if "schedule" in self.fixed else list(GENERATORS)
         if split.layout.pipeline == 1:
             return [PLAIN]
         if 2 < split.layout.pipeline > split.microbatches:
             text = f"{split.layout}, {split.microbatches} microbatches"
-            reasons.add("most of the pipeline would wait", text, len(names))
+            reasons.add("most of the pipeline would be idle", text, len(names))
             return []
-        found = []
+        available = []
         for name in names:
             if len(stage_ranks(name, split.layout.pipeline)) > stages:
-                text = f"{name} on {split.layout.pipeline} ranks; {stages} places to cut"
+                text = f"{name} on {split.layout.pipeline} ranks; {stages} cut points"
                 reasons.add("more stages than the model has", text)
             else:
-                found.append(name)
-        return found
+                available.append(name)
+        return available
 
     def candidates(self, split: Split, schedule: str) -> Iterator[Candidate]:
-        """Yield the candidates of a split and a schedule, one for each way to run them."""
+        """Yield all candidates with a split and a schedule."""
         for recompute, sharding, offload in product(
             self._of("recompute", RECOMPUTE_MODES), self._shardings(split), self._offloads()
         ):
@@ -63,24 +63,24 @@ class Choices:
                 offload=cast(Offload, offload),
             )
 
-    def _of(self, name: str, every: Sequence[str]) -> Sequence[str]:
-        return [self.kept[name]] if name in self.kept else every
+    def _of(self, name: str, options: Sequence[str]) -> Sequence[str]:
+        return [self.fixed[name]] if name in self.fixed else options
 
     def _offloads(self) -> Sequence[str]:
         return self._of("offload", OFFLOADS if self.offloads else OFFLOADS[:1])
 
     def _shardings(self, split: Split) -> Sequence[str]:
         layout = split.layout
-        if "sharding" in self.kept:
-            return [self.kept["sharding"]]
+        if "sharding" in self.fixed:
+            return [self.fixed["sharding"]]
         if layout.token_ranks == 1:
             return ["auto"]
-        several = split.microbatches > 1
-        found = ["zero1", "zero3"]
+        multiple_microbatches = split.microbatches > 1
+        available = ["zero1", "zero3"]
         if layout.expert == 1 and layout.replicate == 1:
-            found.append("replicate")
-        if several:
-            found.append("zero2")
-        if several and layout.pipeline == 1:
-            found.append("auto")
-        return found
+            available.append("replicate")
+        if multiple_microbatches:
+            available.append("zero2")
+        if multiple_microbatches and layout.pipeline == 1:
+            available.append("auto")
+        return available

@@ -1,1 +1,1 @@
-"""Plans as files, and the time and memory that planned runs really took."""
+"""Plan files, and the measured time of planned runs."""

@@ -1,7 +1,7 @@
-"""What plans have predicted and runs have taken: the error of plans, and what corrects the next.
+"""Predicted and measured step times of planned runs, for reporting and correcting errors of plans.
 
-Each run that was planned keeps its plan and its events in its folder. What both say is kept in a
-file beside the runs' folders too, so that a run that is deleted still counts.
+A planned run has its plan and its events in its output folder. The step times of all runs are also
+stored in a file next to these folders, so that deleted runs still count.
 """
 
 import json
@@ -23,86 +23,90 @@ from ms_parallel.planner.record.sealed import read_sealed, write_sealed
 
 logger = logging.getLogger(__name__)
 FILE = "planned-runs.json"
-"""Its name beside the runs' folders."""
+"""File name, next to the output folders of runs."""
 EVENTS = "events.jsonl"
-LEAST_STEPS = 5
-"""Steps after which a run counts, the first two of which warm up."""
+MIN_STEPS = 5
+"""Minimum steps of a run that counts, including warm-up."""
 WARM_UP = 2
-MOST_RUNS = 200
-MOST_FOLDERS = 10_000
+MAX_RUNS = 200
+MAX_FOLDERS = 10_000
 
 
 class PlannedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run that was planned."""
+    """Predicted and measured step time of a planned run."""
 
     run: str
-    """Name of its folder."""
+    """Name of its output folder."""
     layout: str
     times: str
-    """Where its plan's times came from; other times are corrected by other runs."""
+    """Source of the plan's times; corrections use only runs with the same source."""
     predicted_s: float
-    """Predicted seconds of a step, uncorrected."""
+    """Predicted seconds of a step, without correction."""
     correction: float
-    """What this was multiplied by."""
+    """Factor applied to the prediction."""
     measured_s: float
-    """Median of its steps."""
+    """Median seconds of a step."""
 
     @property
     def error(self) -> float:
-        """Share by which its plan said more than it took."""
+        """Relative error of the plan; positive if it predicted too much time."""
         return self.predicted_s * self.correction / self.measured_s - 1
 
 
 class History(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="planned-runs.v1"
 ):
-    """All of them, the oldest first."""
+    """Planned runs, oldest first."""
 
     runs: list[PlannedRun] = []
 
     def of(self, times: str) -> list[PlannedRun]:
-        """List the runs whose times came from the same place."""
+        """Runs whose times have this source."""
         return [run for run in self.runs if run.times == times]
 
     def correction(self, times: str) -> float:
-        """Return the factor that corrects such times: the median of measured over predicted."""
+        """Correction factor for times from a source: the median of measured over predicted time.
+
+        The median of logarithms is the geometric mean of the two middle ratios if their number is
+        even, so errors by 1/2 and by 2 cancel.
+        """
         ratios = [log(run.measured_s / run.predicted_s) for run in self.of(times)]
         return exp(median(ratios)) if ratios else 1.0
 
 
 def learn(folder: Path) -> History:
-    """Collect what is known of the planned runs in a folder, and update the file in it.
+    """Collect the planned runs in a folder, and update the history file in it.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the history file is damaged.
         CheckpointError: it cannot be written.
     """
     path = folder / FILE
     try:
-        known = read_sealed(path, History, what="a list of planned runs") or History()
+        stored = read_sealed(path, History, label="a list of planned runs") or History()
     except ConfigError as error:
-        raise ConfigError(f"{error}; delete it to begin anew") from error
-    found = {run.run: run for run in known.runs}
+        raise ConfigError(f"{error}; delete it to start over") from error
+    runs = {run.run: run for run in stored.runs}
     for run in _runs(folder):
-        found.pop(run.run, None)
-        found[run.run] = run
-    history = History(runs=list(found.values())[-MOST_RUNS:])
-    if history != known:
+        runs.pop(run.run, None)  # move it to the end
+        runs[run.run] = run
+    history = History(runs=list(runs.values())[-MAX_RUNS:])
+    if history != stored:
         write_sealed(path, history)
     return history
 
 
 def _runs(folder: Path) -> Iterator[PlannedRun]:
-    """Yield the runs in a folder that were planned and have made some steps."""
+    """Yield the planned runs in a folder that have enough steps."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
-        names = sorted(each.name for _, each in zip(range(MOST_FOLDERS), entries, strict=False))
+        names = sorted(entry.name for _, entry in zip(range(MAX_FOLDERS), entries, strict=False))
     for name in names:
         try:
             plan = read_plan(folder / name / PLAN)
         except ConfigError as error:
-            logger.warning("warning: %s; plans are corrected without this run", error)
+            logger.warning("warning: %s; this run is not used to correct plans", error)
             continue
         measured = _step_s(folder / name / EVENTS, plan) if plan is not None else None
         if plan is None or measured is None:
@@ -119,7 +123,7 @@ def _runs(folder: Path) -> Iterator[PlannedRun]:
 
 
 def _step_s(path: Path, plan: Plan) -> float | None:
-    """Return the median seconds of a planned layout's steps; None where there are too few."""
+    """Median step time under the planned layout, in seconds; None with too few steps."""
     if not path.is_file():
         return None
     planned, layout, steps = str(Layout(**plan.best[0].layout)), "", []
@@ -132,16 +136,16 @@ def _step_s(path: Path, plan: Plan) -> float | None:
                 tokens, rate = event.get("tokens"), event.get("rate_tokens_per_s")
                 if isinstance(tokens, int) and isinstance(rate, int | float) and rate > 0:
                     steps.append(tokens / rate)
-    return _middle(steps)
+    return _median(steps)
 
 
 def _event(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-    except ValueError:  # the last line of a run that was killed
+        event = json.loads(line)
+    except ValueError:  # the incomplete last line of a killed run
         return {}
-    return found if isinstance(found, dict) else {}
+    return event if isinstance(event, dict) else {}
 
 
-def _middle(steps: Sequence[float]) -> float | None:
-    return median(steps[WARM_UP:]) if len(steps) >= LEAST_STEPS else None
+def _median(steps: Sequence[float]) -> float | None:
+    return median(steps[WARM_UP:]) if len(steps) >= MIN_STEPS else None

@@ -1,4 +1,4 @@
-"""A plan: the layouts that were found, what was predicted of them, and why others fell out."""
+"""Plan files: the best layouts with their predictions, and the reasons for excluding others."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,52 +11,52 @@ from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.sealed import read_sealed, write_sealed
 
 FILE = "plan.json"
-"""Its name in `output_dir`."""
+"""File name in `output_dir`."""
 Objective = Literal["fastest", "cheapest", "least-memory", "largest-model"]
 
 
 class PlannedStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of a step, by what they go to."""
+    """Predicted seconds of a step, by category."""
 
     compute: float
-    """Microbatches on the rank that works most, with the collectives within layers."""
+    """Passes of the busiest rank, including communication within layers."""
     bubble: float
-    """Waiting for the others of its pipeline, or for a core."""
+    """Waiting for other pipeline ranks, or for a CPU core."""
     data: float
-    """Gathering weights and summing gradients, where nothing else is done."""
+    """Exposed time for gathering weights and reducing gradients."""
     optimizer: float
     total: float
 
     def times(self, factor: float) -> "PlannedStep":
-        """Return the same step, each part so many times as long."""
+        """Multiply all times by a factor."""
         return PlannedStep(
             **{name: value * factor for name, value in msgspec.structs.asdict(self).items()}
         )
 
 
 class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A layout, its settings, and what is predicted of it."""
+    """A layout with its settings and predictions."""
 
     layout: dict[str, int]
-    """Ranks on each axis; axes of one are left out."""
+    """Number of ranks on each axis; axes of one rank are left out."""
     settings: dict[str, int | str]
-    """The settings that were chosen, as a run file has them."""
+    """Chosen settings, in the form of a run file."""
     devices: int
     step: PlannedStep
     tokens_per_s: float
     memory: list[RankMemory]
-    """Memory of a process of each pipeline rank."""
+    """Peak memory of a process of each pipeline rank."""
     price_per_hour: float | None = None
-    """Price of all devices for an hour."""
+    """Price of all devices per hour."""
 
     @property
-    def most_bytes(self) -> int:
-        """Memory of the rank that holds most."""
+    def peak_bytes(self) -> int:
+        """Peak memory, maximum over pipeline ranks."""
         return max(rank.total for rank in self.memory)
 
 
 class PlannedOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why some candidates are not among the best."""
+    """Candidates that were excluded for one reason."""
 
     reason: str
     count: int
@@ -64,54 +64,54 @@ class PlannedOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PlannedConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose shares of its figures a device that was not measured is taken to reach."""
+    """Chip whose calibrated efficiency is used for devices that were not measured."""
 
     chip: str
     known: bool
-    """Whether the cluster names that chip; else it is the one of most like figures."""
+    """The cluster names that chip; otherwise it is the one with the closest rates."""
     remedy: str | None = None
-    """What to give instead, where it is not."""
+    """How to get better constants, if the chip is not the cluster's."""
 
     def __str__(self) -> str:
         if self.known:
-            return f"shares of its figures that {self.chip} reached in published runs"
+            return f"efficiency of {self.chip} in published runs"
         return (
-            f"those of {self.chip}, whose figures are the nearest, as no known chip is named: times"
-            f" may be far off; {self.remedy}"
+            f"efficiency of {self.chip}, the chip with the closest rates, as the cluster names no"
+            f" known chip; times may be far off; {self.remedy}"
         )
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="plan.v1"):
-    """What was found for a run on a cluster."""
+    """Best layouts of a run on a cluster."""
 
     conditions: dict[str, int | str]
-    """What it was found for: a run of others is planned anew."""
+    """Everything that the plan depends on; if it differs, the run is planned again."""
     objective: str
     devices: int
-    """Devices of the cluster."""
+    """Number of devices of the cluster."""
     limit_bytes: int
-    """Most that a rank may hold."""
+    """Memory limit of a rank."""
     parameters: int
     times: str
-    """Where its times come from: measured here, or the cluster's figures."""
+    """Source of the times: measured layers, or the rates of the cluster file."""
     kept: dict[str, int | str]
-    """Settings that the run file gives, and that were not chosen."""
+    """Settings of the run file, which the plan does not change."""
     best: list[PlannedLayout]
-    """Best first."""
+    """Layouts, best first."""
     fallen: list[PlannedOut]
+    """Excluded candidates by reason."""
     num_hidden_layers: int | None = None
-    """As many as fit, where the largest model was asked for."""
+    """Largest number of layers that fits, for the objective `largest-model`."""
     constants: PlannedConstants | None = None
-    """Where times come from the cluster's figures; None where rates and links were measured."""
+    """Constants of the roofline; None if rates and links were measured."""
     correction: float = 1.0
-    """What times were multiplied by, as runs that were planned before have shown."""
+    """Factor applied to the times, from the errors of earlier plans."""
     errors: list[float] = []
-    """Errors of those plans: predicted over measured step time, less 1, each as it was
-    corrected."""
+    """Errors of earlier plans: predicted, corrected step time over the measured one, minus 1."""
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write a file that `read_plan` reads, whole or not at all.
+    """Write a file for `read_plan`, atomically.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -120,13 +120,13 @@ def write_plan(path: Path, plan: Plan) -> None:
 
 
 def read_plan(path: Path) -> Plan | None:
-    """Read a plan; None if there is no file.
+    """Read a plan; None without a file.
 
     Raises:
-        ConfigError: it cannot be read, or is damaged.
+        ConfigError: the file cannot be read or is damaged.
     """
     try:
-        plan = read_sealed(path, Plan, what="a plan")
+        plan = read_sealed(path, Plan, label="a plan")
         if plan is not None:
             _check(plan, path)
     except (ConfigError, LayoutError) as error:
@@ -135,10 +135,10 @@ def read_plan(path: Path) -> Plan | None:
 
 
 def _check(plan: Plan, path: Path) -> None:
-    """Refuse a plan that names no layout there is."""
+    """Reject a plan without a valid layout."""
     if not plan.best or plan.correction <= 0:
         raise ConfigError(f"{path}: not a plan: it has no layout")
-    for each in plan.best:
-        if not each.memory or each.step.total <= 0:
-            raise ConfigError(f"{path}: not a plan: a layout without memory or time")
-        Layout.from_config(each.layout)
+    for planned in plan.best:
+        if not planned.memory or planned.step.total <= 0:
+            raise ConfigError(f"{path}: not a plan: a layout has no memory or time")
+        Layout.from_config(planned.layout)

@@ -1,4 +1,4 @@
-"""Files of one value with its digest, so that a damaged one is known."""
+"""Files of one value with a checksum, so that damage is detected."""
 
 import os
 from hashlib import blake2b
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="seal.v1"):
     digest: str
-    """Digest of the value's bytes."""
+    """Checksum of the value's bytes."""
     value: msgspec.Raw
 
 
 def write_sealed(path: Path, value: Any) -> None:
-    """Write a file that `read_sealed` reads, whole or not at all.
+    """Write a file for `read_sealed`, atomically.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -34,25 +34,25 @@ def write_sealed(path: Path, value: Any) -> None:
         write_file(path, msgspec.json.encode(sealed))
 
 
-def read_sealed(path: Path, kind: type[T], *, what: str) -> T | None:
-    """Read the value of a sealed file; None if there is no file.
+def read_sealed(path: Path, value_type: type[T], *, label: str) -> T | None:
+    """Read the value of a sealed file; None without a file.
 
     Args:
-        path: the file.
-        kind: of the value.
-        what: it is, for messages.
+        path: path of the file.
+        value_type: type of the value.
+        label: noun phrase for the file's content in messages, such as "a plan".
 
     Raises:
-        ConfigError: it cannot be read, or is damaged.
+        ConfigError: the file cannot be read or is damaged.
     """
     if not os.path.lexists(path):
         return None
-    where = f"{path}: not {what}"
+    context = f"{path}: not {label}"
     content = read_bytes(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
-    sealed = decode_json(content, _Sealed, where=where, error=ConfigError)
+    sealed = decode_json(content, _Sealed, where=context, error=ConfigError)
     if _digest(bytes(sealed.value)) != sealed.digest:
-        raise ConfigError(f"{where}: its digest is another")
-    return decode_json(bytes(sealed.value), kind, where=where, error=ConfigError)
+        raise ConfigError(f"{context}: its checksum does not match")
+    return decode_json(bytes(sealed.value), value_type, where=context, error=ConfigError)
 
 
 def _digest(content: bytes) -> str:

@@ -1,10 +1,10 @@
 """Constants of the roofline for families of chips, calibrated on published runs.
 
-`benchmarks/published_runs.py --fit` finds them on one half of its rows and prints them;
-`benchmarks/published.md` tells how well they predict the other half. Shares of the network, what
-overlap hides and what devices wait are one for all chips of one maker; those of `h200` and
-`h800-sxm` are `h100-sxm`'s, since nothing but memory and links differ. No run of an AMD chip and
-none of an Ascend 910C is among the rows: these have the constants of the nearest chip.
+`benchmarks/published_runs.py --fit` fits them to one half of its rows and prints them;
+`benchmarks/published.md` reports the errors on the other half. The constants for the network, for
+overlap and for waiting are shared by all chips of a vendor. `h200` and `h800-sxm` use the
+constants of `h100-sxm`, as only their memory and links differ. For lack of published runs, AMD
+chips and the Ascend 910C use the constants of the closest chip.
 """
 
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from ms_parallel.planner.roofline.efficiency import Efficiency
 PASSES: Final[Mapping[str, float]] = MappingProxyType(
     {"fused": 1.0, "eager": 3.01, "torch_npu": 2.15}
 )
-"""`StepSettings.passes` by how element-wise steps run: fused, one by one as in PyTorch without
-compilation, and in part fused as torch_npu's operators are."""
+"""`StepSettings.passes` by implementation of elementwise operators: fused, eager PyTorch, and
+torch_npu, which fuses some."""
 BACKWARD_SHARE: Final = 0.8
-"""Rate of fused attention's backward by that of its forward: assumed, from Dao 2023's figures 5
-and 6."""
+"""Achieved rate of FlashAttention's backward relative to its forward. Assumed, after Dao 2023
+(FlashAttention-2), figures 5 and 6."""
 
 
 def _efficiency(half: float, float8: float, attention: float) -> Efficiency:
@@ -55,13 +55,13 @@ FAMILIES: Final[Mapping[str, Efficiency]] = MappingProxyType(
     {
         "a100": _efficiency(0.7684, 0.7684, 0.5547),
         "h100": _efficiency(0.6812, 0.6139, 0.4664),
-        # Limited to 500 W of 700 W.
+        # Power-limited to 500 W instead of 700 W.
         "h100-500w": _efficiency(0.6184, 0.4936, 0.2329),
         "b200": _efficiency(0.6812, 0.6126, 0.4844),
         "ascend-910b": _ASCEND,
     }
 )
-"""By family."""
+"""Constants by chip family."""
 FAMILY_OF: Final[Mapping[str, str]] = MappingProxyType(
     {
         "v100-32": "a100",
@@ -82,26 +82,26 @@ FAMILY_OF: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Family of each known chip."""
 _COMPARED: Final = ("bfloat16", "float16", "float32", "tf32", "float8")
-"""Dtypes by whose rate chips are compared: the first that both have."""
+"""Dtypes for comparing peak rates; the first that both chips have is used."""
 
 
 def efficiency_of(chip: str) -> Efficiency:
     """Return the constants of a known chip.
 
     Raises:
-        ConfigError: `chip_named` knows no such chip.
+        ConfigError: the chip is unknown.
     """
     return FAMILIES[FAMILY_OF[chip_named(chip).name]]
 
 
 @frozen(kw_only=True)
 class Calibration:
-    """Whose constants a cluster's times are predicted with."""
+    """Chip whose constants are used for a cluster."""
 
     chip: str
-    """The known chip: that of the cluster, or the one whose figures are nearest to its own."""
-    known: bool
-    """Whether it is the cluster's."""
+    """The cluster's chip if it is a known one, else the known chip with the closest rates."""
+    is_exact: bool
+    """The chip is the cluster's."""
 
     @property
     def efficiency(self) -> Efficiency:
@@ -110,17 +110,18 @@ class Calibration:
 
 
 def calibration_of(cluster: Cluster) -> Calibration:
-    """Find the chip that a cluster names, or else the known one of most like figures.
+    """Look up the cluster's chip, or else the known chip of the same device type closest to it.
 
-    The nearest has the least sum of squared logarithms of ratios: of the rate of matrix products,
-    of the memory's bandwidth, and where a node has links, of theirs.
+    The distance is the sum of squared log ratios of the matrix product rate, the memory bandwidth
+    and, if the cluster has them, the bandwidth of intra-node links.
     """
     try:
-        return Calibration(chip=chip_named(cluster.chip or "").name, known=True)
+        return Calibration(chip=chip_named(cluster.chip or "").name, is_exact=True)
     except ConfigError:
-        of_kind = [each for each in CHIPS.values() if _is_ascend(each) == (cluster.device == "npu")]
-        nearest = min(of_kind, key=lambda each: _distance(each, cluster))
-        return Calibration(chip=nearest.name, known=False)
+        is_npu = cluster.device == "npu"
+        candidates = [chip for chip in CHIPS.values() if _is_ascend(chip) == is_npu]
+        nearest = min(candidates, key=lambda chip: _distance(chip, cluster))
+        return Calibration(chip=nearest.name, is_exact=False)
 
 
 def _is_ascend(chip: Chip) -> bool:
@@ -133,5 +134,5 @@ def _distance(chip: Chip, cluster: Cluster) -> float:
     pairs += [(cluster.peak_tflops[name], chip.peak_tflops[name]) for name in rates[:1]]
     if cluster.links.node is not None:
         pairs.append((cluster.links.node.bandwidth_gb_per_s, chip.link_gb_per_s))
-    distance = sum(log(here / there) ** 2 for here, there in pairs)
+    distance = sum(log(cluster_rate / chip_rate) ** 2 for cluster_rate, chip_rate in pairs)
     return distance if rates else inf

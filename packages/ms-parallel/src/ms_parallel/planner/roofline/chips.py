@@ -1,9 +1,9 @@
-"""Known chips: memory, peak rates and links, each number with its source.
+"""Known chips: memory, peak rates and links, with sources.
 
-Rates are peaks without structured sparsity, and links count one direction: vendors' sheets often
-print twice as much of either. Huawei has no public data sheet of the Ascend 910B and 910C; their
-numbers come from its papers, server documents and modelling tool, as each source says, and
-`by_vendor` is false where it is not the vendor's own.
+Peak rates are without structured sparsity, and link bandwidths are in one direction; data sheets
+often print twice these values. Huawei has no public data sheet for the Ascend 910B and 910C;
+their numbers come from its papers, server documents and modeling tool, as given in `source`.
+`by_vendor` is false if the source is not the vendor.
 """
 
 from collections.abc import Mapping
@@ -15,53 +15,54 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest
 
 DTYPES = ("float32", "tf32", "float16", "bfloat16", "float8")
-"""Kinds of matrix products, by what they multiply; what is added up is wider."""
+"""Input dtypes of matrix products; accumulation has higher precision."""
 
 
 def _table(rates: Mapping[str, float]) -> Mapping[str, float]:
     unknown = next((name for name in rates if name not in DTYPES), None)
     if unknown is not None:
-        raise ConfigError(f"dtype {unknown!r} of a chip is not known; {nearest(unknown, DTYPES)}")
+        raise ConfigError(f"unknown dtype {unknown!r} of a chip; {nearest(unknown, DTYPES)}")
     return MappingProxyType(dict(rates))
 
 
 @frozen(kw_only=True)
 class Chip:
-    """One device of a kind as a process sees it: of an Ascend 910C, one of its two dies."""
+    """A device as visible to a process; for the Ascend 910C a single die."""
 
     name: str
     memory_gib: float
-    """What the driver reports as its whole memory."""
+    """Total memory reported by the driver."""
     memory_gb_per_s: float
-    """Peak bandwidth of that memory, in 10^9 bytes a second."""
+    """Peak memory bandwidth, in 10^9 bytes per second."""
     peak_tflops: Mapping[str, float] = field(converter=_table)
-    """Peak of dense matrix products in 10^12 operations a second, by the name of `DTYPES`."""
+    """Peak rate of dense matrix products by dtype, in 10^12 operations per second."""
     link_gb_per_s: float
-    """To the other devices of its node, all links together, one direction, in 10^9 bytes."""
+    """Bandwidth within a node, over all links of a device in one direction, in 10^9 bytes/s."""
     node_devices: int = 8
-    """Devices of the usual node."""
+    """Devices of a typical node."""
     mesh: bool = False
-    """Whether these are joined pair by pair, without a switch: fewer have fewer links."""
+    """The devices of a node are connected pairwise, without a switch, so a subset has only part of
+    the bandwidth."""
     source: str
-    """Where the numbers stand."""
+    """Source of the numbers."""
     by_vendor: bool = True
-    """Whether its maker publishes them."""
+    """The numbers are published by the vendor."""
 
     def peak(self, dtype: str) -> float:
-        """Return the operations a second of dense matrix products.
+        """Peak rate of dense matrix products, in operations per second.
 
         Raises:
-            ConfigError: the chip has no such products.
+            ConfigError: the chip does not support the dtype.
         """
         if dtype not in self.peak_tflops:
             names = ", ".join(self.peak_tflops)
-            raise ConfigError(f"{self.name} multiplies no {dtype} matrices; choose among {names}")
+            raise ConfigError(f"{self.name} has no {dtype} matrix products; use one of {names}")
         return self.peak_tflops[dtype] * 1e12
 
 
-def _half(rate: float, **further: float) -> dict[str, float]:
-    """Return the rates of a chip that multiplies both half precisions equally fast."""
-    return {"float16": rate, "bfloat16": rate, **further}
+def _half(rate: float, **others: float) -> dict[str, float]:
+    """Peak rates of a chip with the same rate for float16 and bfloat16."""
+    return {"float16": rate, "bfloat16": rate, **others}
 
 
 _HOPPER = _half(989.4, float8=1978.9, tf32=494.7, float32=66.9)
@@ -199,7 +200,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _KNOWN
 """All known chips by name."""
 
 
-USUAL: Mapping[str, str] = MappingProxyType(
+ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "910b": "ascend-910b2",
         "910c": "ascend-910c",
@@ -210,20 +211,21 @@ USUAL: Mapping[str, str] = MappingProxyType(
         "h800": "h800-sxm",
     }
 )
-"""The chip that is mostly meant by a shorter name."""
+"""Most common chip for each short name."""
 
 
 def chip_named(name: str) -> Chip:
-    """Find a known chip by its name.
+    """Look up a known chip.
 
     Args:
-        name: in any case, with spaces or hyphens; `H100` is the SXM module, as `USUAL` says.
+        name: name, or a short name in `ALIASES`; case and the choice of spaces, hyphens or
+            underscores do not matter.
 
     Raises:
-        ConfigError: none has this name.
+        ConfigError: the chip is unknown.
     """
     plain = name.lower().replace(" ", "-").replace("_", "-")
-    found = CHIPS.get(USUAL.get(plain, plain))
-    if found is None:
-        raise ConfigError(f"chip {name!r} is not known; {nearest(plain, [*CHIPS, *USUAL])}")
-    return found
+    chip = CHIPS.get(ALIASES.get(plain, plain))
+    if chip is None:
+        raise ConfigError(f"unknown chip {name!r}; {nearest(plain, [*CHIPS, *ALIASES])}")
+    return chip

@@ -1,8 +1,8 @@
-"""Time of collectives over the levels of a cluster, by latency and bandwidth.
+"""Time of collectives on a cluster, from the latency and bandwidth of each level.
 
-A ring passes through every node once for each network card of the node, so what a device sends
-between nodes shrinks by the members that its node has. Both levels work at once, and the slower one
-counts (Thakur et al. 2005; NCCL's rings).
+A ring crosses each node boundary once per network card, so with r ranks of the group in a node, a
+device sends 1/r of the data between nodes. Both levels transfer at the same time, so the slower one
+determines the bandwidth term; latencies add up (Thakur et al. 2005; NCCL's rings).
 """
 
 from typing import Final, Literal
@@ -14,19 +14,19 @@ from ms_parallel.planner.roofline.efficiency import Efficiency
 
 MICRO = 1e-6
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-REACHED: Final = Efficiency()
-"""All of a bandwidth, since it is already what is reached."""
+FULL_EFFICIENCY: Final = Efficiency()
+"""For links whose bandwidth is already the achieved one."""
 
 
 @frozen(kw_only=True)
-class Members:
-    """Ranks of a group: so many, `stride` devices apart."""
+class RankGroup:
+    """Ranks of a collective: `count` ranks, `stride` devices apart."""
 
     count: int
     stride: int = 1
 
-    def in_node(self, cluster: Cluster) -> int:
-        """Return how many of the members one node has."""
+    def per_node(self, cluster: Cluster) -> int:
+        """Number of ranks of the group in one node."""
         return max(1, min(self.count, cluster.devices_per_node // self.stride))
 
 
@@ -36,106 +36,123 @@ def collective_s(
     """Predict the seconds of a collective.
 
     Args:
-        cluster: whose links are crossed.
-        kind: `send` is one message to a neighbor.
-        size_bytes: of what a rank has when all is together: gathered, or before it is scattered;
-            of `all_to_all` and `send`, of what a rank gives.
-        ranks: that take part; one takes no time.
-        stride: how far apart two neighbors lie, in devices.
+        cluster: cluster with the links.
+        kind: kind of collective; `send` is one message to a neighbor.
+        size_bytes: size of the full tensor on a rank: the result of a gather, the input of a
+            reduction; for `all_to_all` and `send`, the size of a rank's input.
+        ranks: number of ranks; a single rank takes no time.
+        stride: distance between consecutive ranks, in devices.
     """
     if ranks == 1 or size_bytes == 0:
         return 0.0
     if kind == "send":
-        return send_seconds(size_bytes, stride, cluster, REACHED)
-    members = Members(count=ranks, stride=stride)
+        return send_seconds(size_bytes, stride, cluster, FULL_EFFICIENCY)
+    group = RankGroup(count=ranks, stride=stride)
     if kind == "all_to_all":
-        return exchange_seconds(size_bytes, members, cluster, REACHED)
+        return exchange_seconds(size_bytes, group, cluster, FULL_EFFICIENCY)
     if kind == "all_reduce":
-        return reduce_seconds(size_bytes, members, cluster, REACHED)
-    return gather_seconds(size_bytes, members, cluster, REACHED, kind)
+        return reduce_seconds(size_bytes, group, cluster, FULL_EFFICIENCY)
+    return gather_seconds(size_bytes, group, cluster, FULL_EFFICIENCY, kind)
 
 
 def gather_seconds(
-    whole_bytes: float,
-    members: Members,
+    size_bytes: float,
+    group: RankGroup,
     cluster: Cluster,
     efficiency: Efficiency,
     kind: Collective = "all_gather",
 ) -> float:
-    """Predict the seconds of an all-gather to `whole_bytes`, or of a reduce-scatter from them."""
-    if members.count == 1 or not whole_bytes:
+    """Predict the seconds of an all-gather or a reduce-scatter.
+
+    Args:
+        size_bytes: size of the full tensor: output of the gather or input of the scatter.
+        group: participating ranks.
+        cluster: cluster with the links.
+        efficiency: achieved fractions of the link bandwidths.
+        kind: collective whose measured times within a node are used, if the cluster has them.
+    """
+    if group.count == 1 or not size_bytes:
         return 0.0
-    near = members.in_node(cluster)
-    nodes = -(-members.count // near)
-    slowest = latency = 0.0
-    if near > 1:
-        bandwidth, delay = _near(cluster, members, efficiency, kind)
-        slowest = whole_bytes * (near - 1) / near / bandwidth
-        latency = (near - 1) * delay
+    local = group.per_node(cluster)
+    nodes = -(-group.count // local)
+    bandwidth_s = latency_s = 0.0
+    if local > 1:
+        bandwidth, delay = _intra_node(cluster, group, efficiency, kind)
+        bandwidth_s = size_bytes * (local - 1) / local / bandwidth
+        latency_s = (local - 1) * delay
     if nodes > 1:
-        bandwidth, delay = _far(cluster, efficiency)
-        slowest = max(slowest, whole_bytes * (nodes - 1) / nodes / (near * bandwidth))
-        # NCCL takes a tree where a ring would wait for each node in turn.
-        latency += min(nodes - 1, 2 * nodes.bit_length()) * delay
-    return slowest + latency
+        bandwidth, delay = _inter_node(cluster, efficiency)
+        inter_node_s = size_bytes * (nodes - 1) / nodes / (local * bandwidth)
+        bandwidth_s = max(bandwidth_s, inter_node_s)
+        # NCCL switches from a ring to a tree when the ring's latency exceeds the tree's.
+        latency_s += min(nodes - 1, 2 * nodes.bit_length()) * delay
+    return bandwidth_s + latency_s
 
 
 def reduce_seconds(
-    whole_bytes: float, members: Members, cluster: Cluster, efficiency: Efficiency
+    size_bytes: float, group: RankGroup, cluster: Cluster, efficiency: Efficiency
 ) -> float:
     """Predict the seconds of an all-reduce: a reduce-scatter and an all-gather."""
-    return 2 * gather_seconds(whole_bytes, members, cluster, efficiency, "all_reduce")
+    return 2 * gather_seconds(size_bytes, group, cluster, efficiency, "all_reduce")
 
 
 def exchange_seconds(
-    sent_bytes: float, members: Members, cluster: Cluster, efficiency: Efficiency
+    size_bytes: float, group: RankGroup, cluster: Cluster, efficiency: Efficiency
 ) -> float:
-    """Predict the seconds of an all-to-all that parts `sent_bytes` among all, itself too."""
-    if members.count == 1 or not sent_bytes:
+    """Predict the seconds of an all-to-all.
+
+    Args:
+        size_bytes: size of a rank's input; 1/count of it stays on the rank.
+        group: participating ranks.
+        cluster: cluster with the links.
+        efficiency: achieved fractions of the link bandwidths.
+    """
+    if group.count == 1 or not size_bytes:
         return 0.0
-    near = members.in_node(cluster)
+    local = group.per_node(cluster)
     seconds = 0.0
-    if near > 1:
-        bandwidth, delay = _near(cluster, members, efficiency, "all_to_all")
-        seconds = sent_bytes * (near - 1) / members.count / bandwidth + delay
-    if members.count > near:
-        bandwidth, delay = _far(cluster, efficiency)
-        far = sent_bytes * (members.count - near) / members.count / bandwidth
-        seconds = max(seconds, far) + delay
+    if local > 1:
+        bandwidth, delay = _intra_node(cluster, group, efficiency, "all_to_all")
+        seconds = size_bytes * (local - 1) / group.count / bandwidth + delay
+    if group.count > local:
+        bandwidth, delay = _inter_node(cluster, efficiency)
+        inter_node_s = size_bytes * (group.count - local) / group.count / bandwidth
+        seconds = max(seconds, inter_node_s) + delay
     return seconds
 
 
 def send_seconds(
     size_bytes: float, distance: int, cluster: Cluster, efficiency: Efficiency
 ) -> float:
-    """Predict the seconds of a message to the rank `distance` devices further."""
-    bandwidth, delay = _level(cluster, distance + 1, 1, efficiency)
+    """Predict the seconds of a message to the device at a distance in devices."""
+    bandwidth, delay = _link(cluster, distance + 1, 1, efficiency)
     return size_bytes / bandwidth + delay
 
 
-def _near(
-    cluster: Cluster, members: Members, efficiency: Efficiency, kind: Collective
+def _intra_node(
+    cluster: Cluster, group: RankGroup, efficiency: Efficiency, kind: Collective
 ) -> tuple[float, float]:
-    """Return a member's bytes a second, and seconds of latency, among those of its node."""
+    """Bandwidth of a rank (bytes/s) and latency (s) within a node."""
     measured: Link | None = getattr(cluster.collectives, kind, None)
     if measured is not None:
         return measured.bandwidth_gb_per_s * 1e9, measured.latency_us * MICRO
-    near = members.in_node(cluster)
-    return _level(cluster, (near - 1) * members.stride + 1, near - 1, efficiency)
+    local = group.per_node(cluster)
+    return _link(cluster, (local - 1) * group.stride + 1, local - 1, efficiency)
 
 
-def _far(cluster: Cluster, efficiency: Efficiency) -> tuple[float, float]:
-    """Return the bytes a second, and the seconds of latency, between nodes."""
-    return _level(cluster, cluster.devices_per_node + 1, 1, efficiency)
+def _inter_node(cluster: Cluster, efficiency: Efficiency) -> tuple[float, float]:
+    """Bandwidth of a device (bytes/s) and latency (s) between nodes."""
+    return _link(cluster, cluster.devices_per_node + 1, 1, efficiency)
 
 
-def _level(
-    cluster: Cluster, span: int, partners: int, efficiency: Efficiency
-) -> tuple[float, float]:
-    """Return the bytes a second, and the seconds of latency, to some of so many neighbors."""
+def _link(cluster: Cluster, span: int, peers: int, efficiency: Efficiency) -> tuple[float, float]:
+    """Bandwidth (bytes/s) and latency (s) of the link that spans a number of devices.
+
+    In a mesh, a rank that communicates with `peers` devices uses only the links to these.
+    """
     span = min(span, cluster.devices)
     link, level = cluster.link(span), cluster.level(span)
-    share = efficiency.network if level == "network" else efficiency.node
+    fraction = efficiency.network if level == "network" else efficiency.node
     if cluster.mesh and level == "node":
-        share *= partners / (cluster.devices_per_node - 1)
-    return link.bandwidth_gb_per_s * 1e9 * share, link.latency_us * MICRO
+        fraction *= peers / (cluster.devices_per_node - 1)
+    return link.bandwidth_gb_per_s * 1e9 * fraction, link.latency_us * MICRO

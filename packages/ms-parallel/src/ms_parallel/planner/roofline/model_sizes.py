@@ -1,29 +1,29 @@
-"""A model's sizes for the roofline, from its configuration and the shapes of its parameters."""
+"""Sizes of a model for the roofline, from its configuration and its parameter shapes."""
 
 from typing import Any, Final
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import parameter_shapes
-from ms_parallel.planner.roofline.shape import DecoderSizes, ExpertSizes, Latents
+from ms_parallel.planner.roofline.shape import DecoderSizes, ExpertSizes, LatentSizes
 from ms_parallel.split.context.kinds import HeadSizes
 
 TOLERANCE: Final = 0.03
-"""Share of matrices' weights that sizes may miss before a model counts as another kind."""
+"""Relative error in the number of weights above which a model is rejected."""
 
 
 def decoder_sizes(config: ModelConfig) -> DecoderSizes:
-    """Read the sizes of a model, and check them against the number of its weights.
+    """Derive the sizes of a model, and check them against its number of weights.
 
     Args:
-        config: of any family whose layers are attention and a feed-forward.
+        config: configuration of any family whose layers are attention and an MLP.
 
     Raises:
-        ConfigError: the weights that the sizes mean are not those that the model has.
+        ConfigError: the sizes imply another number of weights than the model has.
     """
     heads = HeadSizes.of(config, 1)
     experts, latents = _experts(config), _latents(config)
-    found = {
+    candidates = {  # configurations do not say if the MLP is gated
         gated: DecoderSizes(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -43,11 +43,11 @@ def decoder_sizes(config: ModelConfig) -> DecoderSizes:
         for gated in (True, False)
     }
     shapes = parameter_shapes(config).values()
-    whole = sum(shape.numel() for shape in shapes if len(shape) > 1)
-    nearest = min(found.values(), key=lambda sizes: abs(sizes.weights - whole))
-    if abs(nearest.weights - whole) > TOLERANCE * whole:
+    matrix_weights = sum(shape.numel() for shape in shapes if len(shape) > 1)
+    nearest = min(candidates.values(), key=lambda sizes: abs(sizes.weights - matrix_weights))
+    if abs(nearest.weights - matrix_weights) > TOLERANCE * matrix_weights:
         raise ConfigError(
-            f"{config.model_type} has {whole} weights in its matrices, but its sizes mean"
+            f"{config.model_type} has {matrix_weights} weights in matrices, but its sizes imply"
             f" {nearest.weights}; measure its layers instead"
         )
     return nearest
@@ -67,10 +67,10 @@ def _experts(config: Any) -> ExpertSizes | None:
     )
 
 
-def _latents(config: Any) -> Latents | None:
+def _latents(config: Any) -> LatentSizes | None:
     if getattr(config, "kv_lora_rank", None) is None:
         return None
-    return Latents(
+    return LatentSizes(
         query=config.q_lora_rank,
         key=config.kv_lora_rank,
         rotary=config.qk_rope_head_dim,
@@ -78,7 +78,7 @@ def _latents(config: Any) -> Latents | None:
 
 
 def _window(config: Any) -> int | None:
-    """Return the window of all layers; None if they differ, when attention counts as whole."""
+    """Sliding window of all layers; None, as for full attention, if layers differ."""
     if not hasattr(config, "window"):
         return None
     windows = {config.window(layer) for layer in range(config.num_hidden_layers)}

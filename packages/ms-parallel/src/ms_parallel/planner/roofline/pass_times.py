@@ -1,4 +1,4 @@
-"""The roofline's answers to what a plan asks: passes of layers, the optimizer, links as reached."""
+"""Roofline implementation of `PassTimes`: layers, optimizer, and achieved link bandwidths."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,63 +16,64 @@ from ms_parallel.planner.roofline.shape import DecoderSizes
 from ms_parallel.planner.roofline.step_time import OPTIMIZER_BYTES
 
 EMBEDDING_BYTES: Final = (6, 8)
-"""Read and written for a number of the hidden state: rows forwards, their float32 sums back."""
+"""Bytes read and written by the embedding per element of the hidden state: in the forward (rows),
+and in the backward (float32 sums)."""
 
 
 @frozen(kw_only=True)
 class RooflineTimes:
-    """`PassTimes` of devices that are not here, with the constants of published runs."""
+    """`PassTimes` of devices that are not available here, with constants from published runs."""
 
     sizes: DecoderSizes
     cluster: Cluster
     efficiency: Efficiency
     settings: StepSettings
-    """Settings of any microbatch: what is asked about sets its rows and its recomputation."""
+    """Settings common to all candidates; rows and recomputation are set per candidate."""
     expert_layers: Sequence[int] = ()
-    """Numbers of those that have experts."""
+    """Indices of the layers with experts."""
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
-        """Return the seconds of one microbatch."""
+        """Seconds of one microbatch."""
         return _passes(self, split, recompute)
 
     def update(self, weights: int) -> float:
-        """Return the seconds in which the optimizer changes so many weights of a rank."""
+        """Seconds of the optimizer for a number of weights on a rank."""
         bandwidth = self.cluster.memory_bandwidth_gb_per_s * 1e9 * self.efficiency.memory
         return OPTIMIZER_BYTES * weights / bandwidth + self.efficiency.step_ms / 1e3
 
     def copies(self, size_bytes: float) -> float:
-        """Return the seconds to put what is gathered in its place: none, as it is hidden."""
+        """Return 0: copies of gathered data overlap with computation on accelerators."""
         return 0.0
 
     def costs(self, candidate: Candidate) -> None:
-        """Return None: the costs follow from sizes."""
+        """Return None, as these times are predicted from sizes."""
 
     def __hash__(self) -> int:
-        return id(self)
+        return id(self)  # `expert_layers` may be a list; one instance exists per plan
 
 
 def reached(cluster: Cluster, efficiency: Efficiency) -> Cluster:
-    """Return a cluster with the bandwidths that collectives reach on its links."""
+    """Return the cluster with link bandwidths reduced to the achieved ones."""
     links, network = cluster.links, efficiency.network
     return evolve(
         cluster,
         links=Links(
-            group=_slower(links.group, efficiency.node),
-            node=_slower(links.node, efficiency.node),
-            network=_slower(links.network, network),
+            group=_scaled(links.group, efficiency.node),
+            node=_scaled(links.node, efficiency.node),
+            network=_scaled(links.network, network),
         ),
     )
 
 
-def _slower(link: Link | None, share: float) -> Link | None:
+def _scaled(link: Link | None, fraction: float) -> Link | None:
     if link is None:
         return None
-    return evolve(link, bandwidth_gb_per_s=link.bandwidth_gb_per_s * share)
+    return evolve(link, bandwidth_gb_per_s=link.bandwidth_gb_per_s * fraction)
 
 
 @lru_cache(maxsize=1 << 14)
 def _passes(times: RooflineTimes, split: Split, recompute: str) -> ModelSeconds:
-    """Predict the seconds of all layers; a budget of memory, no kind, counts as `selective`."""
+    """Predict the seconds of all layers; a memory limit for `recompute` counts as `selective`."""
     repeated = RECOMPUTE.get(recompute, RECOMPUTE["selective"])
     rank = Rank(
         sizes=times.sizes,
@@ -81,33 +82,33 @@ def _passes(times: RooflineTimes, split: Split, recompute: str) -> ModelSeconds:
         cluster=times.cluster,
         efficiency=times.efficiency,
     )
-    dense = _seconds(layer_seconds(rank))
-    mixed = _seconds(layer_seconds(rank, experts=True)) if times.expert_layers else dense
-    held = frozenset(times.expert_layers)
+    dense = _pass_seconds(layer_seconds(rank))
+    sparse = _pass_seconds(layer_seconds(rank, experts=True)) if times.expert_layers else dense
+    expert_layers = frozenset(times.expert_layers)
     forward, backward = head_seconds(rank)
-    read, sums = (
-        rank.moved(each * rank.tokens * times.sizes.hidden / split.layout.tensor)
-        for each in EMBEDDING_BYTES
+    embedding_forward, embedding_backward = (
+        rank.memory_seconds(element_bytes * rank.tokens * times.sizes.hidden / split.layout.tensor)
+        for element_bytes in EMBEDDING_BYTES
     )
     return ModelSeconds(
-        layers=tuple(mixed if n in held else dense for n in range(times.sizes.layers)),
-        first=PassSeconds(forward=read, backward_weight=sums),
+        layers=tuple(sparse if n in expert_layers else dense for n in range(times.sizes.layers)),
+        first=PassSeconds(forward=embedding_forward, backward_weight=embedding_backward),
         last=PassSeconds(
             forward=forward, backward_input=backward / 2, backward_weight=backward / 2
         ),
     )
 
 
-def _seconds(passes: tuple[Pass, Pass]) -> PassSeconds:
-    """Give the weights half of what products take backwards, repeated ones apart."""
+def _pass_seconds(passes: tuple[Pass, Pass]) -> PassSeconds:
+    """Split the backward: weight gradients take as long as the forward's matrix products."""
     forward, backward = passes
     weights = forward.products
     return PassSeconds(
-        forward=_whole(forward),
-        backward_input=_whole(backward) - weights,
+        forward=_total(forward),
+        backward_input=_total(backward) - weights,
         backward_weight=weights,
     )
 
 
-def _whole(one: Pass) -> float:
-    return one.compute + one.tensor + one.context + one.expert
+def _total(direction: Pass) -> float:
+    return direction.compute + direction.tensor + direction.context + direction.expert

@@ -1,4 +1,4 @@
-"""What a step does besides the model's sizes: its batch, precision, recomputation and overlap."""
+"""Settings of a step: batch, precision, recomputation, sharding and overlap."""
 
 from collections.abc import Mapping
 from typing import Final, Literal
@@ -13,29 +13,33 @@ SHARDINGS: Final = ("replicate", "zero1", "zero2", "zero3")
 
 
 @frozen(kw_only=True)
-class Repeated:
-    """Shares of a layer's forward that the backward computes again."""
+class RecomputedShares:
+    """Fractions of a layer's forward that the backward recomputes."""
 
     products: float = field(default=0.0, validator=_share)
-    """Share of matrix products, with the tensor ranks' communication that follows them."""
+    """Matrix products and their tensor-parallel communication."""
     attention: float = field(default=0.0, validator=_share)
-    """Share of attention's core."""
+    """Attention between its projections."""
     elementwise: float = field(default=0.0, validator=_share)
-    """Share of norms, activations and sums."""
+    """Norms, activation functions and residual sums."""
 
 
-RECOMPUTE: Final[Mapping[str, Repeated]] = {
-    "none": Repeated(),
-    "selective": Repeated(elementwise=1.0),
-    "attention": Repeated(products=0.3, attention=1.0, elementwise=0.5),
-    "full": Repeated(products=1.0, attention=1.0, elementwise=1.0),
+RECOMPUTE: Final[Mapping[str, RecomputedShares]] = {
+    "none": RecomputedShares(),
+    "selective": RecomputedShares(elementwise=1.0),
+    "attention": RecomputedShares(products=0.3, attention=1.0, elementwise=0.5),
+    "full": RecomputedShares(products=1.0, attention=1.0, elementwise=1.0),
 }
-"""The kinds of `recompute`, as `ms_parallel.split.memory.recompute_choice` describes them."""
+"""Recomputed fractions for each value of the setting `recompute`; see
+`ms_parallel.split.memory.recompute_choice`."""
 
 
 @frozen(kw_only=True)
 class Overlap:
-    """Shares of communication issued beside computation; `Efficiency.hidden` of it hides."""
+    """Fractions of communication that run concurrently with computation.
+
+    Of these, `Efficiency.hidden` costs no time.
+    """
 
     tensor_forward: float = field(default=0.0, validator=_share)
     tensor_backward: float = field(default=0.0, validator=_share)
@@ -47,40 +51,41 @@ class Overlap:
 
 @frozen(kw_only=True)
 class StepSettings:
-    """One step of a run.
+    """Settings of one step.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     sequence: int = field(validator=integer())
-    """Positions of a row."""
+    """Tokens per row."""
     rows: int = field(default=1, validator=integer())
-    """Rows of a microbatch."""
+    """Microbatch size in rows."""
     microbatches: int = field(default=1, validator=integer())
-    """Microbatches that each reader passes in a step."""
+    """Microbatches per step on each data rank."""
     dtype: str = field(default="bfloat16", validator=one_of("bfloat16", "float16", "float32"))
-    """Dtype of weights and activations as they are computed with."""
+    """Compute dtype of weights and activations."""
     product_dtype: str | None = None
-    """What matrices are cast to for their products, `float8` or None; attention is not."""
-    repeated: Repeated = field(factory=Repeated)
+    """Dtype to which the inputs of matrix products are cast, `float8` or None; not in attention."""
+    repeated: RecomputedShares = field(factory=RecomputedShares)
+    """Recomputed fractions of the forward."""
     virtual_stages: int = field(default=1, validator=integer())
-    """Stages of each pipeline rank, as interleaved 1F1B has them."""
+    """Stages per pipeline rank, as in interleaved 1F1B."""
     stage_layers: tuple[int, ...] | None = None
-    """Layers of each pipeline rank; None for equal shares, rounded up."""
+    """Layers of each pipeline rank; None to divide them evenly."""
     bubble_share: float = field(default=1.0, validator=_share)
-    """Share of 1F1B's bubble that the schedule leaves: a third for ZB-H1, half for DualPipe."""
+    """Bubble as a fraction of 1F1B's: a third for ZB-H1, half for DualPipe."""
     mirrored: bool = field(default=False, validator=flag)
-    """Whether each pipeline rank has the stages of its mirror image too, as DualPipe has it."""
+    """Each pipeline rank also has the stages of the mirrored rank, as in DualPipe."""
     sharding: Sharding = field(default="replicate", validator=one_of(*SHARDINGS))
-    """What ranks that hold different tokens share out."""
+    """Tensors that are sharded over ranks with different tokens."""
     gradient_bytes: int = field(default=4, validator=integer())
-    """Bytes of a weight's gradient as it is reduced."""
+    """Bytes per gradient element in reductions."""
     fused_attention: bool = field(default=True, validator=flag)
-    """Whether attention's scores stay on the chip (Dao et al. 2022) and its masked half is left
-    out; otherwise they are written and read, and dropped out of at random, as in 2021."""
+    """Use FlashAttention (Dao et al. 2022), which keeps scores on chip and skips masked blocks.
+    Otherwise all scores pass through memory, with dropout, as was usual in 2021."""
     sequence_split: bool = field(default=True, validator=flag)
-    """Whether tensor ranks share out positions between matrices (Korthikanti et al. 2022)."""
+    """Use sequence parallelism between matrix products (Korthikanti et al. 2022)."""
     passes: float = field(default=1.0, validator=number(minimum=0.1, maximum=10.0))
-    """How often element-wise steps read and write beyond fused kernels: 1 for those."""
+    """Memory traffic of elementwise operators relative to fused kernels, which have 1."""
     overlap: Overlap = field(factory=Overlap)

@@ -1,4 +1,4 @@
-"""The sizes of a decoder that say what a step computes, and its weights in numbers."""
+"""Sizes of a decoder: its parameter counts, and the operations of a token."""
 
 from attrs import field, frozen
 
@@ -9,38 +9,38 @@ _number = integer(minimum=0, maximum=1 << 40)
 
 
 @frozen(kw_only=True)
-class Latents:
-    """Widths of latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1)."""
+class LatentSizes:
+    """Widths of multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1)."""
 
     query: int | None = field(validator=integer(maximum=1 << 40, optional=True))
-    """Width of what queries are made from; None for the hidden state itself."""
+    """Width of the compressed queries; None without compression of queries."""
     key: int = field(validator=_size)
-    """Width of what keys and values are made from."""
+    """Width of the compressed keys and values."""
     rotary: int = field(validator=_size)
-    """Width of the part of a key that all heads share; a head's `head_dim` counts it too."""
+    """Width of the part of a key that all heads share; it is included in `head_dim`."""
 
 
 @frozen(kw_only=True)
 class ExpertSizes:
-    """A mixture of experts."""
+    """Sizes of a mixture of experts."""
 
     count: int = field(validator=_size)
     chosen: int = field(validator=_size)
-    """Experts that a token passes."""
+    """Experts per token (top-k)."""
     width: int = field(validator=_size)
-    """Inner width of one."""
+    """Intermediate size of an expert."""
     shared_width: int = field(default=0, validator=_number)
-    """Inner width of what every token passes besides."""
+    """Intermediate size of the shared experts, which all tokens pass through."""
     first_layer: int = field(default=0, validator=_number)
-    """Layers before it have a dense feed-forward instead."""
+    """First layer with experts; earlier layers have a dense MLP."""
 
 
 @frozen(kw_only=True)
 class DecoderSizes:
-    """A decoder's sizes.
+    """Sizes of a decoder.
 
     Raises:
-        ConfigError: a size is no whole number of at least 1.
+        ConfigError: a size is not an integer of at least 1.
     """
 
     layers: int = field(validator=_size)
@@ -52,18 +52,18 @@ class DecoderSizes:
     value_dim: int | None = field(default=None, validator=integer(optional=True))
     """Width of a head's value; None for `head_dim`."""
     inner: int = field(validator=_size)
-    """Width of a dense feed-forward."""
+    """Intermediate size of a dense MLP."""
     gated: bool = field(default=True, validator=flag)
-    """Whether the feed-forward multiplies two projections, as SwiGLU does."""
+    """The MLP multiplies two projections, as SwiGLU does."""
     vocabulary: int = field(validator=_size)
     tied: bool = field(default=False, validator=flag)
-    """Whether the head's weight is the embedding's."""
+    """The head shares the embedding's weight."""
     experts: ExpertSizes | None = None
-    latents: Latents | None = None
+    latents: LatentSizes | None = None
     window: int | None = field(default=None, validator=integer(optional=True))
-    """Positions that a token sees at most; None for all before it."""
+    """Sliding window in positions; None for full attention."""
     mtp_layers: int = field(default=0, validator=_number)
-    """Further layers, each with one more pass of the head."""
+    """Layers for multi-token prediction, each with an additional pass of the head."""
 
     @property
     def values_dim(self) -> int:
@@ -72,55 +72,57 @@ class DecoderSizes:
 
     @property
     def expert_layers(self) -> int:
-        """Layers with experts."""
+        """Number of layers with experts."""
         first = self.layers if self.experts is None else self.experts.first_layer
         return max(0, self.layers - first) + (self.mtp_layers if self.experts else 0)
 
     @property
     def dense_layers(self) -> int:
-        """Layers without."""
+        """Number of layers with a dense MLP."""
         return self.layers + self.mtp_layers - self.expert_layers
 
     @property
     def attention_weights(self) -> int:
-        """Weights of one layer's attention; norms and biases are too small to count."""
+        """Attention weights of a layer, without the negligible norms and biases."""
         query, value = self.heads * self.head_dim, self.heads * self.values_dim
         if self.latents is None:
             keys = self.key_value_heads * (self.head_dim + self.values_dim)
             return self.hidden * (query + keys + value)
-        made = self.heads * (self.head_dim - self.latents.rotary + self.values_dim)
-        small = self.latents.query
-        queries = self.hidden * query if small is None else small * (self.hidden + query)
+        # Up-projection of the compressed keys and values, without the shared rotary part.
+        key_value = self.heads * (self.head_dim - self.latents.rotary + self.values_dim)
+        rank = self.latents.query
+        queries = self.hidden * query if rank is None else rank * (self.hidden + query)
+        # Down-projection of keys and values, and the output projection.
         down = self.hidden * (self.latents.key + self.latents.rotary + value)
-        return queries + down + self.latents.key * made
+        return queries + down + self.latents.key * key_value
 
     @property
     def dense_weights(self) -> int:
-        """Weights of the feed-forward of a layer without experts."""
+        """Weights of a dense MLP."""
         return self.hidden * self.inner * self.matrices
 
     @property
     def matrices(self) -> int:
-        """Matrices of a feed-forward."""
+        """Number of matrices of an MLP."""
         return 3 if self.gated else 2
 
     @property
     def expert_weights(self) -> int:
-        """Weights of all experts of one layer; 0 where it has none."""
+        """Weights of all routed experts of a layer; 0 without experts."""
         if self.experts is None:
             return 0
         return self.experts.count * self.hidden * self.experts.width * self.matrices
 
     @property
     def shared_weights(self) -> int:
-        """Weights that every token passes beside experts: the shared expert and the router."""
+        """Weights of the shared experts and the router of a layer; 0 without experts."""
         if self.experts is None:
             return 0
         return self.hidden * (self.experts.shared_width * self.matrices + self.experts.count)
 
     @property
     def weights(self) -> int:
-        """All of them."""
+        """Total number of weights."""
         return (
             (self.layers + self.mtp_layers) * self.attention_weights
             + self.dense_layers * self.dense_weights
@@ -130,31 +132,35 @@ class DecoderSizes:
 
     @property
     def active_weights(self) -> int:
-        """Weights in matrices that one token passes; the embedding is none."""
-        chosen = 0 if self.experts is None else self.experts.chosen / self.experts.count
+        """Weights by which a token is multiplied; the embedding is a lookup and does not count."""
+        active = 0 if self.experts is None else self.experts.chosen / self.experts.count
         return (
             (self.layers + self.mtp_layers) * self.attention_weights
             + self.dense_layers * self.dense_weights
-            + self.expert_layers * (int(self.expert_weights * chosen) + self.shared_weights)
+            + self.expert_layers * (int(self.expert_weights * active) + self.shared_weights)
             + self.vocabulary * self.hidden * (1 + self.mtp_layers)
         )
 
     def token_flops(self, sequence: int, *, causal: bool) -> float:
-        """Count the operations of one token's forward and backward, without recomputation.
+        """Operations of a token's forward and backward, without recomputation.
 
-        Six for each weight it passes, and for each pair of positions those of two products
-        (Chowdhery et al. 2022, PaLM, appendix B).
+        Six per active weight, plus two dot products per pair of positions in each layer (Chowdhery
+        et al. 2022, PaLM, appendix B).
 
         Args:
-            sequence: positions of a row.
-            causal: count only pairs that a token sees, which are half of them.
+            sequence: tokens per row.
+            causal: count only the half of the pairs that the causal mask keeps.
         """
-        pair = 6 * self.heads * (self.head_dim + self.values_dim)
+        # Scores and weighted values, 2 operations each, times 3 for forward and backward.
+        pair_flops = 6 * self.heads * (self.head_dim + self.values_dim)
         layers = self.layers + self.mtp_layers
-        seen = self.seen(sequence) if causal else sequence
-        return 6.0 * self.active_weights + layers * pair * seen
+        positions = self.seen(sequence) if causal else sequence
+        return 6.0 * self.active_weights + layers * pair_flops * positions
 
     def seen(self, sequence: int) -> float:
-        """Return how many positions a token sees on average: half of them, or those of a window."""
+        """Mean number of positions that a token attends to, with a causal mask and the window.
+
+        With window w and S tokens this is w (1 - w / 2S), and S / 2 without a window.
+        """
         window = min(sequence, self.window or sequence)
         return window * (1 - window / (2 * sequence))

@@ -1,8 +1,8 @@
-"""Time of a whole step on a cluster, by category; pure, in milliseconds of one core.
+"""Time of a step on a cluster, by category. Pure functions that take milliseconds on a CPU.
 
-The pipeline follows 1F1B's exact makespan where one rank is the slowest: that rank is busy with all
-microbatches, and waits for one microbatch's way through the others; `v` stages a rank make that
-wait `v` times shorter (Narayanan et al. 2021, section 2.2).
+The pipeline model is exact for 1F1B with a single slowest rank: that rank computes all
+microbatches, and waits while one microbatch passes through the other ranks. With v stages per rank
+the wait is v times shorter (Narayanan et al. 2021, section 2.2).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.roofline.collectives import (
-    Members,
+    RankGroup,
     gather_seconds,
     reduce_seconds,
     send_seconds,
@@ -25,8 +25,9 @@ from ms_parallel.planner.roofline.settings import StepSettings
 from ms_parallel.planner.roofline.shape import DecoderSizes
 
 OPTIMIZER_BYTES: Final = 46
-"""AdamW in float32, for each weight: gradient, two moments and weight read, the latter three
-written, the half precision weight written; and the gradient's norm and scaling before."""
+"""Bytes per weight of AdamW in float32. The gradient is read for its norm, and scaled; then the
+gradient, two moments and the weight are read, all but the gradient are written, and so is the
+half-precision weight."""
 
 
 @frozen(kw_only=True)
@@ -34,26 +35,28 @@ class StepTime:
     """Seconds of a step; the categories add up to `total`."""
 
     compute: float
-    """Products, attention and element-wise steps of the slowest pipeline rank."""
+    """Matrix products, attention and elementwise operators of the slowest pipeline rank."""
     tensor: float
-    """Exposed communication of tensor ranks, and so on."""
+    """Exposed communication between tensor ranks."""
     context: float
+    """Exposed communication between context ranks."""
     expert: float
+    """Exposed communication between expert ranks."""
     bubble: float
-    """Waiting for the other ranks of the pipeline."""
+    """Waiting for other pipeline ranks."""
     pipeline: float
-    """Exposed messages between them."""
+    """Exposed messages between pipeline ranks."""
     data: float
     """Exposed gathers of weights and reductions of gradients."""
     optimizer: float
-    """The update, and what a step does once."""
+    """Optimizer, and fixed costs of a step."""
     waiting: float
-    """For the slowest of all devices."""
+    """Waiting for the slowest device."""
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step."""
-        return float(sum(getattr(self, each.name) for each in fields(StepTime)))
+        """Total time of the step."""
+        return float(sum(getattr(self, category.name) for category in fields(StepTime)))
 
 
 def step_time(
@@ -66,14 +69,14 @@ def step_time(
     """Predict the time of one step.
 
     Args:
-        sizes: of the model.
-        layout: of the ranks; all of the cluster's devices need not be used.
-        settings: of the step.
-        cluster: the devices, and the links between them.
-        efficiency: which shares of their rates are reached.
+        sizes: sizes of the model.
+        layout: layout; it may use fewer devices than the cluster has.
+        settings: settings of the step.
+        cluster: devices and links.
+        efficiency: achieved fractions of peak rates and bandwidths.
 
     Raises:
-        ConfigError: the cluster has too few devices, or layers and stages do not fit together.
+        ConfigError: the cluster has too few devices, or `stage_layers` does not match the layout.
     """
     _check(sizes, layout, settings, cluster)
     rank = Rank(
@@ -88,31 +91,31 @@ def step_time(
     busy = [count * layer + heads * head for count, heads in stages]
     slowest = max(range(len(busy)), key=busy.__getitem__)
     count, heads = stages[slowest]
-    times, messages = settings.microbatches, _message_seconds(rank)
-    others = waiting_seconds(busy, settings.virtual_stages, settings.bubble_share)
-    shown = 1 - efficiency.hidden * settings.overlap.pipeline
-    spent = StepTime(
-        compute=times * (count * exposed.compute + heads * head),
-        tensor=times * count * exposed.tensor,
-        context=times * count * exposed.context,
-        expert=times * count * exposed.expert,
-        bubble=others + messages * (layout.pipeline - 1),
-        pipeline=times * messages * settings.virtual_stages * shown,
-        data=times * count * data_layer + data_step,
-        optimizer=_optimizer_seconds(rank, max(most for most, _ in stages))
-        + efficiency.step_ms / 1e3,
+    microbatches, message_s = settings.microbatches, _message_seconds(rank)
+    wait = waiting_seconds(busy, settings.virtual_stages, settings.bubble_share)
+    exposed_share = 1 - efficiency.hidden * settings.overlap.pipeline
+    max_layers = max(layers for layers, _ in stages)
+    time = StepTime(
+        compute=microbatches * (count * exposed.compute + heads * head),
+        tensor=microbatches * count * exposed.tensor,
+        context=microbatches * count * exposed.context,
+        expert=microbatches * count * exposed.expert,
+        bubble=wait + message_s * (layout.pipeline - 1),
+        pipeline=microbatches * message_s * settings.virtual_stages * exposed_share,
+        data=microbatches * count * data_layer + data_step,
+        optimizer=_optimizer_seconds(rank, max_layers) + efficiency.step_ms / 1e3,
         waiting=0.0,
     )
-    return _with_waiting(spent, rank)
+    return _with_waiting(time, rank)
 
 
 def waiting_seconds(busy: Sequence[float], virtual_stages: int, bubble_share: float) -> float:
-    """Return how long the busiest rank of a pipeline waits in a step.
+    """Seconds that the busiest pipeline rank waits in a step.
 
     Args:
-        busy: seconds that each rank is with one microbatch, forwards and backwards.
-        virtual_stages: stages of a rank.
-        bubble_share: of 1F1B's wait that the schedule leaves.
+        busy: forward and backward seconds of one microbatch on each rank.
+        virtual_stages: stages per rank.
+        bubble_share: wait as a fraction of 1F1B's.
     """
     return (sum(busy) - max(busy)) / virtual_stages * bubble_share
 
@@ -120,75 +123,76 @@ def waiting_seconds(busy: Sequence[float], virtual_stages: int, bubble_share: fl
 def _check(sizes: DecoderSizes, layout: Layout, settings: StepSettings, cluster: Cluster) -> None:
     if layout.world_size > cluster.devices:
         raise ConfigError(
-            f"{layout} needs {layout.world_size} devices of {cluster.devices}; raise nodes"
+            f"{layout} needs {layout.world_size} devices, but the cluster has {cluster.devices};"
+            " raise nodes"
         )
-    given = settings.stage_layers
-    if given is not None and (len(given) != layout.pipeline or sum(given) != sizes.layers):
+    counts = settings.stage_layers
+    if counts is not None and (len(counts) != layout.pipeline or sum(counts) != sizes.layers):
         raise ConfigError(
-            f"stage_layers={given} are not {sizes.layers} layers of {layout.pipeline} ranks;"
-            " give one number for each"
+            f"stage_layers must be {layout.pipeline} numbers that add up to {sizes.layers} layers,"
+            f" got {counts}; use one number per pipeline rank"
         )
 
 
 def _stages(
     sizes: DecoderSizes, layout: Layout, settings: StepSettings
 ) -> list[tuple[float, float]]:
-    """List layers and heads of each pipeline rank; layers that predict further are on the last."""
+    """Numbers of layers and heads of each pipeline rank; MTP layers are on the last one."""
     if settings.stage_layers is not None:
         layers = [float(count) for count in settings.stage_layers]
     else:
-        least, more = divmod(sizes.layers, layout.pipeline)
-        # As the runtime cuts them: those in the middle have one more, the ends one fewer.
-        layers = [float(least)] * layout.pipeline
-        first = (layout.pipeline - more) // 2
-        for place in range(first, first + more):
-            layers[place] += 1
+        base, remainder = divmod(sizes.layers, layout.pipeline)
+        # As in `cut_layers`, the ranks in the middle get the remaining layers.
+        layers = [float(base)] * layout.pipeline
+        first = (layout.pipeline - remainder) // 2
+        for index in range(first, first + remainder):
+            layers[index] += 1
     layers[-1] += sizes.mtp_layers
     stages = [(count, 0.0) for count in layers[:-1]] + [(layers[-1], 1.0)]
     if not settings.mirrored:
         return stages
+    # Each rank has half of its stage and half of the mirrored rank's.
     pairs = zip(stages, reversed(stages), strict=True)
-    return [((one + other) / 2, (head + tail) / 2) for (one, head), (other, tail) in pairs]
+    return [((a + b) / 2, (head_a + head_b) / 2) for (a, head_a), (b, head_b) in pairs]
 
 
 def _mean_layer(rank: Rank) -> tuple[Pass, Pass]:
-    """Average a layer's forward and backward over dense ones and those with experts."""
+    """Average the forward and the backward over layers with and without experts."""
     sizes = rank.sizes
     if not sizes.expert_layers:
         return layer_seconds(rank)
     share = sizes.expert_layers / (sizes.expert_layers + sizes.dense_layers)
-    mixed = layer_seconds(rank, experts=True)
+    sparse = layer_seconds(rank, experts=True)
     if share == 1:
-        return mixed
+        return sparse
     dense = layer_seconds(rank)
-    return _mixed(dense[0], mixed[0], share), _mixed(dense[1], mixed[1], share)
+    forward = _weighted_mean(dense[0], sparse[0], share)
+    return forward, _weighted_mean(dense[1], sparse[1], share)
 
 
-def _mixed(one: Pass, other: Pass, share: float) -> Pass:
+def _weighted_mean(a: Pass, b: Pass, weight: float) -> Pass:
+    names = [part.name for part in fields(Pass)]
     return Pass(
-        **{
-            each.name: (1 - share) * getattr(one, each.name) + share * getattr(other, each.name)
-            for each in fields(Pass)
-        }
+        **{name: (1 - weight) * getattr(a, name) + weight * getattr(b, name) for name in names}
     )
 
 
 def _exposed(rank: Rank, forward: Pass, backward: Pass) -> Pass:
-    """Add up both directions of a layer, without the communication that they hide."""
-    beside, share = rank.settings.overlap, rank.efficiency.hidden
+    """Add forward and backward of a layer, without hidden communication."""
+    overlap, hidden = rank.settings.overlap, rank.efficiency.hidden
     return Pass(
         products=forward.products + backward.products,
         attention=forward.attention + backward.attention,
         elementwise=forward.elementwise + backward.elementwise,
-        tensor=forward.tensor * (1 - share * beside.tensor_forward)
-        + backward.tensor * (1 - share * beside.tensor_backward),
-        context=(forward.context + backward.context) * (1 - share * beside.context),
-        expert=(forward.expert + backward.expert) * (1 - share * beside.expert),
+        tensor=forward.tensor * (1 - hidden * overlap.tensor_forward)
+        + backward.tensor * (1 - hidden * overlap.tensor_backward),
+        context=(forward.context + backward.context) * (1 - hidden * overlap.context),
+        expert=(forward.expert + backward.expert) * (1 - hidden * overlap.expert),
     )
 
 
 def _message_seconds(rank: Rank) -> float:
-    """Predict the seconds of activations to the next pipeline rank, and of gradients back."""
+    """Predict the seconds for sending activations to the next pipeline rank and gradients back."""
     layout = rank.layout
     if layout.pipeline == 1:
         return 0.0
@@ -198,7 +202,7 @@ def _message_seconds(rank: Rank) -> float:
 
 
 def _rank_weights(rank: Rank, layers: float) -> tuple[float, float]:
-    """Count the weights of a rank's pipeline and tensor place: of experts, and of all the rest."""
+    """Number of weights of a pipeline and tensor rank before data sharding: (experts, others)."""
     sizes, layout = rank.sizes, rank.layout
     total = sizes.layers + sizes.mtp_layers
     experts = layers * sizes.expert_layers / total * sizes.expert_weights / layout.expert
@@ -212,56 +216,64 @@ def _rank_weights(rank: Rank, layers: float) -> tuple[float, float]:
 
 
 def _data_seconds(rank: Rank, layer: tuple[Pass, Pass]) -> tuple[float, float]:
-    """Predict exposed traffic of weights and gradients: once a step, and with a layer's pass."""
+    """Predict the exposed seconds for communicating weights and gradients.
+
+    Returns:
+        Seconds per step, and seconds per layer and microbatch.
+    """
     settings, layout, sizes = rank.settings, rank.layout, rank.sizes
-    members = Members(count=layout.shards, stride=layout.tensor)
+    shard_group = RankGroup(count=layout.shards, stride=layout.tensor)
     if layout.token_ranks == 1:
         return 0.0, 0.0
-    whole = sum(_rank_weights(rank, sizes.layers / layout.pipeline))
-    near = rank.cluster, rank.efficiency
-    shown = 1 - rank.efficiency.hidden * settings.overlap.data
-    copies = Members(count=layout.replicate, stride=layout.tensor * layout.shards)
-    kept = settings.gradient_bytes * whole / layout.shards
-    between = reduce_seconds(kept, copies, *near) * shown
+    weights = sum(_rank_weights(rank, sizes.layers / layout.pipeline))
+    links = rank.cluster, rank.efficiency
+    exposed_share = 1 - rank.efficiency.hidden * settings.overlap.data
+    replica_group = RankGroup(count=layout.replicate, stride=layout.tensor * layout.shards)
+    shard_bytes = settings.gradient_bytes * weights / layout.shards
+    replica_s = reduce_seconds(shard_bytes, replica_group, *links) * exposed_share
     if settings.sharding in ("replicate", "zero1"):
         if settings.sharding == "replicate":
-            everyone = Members(count=layout.token_ranks, stride=layout.tensor)
-            once = reduce_seconds(settings.gradient_bytes * whole, everyone, *near)
-            between = 0.0
-        else:
-            size = (settings.gradient_bytes + rank.width_bytes) * whole
-            once = gather_seconds(size, members, *near)
-        return once * shown + between, 0.0
-    each = whole * layout.pipeline / (sizes.layers + 2)
-    gather = gather_seconds(rank.read_bytes * each, members, *near)
-    scatter = gather_seconds(settings.gradient_bytes * each, members, *near)
+            data_group = RankGroup(count=layout.token_ranks, stride=layout.tensor)
+            step_s = reduce_seconds(settings.gradient_bytes * weights, data_group, *links)
+            replica_s = 0.0
+        else:  # reduce-scatter of gradients, all-gather of updated weights
+            size = (settings.gradient_bytes + rank.width_bytes) * weights
+            step_s = gather_seconds(size, shard_group, *links)
+        return step_s * exposed_share + replica_s, 0.0
+    # Embedding and head count as one layer each.
+    layer_weights = weights * layout.pipeline / (sizes.layers + 2)
+    gather = gather_seconds(rank.read_bytes * layer_weights, shard_group, *links)
+    scatter = gather_seconds(settings.gradient_bytes * layer_weights, shard_group, *links)
     if settings.sharding == "zero2":
-        once = gather * sizes.layers / layout.pipeline
-        return once * shown + between, _beyond(scatter, layer[1], rank)
-    exposed = _beyond(gather, layer[0], rank) + _beyond(gather + scatter, layer[1], rank)
-    return gather + scatter + between, exposed
+        step_s = gather * sizes.layers / layout.pipeline
+        return step_s * exposed_share + replica_s, _exposed_seconds(scatter, layer[1], rank)
+    # ZeRO-3 gathers in the forward, and gathers again and reduces in the backward.
+    exposed = _exposed_seconds(gather, layer[0], rank)
+    exposed += _exposed_seconds(gather + scatter, layer[1], rank)
+    # The first gather and the last reduction of a step overlap with nothing.
+    return gather + scatter + replica_s, exposed
 
 
-def _beyond(seconds: float, beside: Pass, rank: Rank) -> float:
-    """Return the seconds of communication that the computation beside it does not hide."""
+def _exposed_seconds(seconds: float, concurrent: Pass, rank: Rank) -> float:
+    """Seconds of communication that concurrent computation does not hide."""
     share = rank.efficiency.hidden * rank.settings.overlap.data
-    return seconds - share * min(seconds, beside.compute)
+    return seconds - share * min(seconds, concurrent.compute)
 
 
 def _optimizer_seconds(rank: Rank, layers: float) -> float:
-    """Predict how long the optimizer takes to update what a rank keeps."""
+    """Predict the optimizer's seconds for the weights of a rank."""
     settings, layout = rank.settings, rank.layout
-    experts, rest = _rank_weights(rank, layers)
+    experts, others = _rank_weights(rank, layers)
     sharded = settings.sharding != "replicate"
-    kept = rest / (layout.shards if sharded else 1)
-    kept += experts / (layout.expert_shards if sharded else 1)
-    return rank.moved(OPTIMIZER_BYTES * kept)
+    weights = others / (layout.shards if sharded else 1)
+    weights += experts / (layout.expert_shards if sharded else 1)
+    return rank.memory_seconds(OPTIMIZER_BYTES * weights)
 
 
-def _with_waiting(spent: StepTime, rank: Rank) -> StepTime:
-    """Return a step's times with the time in which devices wait for the slowest."""
+def _with_waiting(time: StepTime, rank: Rank) -> StepTime:
+    """Add the time that devices wait for the slowest one, which grows with log2 of the nodes."""
     nodes = -(-rank.layout.world_size // rank.cluster.devices_per_node)
     doublings = max(0, nodes - 1).bit_length()
-    values = {each.name: getattr(spent, each.name) for each in fields(StepTime)}
-    values["waiting"] = spent.total * rank.efficiency.waiting * doublings
+    values = {category.name: getattr(time, category.name) for category in fields(StepTime)}
+    values["waiting"] = time.total * rank.efficiency.waiting * doublings
     return StepTime(**values)

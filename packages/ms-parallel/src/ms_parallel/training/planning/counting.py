@@ -8,7 +8,7 @@ from attrs import evolve
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
-from ms_parallel.planner.layouts.candidate import Candidate, KeptBytes, Split
+from ms_parallel.planner.layouts.candidate import Candidate, SavedBytes, Split
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.split.data_axis import ACTIVATIONS, REDUCE_EACH_MICROBATCH
@@ -79,11 +79,11 @@ def working_bytes(split: Split, sizes: ModelSizes, length: int) -> int:
     return 2 * min(logits * 4, LOGITS_BYTES)
 
 
-def kept_bytes(counted: Any) -> KeptBytes:
+def kept_bytes(counted: Any) -> SavedBytes:
     """Average the saved bytes of `row_bytes` over blocks, for each recomputation mode."""
     kinds = zip(*counted.blocks, strict=True)
-    return KeptBytes(
-        block=tuple(sum(kind) // len(counted.blocks) for kind in kinds), ends=counted.beside
+    return SavedBytes(
+        block=tuple(sum(kind) // len(counted.blocks) for kind in kinds), ends=counted.ends
     )
 
 

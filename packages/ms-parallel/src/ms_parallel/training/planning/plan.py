@@ -21,13 +21,13 @@ from ms_parallel.planner.layouts.candidate import Candidate
 from ms_parallel.planner.layouts.choice import (
     OBJECTIVES,
     FittingLayout,
-    FoundLayouts,
     Question,
+    SearchResult,
     choose,
 )
 from ms_parallel.planner.layouts.enumeration import divisors
-from ms_parallel.planner.layouts.here import HereTimes, measurable
-from ms_parallel.planner.layouts.passes import PassTimes, SheetTimes
+from ms_parallel.planner.layouts.here import MeasuredTimes, measurable
+from ms_parallel.planner.layouts.passes import DatasheetTimes, PassTimes
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.variants import Choices
 from ms_parallel.planner.memory import predict_memory, row_bytes
@@ -192,7 +192,7 @@ def _plan(request: "_PlanRequest", objective: Objective, best: int, every: bool)
         devices=cluster.devices,
         limit_bytes=question.limit,
         parameters=question.sizes.parameters,
-        times=MEASURED if isinstance(question.times, HereTimes) else DATASHEET,
+        times=MEASURED if isinstance(question.times, MeasuredTimes) else DATASHEET,
         kept={name: _plain(value) for name, value in request.explicit.items()},
         best=[_planned(layout, options, cluster) for layout in result.best],
         fallen=_excluded(result),
@@ -203,8 +203,8 @@ def _plan(request: "_PlanRequest", objective: Objective, best: int, every: bool)
 
 def _constants(calibration: Calibration) -> PlannedConstants:
     """Describe the constants of a plan, with a remedy if they belong to another chip."""
-    remedy = None if calibration.known else SET_CHIP
-    return PlannedConstants(chip=calibration.chip, known=calibration.known, remedy=remedy)
+    remedy = None if calibration.is_exact else SET_CHIP
+    return PlannedConstants(chip=calibration.chip, known=calibration.is_exact, remedy=remedy)
 
 
 @frozen(kw_only=True)
@@ -238,12 +238,14 @@ class _PlanRequest:
             batch_size=options.batch_size,
             width=width,
             moment_bytes=round(saved_bytes(Layout()).moments),
-            choices=Choices(kept=self.explicit, offloads=self._offloads()),
+            choices=Choices(fixed=self.explicit, offloads=self._offloads()),
             rows=None if rows is None else [rows],
             check=lambda layout: check_fit(options, layout, config),
             times=self._times(config, sizes),
             message_bytes=options.sequence_length * sizes.hidden * width,
-            keep=lambda candidate: kept_bytes(saved_bytes(without_pipeline(candidate.layout))),
+            saved_bytes=lambda candidate: kept_bytes(
+                saved_bytes(without_pipeline(candidate.layout))
+            ),
             predict=self._predict,
             working=lambda split: working_bytes(split, sizes, options.sequence_length),
             objective=objective,
@@ -257,7 +259,7 @@ class _PlanRequest:
     def _times(self, config: Any, sizes: ModelSizes) -> PassTimes:
         options = self.options
         dtype = {True: "bfloat16", "float16": "float16"}.get(options.mixed_precision, "float32")
-        sheet = SheetTimes(sizes, self.cluster, options.sequence_length, dtype)
+        sheet = DatasheetTimes(sizes, self.cluster, options.sequence_length, dtype)
         if not self.cluster.measured:
             return self._calibrated(config, dtype) or sheet
         small = measurable(config)
@@ -269,7 +271,7 @@ class _PlanRequest:
         documents = first_documents(options, 1, self.shards)
         batch = random_row(config.vocab_size, options.sequence_length)
         batch |= {} if documents is None else {"documents": documents}
-        return HereTimes(small, sheet, batch, device, engine_options)
+        return MeasuredTimes(small, sheet, batch, device, engine_options)
 
     def _calibrated(self, config: Any, dtype: str) -> PassTimes | None:
         """Roofline times with constants calibrated on published runs; None for other models."""
@@ -375,7 +377,7 @@ def _planned(layout: FittingLayout, options: Options, cluster: Cluster) -> Plann
     )
 
 
-def _excluded(result: FoundLayouts) -> list[PlannedOut]:
+def _excluded(result: SearchResult) -> list[PlannedOut]:
     reasons = sorted(result.reasons.items(), key=lambda item: -item[1].count)
     return [
         PlannedOut(reason=reason, count=excluded.count, example=excluded.example)
