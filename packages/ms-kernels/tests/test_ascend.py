@@ -207,11 +207,11 @@ def test_halves_that_stand_side_by_side_are_joined_without_a_copy():
     """One projection cut in two is one tensor to the fused gate; anything else is copied."""
     whole = torch.randn(3, 5, 16)
     gate, up = whole.chunk(2, -1)
-    joined = gates.join(gate, up)
+    joined = gates.concat_gate_up(gate, up)
     assert joined.data_ptr() == whole.data_ptr()
     assert torch.equal(joined, whole)
     rows = torch.randn(6, 40)[:, 4:36].unflatten(0, (2, 3)).chunk(2, -1)
-    assert gates.join(*rows).data_ptr() == rows[0].data_ptr()
+    assert gates.concat_gate_up(*rows).data_ptr() == rows[0].data_ptr()
     others = [
         (up, gate),
         (gate, up.contiguous()),
@@ -219,7 +219,7 @@ def test_halves_that_stand_side_by_side_are_joined_without_a_copy():
         (gate[..., ::2], up[..., ::2]),
     ]
     for one, two in others:
-        assert torch.equal(gates.join(one, two), torch.cat((one, two), -1))
+        assert torch.equal(gates.concat_gate_up(one, two), torch.cat((one, two), -1))
 
 
 def test_widened_tables_are_made_once_and_again_when_they_change():

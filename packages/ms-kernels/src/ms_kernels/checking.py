@@ -136,9 +136,9 @@ def compare(
     )
     dtype = next(tensor.dtype for tensor in inputs if tensor is not None)
     for result, expected in zip(results, expected_results, strict=True):
-        yield "result", _share(result, expected, contract.tolerance.results[dtype])
+        yield "result", _error_ratio(result, expected, contract.tolerance.results[dtype])
     for name, gradient in gradients.items():
-        share = _share(gradient, expected_grads[name], contract.tolerance.gradients[dtype])
+        share = _error_ratio(gradient, expected_grads[name], contract.tolerance.gradients[dtype])
         yield f"gradient of {name}", share
 
 
@@ -198,7 +198,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
-def _share(got: Tensor, truth: Tensor, tolerance: Tolerance) -> float:
+def _error_ratio(got: Tensor, truth: Tensor, tolerance: Tolerance) -> float:
     """Return the largest error as a fraction of the allowed error."""
     if got.shape != truth.shape:
         return float("inf")

@@ -84,7 +84,7 @@ def whole_rows(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]
     return {"ROWS": rows, "BLOCK": block, "num_warps": values["num_warps"]}
 
 
-def shares(kernel: TunedKernel, key: TableKey, rows: int, width: int) -> tuple[int, int]:
+def rows_per_program(kernel: TunedKernel, key: TableKey, rows: int, width: int) -> tuple[int, int]:
     """Return rows per program and number of programs of a normalization's backward pass.
 
     Each program accumulates a partial weight gradient, so the number of programs determines the

@@ -20,7 +20,7 @@ def _load(X, STATE, batch, pos, column, positions, width, x_batch_stride, x_stri
 
 
 @triton.jit
-def _joined(DOCUMENTS, batch, pos, positions):
+def _same_document(DOCUMENTS, batch, pos, positions):
     """Return whether positions (BS, 1) are in the previous position's document; true for 0."""
     has_previous = (pos > 0) & (pos < positions)  # (BS, 1)
     doc = tl.load(DOCUMENTS + batch * positions + pos, mask=has_previous, other=0)
@@ -39,7 +39,7 @@ def _sums(X, W, BIAS, DOCUMENTS, STATE, batch, pos, column, positions, width, x_
     visible = pos < positions
     for distance in tl.static_range(1, K):
         if CUT:
-            visible = visible & _joined(DOCUMENTS, batch, pos - distance + 1, positions)
+            visible = visible & _same_document(DOCUMENTS, batch, pos - distance + 1, positions)
         x = _load(X, STATE, batch, pos - distance, column, positions, width, x_batch_stride,
                   x_stride, K, GIVEN)  # fmt: skip
         w = tl.load(W + column * K + K - 1 - distance, mask=column < width, other=0.0)
@@ -174,7 +174,7 @@ def conv_backward(
     for distance in tl.static_range(K):
         at = pos + distance
         if CUT and distance > 0:
-            visible = visible & _joined(DOCUMENTS, batch, at, positions)
+            visible = visible & _same_document(DOCUMENTS, batch, at, positions)
         inside = visible & (at >= 0) & (at < positions) & (column < width)
         dsum = tl.load(PULL + (batch * positions + at) * width + column, mask=inside, other=0.0)
         w = tl.load(W + column * K + K - 1 - distance, mask=column < width, other=0.0)

@@ -53,7 +53,7 @@ def gated_delta_rule(
     heads, out_width = v.shape[2:]
     wide = accumulator(q.dtype)
     queries, keys = (
-        normalized(vectors.to(wide), settings.normalize).repeat_interleave(heads // groups, 2)
+        l2_normalize(vectors.to(wide), settings.normalize).repeat_interleave(heads // groups, 2)
         for vectors in (q, k)
     )
     values, decay, betas = v.to(wide), g.to(wide).exp(), beta.to(wide)
@@ -74,7 +74,7 @@ def gated_delta_rule(
     return (result, memory) if settings.final_state else result
 
 
-def normalized(x: Tensor, normalize: bool) -> Tensor:
+def l2_normalize(x: Tensor, normalize: bool) -> Tensor:
     """Normalize x (..., D) to unit length if `normalize`."""
     if not normalize:
         return x
@@ -110,7 +110,7 @@ def _decays(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> T
     return -3 * torch.rand(shape, generator=generator, dtype=torch.float64).pow(4)
 
 
-def _shares(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
+def _random_betas(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
     """Draw random values of beta from 0 to 1."""
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
@@ -123,7 +123,7 @@ CONTRACT = Contract(
         Argument(name="k", dims="B S Hk D", like="q", draw=_keys),
         Argument(name="v", dims="B S Hv Dv", like="q"),
         Argument(name="g", dims="B S Hv", dtypes=FLOATING, draw=_decays),
-        Argument(name="beta", dims="B S Hv", dtypes=FLOATING, draw=_shares),
+        Argument(name="beta", dims="B S Hv", dtypes=FLOATING, draw=_random_betas),
         documents_argument("B S"),
         Argument(name="state", dims="B Hv D Dv", dtypes=ACCUMULATED, optional=True),
     ),

@@ -19,7 +19,7 @@ from torch import Tensor
 from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import Call, accumulator
 from ms_kernels.contracts.documents import starts_of
-from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, RuleOptions, normalized
+from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, RuleOptions, l2_normalize
 
 MAX_CHUNK = 64
 """Maximum positions per chunk: the triangular system grows quadratically."""
@@ -60,7 +60,7 @@ def gated_delta_rule(
     cut = _cut(batch, positions, documents)
     split = (groups, heads // groups)
     queries, keys = (
-        _chunked(normalized(vectors.to(wide), settings.normalize), cut).unsqueeze(2)
+        _chunked(l2_normalize(vectors.to(wide), settings.normalize), cut).unsqueeze(2)
         for vectors in (q, k)
     )  # (N, Hk, 1, C, D)
     values = torch.unflatten(_chunked(v.to(wide), cut), 1, split)  # (N, Hk, Hv / Hk, C, Dv)

@@ -79,7 +79,7 @@ def _walk(
         _tiles(v, constants),
         q,
         *(q, k, v, g, beta, documents, state, result, final, final if saved is None else saved),
-        *(*_sizes(q, k, v), RuleOptions(*options).factor(q.shape[3]), _share(q.shape[1])),
+        *(*_sizes(q, k, v), RuleOptions(*options).factor(q.shape[3]), _part_length(q.shape[1])),
         NORMALIZE=options[1],
         CUT=tensors[5] is not None,
         GIVEN=tensors[6] is not None,
@@ -101,17 +101,19 @@ def _backward(
     grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    settings, share = RuleOptions(*options), _share(q.shape[1])
+    settings, part_length = RuleOptions(*options), _part_length(q.shape[1])
     batch, positions, heads, out_width = v.shape
     width, groups = q.shape[3], q.shape[2]
     grad_state = _sums(q, batch, heads, width, out_width)
-    parts = blocks(positions, share)
+    parts = blocks(positions, part_length)
     saved = _sums(q, batch, heads, parts, width, out_width)  # one state per part
     # Recompute the states at the part boundaries; forward saved only its inputs.
     _walk((q, k, v, g, beta, documents, state), options, grad, grad_state, saved)
     constants = _constants(BACKWARD, key_of(q), width)
     tiles, columns = _tiles(v, constants), blocks(out_width, constants["BV"])
-    scratch = _sums(q, tiles, share, constants["BD"], constants["BV"])  # states within one part
+    scratch = _sums(
+        q, tiles, part_length, constants["BD"], constants["BV"]
+    )  # states within one part
     # per block of columns, summed below
     partial_q, partial_k = _sums(q, 2, columns, batch, positions, heads, width)
     partial_g, partial_beta = _sums(q, 2, columns, batch, positions, heads)
@@ -135,7 +137,7 @@ def _backward(
             partial_beta,
             grad_state,
         ),
-        *(*_sizes(*inputs[:3]), batch, settings.factor(width), share),
+        *(*_sizes(*inputs[:3]), batch, settings.factor(width), part_length),
         NORMALIZE=settings.normalize,
         CUT=documents is not None,
         PULLED=grad_final is not None,
@@ -143,7 +145,7 @@ def _backward(
     )
     grad_q, grad_k = (
         _through_norm(
-            # Sum over column blocks, then over the value heads that share a key head.
+            # Sum over column blocks, then over the value heads that part_length a key head.
             partial.sum(0).unflatten(2, (groups, heads // groups)).sum(3),
             x,
             settings.normalize,
@@ -178,7 +180,7 @@ def _laid_out(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     )
 
 
-def _share(positions: int) -> int:
+def _part_length(positions: int) -> int:
     """Return the number of positions between two saved states."""
     return min(power_of_two(isqrt(positions)), LONGEST)  # √S minimizes saved states plus scratch
 

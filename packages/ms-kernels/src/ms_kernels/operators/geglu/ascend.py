@@ -11,7 +11,7 @@ from torch import Tensor
 from ms_kernels.backends.ascend import on_npu
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.geglu.contract import CONTRACT
-from ms_kernels.operators.swiglu.ascend import join
+from ms_kernels.operators.swiglu.ascend import concat_gate_up
 
 GATE_FIRST = True
 """Apply GELU to the left half: npu_geglu's `activate_left`."""
@@ -20,7 +20,7 @@ GATE_FIRST = True
 def _geglu(gate: Tensor, up: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     """Return ``gelu(gate) · up`` and ``gelu(gate)``."""
     tanh = int(approximate == "tanh")
-    result, gated = torch.ops.npu.npu_geglu(join(gate, up), -1, tanh, GATE_FIRST)
+    result, gated = torch.ops.npu.npu_geglu(concat_gate_up(gate, up), -1, tanh, GATE_FIRST)
     return result, gated
 
 
@@ -33,7 +33,7 @@ def _geglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, gated: Tensor, grad_mask: int, approximate: str
 ) -> tuple[Tensor, Tensor]:
     tanh = int(approximate == "tanh")
-    joined = join(gate, up)
+    joined = concat_gate_up(gate, up)
     grad_joined = torch.ops.npu.npu_geglu_grad(grad, joined, gated, -1, tanh, GATE_FIRST)
     grad_gate, grad_up = grad_joined.chunk(2, -1)
     return grad_gate.contiguous(), grad_up.contiguous()

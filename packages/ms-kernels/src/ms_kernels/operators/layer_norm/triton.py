@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ms_kernels.backends.triton.configuration import norm_kernels, shares, whole_rows
+from ms_kernels.backends.triton.configuration import norm_kernels, rows_per_program, whole_rows
 from ms_kernels.backends.triton.implementation import narrow_rows, on_gpu
 from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty
@@ -50,7 +50,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, grad_rows = as_rows(x), as_rows(grad)
     constants = whole_rows(BACKWARD, key_of(x), rows.shape[1])
-    program_rows, programs = shares(BACKWARD, key_of(x), *rows.shape)
+    program_rows, programs = rows_per_program(BACKWARD, key_of(x), *rows.shape)
     grad_x = empty(x)
     partial_sums = x.new_empty((2, programs, rows.shape[1]), dtype=torch.float32)
     launch(

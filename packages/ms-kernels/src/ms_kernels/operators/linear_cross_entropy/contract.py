@@ -115,7 +115,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, second, targets, ignored, saved_logits, *_ = ctx.saved_tensors
         if ctx.foresees:
-            first, second = _scaled(ctx, first, second, grad)
+            first, second = _scale_saved_grads(ctx, first, second, grad)
         elif ctx.options.reduction == "none":
             first, second = _recompute(ctx, first, second, targets, ignored, saved_logits, grad)
         else:
@@ -131,7 +131,7 @@ class _Chunked(torch.autograd.Function):
         return (*grads, *(None,) * 5)
 
 
-def _scaled(
+def _scale_saved_grads(
     ctx: Any, first: Tensor | None, second: Tensor | None, grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """Scale the gradients computed for a row gradient of 1; recompute rows that differ from it."""

@@ -38,8 +38,8 @@ from ms_kernels.operators.linear_cross_entropy.triton_logits import (
     chunks,
     lift_of,
     lifted,
+    scale_and_cast,
     scale_kernel,
-    scaled,
 )
 
 FORWARD, BACKWARD, SCALE = TUNED = (
@@ -128,8 +128,8 @@ def _scale(
         # forward summed the rows undivided
         grad = grad / counted_of(targets == settings.ignore_index)
     return (
-        scaled(SCALE, held_hidden if needs_grad(grad_mask, 0) else None, grad, hidden),
-        scaled(SCALE, held_weight if needs_grad(grad_mask, 1) else None, grad, weight),
+        scale_and_cast(SCALE, held_hidden if needs_grad(grad_mask, 0) else None, grad, hidden),
+        scale_and_cast(SCALE, held_weight if needs_grad(grad_mask, 1) else None, grad, weight),
     )
 
 

@@ -116,12 +116,12 @@ class Sums:
         self, kernel: TunedKernel, slope: Tensor, hidden: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return both gradients times `slope`, in the shapes and dtypes of hidden and weight."""
-        return scaled(kernel, self.hidden, slope, hidden), scaled(
+        return scale_and_cast(kernel, self.hidden, slope, hidden), scale_and_cast(
             kernel, self.weight, slope, weight
         )
 
 
-def scaled(kernel: TunedKernel, x: Tensor | None, slope: Tensor, like: Tensor) -> Tensor:
+def scale_and_cast(kernel: TunedKernel, x: Tensor | None, slope: Tensor, like: Tensor) -> Tensor:
     """Return ``x · slope`` with the gradient scale removed, in the shape and dtype of `like`.
 
     Args:

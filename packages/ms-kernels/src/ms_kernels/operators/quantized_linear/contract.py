@@ -25,7 +25,7 @@ def quantized_linear(
     """Return ``x @ weight.T`` with the dequantized weight, rounded once."""
     if transforms_active():
         wide = accumulator(x.dtype)
-        weight = widened(wide, packed, scales, zeros, bits, group_size)
+        weight = dequantize_weight(wide, packed, scales, zeros, bits, group_size)
         return (x.to(wide) @ weight.T).to(x.dtype)
     result: Tensor = _Packed.apply(  # type: ignore[no-untyped-call]
         x, packed, scales, zeros, bits, group_size
@@ -43,7 +43,7 @@ class _Packed(torch.autograd.Function):
         ctx.save_for_backward(packed, scales, zeros)
         ctx.form = form
         wide = accumulator(x.dtype)
-        weight = widened(wide, packed, scales, zeros, *form)
+        weight = dequantize_weight(wide, packed, scales, zeros, *form)
         result = x.to(wide) @ weight.T
         # torch 2.11's compiler drops the gradient of an output that is a no-op cast.
         return result if wide == x.dtype else result.to(x.dtype)
@@ -51,11 +51,11 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wide = accumulator(grad.dtype)
-        weight = widened(wide, *ctx.saved_tensors, *ctx.form)
+        weight = dequantize_weight(wide, *ctx.saved_tensors, *ctx.form)
         return (grad.to(wide) @ weight).to(grad.dtype), None, None, None, None, None
 
 
-def widened(
+def dequantize_weight(
     wide: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
 ) -> Tensor:
     """Return the dequantized weight in dtype `wide`, computed in the wider of it and scales' dtype.

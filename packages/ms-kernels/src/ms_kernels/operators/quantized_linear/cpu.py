@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import accumulator
-from ms_kernels.operators.quantized_linear.contract import CONTRACT, widened
+from ms_kernels.operators.quantized_linear.contract import CONTRACT, dequantize_weight
 
 TILE_ELEMENTS = 2**18
 """Elements of a tile of the dequantized weight: 1 MiB in float32."""
@@ -48,7 +48,7 @@ def _tiles(
     for start in range(0, len(packed), step):
         rows = slice(start, start + step)
         tile_zeros = None if zeros is None else zeros[rows]
-        yield rows, widened(wide, packed[rows], scales[rows], tile_zeros, *form)
+        yield rows, dequantize_weight(wide, packed[rows], scales[rows], tile_zeros, *form)
 
 
 IMPLEMENTATION = on_cpu(

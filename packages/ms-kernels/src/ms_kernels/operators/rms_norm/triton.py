@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ms_kernels.backends.triton.configuration import norm_kernels, shares, whole_rows
+from ms_kernels.backends.triton.configuration import norm_kernels, rows_per_program, whole_rows
 from ms_kernels.backends.triton.implementation import narrow_rows, on_gpu
 from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty, needed_grads
@@ -66,7 +66,7 @@ def differentiate(
     rows, grad_rows = as_rows(x), as_rows(grad)
     grad_sum_rows = grad_rows if grad_sum is None else as_rows(grad_sum)
     constants = whole_rows(kernel, key_of(x), rows.shape[1])
-    program_rows, programs = shares(kernel, key_of(x), *rows.shape)
+    program_rows, programs = rows_per_program(kernel, key_of(x), *rows.shape)
     grad_x = empty(x)
     partial_sums = x.new_empty((programs, rows.shape[1]), dtype=torch.float32)
     launch(

@@ -15,7 +15,7 @@ from ms_kernels.backends.ascend import on_npu
 from ms_kernels.operators.swiglu.contract import CONTRACT
 
 
-def join(gate: Tensor, up: Tensor) -> Tensor:
+def concat_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     """Return gate and up as one tensor (..., 2 I): a view if they are adjacent, else a copy."""
     plain = type(gate) in (Tensor, torch.nn.Parameter) and type(up) in (Tensor, torch.nn.Parameter)
     if torch.compiler.is_compiling() or not plain or gate.device.type == "meta":
@@ -38,13 +38,13 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        result: Tensor = torch.ops.npu.npu_swiglu(join(gate, up), -1)
+        result: Tensor = torch.ops.npu.npu_swiglu(concat_gate_up(gate, up), -1)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        joined = join(*ctx.saved_tensors)
+        joined = concat_gate_up(*ctx.saved_tensors)
         grad_joined: Tensor = torch.ops.npu.npu_swiglu_backward(grad.contiguous(), joined, -1)
         return grad_joined.chunk(2, -1)
 
