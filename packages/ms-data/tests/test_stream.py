@@ -246,6 +246,27 @@ def test_settings_may_be_numbers_of_numpy(dataset: Path) -> None:
     assert states[0] == states[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("sources", wrong) for wrong in (3.5, b"shards", ["a", 3], object())),
+        *(("place", wrong) for wrong in (0, "", {"rank": 0}, 2, object())),
+        *(("cache_mib", wrong) for wrong in (None, 0.5, "64", [], float("nan"))),
+        *(("sequence_length", wrong) for wrong in (None, 8.0, "8", True, b"8")),
+        *(("batch_size", wrong) for wrong in (None, 2.0, [2], True, "2")),
+        *(("window_chunks", wrong) for wrong in (None, 0, 1.5, "4", {})),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_by_name(
+    dataset: Path, name: str, wrong: object
+) -> None:
+    """Never Python's own error, and never a default instead of what was given."""
+    settings = {"sources": dataset, "sequence_length": 8, "batch_size": 2} | {name: wrong}
+    with pytest.raises(SettingError, match=name) as refused:
+        TokenStream(**settings)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+
+
 def test_a_state_of_other_data_is_refused(dataset: Path, tmp_path: Path) -> None:
     """A dataset is known by its content: the same shape with other tokens is another one."""
     other = write_dataset(tmp_path / "other", random_documents(1, 40, 50))

@@ -6,13 +6,13 @@ from ms_data.errors import SettingError, printable
 
 
 def check_counts(**arguments: object) -> None:
-    """Check that arguments are integers of at least 1; None is allowed.
+    """Check that arguments are integers of at least 1.
 
     Raises:
         SettingError: an argument is not.
     """
     for name, value in arguments.items():
-        if value is not None and not (is_whole(value) and operator.index(value) >= 1):  # type: ignore[arg-type]
+        if not (is_whole(value) and operator.index(value) >= 1):  # type: ignore[arg-type]
             raise SettingError(
                 f"{name} must be a whole number, 1 or more, got {printable(repr(value))}"
             )

@@ -9,7 +9,7 @@ import xxhash
 
 from ms_data.disk.format import Index
 from ms_data.disk.split import dataset_folder
-from ms_data.errors import SettingError
+from ms_data.errors import SettingError, printable
 from ms_data.streams.mixture import Mixture, Phase, Weights
 from ms_data.streams.share import BatchStream
 
@@ -32,6 +32,11 @@ class MixedStream(BatchStream[B]):
     def _name_sources(self, sources: Sources) -> None:
         if isinstance(sources, str | Path):
             sources = {dataset_folder(sources).name: sources}
+        if not isinstance(sources, Mapping):
+            raise SettingError(
+                f"sources must be a folder or a dict, got {printable(repr(sources))}; pass a"
+                " dataset folder, or a dict of names and folders"
+            )
         if not sources:
             raise SettingError("sources is empty; pass at least one dataset folder")
         self.folders = tuple(dataset_folder(folder) for folder in sources.values())

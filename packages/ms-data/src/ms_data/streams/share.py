@@ -51,7 +51,15 @@ class RankRows:
                 number of processes.
         """
         check_counts(batch_size=batch_size)
-        rank, count = (place.rank, place.count) if place else (0, 1)
+        rank, count = 0, 1
+        if place is not None:
+            try:
+                rank, count = place.rank, place.count
+            except AttributeError:
+                raise SettingError(
+                    f"place must have `rank` and `count`, got {place!r}; pass the `place` of an"
+                    " engine, or None to read all rows"
+                ) from None
         if not (is_whole(rank) and is_whole(count) and 0 <= rank < count):
             raise SettingError(f"place: rank must be 0 to count - 1, got {rank!r} of {count!r}")
         if batch_size % count:
@@ -98,7 +106,9 @@ class BatchStream(Iterator[B]):
         shuffle: bool,
         epochs: int | None,
     ) -> None:
-        check_counts(sequence_length=sequence_length, epochs=epochs)
+        check_counts(sequence_length=sequence_length)
+        if epochs is not None:
+            check_counts(epochs=epochs)
         check_flags(shuffle=shuffle)
         check_texts(split=split)
         if not is_whole(seed):
