@@ -253,6 +253,7 @@ class Engine:
             ParallelError: the loss or gradient is not finite and `on_nonfinite="raise"`.
         """
         microbatches = self.runner.microbatches(batch, self.reduction.microbatch_size)
+        # The divisor of the loss must be known before the forward pass: one all-gather of counts.
         counts = self.reduction.count(microbatches, loss)
         tokens = counts.tokens
         self.row_check.check_counts(counts.local, counts.by_data_rank)
@@ -260,7 +261,7 @@ class Engine:
         scale = self.scaler.factor
         loss_scale = scale if self.scaler.settings else None
         metrics = loss.statistics if isinstance(loss, LossWithStatistics) else ()
-        if counts.weight == 0.0:
+        if counts.weight == 0.0:  # no targets on any rank: nothing to compute
             self.step_count += 1
             return StepReport(
                 learning_rate=rate,
@@ -294,6 +295,7 @@ class Engine:
         audit = self.auditor.audit(
             self.step_count + 1, microbatches, loss, counts, totals, gradients
         )
+        # None skips the update, but steps, counters and hooks advance on all ranks alike.
         self.trained.apply(None if skipped else gradients, totals.grad_norm, rate)
         self.balancer.update_bias(None if skipped else load)
         self.trained.zero_grad()

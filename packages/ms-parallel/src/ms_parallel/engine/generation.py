@@ -108,7 +108,7 @@ def generate(
         compare([batch])
     for index in range(max_new_tokens):
         logits = _forward(engine, batch, caches, at=window.width - 1 if index == 0 else 0)
-        for cache in caches.values():
+        for cache in caches.values():  # drop padding after the new token
             cache.rewind(cached_length)
         sampled = (
             None if logits is None else sample_tokens(logits, sampling, index, *rank_and_count)
@@ -182,7 +182,7 @@ class _PromptBatches:
         tokens = torch.zeros(len(self.prompts), self.width, dtype=torch.int64)
         for row, prompt in zip(tokens, self.prompts, strict=True):
             row[self.width - len(prompt) :] = torch.as_tensor(prompt)
-        positions = torch.arange(self.width) - pads[:, None]
+        positions = torch.arange(self.width) - pads[:, None]  # (B, width), negative for padding
         batch = {"tokens": tokens, "positions": positions.clamp(min=0)}
         if self.padded:
             batch["documents"] = (positions >= 0).int()

@@ -84,7 +84,7 @@ def sum_over(axis: str, gradients: Sequence[Tensor], groups: Groups) -> None:
     """All-reduce gradients in place, in buckets that bound the extra memory."""
     for indices in messages([gradient.nbytes for gradient in gradients]):
         bucket = [gradients[index] for index in indices]
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        flat = torch.cat([gradient.flatten() for gradient in bucket])  # (elements of the bucket,)
         groups.all_reduce(flat, axis)
         sizes = [gradient.numel() for gradient in bucket]
         for gradient, total in zip(bucket, torch.split(flat, sizes), strict=True):

@@ -43,6 +43,7 @@ def mtp_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     weights = batch.get("weights")
     length = targets.shape[1]
     num_valid = max(0, length - depth)
+    # Targets are next tokens, so the target at depth k is k positions to the right.
     shifted = torch.full_like(targets, IGNORED)
     shifted[:, :num_valid] = targets[:, depth:]
     if documents is not None:

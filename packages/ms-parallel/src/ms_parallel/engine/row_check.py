@@ -106,7 +106,7 @@ class RowCheck:
             ConfigError: on every process, if the rows of the first update are wrong.
         """
         self.local = local
-        if not self.passed_first:
+        if not self.passed_first:  # a wrong data pipeline shows in the first step
             self._compare_all()
             self.passed_first = True
             self.suspicion = False

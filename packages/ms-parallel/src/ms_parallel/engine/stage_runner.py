@@ -120,6 +120,7 @@ class StageRunner:
         depths = mtp_depths(self.config, loss)
         divisors = mtp_divisors(microbatches, depths, reduction.sum_over_rows)
         batches = [self._to_device(microbatch) for microbatch in microbatches]
+        # Computed from the CPU copies, so that splitting does not synchronize with the device.
         row_splits = [self.splitter.split(microbatch) for microbatch in microbatches]
         results: dict[int, MicrobatchResult] = {}
 

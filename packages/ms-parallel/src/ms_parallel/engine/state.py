@@ -104,7 +104,7 @@ def load_state(
                 f"{name} must have shape {tuple(target.shape)} on this process, got"
                 f" {tuple(source.shape)}; load the state through torch.distributed.checkpoint"
             )
-        if target.data_ptr() != source.data_ptr():
+        if target.data_ptr() != source.data_ptr():  # a checkpoint may be read into our own storage
             target.copy_(source)
     trained.optimizer.update_count = int(state[UPDATE_COUNT])
     _refresh_copies(trained)

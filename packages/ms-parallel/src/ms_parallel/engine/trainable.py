@@ -66,6 +66,7 @@ class Trainable:
         }
         for parameter in unsharded.values() if summed else ():
             parameter.register_hook(self._sum_over_shards)  # type: ignore[no-untyped-call]
+        # Each element of each parameter counts on exactly one process.
         self.counted = [
             name
             for name in self.parameters

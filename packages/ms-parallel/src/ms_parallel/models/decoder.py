@@ -95,6 +95,7 @@ class Decoder(StagedModel):
             positions = row_split.mine(positions)
             ends = None if ends is None else row_split.mine(ends)
         tables = tuple(rotary_tables(rope, positions, ends) for rope in self.ropes)
+        # Per-document attention and block masks need all positions of the row at once.
         whole_rows = cache is None and row_split is None
         block_masks = None
         if self.flex_attention and whole_rows and documents is not None:

@@ -92,6 +92,7 @@ def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
         if isinstance(hidden, int) and isinstance(heads, int):  # other types fail validation
             overrides["head_dim"] = hidden // max(1, heads)
+    # With fewer layers, keep an alternating pattern, else only the sliding layers that remain.
     depth, layers = overrides.get("num_hidden_layers"), getattr(config, "sliding_layers", None)
     if type(depth) is int and layers is not None and "sliding_layers" not in overrides:
         every_other = tuple(range(0, config.num_hidden_layers, 2))

@@ -44,6 +44,7 @@ class WeightSlice:
                 return None
             target.append(slice(start - query.start, stop - query.start))
             if dim is not None:
+                # Interleaved weights have a step, so offsets in the box are scaled by it.
                 base, step = self.part[dim].start, self.part[dim].step or 1
                 first, end = base + (start - box.start) * step, base + (stop - box.start) * step
                 part[dim] = slice(first, min(end, self.part[dim].stop), step)

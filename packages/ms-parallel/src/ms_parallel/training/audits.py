@@ -24,7 +24,7 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     groups: dict[str, tuple[float | None, float | None, float | None]]
 
 
-class Audits:
+class AuditLog:
     """Logs audits and stores them for the page; used on rank 0 only.
 
     Args:

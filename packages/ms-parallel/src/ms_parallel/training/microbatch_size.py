@@ -109,6 +109,7 @@ def resolve_microbatch_size(
     rows = options.batch_size // layout.readers
     largest = engine.runner.microbatch_size or rows
     sizes = [size for size in sizes_of(rows, layout.pipeline) if size <= largest]
+    # Two predictions suffice: memory is interpolated between the smallest and the largest size.
     predicted = run_on_rank_zero(
         lambda: interpolate(
             sizes, *(max(r.total for r in predict(size)) for size in (sizes[0], sizes[-1]))
@@ -121,7 +122,7 @@ def resolve_microbatch_size(
     trial_bytes(engine, loss, rows, options.sequence_length)  # one-time allocations
     release_free_memory()
     limit = _min_over_ranks(limit_bytes(options, held_bytes(engine)))
-    trials: dict[int, int | None] = {}
+    trials: dict[int, int | None] = {}  # rows -> peak bytes, None if out of memory
     single_process = layout.world_size == 1
     while (size := next_trial(predicted, trials, limit, single_process=single_process)) is not None:
         engine.runner.microbatch_size = size

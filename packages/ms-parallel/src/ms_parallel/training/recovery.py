@@ -98,7 +98,7 @@ class Recovery:
             DivergenceError: the policy is to stop, or too many steps were skipped or rolled back.
         """
         progress, step = self.progress, self.engine.step_count
-        if report.skipped is None:
+        if report.skipped is None:  # only performed steps enter the window of the spike test
             progress.recent.append((report.loss, report.grad_norm))
             del progress.recent[: -self.policy.window]
             self.skipped_in_a_row = 0
@@ -112,6 +112,7 @@ class Recovery:
                 f"step {step}: {reason(report)}; stopped as configured, the last checkpoint is"
                 " complete; lower learning_rate, or set on_nonfinite or on_spike to 'skip'"
             )
+        # Without a checkpoint to return to, the step is only skipped.
         rolled_back = remedy == "roll_back" and self.checkpoints.roll_back()
         self._log(step, report, "roll_back" if rolled_back else "skip")
         if rolled_back:

@@ -124,6 +124,7 @@ class Run:
         with closing(self.step_log), self.stop.listening():
             while engine.step_count < self.total:
                 started = monotonic()
+                # Shared with the hang detector, which reports where each rank is.
                 position.step, position.activity = engine.step_count + 1, "update"
                 # Random numbers follow from seed and step, so checkpoints need no generator state.
                 torch.manual_seed((options.seed * 1_000_003 + engine.step_count) % 2**63)
@@ -140,11 +141,13 @@ class Run:
                     progress.shares = list(self.shares.rows)
                     self.show.note(f"step {step}: {self.shares.changed()}")
                 self.checkpoints.poll()
+                # After a roll-back the run is at an earlier step, so nothing below is due.
                 if self.recovery.roll_back(report):
                     continue
                 paused, last = monotonic(), step == self.total
                 if last or _due(step, options.eval_every):
                     self.evaluate()
+                # All ranks must agree to stop, since saving a checkpoint is collective.
                 stopped = self.stop.agreed() and not last
                 if last or stopped or _due(step, options.checkpoint_every):
                     self.checkpoints.save()
@@ -154,6 +157,7 @@ class Run:
                 if stopped:
                     self.stop.wait_for_launcher()
                     return False
+                # Throughput counts training only, without evaluation and checkpoints.
                 throughput.pause(monotonic() - paused)
         return True
 

@@ -6,7 +6,7 @@ from ms_parallel.engine.balance.balancer import ExpertLoad
 from ms_parallel.engine.report import StepReport
 from ms_parallel.events import OnEvent
 from ms_parallel.progress import RunDisplay, Throughput
-from ms_parallel.training.audits import Audits
+from ms_parallel.training.audits import AuditLog
 
 
 @frozen(kw_only=True)
@@ -19,7 +19,7 @@ class StepLog:
     """Steps between progress lines."""
     show: RunDisplay
     emit: OnEvent
-    audits: Audits | None
+    audits: AuditLog | None
     """None on ranks other than 0."""
 
     def log(self, step: int, report: StepReport, throughput: Throughput) -> None:

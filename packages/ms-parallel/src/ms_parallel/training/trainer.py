@@ -28,7 +28,7 @@ from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay
 from ms_parallel.signature import takes
 from ms_parallel.split.precision_choice import MixedPrecision
-from ms_parallel.training.audits import Audits
+from ms_parallel.training.audits import AuditLog
 from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress
 from ms_parallel.training.dataset import prepare
 from ms_parallel.training.fitting import (
@@ -286,7 +286,7 @@ class DistributedTrainer:
 
     def _step_log(self, total: int, show: RunDisplay, emit: Any) -> StepLog:
         options = self._resolved
-        audits = Audits(options.output_dir, emit, show) if is_first() else None
+        audits = AuditLog(options.output_dir, emit, show) if is_first() else None
         return StepLog(total=total, every=options.log_every, show=show, emit=emit, audits=audits)
 
     def _background_saver(self) -> BackgroundSaver | None:

@@ -195,11 +195,11 @@ def _fill(
     duplicates = (*plan.tied, *plan.repeated)
     for name, weight in named_weights(model):
         part = part_of(weight)
-        if not pieces[name]:
+        if not pieces[name]:  # added by the engine, such as an adapter
             part.local.zero_()
         for piece in pieces[name] if part.local.numel() else ():
             inside = piece.within(part.box)
-            if inside is None:
+            if inside is None:  # the slice belongs to other ranks
                 continue
             values = piece.to_parameter(weights.read(piece.tensor, inside[0]))
             if not is_finite(values):

@@ -84,7 +84,8 @@ class _FP8(WeightFolder):
             slice(dim.start // block, -(-dim.stop // block))
             for dim, block in zip(box, self.block, strict=True)
         )
-        factors = super().read(name + _SCALES, blocks).float()
+        factors = super().read(name + _SCALES, blocks).float()  # (row blocks, column blocks)
+        # Block index of each row and column, relative to the first block that was read.
         row, column = (
             torch.arange(dim.start, dim.stop, dim.step or 1) // block - factor_slice.start
             for dim, block, factor_slice in zip(box, self.block, blocks, strict=True)

@@ -231,6 +231,7 @@ def _write(
     last_use = {
         source.name: tensor for tensor, sources in local_tensors.items() for source in sources
     }
+    # Gathered weights are dropped after the last tensor that uses them, to bound memory.
     gathered: dict[str, Tensor] = {}
     file_of = {entry.name: name for name, file in local_files.items() for entry in file.entries}
     writing: tuple[str, WeightFile] | None = None

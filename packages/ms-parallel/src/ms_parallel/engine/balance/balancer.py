@@ -143,6 +143,7 @@ class ExpertBalancer:
             yield
             return
         documents, num_terms = DocumentNumbers(), len(self.layers) * tokens
+        # d(coefficient · E · mean over layers of Σ f · P) / d(score of one token) = rate · f.
         rate = (self.balance.coefficient or 0.0) * self.counts.shape[1] / num_terms
         z_rate = self.balance.z_loss_coefficient / num_terms
         has_counts = bool(self.counts.any())
@@ -178,10 +179,12 @@ class ExpertBalancer:
         facts = torch.zeros(len(self.layers), NUM_SUMS + self.counts.shape[1], device=device)
         for row, router in self.rows.items():
             assert router.stats is not None
+            # Routers that see all positions have equal counts on all tensor ranks: count them once.
             if router.sees_all_positions and self.groups.place.tensor > 0:
                 continue
             counts[row] = router.stats.counts
             facts[row, :NUM_SUMS] = router.stats.sums
+            # The bias is replicated, so one rank contributes it to the sum.
             if self.corrected and self.groups.place.tensor == 0 and self.groups.token_rank == 0:
                 facts[row, NUM_SUMS:] = router.e_score_correction_bias
         self._close()

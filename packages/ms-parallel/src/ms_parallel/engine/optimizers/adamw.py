@@ -121,7 +121,7 @@ class AdamWRule:
         for name in params:
             batch.append(name)
             size += parts[name].nbytes
-            if 2 * size >= VISIT_BYTES:
+            if 2 * size >= VISIT_BYTES:  # two moments of the same size
                 yield batch
                 batch, size = [], 0
         if batch:
@@ -141,6 +141,7 @@ class AdamWRule:
             [parts[name], gradients[name], *(m.to(parts[name].device) for m in moments)]
             for name, moments in zip(names, stored_moments, strict=True)
         ]
+        # CPU kernel only: pad to full vectors, so that the result is independent of the sharding.
         needs_padding = self.fused and rows[0][0].device.type == "cpu"
         filled = [_filled(row) if needs_padding and row[0].numel() % UNIT else row for row in rows]
         self._step(filled, rate, update_count)
@@ -150,7 +151,7 @@ class AdamWRule:
                     tensor.copy_(longer[: tensor.numel()].view_as(tensor))
         for row, moments in zip(rows, stored_moments, strict=True):
             for stored, updated in zip(moments, row[2:], strict=True):
-                if stored is not updated:
+                if stored is not updated:  # offloaded: copy back to host memory
                     stored.copy_(updated)
 
     def _step(self, rows: Sequence[Sequence[Tensor]], rate: float, update_count: int) -> None:

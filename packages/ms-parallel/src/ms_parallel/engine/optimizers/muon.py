@@ -155,6 +155,7 @@ class MuonRule:
             )
         }
         sizes = {key: tuple(s.stop - s.start for s in box[-2:]) for key, box in boxes.items()}
+        # FLOPs of an iteration, up to a factor, to balance matrices over owning processes.
         costs = {key: float(r * c * min(r, c)) for key, (r, c) in sizes.items()}
         self.exchange = OwnerExchange(self.parameters, boxes, costs, params.groups)
         self.factors = {key: self._factor(*size) for key, size in sizes.items()}
@@ -170,6 +171,7 @@ class MuonRule:
         ahead = {}
         for name, buffer in self.momentum.items():
             gradient = gradients[name]
+            # m ← μ·m + (1-μ)·g, then with Nesterov u = (1-μ)·g + μ·m.
             buffer.lerp_(gradient, 1.0 - config.momentum)
             update = gradient.lerp(buffer, config.momentum) if config.nesterov else buffer
             ahead[name] = update.bfloat16()
@@ -205,7 +207,7 @@ def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
     x = matrix.mT if tall else matrix  # the Gram matrix is the smaller one
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(iterations):
-        gram = x @ x.mT
+        gram = x @ x.mT  # A = X·Xᵀ, (rows, rows)
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).contiguous()
 

@@ -120,6 +120,7 @@ class RowGradients:
         if not complete:
             stage_gradients.incomplete[microbatch] = gradients
             return
+        # Every node of the tree has all names, with zeros for unused weights.
         row_gradients = {
             name: self._unsharded(gradients.pop(name, None), name) for name in self._names(stage)
         }
@@ -206,6 +207,7 @@ class GradientExchange:
                 parts = torch.cat([node[name][slice(*ranges[name])] for name in node])
                 part = parts[start : start + slice_size]
                 pieces.append(torch.nn.functional.pad(part, (0, slice_size - len(part))))
+        # How many tree nodes each rank sends follows from its rows alone.
         counts = [len(nodes_of(rows.of(rank), rows.total)) for rank in range(len(self.ranges))]
         send_buffer = torch.cat(pieces)
         receive_buffer = send_buffer.new_empty(sum(counts) * slice_sizes[data_rank])

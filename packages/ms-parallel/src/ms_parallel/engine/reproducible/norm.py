@@ -47,6 +47,7 @@ class FixedNorm:
             gradient = gradients[name]
             if not gradient.numel():
                 continue
+            # (matrix rows, elements per row); a vector has one element per row.
             rows = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
             sums = fold(rows.to(self.dtype).square())
             squares[self.starts[name] : self.starts[name] + len(sums)] = sums

@@ -65,7 +65,7 @@ def fold(x: Tensor) -> Tensor:
     algorithm nor on the other dims.
     """
     while x.shape[-1] > 1:
-        half = (x.shape[-1] + 1) // 2
+        half = (x.shape[-1] + 1) // 2  # an odd middle element is carried over
         x, upper = x[..., :half], x[..., half:]
         x[..., : upper.shape[-1]] += upper
     return x.squeeze(-1)

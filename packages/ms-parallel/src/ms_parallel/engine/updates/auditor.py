@@ -112,6 +112,7 @@ class Auditor:
             trained.placement,
             groups,
         )
+        # Loss, then per group |g - e|², (g - e)·e and |e|²; summed in one all-reduce.
         facts = torch.zeros(1 + 3 * len(self.groups), device=groups.device)
         if results and groups.place.is_loss_rank:
             facts[0] = torch.stack([result.loss for result in results]).sum()

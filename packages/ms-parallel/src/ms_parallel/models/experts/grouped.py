@@ -37,7 +37,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows (T, inputs), sorted by expert with `counts` (E,), to (T, total outputs)."""
-        weight = _local(self.weight).flatten(1, -2)
+        weight = _local(self.weight).flatten(1, -2)  # (E, total outputs, inputs)
         out = self.ops.grouped_matmul(rows, weight.transpose(1, 2), counts)
         if self.bias is None:
             return out

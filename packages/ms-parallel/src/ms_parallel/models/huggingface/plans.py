@@ -126,7 +126,7 @@ def _stage_parts(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[s
     blocks_name = lists[0].removeprefix(f"{prefix}.")
     if blocks_name not in published:
         return (), lists[0], ()
-    index = published.index(blocks_name)
+    index = published.index(blocks_name)  # the plan lists modules in execution order
     before_blocks = tuple(f"{prefix}.{name}" for name in published[:index])
     after_blocks = tuple(f"{prefix}.{name}" for name in published[index + 1 :])
     heads = [name for name, _ in model.named_children() if name != prefix]

@@ -116,6 +116,7 @@ class _Names:
 
     def sources(self, name: str) -> tuple[list[str], list[str]] | None:
         """Return a parameter's checkpoint tensors (`*` for the expert) and conversion steps."""
+        # Each converter is applied in reverse: from parameter name to checkpoint names.
         for converter, reverse in self.converters:
             first, matched = reverse.rename_source_key(name)
             if matched is not None:

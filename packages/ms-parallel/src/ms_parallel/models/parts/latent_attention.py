@@ -107,6 +107,7 @@ class LatentAttention(nn.Module):
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
         q_nope, q_rope = q.unflatten(-1, (-1, nope + rope)).split((nope, rope), -1)
+        # The latent gives keys and values; `shared` is the rotary key of all heads.
         latent, shared = self.kv_a_proj_with_mqa(hidden).split(
             (self.kv_a_layernorm.weight.shape[0], rope), -1
         )
@@ -115,7 +116,7 @@ class LatentAttention(nn.Module):
         cos, sin = context.tables[0]
         key = self.whole(shared).unsqueeze(2)  # (B, S, 1, rope)
         q_rope, key = self.ops.rotary(q_rope, key, cos, sin, interleaved=self.interleaved)
-        q = torch.cat((q_nope, q_rope), -1)
+        q = torch.cat((q_nope, q_rope), -1)  # (B, S, heads, nope + rope)
         k = torch.cat((k_nope, key.expand(-1, -1, k_nope.shape[2], -1)), -1)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)

@@ -123,6 +123,7 @@ class Rope:
         scaling = self.scaling
         if scaling is None:
             return
+        # longrope has one factor per frequency, that is per pair of rotated dims.
         for name in ("short_factor", "long_factor"):
             factors = getattr(scaling, name)
             if factors is not None and len(factors) != self.width // 2:

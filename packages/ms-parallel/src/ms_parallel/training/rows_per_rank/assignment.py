@@ -88,6 +88,7 @@ class RowAssignment:
         self._seconds.append(seconds)
         if len(self._seconds) < WINDOW:
             return False
+        # The median ignores a single slow step; all ranks then compute the same assignment.
         rank_seconds = self._exchange_seconds(median(self._seconds))
         self._seconds = []
         self.speeds = tuple(
@@ -99,7 +100,7 @@ class RowAssignment:
             step_seconds(self.rows, self.speeds),
             step_seconds(assignment, self.speeds),
         )
-        if seconds_after > (1 - GAIN) * seconds_now:
+        if seconds_after > (1 - GAIN) * seconds_now:  # too small a gain to be more than noise
             return False
         self.rows, self._to_skip = assignment, WARM_UP
         stream.share_out(assignment)
@@ -109,6 +110,7 @@ class RowAssignment:
     def _exchange_seconds(self, seconds: float) -> list[float]:
         """All-reduce the step times: each data rank takes as long as its slowest process."""
         durations = torch.zeros(len(self.rows), dtype=torch.float64)
+        # Other ranks' entries stay 0, so the maximum is over the processes of each data rank.
         durations[self.rank] = max(seconds, 1e-9)
         dist.all_reduce(durations, op=dist.ReduceOp.MAX)
         result: list[float] = durations.tolist()

@@ -87,7 +87,7 @@ def _plan(config: DeepseekV3Config) -> ModelPlan:
     return with_mtp_layers(plan_with(config, modules={**styles(config), **MODULES}), config)
 
 
-class _RopeFormat:
+class _RedundantWidths:
     """Llama's format, plus redundant head widths that newer files contain."""
 
     keys = frozenset({"qk_head_dim"})
@@ -127,7 +127,7 @@ FAMILY = DecoderFamily(
     aliases=ALIASES,
     transformers_defaults={"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1},
     neutral=NEUTRAL,
-    positions=_RopeFormat(),
+    positions=_RedundantWidths(),
     small={
         "num_key_value_heads": 8,
         "q_lora_rank": 96,

@@ -119,7 +119,7 @@ def _weights(config: GptOssConfig) -> Rules:
 _WINDOW = 128
 
 
-class _WindowFormat:
+class _EvenLayers:
     """Sliding window in even layers, unless `layer_types` is set."""
 
     keys = frozenset({"sliding_window", "layer_types"})
@@ -142,7 +142,7 @@ class _WindowFormat:
         return {"sliding_window": window, "layer_types": layer_types(config)}
 
 
-class _RopeFormat:
+class _YarnByDefault:
     """Llama's format, with YaRN scaling by default."""
 
     keys: frozenset[str] = frozenset()
@@ -183,8 +183,8 @@ FAMILY = DecoderFamily(
         "output_router_logits": (True, False),  # affects extra outputs only
         "initial_context_length": (4096, None),  # repeated in rope_scaling
     },
-    positions=_RopeFormat(),
-    windows=_WindowFormat(),
+    positions=_YarnByDefault(),
+    windows=_EvenLayers(),
     small={
         "intermediate_size": 352,
         "attention_bias": True,

@@ -97,7 +97,7 @@ def _plan(config: Qwen3MoeConfig) -> ModelPlan:
     return plan_with(config, modules=STYLES)
 
 
-class _WindowFormat:
+class _AllOrNone:
     """Sliding window of all layers or none; like transformers, it ignores `max_window_layers`."""
 
     keys = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
@@ -131,7 +131,7 @@ FAMILY = DecoderFamily(
         "num_key_value_heads": 4,
     },
     neutral={"output_router_logits": (True, False)},  # affects only extra outputs
-    windows=_WindowFormat(),
+    windows=_AllOrNone(),
     small={
         "num_experts": 16,
         "num_experts_per_tok": 4,
