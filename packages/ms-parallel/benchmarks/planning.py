@@ -33,7 +33,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import evolve
-from ms_parallel.planner.measuring.machines import measure_cluster
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ms_parallel.cluster.connection import connect
@@ -49,6 +48,7 @@ from ms_parallel.planner.record.history import History
 from ms_parallel.planner.record.plan_file import Plan
 from ms_parallel.training.memory import run_memory
 from ms_parallel.training.options import Options
+from ms_parallel.training.planning.auto_layout import measured_cluster
 from ms_parallel.training.planning.plan import plan
 
 SLOW = 2.5
@@ -58,7 +58,7 @@ LEAST_STEPS, MOST_STEPS, TURN_S = 2, 24, 0.6
 UPDATES = 4
 """Whose memory is counted."""
 PATIENCE_S = 900
-PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_parallel.planner.measuring.machines"]
+PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_profile.doctor.cluster"]
 GIB = 1 << 30
 ALL = 1000
 ROOMS = (None, 1.5, 1.1)
@@ -143,9 +143,9 @@ def work(
 
 def measure(path: str) -> bool:
     """Write the file of the cluster that these processes are."""
-    found = measure_cluster(torch.device("cpu"))
-    if found is not None:
-        write_cluster(Path(path), found)
+    cluster = measured_cluster(torch.device("cpu"))
+    if cluster is not None:
+        write_cluster(Path(path), cluster)
     return True
 
 
