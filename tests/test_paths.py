@@ -23,7 +23,7 @@ BAD = {
     "a long name below what is not there": f"not-there/{'x' * 300}",
     "nothing": "",
 }
-REMEDIES = ("give a path", "give another path")
+REMEDIES = ("must be a path", "use another path")
 """Words of the one check."""
 
 WORDS = {
@@ -143,7 +143,7 @@ def test_every_path_of_a_command_is_refused_in_one_line(
         said = capsys.readouterr().err
         assert ended.value.code == 2
         assert said.count("\n") == 1, said
-        assert any(remedy in said for remedy in (*REMEDIES, "is not UTF-8; give a text")), said
+        assert any(remedy in said for remedy in (*REMEDIES, "is not valid UTF-8")), said
         assert len(said) < 600
         tried += 1
     assert tried
