@@ -274,7 +274,7 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
     and may give the `lengths` of the documents of a row.
     """
     torch.set_num_threads(1)
-    Router._choose = _evenly  # type: ignore[method-assign]
+    Router._select = _evenly  # type: ignore[method-assign]
     found = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)

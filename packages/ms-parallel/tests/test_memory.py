@@ -126,13 +126,13 @@ def test_longer_batches_are_measured_anew(groups: Groups) -> None:
 def test_experts_are_chosen_once(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
     """No kind of recomputation, nor the measurement of a budget, routes a token twice."""
     calls = []
-    choose = Router._choose
+    choose = Router._select
 
     def counted(self: Router, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         return choose(self, *args, **kwargs)
 
-    monkeypatch.setattr(Router, "_choose", counted)
+    monkeypatch.setattr(Router, "_select", counted)
     for kind in (*RECOMPUTE_MODES, "24KiB"):
         calls.clear()
         engine = trained(groups, FAMILIES["olmoe"], recompute=kind)

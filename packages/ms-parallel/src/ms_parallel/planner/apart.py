@@ -114,7 +114,7 @@ def _exchange(request: bytes) -> tuple[bytes | None, str]:
                 with suppress(BrokenPipeError), process.stdin as questions:
                     questions.write(request)
                 content = _read(results)
-            except BaseException:
+            except BaseException:  # such as an interrupt: leave no process behind
                 process.kill()
                 raise
         return content, _last_line(output)

@@ -66,6 +66,7 @@ def largest_predicted(
             f" predicted to need {needed / GIB:.3f} GiB of a rank's {limit_bytes / GIB:.3f} GiB;"
             " lower sequence_length, recompute more, shard over more ranks, or raise memory_gib"
         )
+    # Invariant: sizes[low] fits with `needed` bytes, and nothing above sizes[high] fits.
     while low < high:
         middle = (low + high + 1) // 2
         bytes_needed = predict(sizes[middle])
@@ -109,6 +110,7 @@ def next_trial(
         for size, predicted_bytes in predicted.items()
         if best < size < too_large and predicted_bytes <= limit_bytes
     ]
+    # Sizes whose prediction plus extrapolated excess is within the limit.
     within_limit = [
         n for n in larger if predicted[n] + excess + per_row * (n - best) <= limit_bytes
     ]
@@ -119,6 +121,7 @@ def _excess(predicted: Mapping[int, int], fitting: Mapping[int, int]) -> tuple[f
     """Excess of the largest tried size over its prediction, and the growth per row."""
     *smaller, best = sorted(fitting)
     excess = [max(0, fitting[size] - predicted[size]) for size in (*smaller, best)]
+    # Bounds of the growth: proportional to the rows, and MIN_GROWTH of that.
     mean_per_row = excess[-1] / best
     if not smaller:
         return excess[-1], mean_per_row

@@ -333,6 +333,7 @@ def _saved(
 
     split_argument = {} if row_split is None else {"row_split": row_split}
     context = {"documents": batch.get("documents"), "cache": None, **split_argument}
+    # `saved` is keyed by storage, so tensors that share one count once; weights do not count.
     with saved_tensors_hooks(record, lambda tensor: tensor):
         output = runner.runtime.calls[number](stage_input, positions=batch["positions"], **context)
         if number + 1 == len(engine.placement):

@@ -151,6 +151,7 @@ def _one_way_seconds(groups: Groups, size_bytes: int) -> float:
     message = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.wire)
     group, slowest = groups.group("pipeline"), 0.0
     for first in range(last):
+        # A rank exchanges with its previous neighbor first, then with the next one.
         if rank not in (first, first + 1):
             continue
         peer = groups.peer("pipeline", 2 * first + 1 - rank)

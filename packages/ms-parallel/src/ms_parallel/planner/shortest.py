@@ -48,7 +48,7 @@ def shortest_schedule(
     results: list[Balanced] = []
     errors: list[Exception] = []
     for placement in placements:
-        if len(placement) > costs.count:
+        if len(placement) > costs.count:  # more stages than segments
             continue
         try:
             results.append(

@@ -64,6 +64,7 @@ def _fill(settings: dict[str, Any], chip: Chip) -> None:
     rates = {dtype: rate for dtype, rate in chip.peak_tflops.items() if dtype in DTYPES}
     settings.setdefault("peak_tflops", rates)
     settings.setdefault("mesh", chip.mesh)
+    # The network between nodes does not depend on the chip, so it is never filled in.
     links = settings.setdefault("links", {})
     if isinstance(links, dict):
         link = {"latency_us": LATENCY_US, "bandwidth_gb_per_s": chip.link_gb_per_s}

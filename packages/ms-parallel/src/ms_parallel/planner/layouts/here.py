@@ -183,6 +183,7 @@ class MeasuredTimes:
             sharded = self._both(
                 _Key(layout=evolve(layout, pipeline=1), sharding=sharding), FEW_ROWS
             )
+        # Sharding costs are those beyond an engine that does not shard.
         extra = _excess(sharded, plain)
         if layout.pipeline > 1 and splits_backward(candidate.schedule):
             joined = evolve(_plain(layout), recompute=candidate.recompute)
@@ -260,7 +261,9 @@ class MeasuredTimes:
         one_s, two_s = (min(times[index].total for times in rounds) for index in (0, 1))
         forward = min(times[1].forward for times in rounds)
         backward = min(times[1].backward for times in rounds)
+        # Noise can make the difference negative or larger than the step of one microbatch.
         microbatch_s = min(one_s, max(0.0, two_s - one_s))
+        # Multiset difference: collectives that the second microbatch repeats.
         per_microbatch = (two_messages - one_messages) & one_messages
         cluster = self.sheet.cluster
         return _Measured(

@@ -156,6 +156,7 @@ class DatasheetTimes:
 
     def update(self, weights: int) -> float:
         """Seconds to read and write weights, gradients and two moments."""
+        # Read gradient, weight and two moments; write weight and two moments.
         return weights * 7 * FLOAT32_BYTES / self.bandwidth
 
     def copies(self, size_bytes: float) -> float:
@@ -216,9 +217,11 @@ class DatasheetTimes:
                 self.cluster, "reduce_scatter", size_bytes, layout.tensor
             )
         if layout.context > 1:
+            # Keys and values of all positions.
             keys = split.rows * self.length * sizes.keys / layout.tensor * width
             seconds += collective_s(self.cluster, "all_gather", keys, layout.context, layout.tensor)
         if layout.expert > 1 and experts:
+            # Dispatch and combine; each token is sent once per selected expert.
             rows = size_bytes * sizes.experts_per_token / layout.tensor
             seconds += 2 * collective_s(
                 self.cluster, "all_to_all", rows, layout.expert, layout.tensor
@@ -227,11 +230,13 @@ class DatasheetTimes:
 
     def _first(self, split: Split) -> PassSeconds:
         read = self._positions(split) * self.sizes.hidden * FLOAT32_BYTES / self.bandwidth
+        # The backward reads and writes the rows of the gradient.
         return PassSeconds(forward=read, backward_weight=2 * read)
 
     def _last(self, split: Split) -> PassSeconds:
         logits = self._positions(split) * self.sizes.vocabulary / split.layout.tensor
         products = 2 * logits * self.sizes.hidden / self.rate
+        # Three passes over float32 logits, in the forward and again in the backward.
         loss = 3 * logits * FLOAT32_BYTES / self.bandwidth
         return PassSeconds(
             forward=products + loss, backward_input=products + loss, backward_weight=products

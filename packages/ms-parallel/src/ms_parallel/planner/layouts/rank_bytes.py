@@ -83,6 +83,7 @@ def _activations(
     for stage, layers in stages:
         stage_bytes = len(layers) * block
         stage_bytes += saved.ends if layers.stop == len(model.sizes.layers) else 0
+        # Live microbatches times bytes per row times rows.
         total += counts.get(stage, 0.0) * stage_bytes * candidate.split.rows
     return int(total)
 
@@ -92,6 +93,7 @@ def _embedding_excess(stages: list[Stage], sizes: ModelSizes, candidate: Candida
     layout = candidate.layout
     if layout.shards > 1 or not any(layers.start == 0 for _, layers in stages):
         return 0
+    # DTensor computes the gradient of the full vocabulary on every tensor rank.
     return sizes.first.split - sizes.first.split // layout.tensor
 
 

@@ -68,6 +68,7 @@ class _Run:
         positions, remaining = [0] * len(rows), [0.0] * len(rows)
         running: set[int] = set()
         while True:
+            # Start the next computation of every idle rank whose input has arrived.
             for rank, row in enumerate(rows):
                 if (
                     rank not in running
@@ -79,6 +80,7 @@ class _Run:
             arrivals = [arrival for arrival in self.arrivals.values() if arrival > self.time]
             if not running and not arrivals:
                 return self.time
+            # Advance to the next event: a computation ends, or a message arrives.
             rate = min(1.0, self.at_once / len(running)) if running else 1.0
             elapsed = min(
                 [remaining[rank] / rate for rank in running]
@@ -118,5 +120,5 @@ class _Run:
         crosses_ranks = (
             0 <= target < self.schedule.stages and placement[target] != placement[action.stage]
         )
-        message = self.times.message if crosses_ranks else 0.0
+        message = self.times.message if crosses_ranks else 0.0  # same rank: no message
         self.arrivals[forward, action.stage, action.microbatch] = self.time + message

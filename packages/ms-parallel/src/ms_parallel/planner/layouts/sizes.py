@@ -70,6 +70,7 @@ class ModelSizes:
             counts = layers[int(parts[parts.index("layers") + 1])] if "layers" in parts else None
             if counts is None:
                 counts = ends[0 if "embed" in name else 1]
+            # Without a tensor-parallel plan, all parameters are replicated.
             category = "replicated"
             if plan.tensor:
                 style, split = plan.style(name), plan.split_dim(name) is not None

@@ -52,6 +52,7 @@ class Stages:
     def weights(self, candidate: Candidate) -> list[RankWeights]:
         """Number of parameters of each pipeline rank."""
         layout = candidate.layout
+        # Experts are already divided over expert ranks, so fewer ranks shard them.
         shards = 1 if candidate.sharding == "replicate" else layout.shards
         return [
             RankWeights(
@@ -76,6 +77,7 @@ class Stages:
         has_first = any(layers.start == 0 for _, layers in stages)
         has_last = any(layers.stop == len(sizes.layers) for _, layers in stages)
         parts += [sizes.first] if has_first else []
+        # A tied head on the rank of the embedding has no weight of its own.
         parts += [sizes.last] if has_last and not (has_first and sizes.tied) else []
         experts = sum(-(-part.experts // (layout.tensor * layout.expert)) for part in parts)
         total = sum(part.rank_parameters(layout.tensor, layout.expert) for part in parts)

@@ -93,6 +93,7 @@ class StepTimes:
         """
         split, layout, cluster = candidate.split, candidate.layout, self.cluster
         work = self._work(candidate)
+        # Without a pipeline, the makespan is the work of the only rank.
         busiest = makespan = max(work.ranks)
         offload_s = self._offloaded(candidate)
         if layout.pipeline > 1 and simulate:
@@ -198,7 +199,7 @@ class StepTimes:
         unsimulated = layout.pipeline == 1 or layout.pipeline > MAX_RANKS
         if unsimulated or local_processes < layout.world_size or local_processes <= cores:
             return compute * local_processes / cores + work.communication
-        times = work.seconds.scaled(compute / mean)
+        times = work.seconds.scaled(compute / mean)  # without communication
         count, copies = candidate.split.microbatches, local_processes // layout.pipeline
         simulated = shared_makespan_s(
             candidate.schedule, layout.pipeline, count, times, copies, cores
@@ -231,6 +232,8 @@ class StepTimes:
     def _reshard_seconds(self, candidate: Candidate, weights: RankWeights) -> tuple[float, float]:
         """Seconds to gather a rank's weights once, and to reduce its gradients once."""
         layout, stride, unsharded = candidate.layout, candidate.layout.tensor, weights.unsharded
+        # Weights are gathered in the compute dtype; gradients are reduced in float32, first within
+        # a shard group and then as shards over the replicas.
         size = unsharded * FLOAT32_BYTES
         gather = collective_s(
             self.cluster, "all_gather", unsharded * self.width, layout.shards, stride

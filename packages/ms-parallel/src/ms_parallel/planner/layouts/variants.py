@@ -37,6 +37,7 @@ class Choices:
         names = [self.fixed["schedule"]] if "schedule" in self.fixed else list(GENERATORS)
         if split.layout.pipeline == 1:
             return [PLAIN]
+        # With fewer microbatches than ranks, the bubble is at least as long as the work.
         if 2 < split.layout.pipeline > split.microbatches:
             text = f"{split.layout}, {split.microbatches} microbatches"
             reasons.add("most of the pipeline would be idle", text, len(names))
@@ -79,6 +80,7 @@ class Choices:
         available = ["zero1", "zero3"]
         if layout.expert == 1 and layout.replicate == 1:
             available.append("replicate")
+        # With one microbatch, zero2 equals zero1.
         if multiple_microbatches:
             available.append("zero2")
         if multiple_microbatches and layout.pipeline == 1:

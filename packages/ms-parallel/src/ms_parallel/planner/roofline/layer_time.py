@@ -139,6 +139,7 @@ def attention_products(rank: Rank) -> Iterator[Product]:
     sizes, split, rows = rank.sizes, rank.layout.tensor, rank.tokens
     query, value = sizes.heads * sizes.head_dim, sizes.heads * sizes.values_dim
     if sizes.latents is None:
+        # Fused projection of queries, keys and values, split by columns.
         keys = sizes.key_value_heads * (sizes.head_dim + sizes.values_dim)
         yield Product(rows=rows, inner=sizes.hidden, columns=(query + keys) / split)
     else:
@@ -149,6 +150,7 @@ def attention_products(rank: Rank) -> Iterator[Product]:
         yield Product(rows=rows / split, inner=sizes.hidden, columns=down)
         yield Product(rows=rows, inner=query_rank or sizes.hidden, columns=query / split)
         yield Product(rows=rows, inner=sizes.latents.key, columns=key_value / split)
+    # Output projection, split by rows.
     yield Product(rows=rows, inner=value / split, columns=sizes.hidden)
 
 

@@ -90,6 +90,7 @@ def _passes(times: RooflineTimes, split: Split, recompute: str) -> ModelSeconds:
         rank.memory_seconds(element_bytes * rank.tokens * times.sizes.hidden / split.layout.tensor)
         for element_bytes in EMBEDDING_BYTES
     )
+    # The head's backward computes the gradients of inputs and weights, which take equally long.
     return ModelSeconds(
         layers=tuple(sparse if n in expert_layers else dense for n in range(times.sizes.layers)),
         first=PassSeconds(forward=embedding_forward, backward_weight=embedding_backward),

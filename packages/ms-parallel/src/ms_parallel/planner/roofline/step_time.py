@@ -88,6 +88,7 @@ def step_time(
     exposed = _exposed(rank, *mean)
     data_step, data_layer = _data_seconds(rank, mean)
     layer = exposed.compute + exposed.tensor + exposed.context + exposed.expert + data_layer
+    # Seconds of one microbatch on each pipeline rank, forward and backward.
     busy = [count * layer + heads * head for count, heads in stages]
     slowest = max(range(len(busy)), key=busy.__getitem__)
     count, heads = stages[slowest]
@@ -196,6 +197,7 @@ def _message_seconds(rank: Rank) -> float:
     layout = rank.layout
     if layout.pipeline == 1:
         return 0.0
+    # (T, H) hidden states, of which each tensor rank sends its part.
     size = rank.tokens * rank.sizes.hidden * rank.width_bytes / layout.tensor
     distance = layout.world_size // layout.pipeline
     return 2 * send_seconds(size, distance, rank.cluster, rank.efficiency)
