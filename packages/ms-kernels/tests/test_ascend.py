@@ -22,7 +22,7 @@ ADAPTERS = [
 OPERATORS = [each.operator for each in ADAPTERS]
 
 LIMITS = [
-    ("rms_norm", {"...": 0}, {}, "takes no empty tensor"),
+    ("rms_norm", {"...": 0}, {}, "does not support empty tensors"),
     ("rotary", {"D": 896, "R/2": 448}, {}, "turns at most 894 features, and here are 896"),
     ("rotary", {"Hq": 1000}, {}, "at most 999 rows and heads"),
     ("rotary", {"Hq": 1000}, {"interleaved": True}, "at most 999 rows and heads"),
@@ -43,7 +43,7 @@ LIMITS = [
     ("token_log_probs", {}, {"entropy": True}, "makes no entropies"),
     ("permute_tokens", {"C": 513}, {}, "at most 512 choices a token, not 513"),
     ("permute_tokens", {"T": 2**23}, {}, "sorts at most 16777215 choices"),
-    ("grouped_matmul", {"T": 0}, {}, "takes no empty tensor"),
+    ("grouped_matmul", {"T": 0}, {}, "does not support empty tensors"),
     ("quantized_linear", {"G": 4}, {"group_size": 16}, "groups of a multiple of 32"),
     ("quantized_linear", {"N": 44}, {}, "a multiple of 8 results at 4 bits, not 44"),
 ]

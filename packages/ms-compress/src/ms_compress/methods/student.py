@@ -34,7 +34,7 @@ def kept_layers(layers: int, keep: int) -> list[int]:
 def cut_student(
     teacher: nn.Module, *, layers: int | None = None, inner: int | None = None
 ) -> nn.Module:
-    """Build a model from some of a teacher's layers and some neurons of each feed-forward.
+    """Build a model from a subset of a teacher's layers and feed-forward neurons.
 
     Args:
         teacher: a complete decoder from ms-parallel or transformers, not modified. The weights
@@ -62,7 +62,7 @@ def cut_student(
     }
     unknown = student.load_state_dict(other_weights, strict=False).unexpected_keys
     if unknown:
-        raise LayerError(f"{unknown[0]} of the teacher has no place in a student of its kind")
+        raise LayerError(f"{unknown[0]} of the teacher does not exist in the student")
     for (_, target), number in zip(blocks_of(student), depth, strict=True):
         _copy_block(blocks[number], target, inner)
     return student

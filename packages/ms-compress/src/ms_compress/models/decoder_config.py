@@ -87,7 +87,7 @@ def check_deployable(document: Mapping[str, Any]) -> None:
     """Check that some deployment runtime supports the model.
 
     Raises:
-        ExportError: none does.
+        ExportError: no runtime supports its family.
     """
     family = document.get("model_type")
     if family in UNSUPPORTED:

@@ -26,10 +26,10 @@ REALS = (torch.float32, *HALVES)
 
 
 def empty(call: Call) -> str | None:
-    """Decline empty tensors, which CANN's kernels reject or leave undefined."""
+    """Decline empty tensors, which CANN's kernels reject or leave uninitialized."""
     for tensor in call.present:
         if 0 in tensor.shape:
-            return f"takes no empty tensor, and one is of shape {describe(tensor.shape)}"
+            return f"does not support empty tensors, and one has shape {describe(tensor.shape)}"
     return None
 
 

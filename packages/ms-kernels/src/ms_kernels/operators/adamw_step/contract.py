@@ -30,7 +30,8 @@ def adamw_step(
     with torch.no_grad():
         mean.lerp_(wide_grad, 1 - betas[0])
         square.mul_(betas[1]).addcmul_(wide_grad, wide_grad, value=1 - betas[1])
-        denominator = (square.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
+        denominator = (square.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)  # √v̂ + eps
+        # decoupled weight decay
         new_weights = weights.to(wide) * (1 - learning_rate * weight_decay)
         new_weights.addcdiv_(mean, denominator, value=-learning_rate / (1 - betas[0] ** step))
         weights.copy_(new_weights)

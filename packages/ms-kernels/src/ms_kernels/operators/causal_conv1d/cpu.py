@@ -52,6 +52,7 @@ class _Convolution(torch.autograd.Function):
             # d silu(t) = gate · (1 + t · (1 - gate)), where gate = 1 / (1 + exp(-t))
             total = _convolve(x, weight, bias, documents, state)
             gate = total.sigmoid()
+            # in place: total is not needed again
             grad_sums = total.mul_(1 - gate).add_(1).mul_(gate).mul_(grad_sums)
         grad_x, grad_weight, grad_state = _differentiate(grad_sums, x, weight, documents, state)
         grad_bias = None if bias is None else grad_sums.sum((0, 1)).to(bias.dtype)
