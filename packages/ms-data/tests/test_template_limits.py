@@ -176,3 +176,14 @@ def test_what_no_json_holds_is_refused() -> None:
     for value in (deep, {1}, "\ud800"):
         with pytest.raises(ValueError, match=r"as JSON|half a character|rejects"):
             template.render([{"role": "user", "content": value}])
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens"),
+    [(None, None), (3.5, {}), (b"{{ 1 }}", None), ("{{ 1 }}", ["x", 3]), ("{{ 1 }}", "a")],
+)
+def test_a_template_of_another_type_is_one_line(source: object, tokens: object) -> None:
+    """Never Python's own error."""
+    with pytest.raises(TokenizerError, match="a chat template must be a text") as refused:
+        ChatTemplate(source, special_tokens=tokens)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)

@@ -59,6 +59,13 @@ class ChatTemplate:
         special_tokens: Mapping[str, Any] | None = None,
         today: date | None = None,
     ) -> None:
+        tokens = {} if special_tokens is None else special_tokens
+        if not isinstance(source, str) or not isinstance(tokens, Mapping):
+            raise TokenizerError(
+                "a chat template must be a text and its special tokens a dict, got"
+                f" {printable(repr(source if isinstance(tokens, Mapping) else tokens))}; pass the"
+                " text, as in chat_template.jinja"
+            )
         if len(source) > TEMPLATE_LIMIT_BYTES or not _is_text([source, special_tokens or {}]):
             raise TokenizerError(
                 "not a valid chat template: it or its special tokens are not valid text, or longer "
