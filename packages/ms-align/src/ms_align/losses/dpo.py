@@ -1,51 +1,90 @@
-"""DPO: prefer the chosen answer, by the log-ratios of policy to reference.
+"""The loss of a batch of preference pairs; the formulas are in `losses/preference.py`.
 
-Rafailov et al., 2023, equation 7; label smoothing as in Mitchell, 2023 ("conservative DPO").
-Rows 2i and 2i + 1 of a batch are the chosen and the rejected part of pair i. Shapes: B rows,
+Rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of pair i. Shapes: B rows,
 S positions, P = B / 2 pairs.
 """
 
 import torch
-import torch.nn.functional as F
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
 from ms_align.errors import ConfigError
+from ms_align.losses.preference import LOSSES, PER_TOKEN, DPOOptions, Pairs
 from ms_align.losses.protocol import IGNORED, Batch, Output
-from ms_align.settings import flag, number
 
 
-def dpo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Compute -(1-ε)·log sigmoid(βh) - ε·log sigmoid(-βh).
+@frozen(kw_only=True, slots=False)
+class DPOLoss(DPOOptions):
+    """Mean preference loss of a batch of pairs.
 
-    h = (chosen - reference_chosen) - (rejected - reference_rejected).
-
-    Args:
-        chosen: log-probability of each chosen answer under the policy, (P,).
-        rejected: log-probability of each rejected answer under the policy, (P,).
-        reference_chosen: log-probability of each chosen answer under the reference, (P,).
-        reference_rejected: log-probability of each rejected answer under the reference, (P,).
-        beta: β, strength of the implicit KL constraint.
-        label_smoothing: ε, assumed fraction of pairs with swapped labels.
-
-    Returns:
-        Loss per pair, (P,).
+    Reads `targets`, optionally `weights`, and `reference_logprobs` (B,) if `needs_reference`.
     """
-    h = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
-    return -(1 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
 
+    statistics = ("accuracy", "margin", "reward_chosen", "reward_rejected")
+    """Accuracy, margin and values of the implicit rewards β·log(π/π_ref)."""
 
-def row_logprobs(output: Output, batch: Batch) -> Tensor:
-    """Sum the target log-probabilities of each row, float32 (B,)."""
-    return -output.token_losses(batch["targets"]).sum(1)
+    def weight(self, batch: Batch) -> float:
+        """Sum the weights of all pairs."""
+        return float(pair_weights(batch).sum())
+
+    def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum over pairs and the sums of the statistics."""
+        weights = pair_weights(batch)
+        pairs = self.pairs(self.row_logprobs(output, batch), batch)
+        with torch.no_grad():
+            chosen, rejected = self.rewards(pairs)
+            gap = chosen - rejected
+            statistics = torch.stack(((gap > 0).float(), gap, chosen, rejected))
+        return (self.losses(pairs) * weights).sum(), (statistics * weights).sum(1)
+
+    def row_logprobs(self, output: Output, batch: Batch) -> Tensor:
+        """Sum the target log-probabilities of each row, float32 (B,).
+
+        With `ld_alpha`, tokens beyond the length of the pair's shorter answer count α: Liu et al.,
+        2024 ("LD-DPO"), equation 9.
+        """
+        logprobs = -output.token_losses(batch["targets"])  # (B, S)
+        if self.ld_alpha is None:
+            return logprobs.sum(1)
+        position = (batch["targets"] != IGNORED).cumsum(1)  # 1 at an answer's first token
+        shorter = position[:, -1].view(-1, 2).amin(1).repeat_interleave(2)  # (B,)
+        return torch.where(position > shorter[:, None], self.ld_alpha * logprobs, logprobs).sum(1)
+
+    def pairs(self, logprobs: Tensor, batch: Batch) -> Pairs:
+        """Split row sums (B,) and the batch's `reference_logprobs` into pairs."""
+        reference = torch.zeros_like(logprobs)
+        if self.needs_reference:
+            reference = batch["reference_logprobs"].to(logprobs)
+        tokens = (batch["targets"] != IGNORED).sum(1).clamp(min=1).to(logprobs)
+        (
+            (chosen, rejected),
+            (reference_chosen, reference_rejected),
+            (chosen_tokens, rejected_tokens),
+        ) = (column.view(-1, 2).T for column in (logprobs, reference, tokens))
+        return Pairs(
+            chosen=chosen,
+            rejected=rejected,
+            reference_chosen=reference_chosen,
+            reference_rejected=reference_rejected,
+            chosen_tokens=chosen_tokens,
+            rejected_tokens=rejected_tokens,
+        )
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Compute the loss of each pair, (P,): the weighted sum of the losses in `loss_type`."""
+        weights = self.loss_weights or [1.0] * len(self.loss_names)
+        terms = [
+            weight * LOSSES[name](pairs, self)
+            for name, weight in zip(self.loss_names, weights, strict=True)
+        ]
+        return torch.stack(terms).sum(0)
+
+    def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """Compute the implicit rewards of the chosen and the rejected answers, (P,) each."""
+        chosen, rejected = self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio
+        if PER_TOKEN.issuperset(self.loss_names):
+            return chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
+        return chosen, rejected
 
 
 def pair_weights(batch: Batch) -> Tensor:
@@ -61,56 +100,3 @@ def pair_weights(batch: Batch) -> Tensor:
         weights = weights * batch["weights"].float()
     # The weight of a row is that of its tokens; a pair has the smaller weight of its two rows.
     return weights.amax(1).view(-1, 2).amin(1)
-
-
-@frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
-class DPOOptions:
-    """Settings of DPO."""
-
-    beta: float = field(default=0.1, validator=number(minimum=1e-6))
-    """β: strength of the constraint to stay near the reference."""
-    label_smoothing: float = field(default=0.0, validator=number(below=0.5))
-    """Assumed fraction of pairs with swapped labels."""
-    reference_free: bool = field(default=False, validator=flag)
-    """Use a uniform reference instead of a reference model."""
-
-
-@frozen(kw_only=True, slots=False)
-class DPOLoss(DPOOptions):
-    """Mean DPO loss of a batch of pairs.
-
-    Reads `targets`, optionally `weights`, and `reference_logprobs` (B,) unless `reference_free`.
-    """
-
-    statistics = ("accuracy", "margin", "reward_chosen", "reward_rejected")
-    """Accuracy, margin and values of the implicit rewards β·log(policy / reference)."""
-
-    def weight(self, batch: Batch) -> float:
-        """Sum the weights of all pairs."""
-        return float(pair_weights(batch).sum())
-
-    def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum over pairs and the sums of the statistics."""
-        weights = pair_weights(batch)
-        logprobs = row_logprobs(output, batch)  # (B,)
-        reference = (
-            torch.zeros_like(logprobs) if self.reference_free else batch["reference_logprobs"]
-        )
-        (chosen, rejected), (reference_chosen, reference_rejected) = (
-            logprobs.view(-1, 2).T,
-            reference.view(-1, 2).T,
-        )
-        losses = dpo_loss(
-            chosen,
-            rejected,
-            reference_chosen,
-            reference_rejected,
-            beta=self.beta,
-            label_smoothing=self.label_smoothing,
-        )
-        with torch.no_grad():
-            # implicit rewards (P, 2): chosen, rejected
-            rewards = self.beta * (logprobs - reference).view(-1, 2)
-            gap = rewards[:, 0] - rewards[:, 1]
-            statistics = torch.stack(((gap > 0).float(), gap, rewards[:, 0], rewards[:, 1]))
-        return (losses * weights).sum(), (statistics * weights).sum(1)

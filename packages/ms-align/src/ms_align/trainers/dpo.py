@@ -1,4 +1,4 @@
-"""DPO: direct preference optimization against a reference model."""
+"""DPO and its relatives: preference optimization without a reward model."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ms_align.engines.protocol import Engine
 from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
-from ms_align.losses.dpo import DPOLoss, DPOOptions, dpo_loss, row_logprobs
+from ms_align.losses.dpo import DPOLoss
+from ms_align.losses.preference import DPOOptions
 from ms_align.run.initial_weights import weights_checksum
 from ms_align.settings import valid_path
 from ms_align.streams.protocol import next_batch
@@ -23,8 +24,8 @@ from ms_align.trainers.frame.pairs import PairLearner, PairTrainer
 class DPOTrainer(DPOOptions, PairTrainer):
     """Optimize preferences directly, without a reward model.
 
-    `DPOTrainer(model=model, steps=100).train(dataset)`; every setting is a keyword argument, and
-    training starts with `train`.
+    `DPOTrainer(model=model, loss_type="ipo", steps=100).train(dataset)`; every setting is a keyword
+    argument, and training starts with `train`. SimPO, CPO and ORPO need no reference model.
 
     Raises:
         ConfigError: a setting has the wrong type or is out of range.
@@ -37,11 +38,11 @@ class DPOTrainer(DPOOptions, PairTrainer):
     initial model, or the model without its adapters."""
 
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "DPOLearner":
-        """Build the DPO learner."""
+        """Build the learner of the loss in `loss_type`."""
         return DPOLearner(engine, data, ends, self.subset(DPOLoss), self._reference(engine))
 
     def _reference(self, engine: Engine) -> Reference | None:
-        if self.reference_free:
+        if not self.needs_reference:
             return None
         reference = self.reference_model
         if reference is None and engine.adapters is not None:
@@ -83,17 +84,13 @@ class DPOLearner(PairLearner):
         rows = {name: torch.as_tensor(value) for name, value in batch.items()}
         # Computed once per batch, before the policy changes.
         with self.reference.activate():
-            logprobs = self.reference.engine.evaluate(rows, row_logprobs)
+            logprobs = self.reference.engine.evaluate(rows, self._loss.row_logprobs)
         return {**rows, "reference_logprobs": logprobs.cpu()}
 
     def pair_losses(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the DPO loss and the margin of the implicit rewards, (P,) each."""
+        """Return the loss and the margin of the implicit rewards, (P,) each."""
         rows = self._with_reference_logprobs(batch)
-        logprobs = self.engine.evaluate(rows, row_logprobs).cpu().view(-1, 2)  # (P, 2)
-        reference = torch.zeros_like(logprobs)
-        if self.reference is not None:
-            reference = rows["reference_logprobs"].view(-1, 2)
-        beta, smoothing = self._loss.beta, self._loss.label_smoothing
-        losses = dpo_loss(*logprobs.T, *reference.T, beta=beta, label_smoothing=smoothing)
-        rewards = beta * (logprobs - reference)  # (P, 2): chosen, rejected
-        return losses, rewards[:, 0] - rewards[:, 1]
+        logprobs = self.engine.evaluate(rows, self._loss.row_logprobs).cpu()  # (B,)
+        pairs = self._loss.pairs(logprobs, rows)
+        chosen, rejected = self._loss.rewards(pairs)
+        return self._loss.losses(pairs), chosen - rejected
