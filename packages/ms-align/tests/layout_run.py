@@ -41,7 +41,8 @@ def run(sets: Path, place: Path, layout: dict[str, int] | None) -> dict[str, lis
         ),
     )
     references = {"model": engine_of(sets, layout), "reference_model": engine_of(sets, layout)}
-    DPOTrainer(**references, **quiet(place / "dpo", found)).train(
+    losses = ["sigmoid", "ipo", "simpo"]  # sums, token means with and without a reference
+    DPOTrainer(**references, loss_type=losses, **quiet(place / "dpo", found)).train(
         PreferenceStream(sets / "pairs", batch_size=4, **sizes),
         held_out=lambda: PreferenceStream(
             sets / "pairs", batch_size=4, split="held_out", epochs=1, **sizes

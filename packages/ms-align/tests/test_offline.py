@@ -126,6 +126,22 @@ def test_dpo_prefers_the_chosen_answers(sets: Path, tmp_path: Path, free: bool) 
         assert events(tmp_path, "step")[-1]["accuracy"] >= 0.9
 
 
+@pytest.mark.parametrize("loss_type", ["simpo", ["ipo", "sft"], "apo_zero"])
+def test_relatives_of_dpo_prefer_the_chosen_answers(
+    sets: Path, tmp_path: Path, loss_type: str | list[str]
+) -> None:
+    """SimPO without a reference model; a list of losses; a loss of both answers alone."""
+    trainer = DPOTrainer(**quiet(tmp_path, 15), loss_type=loss_type, learning_rate=1e-3)
+    result = trainer.train(
+        PreferenceStream(sets / "pairs", sequence_length=64, batch_size=8),
+        held_out=lambda: PreferenceStream(
+            sets / "pairs", sequence_length=64, batch_size=4, split="held_out", epochs=1
+        ),
+    )
+    assert result.last["held_out_loss"] < result.first["held_out_loss"]
+    assert result.last["held_out_accuracy"] >= 0.9
+
+
 def test_dpo_resumes_only_with_its_own_reference(sets: Path, tmp_path: Path) -> None:
     """Another reference or initial model would give another result."""
 

@@ -162,7 +162,10 @@ def test_log1mexp_is_exact_near_both_ends() -> None:
         ({"loss_type": ["ipo", "sft"], "loss_weights": [1.0]}, "one number for each of the 2"),
         ({"loss_weights": ["a"]}, "loss_weights must be a number of at least 0, got 'a'"),
         ({"loss_type": "exo_pair"}, "must be above 0 for exo_pair"),
-        ({"loss_type": "apo_zero", "f_divergence_type": "forward_kl"}, "must be 'reverse_kl' for apo_zero"),
+        (
+            {"loss_type": "apo_zero", "f_divergence_type": "forward_kl"},
+            "must be 'reverse_kl' for apo_zero",
+        ),
         ({"f_divergence_type": "kl"}, "f_divergence_type is 'kl'"),
         ({"loss_type": "simpo", "ld_alpha": 0.5}, "ld_alpha cannot be used with simpo"),
         ({"ld_alpha": 1.5}, "ld_alpha must be a number of at least 0 and at most 1, got 1.5"),
@@ -262,7 +265,9 @@ def test_scores_are_read_at_the_last_token_of_the_answer() -> None:
     loss = PairwiseLoss(center_rewards_coefficient=0.1)
     total, _ = loss(OUTPUT, BATCH)
     chosen, rejected = torch.tensor([1.0, 6.0]) / 4, torch.tensor([5.0, 11.0]) / 4
-    expected = pairwise_loss(chosen, rejected, torch.tensor([0.5, 1.0]), center_rewards_coefficient=0.1)
+    expected = pairwise_loss(
+        chosen, rejected, torch.tensor([0.5, 1.0]), center_rewards_coefficient=0.1
+    )
     assert total.item() == pytest.approx((expected * torch.tensor([1.0, 3.0])).sum().item())
 
 

@@ -1,0 +1,223 @@
+"""Compare our preference losses with TRL's: loss and gradient of a small Llama on the same pairs.
+
+    nox -s "peers(ms-align)"      or, with TRL installed,  python peers_losses.py
+
+Prints the largest relative difference of each loss, and exits with 1 if one exceeds 1e-5.
+"""
+
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+from ms_align.losses.dpo import DPOLoss
+from ms_align.losses.preference import F_DIVERGENCES, LOSSES, WITHOUT_REFERENCE
+
+TOLERANCE = 1e-5
+"""Relative; both sides compute in float32 and sum in another order."""
+DPO_CASES: list[dict[str, Any]] = [
+    *({"loss_type": name} for name in LOSSES if name not in {*WITHOUT_REFERENCE, "exo_pair"}),
+    {"loss_type": "exo_pair", "label_smoothing": 1e-3},
+    {"loss_type": "robust", "label_smoothing": 0.1},
+    {"loss_type": "discopop", "discopop_tau": 0.2},
+    {"loss_type": "sigmoid", "ld_alpha": 0.3},
+    {"loss_type": "apo_zero", "ld_alpha": 0.0},
+    {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2]},
+    *(
+        {"loss_type": name, "f_divergence_type": divergence}
+        for name in ("sigmoid", "ipo", "exo_pair", "hinge")
+        for divergence in F_DIVERGENCES[1:]
+    ),
+]
+CPO_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"loss_type": "simpo", "cpo_alpha": 0.0}, {"loss_type": "simpo"}),
+    (
+        {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.2},
+        {"loss_type": "simpo", "simpo_gamma": 1.2},
+    ),
+    ({"loss_type": "sigmoid", "cpo_alpha": 0.0}, {"loss_type": "cpo", "cpo_alpha": 0.0}),
+    ({"loss_type": "hinge", "cpo_alpha": 0.0}, {"loss_type": "hinge", "reference_free": True}),
+]
+"""TRL's settings and ours."""
+COMMON: dict[str, Any] = {
+    "beta": 0.3,
+    "per_device_train_batch_size": 8,
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "report_to": [],
+}
+
+
+class LogitsOutput:
+    """Token losses from logits, as our engines compute them."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def token_losses(self, targets: Tensor, **_: float) -> Tensor:
+        """Return -log p(target), (B, S), 0 where the target is -100."""
+        return nn.functional.cross_entropy(
+            self._logits.float().transpose(1, 2), targets, reduction="none"
+        )
+
+
+def small_model(seed: int) -> LlamaForCausalLM:
+    """Build a Llama with large random weights, so that log-ratios are not near 0."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.15,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).float()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer of 64 words, `w2` to `w61`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<eos>", *(f"w{index}" for index in range(2, 63)), "<unk>"]
+    model = models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    inner = Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def dataset() -> Dataset:
+    """Draw eight pairs whose answers differ in length."""
+    draw = torch.Generator().manual_seed(0)
+
+    def text(count: int) -> str:
+        return " ".join(
+            f"w{int(token)}" for token in torch.randint(2, 62, (count,), generator=draw)
+        )
+
+    return Dataset.from_list(
+        [
+            {"prompt": text(4) + " ", "chosen": text(3 + index), "rejected": text(9 - index)}
+            for index in range(8)
+        ]
+    )
+
+
+def gradients(model: nn.Module) -> Tensor:
+    """Concatenate and clear all gradients."""
+    parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return torch.cat(parts)
+
+
+def difference(theirs: tuple[float, Tensor], ours: tuple[float, Tensor]) -> float:
+    """Return the largest relative difference of loss and gradient."""
+    loss = abs(theirs[0] - ours[0]) / max(abs(theirs[0]), 1e-12)
+    gradient = float((theirs[1] - ours[1]).norm() / theirs[1].norm().clamp(min=1e-12))
+    return max(loss, gradient)
+
+
+def interleaved(first: Tensor, second: Tensor) -> Tensor:
+    """Put the rows of pairs next to each other: chosen, rejected, chosen, ..."""
+    return torch.stack((first, second), 1).flatten(0, 1)
+
+
+def our_result(
+    model: nn.Module,
+    reference: nn.Module,
+    tokens: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    loss: DPOLoss,
+) -> tuple[float, Tensor]:
+    """Return our loss and gradient; tokens, targets and attention mask are (B, S)."""
+    batch = {"tokens": tokens, "targets": targets}
+    with torch.no_grad():
+        output: Any = LogitsOutput(reference(input_ids=tokens, attention_mask=mask).logits)
+        batch["reference_logprobs"] = loss.row_logprobs(output, batch)
+    output = LogitsOutput(model(input_ids=tokens, attention_mask=mask).logits)
+    total, _ = loss(output, batch)
+    value = total / loss.weight(batch)
+    value.backward()
+    return value.item(), gradients(model)
+
+
+def targets_of(tokens: Tensor, completion: Tensor) -> Tensor:
+    """Shift tokens by one and ignore all but completions, (B, S)."""
+    targets = torch.full_like(tokens, -100)
+    targets[:, :-1] = torch.where(completion[:, 1:].bool(), tokens[:, 1:], -100)
+    return targets
+
+
+def compare_dpo(case: dict[str, Any], folder: str) -> float:
+    """Compare one setting of TRL's DPOTrainer."""
+    model, reference = small_model(0), small_model(1)
+    names = case["loss_type"] if isinstance(case["loss_type"], list) else [case["loss_type"]]
+    config = DPOConfig(output_dir=folder, **COMMON, **{**case, "loss_type": names})
+    trainer = DPOTrainer(
+        model, reference, args=config, train_dataset=dataset(), processing_class=tokenizer()
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    model.eval()
+    loss = trainer.compute_loss(model, dict(inputs))
+    loss.backward()
+    theirs = (loss.item(), gradients(model))
+    tokens = interleaved(*inputs["input_ids"].chunk(2))
+    completion = interleaved(*inputs["completion_mask"].chunk(2))
+    mask = interleaved(*inputs["attention_mask"].chunk(2))
+    targets = targets_of(tokens, completion)
+    ours = our_result(model, reference, tokens, targets, mask, DPOLoss(beta=0.3, **case))
+    return difference(theirs, ours)
+
+
+def compare_cpo(case: dict[str, Any], our_case: dict[str, Any], folder: str) -> float:
+    """Compare one setting of TRL's CPOTrainer, which has no reference."""
+    model = small_model(0)
+    config = CPOConfig(output_dir=folder, remove_unused_columns=False, **COMMON, **case)
+    trainer = CPOTrainer(model, args=config, train_dataset=dataset(), processing_class=tokenizer())
+    inputs = next(iter(trainer.get_train_dataloader()))
+    model.eval()
+    loss, _ = trainer.get_batch_loss_metrics(model, dict(inputs))
+    loss.backward()
+    theirs = (loss.item(), gradients(model))
+    joint = trainer.concatenated_inputs(inputs)
+    tokens = interleaved(*joint["concatenated_input_ids"].chunk(2))
+    mask = interleaved(*joint["concatenated_attention_mask"].chunk(2))
+    completion = interleaved(*(joint["concatenated_labels"] != -100).chunk(2))
+    targets = targets_of(tokens, completion)
+    ours = our_result(model, model, tokens, targets, mask, DPOLoss(beta=0.3, **our_case))
+    return difference(theirs, ours)
+
+
+def main() -> int:
+    """Print a line per setting; 1 if one differs."""
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for case in DPO_CASES:
+            if case["loss_type"] == "exo_pair":
+                case = {"label_smoothing": 1e-3, **case}
+            value = compare_dpo(case, folder)
+            worst = max(worst, value)
+            print(f"{value:8.1e}  DPOTrainer {case}", flush=True)
+        for case, our_case in CPO_CASES:
+            value = compare_cpo(case, our_case, folder)
+            worst = max(worst, value)
+            print(f"{value:8.1e}  CPOTrainer {case}", flush=True)
+    print(f"largest relative difference of {len(DPO_CASES) + len(CPO_CASES)} settings: {worst:.1e}")
+    return int(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
