@@ -42,7 +42,7 @@ WORDS = {
     "ms-kernels": {"operator", "details", "chip", "backend", "device", "dtype", "only", "target"},
     "ms-parallel": {
         *("set", "costs", "model", "layout", "sharding", "schedule", "recompute"),
-        *("context_attention", "device", "prompt", "arguments"),
+        *("context_attention", "device", "prompt"),
     },
     "ms-profile": {
         *("metrics", "arguments", "kind", "rank", "title", "backend", "name", "project", "to"),

@@ -10,13 +10,21 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from ms_parallel import commands
-from ms_parallel.entry import CommandParser, perform
+from ms_parallel.entry import BAD_INPUT, CommandParser, perform
 from ms_parallel.version import __version__
+
+DOCTOR = (
+    "doctor is now a command of ms-profile; pip install 'ms-profile[torch]' and run `ms-profile"
+    " doctor`, or under torchrun `-m ms_profile doctor`"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 (done), 1 (failed), 2 (bad input) or 130 (Ctrl-C)."""
     words = sys.argv[1:] if arguments is None else arguments
+    if [*words[:1]] == ["doctor"]:
+        sys.stderr.write(f"ms-parallel: {DOCTOR}\n")
+        return BAD_INPUT
     options = _parser(words).parse_args(words)
     return perform("ms-parallel", lambda: int(options.run(options)), report=_report)
 
