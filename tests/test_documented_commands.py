@@ -42,7 +42,8 @@ def test_every_command_is_shown_somewhere_with_an_example_of_its_own(program: st
     """The line after `example:` in each `--help` is among the lines that are checked."""
     helps = {line.place for line in documented() if line.place.endswith("--help")}
     shown = {place.removeprefix(program).split()[0] for place in helps if place.startswith(program)}
-    assert set(subcommands(program)) <= shown
+    moved = {"doctor"} if program == "ms-parallel" else set()  # it only names its new place
+    assert set(subcommands(program)) - moved <= shown
 
 
 def test_an_option_named_without_its_command_exists() -> None:

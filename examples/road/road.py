@@ -115,7 +115,8 @@ def steps() -> list[Step]:
             name="shards",
             purpose="write compressed token shards with checksums, and hold out 2% of the files",
             commands=(
-                "-m ms_data build unique --tokenizer tokenizer.json --hold-out 0.02 --out shards",
+                "-m ms_data build unique --tokenizer tokenizer.json --held-out-fraction 0.02"
+                " --out shards",
             ),
             outputs=("shards",),
             seconds=5,
@@ -126,12 +127,13 @@ def steps() -> list[Step]:
             commands=(
                 f"{CODE}/../docstrings.py docstrings",
                 f"{CODE}/tasks.py docstrings tasks",
-                f"-m ms_data build tasks/add.jsonl {chats} --hold-out 0.02 --out chats/add",
-                f"-m ms_data build tasks/describe.jsonl {chats} --hold-out 0.02"
+                f"-m ms_data build tasks/add.jsonl {chats} --held-out-fraction 0.02"
+                " --out chats/add",
+                f"-m ms_data build tasks/describe.jsonl {chats} --held-out-fraction 0.02"
                 " --out chats/describe",
-                f"-m ms_data build tasks/implement.jsonl {chats} --hold-out 0.02"
+                f"-m ms_data build tasks/implement.jsonl {chats} --held-out-fraction 0.02"
                 " --out chats/implement",
-                f"-m ms_data build tasks/pairs.jsonl --pairs {chats} --hold-out 0.05"
+                f"-m ms_data build tasks/pairs.jsonl --pairs {chats} --held-out-fraction 0.05"
                 " --out chats/pairs",
             ),
             outputs=("docstrings", "tasks", "chats"),
