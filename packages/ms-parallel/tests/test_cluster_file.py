@@ -92,13 +92,13 @@ def test_what_is_written_is_read_again(
         ("nodez = 1", "unknown key 'nodez'; did you mean 'nodes'"),
         ("links.network.latency_ms = 1", "unknown key 'latency_ms'; did you mean 'latency_us'"),
         ("links.netwrk.latency_us = 1", "unknown key 'netwrk'; did you mean 'network'"),
-        ("links.node = 1", "links|node is 1; give a table"),
+        ("links.node = 1", "node must be a table of settings, got 1"),
         ("peak_tflops.bf16 = 1", "unknown dtype 'bf16' in peak_tflops; did you mean 'bfloat16'"),
         ("peak_tflops.bfloat16 = 0", "peak_tflops.bfloat16 is 0; use a number above 0"),
         ("group_devices = 3", "does not divide devices_per_node=8"),
         ("group_devices = 4", r"links.group is missing; add a table \[links.group\]"),
         ("nodes = 1000000", "8000000 devices exceed"),
-        ("memory_gib = 0", "memory_gib is 0"),
+        ("memory_gib = 0", "memory_gib must be a number .*, got 0"),
         ("measured = 1", "measured must be true or false, got 1"),
     ],
 )
@@ -154,7 +154,7 @@ def test_what_is_known_of_a_chip_need_not_be_given(tmp_path: Path) -> None:
 def test_a_measured_file_may_name_a_chip_by_its_driver(tmp_path: Path) -> None:
     """`ms-profile doctor --measure` writes the driver's name, and every figure."""
     text = EXAMPLE.replace('"h100-sxm"', '"NVIDIA H100 80GB HBM3"')
-    with pytest.raises(ConfigError, match="is not known"):
+    with pytest.raises(ConfigError, match="unknown chip"):
         read_cluster(_file(tmp_path, text))
     cluster = read_cluster(_file(tmp_path, f"measured = true\n{text}"))
     assert cluster.chip == "NVIDIA H100 80GB HBM3"

@@ -296,7 +296,7 @@ def test_a_plan_learns_from_the_runs_before_it(
     (tmp_path / "third" / FILE).write_text("{")
     learn(tmp_path)
     assert f"{tmp_path / 'third' / FILE}: " in caplog.text
-    assert "corrected without this run" in caplog.text
+    assert "not used to correct plans" in caplog.text
     shutil.rmtree(tmp_path / "first")
     kept = learn(tmp_path)
     assert [each.measured_s for each in kept.runs] == pytest.approx([3 * best.step.total])
