@@ -21,7 +21,7 @@ from .generation.sampling import Sampling
 from .lora.adapters import AdaptedModel, LoraOptions, add_lora
 from .lora.loading import load_lora
 from .losses.advantage import gae
-from .losses.dpo import DPOOptions
+from .losses.preference import DPOOptions
 from .models.reward_model import RewardModel
 from .rewards.sandbox import Limits
 from .rewards.scoring import Reward, Sample
