@@ -179,7 +179,9 @@ def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
         build({}, groups, schedule="search")
     with pytest.raises(ConfigError, match="optimizer is 'adammw'; did you mean 'AdamW'"):
         Options(model_arch="llama", optimizer="adammw")
-    with pytest.raises(ConfigError, match="max_grad_norm is 0"):
+    with pytest.raises(
+        ConfigError, match="max_grad_norm must be a number of at least 1e-30, got 0"
+    ):
         AdamWConfig(max_grad_norm=0)
     with pytest.raises(ScheduleError, match="unknown schedule 'zb-w'; did you mean 'zb-v'"):
         build({}, groups, schedule="zb-w")

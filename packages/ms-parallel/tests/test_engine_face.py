@@ -288,7 +288,7 @@ def test_to_make_a_trainer_changes_nothing_in_the_process() -> None:
         ({"betas": (0.9,)}, "betas must be two numbers"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
         ({"decay": "cosin"}, "decay is 'cosin'; did you mean 'cosine'"),
-        ({"learning_rate": float("nan")}, "learning_rate is nan; give a number"),
+        ({"learning_rate": float("nan")}, "learning_rate must be a number of at least 0, got nan"),
     ],
 )
 def test_settings_of_the_optimizer_are_refused_as_a_run_files_are(

@@ -162,7 +162,7 @@ def test_the_scale_halves_doubles_and_waits() -> None:
         ),
         ({"mixed_precision": "float16", "loss_scale": {"start": 4}}, "unknown setting 'start'"),
         ({"mixed_precision": "float16", "loss_scale": 4}, "loss_scale must be a table"),
-        ({"audit_every": 0}, "audit_every is 0"),
+        ({"audit_every": 0}, "audit_every must be an integer of at least 1, got 0"),
     ],
 )
 def test_settings_of_precision_that_cannot_be_used_are_named(

@@ -94,7 +94,10 @@ def test_a_decay_that_cannot_be_used_is_named(value: Any, message: str) -> None:
         ({"name": "NAdam", "betas": [2, 3]}, "'NAdam' cannot be used: Invalid beta parameter"),
         ("LBFGS", "'LBFGS' cannot be used"),
         ({"name": "SGD", "groups": {"*": {"rate": 1}}}, "group '\\*' has unknown setting 'rate'"),
-        ({"name": "SGD", "groups": {"*": {"momentum": 2}}}, "group '\\*': momentum is 2"),
+        (
+            {"name": "SGD", "groups": {"*": {"momentum": 2}}},
+            "group '\\*': momentum must be a number of at least 0 and less than 1, got 2",
+        ),
         (3, "optimizer must be a name, or a table of name and settings .*, got 3"),
     ],
 )
@@ -304,7 +307,7 @@ class Fused(nn.Module):
 def test_muon_asks_what_a_fused_projection_holds(groups: Groups) -> None:
     """Gate and up are halves; of queries, keys and values one has to say the rows."""
     plan = ModelPlan(blocks="layers.*")
-    with pytest.raises(ConfigError, match=r"layers.0.qkv_proj.weight seems to hold several"):
+    with pytest.raises(ConfigError, match=r"layers.0.qkv_proj.weight seems to be a fused weight"):
         Engine(Fused(), groups=groups, plan=plan, optimizer="muon")
     config = MuonConfig(scale="original", weight_decay=0.0, fused={"*.qkv_proj.weight": [8, 4, 4]})
     changed = changes(Engine(Fused(), groups=groups, plan=plan, optimizer=config), 2)
@@ -426,7 +429,9 @@ def test_state_goes_from_layout_to_layout_with_every_optimizer(tmp_path: Path) -
 
 def test_parameters_that_a_class_does_not_take_are_named(groups: Groups) -> None:
     """Torch's own Muon takes matrices alone; its words stand in our one line."""
-    with pytest.raises(ConfigError, match=r"'Muon' cannot update all of model\..*only supports 2D"):
+    with pytest.raises(
+        ConfigError, match=r"'Muon' cannot update parameters such as model\..*only supports 2D"
+    ):
         build({}, groups, optimizer=TorchConfig(kind=torch.optim.Muon))
 
 

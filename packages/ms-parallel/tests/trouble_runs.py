@@ -84,7 +84,7 @@ def troubled(
         "said": said,
         "skipped": [fields for kind, fields in told if kind == "skipped"],
         "steps": [[fields["step"], fields["loss"]] for kind, fields in told if kind == "step"],
-        "taken": run.engine.optimizer.taken,
+        "taken": run.engine.optimizer.update_count,
         "counts": run.progress.skipped,
         "rolled_back": run.progress.rolled_back,
         "weights": {
