@@ -324,7 +324,7 @@ def run_file(folder: Path, reward: str) -> Path:
         ("tokenizer=5", "tokenizer must be a path, got 5"),
         ("tokenizer='{0}/tokenizer'", "tokenizer cannot be read"),
         ("generator=x", "generator 'x' is unknown; known: policy"),
-        ("reward_failure_penalty=x", "reward_failure_penalty is 'x'; give a number"),
+        ("reward_failure_penalty=x", "reward_failure_penalty must be a number"),
         (
             "stop_token_ids=1.5",
             "stop_token_ids must be token ids from 0 to below 2147483648, got 1.5",

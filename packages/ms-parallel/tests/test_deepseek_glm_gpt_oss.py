@@ -448,7 +448,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
         "got 3",
     ),
     ("deepseek_v3", {"index_topk": 2048}, "index_topk=2048 is not supported"),
-    ("deepseek_v3", {"n_routed_experts": 10**9}, "n_routed_experts is 1000000000"),
+    ("deepseek_v3", {"n_routed_experts": 10**9}, "n_routed_experts must be"),
     ("glm4_moe", {"topk_group": 2}, "got n_group=1, topk_group=2"),
     ("glm4_moe", {"num_local_experts": 9}, "alias num_local_experts must be equal, got 8 and 9"),
     ("gpt_oss", {"sliding_window": None}, "need a sliding_window"),

@@ -157,7 +157,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": "yarn", "factor": 2.0}, "needs 'original_max_position_embeddings'"),
     ({"rope_type": "dynamic"}, "needs 'factor'"),
     ({"rope_type": "linear", "factor": None}, "needs 'factor'"),
-    ({"rope_type": "linear", "factor": "2"}, "factor is '2'; give a number"),
+    ({"rope_type": "linear", "factor": "2"}, "factor must be a number"),
     (
         {
             "rope_type": "longrope",

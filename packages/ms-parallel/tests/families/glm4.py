@@ -18,7 +18,7 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"rope_parameters": None, "partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+    ({"rope_parameters": None, "partial_rotary_factor": 1.5}, "partial_rotary_factor must be"),
     ({"rope_parameters": None, "partial_rotary_factor": 0.1}, "even and at least 2, got"),
     ({"mlp_bias": True}, "mlp_bias=True is not supported"),
 ]

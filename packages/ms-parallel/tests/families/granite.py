@@ -20,6 +20,6 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"logits_scaling": 0}, "logits_scaling is 0"),
+    ({"logits_scaling": 0}, "logits_scaling must be"),
     ({"residual_multiplier": "x"}, "residual_multiplier is 'x'"),
 ]

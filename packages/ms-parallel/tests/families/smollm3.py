@@ -23,6 +23,6 @@ def draw(random: Random) -> dict[str, Any]:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"no_rope_layers": [1, 0]}, "must have 0 or 1 for each of 4 layers"),
     ({"no_rope_layers": "1111"}, "got 1111"),
-    ({"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval is 0"),
+    ({"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval must be"),
     ({"use_sliding_window": 1}, "use_sliding_window must be true or false, got 1"),
 ]
