@@ -14,7 +14,7 @@ from models import decoder
 
 from ms_compress import ExportError, export, qat
 from ms_compress.files.durable import replace, writing
-from ms_compress.place_lock import new_folder, output_lock
+from ms_compress.output_lock import new_folder, output_lock
 
 
 def forked(act: Callable[[], object]) -> int:

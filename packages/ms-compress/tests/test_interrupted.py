@@ -16,7 +16,7 @@ from folders import write_run
 from forks import die, ended, started
 
 from ms_compress.cli import main
-from ms_compress.place_lock import output_lock
+from ms_compress.output_lock import output_lock
 from ms_parallel import load_model, save_model
 
 COMMANDS = {

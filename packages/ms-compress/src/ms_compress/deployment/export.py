@@ -15,7 +15,7 @@ from ms_compress.errors import ConfigError, ExportError, LayerError
 from ms_compress.files.durable import writing
 from ms_compress.files.untrusted import check_path
 from ms_compress.models.whole_model import WholeModel
-from ms_compress.place_lock import new_folder
+from ms_compress.output_lock import new_folder
 from ms_compress.quantization.scheme import Scheme
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.rules import scheme

@@ -12,7 +12,7 @@ from ms_compress.errors import ConfigError, DivergedError, ExportError
 from ms_compress.files.durable import write_file, writing
 from ms_compress.files.untrusted import check_parts
 from ms_compress.models.config_file import read_config
-from ms_compress.place_lock import new_folder
+from ms_compress.output_lock import new_folder
 from ms_compress.targets.libraries import import_library
 
 

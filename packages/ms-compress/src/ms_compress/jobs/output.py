@@ -19,7 +19,7 @@ from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import ModelRun
 from ms_compress.errors import ConfigError, FolderError
 from ms_compress.files.run_folder import RunSeal, changes_between, read_seal, write_seal
-from ms_compress.place_lock import output_lock
+from ms_compress.output_lock import output_lock
 from ms_compress.training.checkpoint import read_header, saved_steps
 from ms_compress.training.identity import digest_of_path, is_digest
 
