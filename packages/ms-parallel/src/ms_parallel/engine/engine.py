@@ -98,6 +98,8 @@ class Engine:
         self.options = settings = EngineOptions(**options)
         layout = settings.groups.layout if settings.groups else layout or Layout()
         layout = sharded_layout(layout, settings.sharding)
+        # All checks that need no communication come before `connect`: a bad setting then fails
+        # at once on every rank, and none waits for another.
         self.config, self.plan = resolve_model(model, settings.plan, layout, settings.recompute)
         if settings.reproducible:
             check_reproducible(
@@ -112,6 +114,7 @@ class Engine:
         self.groups = settings.groups or connect(layout, device=settings.device)
         if isinstance(model, nn.Module) and dist.get_rank() == 0:
             warn_without_documents(model)
+        # `sharding` may ask for other replicas than the groups that were passed.
         if self.groups.layout != layout:
             self.groups = create_groups(layout, self.device, self.groups.devices)
         if settings.mixed_precision is True and dist.get_rank() == 0:
@@ -176,6 +179,8 @@ class Engine:
         if settings.compile is False:
             return False
         schedule = self.tables.choice
+        # A schedule chosen by name is built for each step; 4 microbatches per rank serve as a
+        # sample.
         if not isinstance(schedule, Schedule):
             schedule = self.tables.training(4 * layout.pipeline)
         if settings.compile == "auto":
@@ -275,6 +280,7 @@ class Engine:
                 microbatches, loss, counts.weight, self.reduction, scale
             )
         load = self.balancer.expert_load(tokens)
+        # Unscaled before the norm, so that clipping and reports see true gradients.
         gradients = self.scaler.unscale(self.reduction.gradients())
         mtp = mtp_depths(self.config, loss)
         # One all-reduce, and the only host synchronization of the step.
@@ -284,6 +290,7 @@ class Engine:
         try:
             self.row_check.check_totals(totals.row_terms)
         except ConfigError:
+            # Gradients of wrong rows must not enter a later step if the caller goes on.
             self.trained.zero_grad()
             raise
         skipped = self._skip_reason(totals, accept)
@@ -299,6 +306,7 @@ class Engine:
         self.trained.apply(None if skipped else gradients, totals.grad_norm, rate)
         self.balancer.update_bias(None if skipped else load)
         self.trained.zero_grad()
+        # The other reasons to skip say nothing about the loss scale.
         if skipped in (None, "overflow"):
             self.scaler.adjust(overflow=skipped is not None)
         if skipped == "nonfinite" and self.options.on_nonfinite == "raise":
@@ -362,6 +370,7 @@ class Engine:
         microbatches = self.runner.microbatches(batch)
         self.row_check.compare_within(microbatches)
         results = self.runner.forward(microbatches, function)
+        # No backward follows that would free gathered weights.
         for stage in self.stages.values():
             drop_gathered(stage)
         return self.runner.share(torch.cat(results) if results else None)
@@ -424,7 +433,9 @@ class Engine:
         check_adaptable(self.groups.layout, self.placement)
         self.adapters = make(self.stages)
         for stage in self.stages.values():
+            # Heads were frozen with the rest of the model.
             thaw_heads(stage, self.options.heads)
+        # The set of trained parameters has changed, so everything derived from it is rebuilt.
         self.trained = self._trainable(include_frozen=False)
         self.reduction = self._reduction()
         # Routers are frozen too: their choices are counted, but not balanced.
@@ -476,6 +487,7 @@ class Engine:
         """
         extra_state = self._extra_state()
         self.step_count = load_state(self.trained, state, extra_state)
+        # `load_state` has copied the saved values into these tensors.
         self.scaler.load(extra_state[SCALE])
 
     def _extra_state(self) -> dict[str, Tensor]:

@@ -107,15 +107,18 @@ def generate(
     if compare is not None:
         compare([batch])
     for index in range(max_new_tokens):
+        # Left padding puts the last prompt token of every row in the last column.
         logits = _forward(engine, batch, caches, at=window.width - 1 if index == 0 else 0)
         for cache in caches.values():  # drop padding after the new token
             cache.rewind(cached_length)
         sampled = (
             None if logits is None else sample_tokens(logits, sampling, index, *rank_and_count)
         )
+        # All processes continue with the tokens that the last stage sampled.
         tokens = engine.share(sampled).cpu()
         generated.append(tokens)
         if stops:
+            # Finished rows go on until all rows are done; `_truncate` drops their extra tokens.
             finished |= torch.isin(tokens, torch.tensor(sorted(stops)))
             if _all_done(engine, finished):
                 break
@@ -185,6 +188,7 @@ class _PromptBatches:
         positions = torch.arange(self.width) - pads[:, None]  # (B, width), negative for padding
         batch = {"tokens": tokens, "positions": positions.clamp(min=0)}
         if self.padded:
+            # Document 0 is the padding, 1 the sequence.
             batch["documents"] = (positions >= 0).int()
         return batch
 
@@ -229,6 +233,8 @@ def sample_tokens(
     # Every rank draws for all rows of all data ranks, so the numbers do not depend on the layout.
     uniform = torch.rand(parts * rows, generator=generator, dtype=torch.float64)
     cumulative = scores.softmax(dim=1).cumsum(dim=1)  # (B, V)
+    # Scaled by the total, which is not exactly 1 after rounding. With right=True, tokens of
+    # probability 0 are never chosen.
     targets = uniform[part * rows : (part + 1) * rows, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp(max=scores.shape[1] - 1)
 
@@ -242,6 +248,7 @@ def _seed_at(seed: int, index: int) -> int:
 def _filter_logits(scores: Tensor, sampling: Sampling) -> Tensor:
     """Apply top-k, top-p and min-p, in this order, to scores (B, V); excluded tokens get -inf."""
     if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
+        # Ties with the k-th token stay.
         lowest = scores.topk(sampling.top_k, dim=1).values[:, -1:]
         scores = scores.masked_fill(scores < lowest, -torch.inf)
     if sampling.top_p < 1.0:

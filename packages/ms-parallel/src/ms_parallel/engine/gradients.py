@@ -60,6 +60,7 @@ def add_tied(
     for owner, copy in tied if len(placement) > 1 else ():
         if first == last == groups.place.pipeline:  # both stages are on this rank
             gradients[owner] += gradients[copy]
+            # Both copies get the sum, so the optimizer keeps them equal.
             gradients[copy].copy_(gradients[owner])
         elif owner in gradients:
             sum_tied(gradients[owner], last, groups)
@@ -69,8 +70,10 @@ def add_tied(
 
 def is_counted(name: str, plan: ModelPlan, placement: Sequence[int], groups: Groups) -> bool:
     """Whether this process's shard counts toward the global norm, i.e. is not a replica."""
+    # Replicated over tensor ranks: only the first counts it.
     if groups.place.tensor > 0 and plan.split_dim(name) is None:
         return False
+    # After `add_tied` the copy has its owner's gradient.
     return not (len(placement) > 1 and name in {copy for _, copy in plan.tied})
 
 
@@ -87,6 +90,7 @@ def sum_over(axis: str, gradients: Sequence[Tensor], groups: Groups) -> None:
         flat = torch.cat([gradient.flatten() for gradient in bucket])  # (elements of the bucket,)
         groups.all_reduce(flat, axis)
         sizes = [gradient.numel() for gradient in bucket]
+        # Copied back, because the gradients' own storage is what the optimizer and FSDP use.
         for gradient, total in zip(bucket, torch.split(flat, sizes), strict=True):
             gradient.copy_(total.view_as(gradient))
 
@@ -109,6 +113,7 @@ def sum_tied(gradient: Tensor, peer: int, groups: Groups) -> None:
     local = gradient.to(groups.wire)
     remote = torch.empty_like(local)
     rank, group = groups.peer("pipeline", peer), groups.group("pipeline")
+    # Posted as one batch: two blocking sends would wait for each other.
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, local, rank, group), dist.P2POp(dist.irecv, remote, rank, group)]
     )

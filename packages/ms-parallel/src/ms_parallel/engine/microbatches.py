@@ -58,7 +58,7 @@ def split_batch(
     if vocabulary is not None:
         check_tokens(tensors, vocabulary)
     if "positions" not in tensors:
-        tensors["positions"] = torch.arange(length).expand(count, length)
+        tensors["positions"] = torch.arange(length).expand(count, length)  # rows share storage
     return [slice_rows(tensors, start, start + size) for start in range(0, count, size)]
 
 
@@ -168,7 +168,7 @@ def gather_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
     words = torch.stack((coarse, (numbers - coarse).float())).to(groups.wire)  # (2, n)
     parts = [torch.empty_like(words) for _ in range(count)]
     dist.all_gather(parts, words, group=groups.group("rows"))
-    return torch.stack(parts).cpu().double().sum(1)
+    return torch.stack(parts).cpu().double().sum(1)  # (ranks, 2, n) -> (ranks, n)
 
 
 def sum_over_rows(numbers: Tensor, groups: Groups) -> Tensor:

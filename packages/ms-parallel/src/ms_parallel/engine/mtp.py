@@ -104,5 +104,6 @@ def mtp_losses_of(
     for depth, (states, divisor) in enumerate(zip(depth_states, divisors, strict=True), 1):
         targets, weights = mtp_targets(batch, depth)
         total = output(states).loss_sum(targets, weights=weights)
+        # Times 0 keeps the graph, so every rank runs the same collectives in its backward.
         losses.append(total / divisor if divisor else total * 0.0)
     return torch.stack(losses)

@@ -307,6 +307,7 @@ class OptimizerConfig(ABC):
     pattern applies. A weight_decay set here applies to vectors too."""
 
     def __attrs_post_init__(self) -> None:
+        # Build each group's settings once, so that a bad override fails here.
         for pattern in self.groups:
             self._group_config(pattern)
 
@@ -347,6 +348,7 @@ class OptimizerConfig(ABC):
         return ParameterGroup(
             names=names,
             config=config,
+            # The schedule is shared, so a group's own peak is a factor on it.
             rate=config.learning_rate / peak if peak else 1.0,
             weight_decay=config.weight_decay if decays else 0.0,
         )
@@ -369,6 +371,7 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
         return peak * (step + 1) / config.warmup_steps
     if config.decay_steps is None:
         return peak
+    # At least 1, for a decay that ends with the warm-up.
     span = max(config.decay_steps - config.warmup_steps, 1)
     elapsed = min((step - config.warmup_steps) / span, 1.0)
     floor = config.final_ratio

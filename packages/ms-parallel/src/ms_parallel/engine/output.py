@@ -59,18 +59,21 @@ class HeadOutput:
         self.row_split = row_split
         self.make_logits = make_logits
         self.weight = local_view(weight)
+        # (B, S/t, H) -> (B, S, H)
         self.hidden = gather_sequence(hidden, groups) if self.split else hidden
 
     def logits(self, positions: slice = ALL_POSITIONS) -> Tensor:
         """Compute logits (B, S, V) of these positions, gathered over all axes."""
         if self.row_split is None:
             return self._logits(positions)
+        # These positions may be on any context rank, so gather before slicing.
         return self.row_split.whole(self._logits(ALL_POSITIONS))[:, positions]
 
     def _logits(self, positions: slice) -> Tensor:
         """Compute the logits of the local positions."""
         if self.make_logits is not None:
             return self.make_logits(self.hidden[:, positions])
+        # (B, S, V/t), or (B, S, V) without tensor parallelism
         local = F.linear(self.hidden[:, positions], self.weight)
         local = local if self.softcap is None else capped(local, self.softcap)
         if not self.split:
@@ -122,7 +125,7 @@ class HeadOutput:
             return _token_losses(self._logits(ALL_POSITIONS), targets, temperature, z_loss)
         if self.split:
             group = self.groups.group("tensor")
-            flat, limit = self.hidden.flatten(0, 1), MAX_SAVED_LOGITS_BYTES
+            flat, limit = self.hidden.flatten(0, 1), MAX_SAVED_LOGITS_BYTES  # (B·S, H)
             losses: Tensor = VocabularyParallelLoss.apply(  # type: ignore[no-untyped-call]
                 flat, self.weight, targets.flatten(), group, limit, self.softcap, z_loss
             )
@@ -221,7 +224,7 @@ def _token_losses(logits: Tensor, targets: Tensor, temperature: float, z_loss: f
 
 def _entropies(logits: Tensor, counted: Tensor, temperature: float) -> Tensor:
     """Compute entropies in nats, float32 (B, S), from logits (B, S, V); 0 where not counted."""
-    log_p = (widen(logits) / temperature).log_softmax(-1)
+    log_p = (widen(logits) / temperature).log_softmax(-1)  # (B, S, V)
     return -(log_p.exp() * log_p).sum(-1) * counted
 
 

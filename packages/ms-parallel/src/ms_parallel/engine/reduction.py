@@ -76,6 +76,7 @@ class SummedReduction:
         """Count the global batch and gather its checksums; every process calls it."""
         local = measure(microbatches, loss).sum(0)
         rows = fingerprint(microbatches, float(local[0]))
+        # Columns: loss weight, tokens, and the two checksums of `Fingerprint.numbers`.
         numbers = torch.cat((local, local.new_tensor(rows.numbers)))
         gathered = gather_over_rows(numbers, self.groups)
         weight, tokens, *_ = gathered.sum(0).tolist()
@@ -118,10 +119,12 @@ class SummedReduction:
         row_terms: Tensor,
     ) -> StepTotals:
         """Sum results and squared gradients over all processes in one all-reduce."""
+        # [squared norm, loss, metrics, MTP losses, row terms]
         local = torch.zeros(2 + metrics + mtp + TERMS, device=self.groups.device)
         local[0] = self.trained.squared_norm(gradients)
         if results and self.groups.place.is_loss_rank:  # one process per row adds its results
             local[1:-TERMS] = torch.stack([result.values for result in results]).sum(0)
         local[-TERMS:].copy_(row_terms, non_blocking=True)
+        # `tolist` is where the host waits for the device.
         squared_norm, *sums = self.groups.all_reduce(local).tolist()
         return StepTotals.of(squared_norm, sums[:-TERMS], metrics, sums[-TERMS:])

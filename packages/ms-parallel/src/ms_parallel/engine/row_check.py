@@ -62,9 +62,11 @@ def fingerprint(microbatches: Sequence[Batch], weight: float) -> Fingerprint:
     for rows in microbatches:
         for name in SHARED:
             _add(digest, name, rows)
+    # 0 stands for unchecked, so a digest of 0 becomes 1.
     shared = int.from_bytes(digest.digest(), "little") or 1
     if not weight:
         return Fingerprint(shared=shared)
+    # The same digest goes on, so `everything` covers the shared members too.
     for rows in microbatches:
         for name in sorted(set(rows).difference(SHARED)):
             _add(digest, name, rows)
@@ -112,6 +114,7 @@ class RowCheck:
             self.suspicion = False
             return
         repeated, multiple_rows = _repeated(dict(enumerate(by_data_rank)))
+        # A single repeated row may be chance, which is worth one warning only.
         self.suspicion = not self.is_fake and bool(repeated) and (multiple_rows or not self.warned)
 
     def terms(self) -> Tensor:
@@ -127,8 +130,11 @@ class RowCheck:
         if others and not self.is_fake:
             # Hashing in the data rank prevents rows of two swapped data ranks from canceling.
             digest = blake2b(f"{place.rank}/{self.local.shared}".encode(), digest_size=8).digest()
+            # Positive terms then sum to less than 2^23 over all processes, and so do negative
+            # ones.
             limit = max(2**23 // layout.world_size, 2)
             first = all(getattr(place, axis) == 0 for axis in self.axes)
+            # Two independent slots: wrong rows cancel in both with negligible probability.
             for slot, part in enumerate((digest[:4], digest[4:]), start=1):
                 number = int.from_bytes(part, "little") % limit
                 terms[slot] = float(number * others if first else -number)
@@ -151,8 +157,10 @@ class RowCheck:
         """
         if not self.axes or self.is_fake:
             return
+        # Weight 0 skips the checksum of all members.
         shared = fingerprint(microbatches, 0.0).shared
         facts = self._facts(evolve(self.local, shared=shared))
+        # Grows to all processes of the data rank, one axis at a time.
         for axis in self.axes:
             facts = _gather(facts, self.groups, axis)
         _check_agreement(_decode(facts))
@@ -202,6 +210,7 @@ def _decode(facts: Tensor) -> list[_Member]:
                 shared=_number(words[:3]), everything=_number(words[3:]), distinct=distinct
             ),
         )
+        # Columns as in `_facts`; 3 words for each of the two checksums.
         for rank, data_rank, distinct, *words in facts.long().tolist()
     ]
 

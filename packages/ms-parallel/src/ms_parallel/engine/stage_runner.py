@@ -72,6 +72,8 @@ class StageRunner:
         """Vocabulary size; None if unknown (a user-defined module)."""
         modules = cast(Mapping[int, nn.Module], stages)
         calls = {
+            # Without logits, the last stage returns hidden states, and the loss applies the head
+            # in chunks that bound memory.
             number: partial(call_own, stage) if self.user_module else partial(stage, logits=False)
             for number, stage in modules.items()
         }
@@ -118,6 +120,7 @@ class StageRunner:
             One result per microbatch, in order; empty except on the last stage.
         """
         depths = mtp_depths(self.config, loss)
+        # Summed over data ranks before any backward, because the divisors scale the gradients.
         divisors = mtp_divisors(microbatches, depths, reduction.sum_over_rows)
         batches = [self._to_device(microbatch) for microbatch in microbatches]
         # Computed from the CPU copies, so that splitting does not synchronize with the device.
@@ -143,6 +146,7 @@ class StageRunner:
                 metrics=metrics.detach() / weight,
                 mtp_losses=mtp_losses.detach(),
             )
+            # Scaling acts in the backward only, so the reported losses are unscaled.
             return objective if scale == 1.0 else scale_gradient(objective, scale)
 
         schedule = self.tables.training(len(batches))
@@ -154,6 +158,7 @@ class StageRunner:
             )
         if self.budget is not None:
             self.budget.end_step(schedule)
+        # Schedules may finish microbatches out of order.
         return [results[number] for number in sorted(results)]
 
     def forward(

@@ -28,6 +28,7 @@ def state_of(trained: Trainable, step: int, extra_state: Mapping[str, Tensor]) -
     owners = {copy: owner for owner, copy in trained.plan.tied}
     state: dict[str, Tensor] = dict(extra_state)
     for own_name, parameter in trained.parameters.items():
+        # Owner and copy may both be on this process; their values are equal.
         state.setdefault(owners.get(own_name, own_name), parameter.detach())
     for moment, tensors in trained.optimizer.moments.items():
         for own_name, tensor in tensors.items():
@@ -57,11 +58,14 @@ def align_replicas(
     """
     if groups.kinds is None:
         return
+    # Counters and expert state are equal on all ranks already.
     names = sorted(state.keys() - extra_state.keys() - {UPDATE_COUNT, STEP})
     for name in names:
         groups.kinds.align(local_part(state[name]))
     first, last = trained.placement[0], trained.placement[-1]
     pipeline_rank, group = groups.place.pipeline, groups.group("pipeline")
+    # The stages of a tied pair may be on different kinds of devices; the checkpoint stores the
+    # first stage's weight, so the last stage receives it.
     for owner, _ in trained.plan.tied if first != last and pipeline_rank in (first, last) else ():
         for name in (
             candidate
@@ -89,6 +93,7 @@ def load_state(
     Raises:
         CheckpointError: names or shapes differ from this engine's.
     """
+    # Holds the engine's own tensors, which the loop below fills in place.
     expected = state_of(trained, 0, extra_state)
     missing, unknown = (
         sorted(expected.keys() - state.keys()),

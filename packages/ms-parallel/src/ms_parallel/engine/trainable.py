@@ -64,6 +64,8 @@ class Trainable:
             for name, parameter in self.parameters.items()
             if groups.layout.shards > 1 and is_plain_tensor(parameter)
         }
+        # FSDP does not manage plain parameters, so their gradients are summed over its ranks
+        # here.
         for parameter in unsharded.values() if summed else ():
             parameter.register_hook(self._sum_over_shards)  # type: ignore[no-untyped-call]
         # Each element of each parameter counts on exactly one process.
@@ -83,6 +85,7 @@ class Trainable:
         self.optimizer = GroupedOptimizer(params, config, all_parameters)
 
     def _sum_over_shards(self, gradient: Tensor) -> Tensor:
+        # Cloned, because a hook must not change its argument.
         return self.groups.all_reduce(gradient.contiguous().clone(), "shards")
 
     def squared_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -97,7 +100,7 @@ class Trainable:
         """
         limit = self.optimizer.config.max_grad_norm
         if gradients is not None and limit is not None and norm > limit:
-            scale(list(gradients.values()), limit / (norm + 1e-6))
+            scale(list(gradients.values()), limit / (norm + 1e-6))  # epsilon of clip_grad_norm_
         self.optimizer.step(gradients, rate)
 
     def zero_grad(self) -> None:

@@ -146,6 +146,7 @@ class ExpertBalancer:
         # d(coefficient · E · mean over layers of Σ f · P) / d(score of one token) = rate · f.
         rate = (self.balance.coefficient or 0.0) * self.counts.shape[1] / num_terms
         z_rate = self.balance.z_loss_coefficient / num_terms
+        # Before the first update there are no counts to balance by.
         has_counts = bool(self.counts.any())
         for row, router in self.rows.items():
             load = None
@@ -167,6 +168,7 @@ class ExpertBalancer:
         try:
             yield
         except BaseException:
+            # Without an error, the statistics stay until `expert_load` reads them.
             self._close()
             raise
 
@@ -176,6 +178,7 @@ class ExpertBalancer:
             return None
         device = self.groups.device
         counts = torch.zeros(self.counts.shape, dtype=torch.int64, device=device)
+        # Columns: the sums of `RouterStats`, then the selection bias of each expert.
         facts = torch.zeros(len(self.layers), NUM_SUMS + self.counts.shape[1], device=device)
         for row, router in self.rows.items():
             assert router.stats is not None

@@ -46,7 +46,7 @@ class AdafactorConfig(OptimizerConfig):
 def _adafactor(config: AdafactorConfig, tensors: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(
         tensors,
-        lr=1.0,
+        lr=1.0,  # replaced by the scheduled rate before each step
         beta2_decay=-config.decay_power,
         eps=(config.least_root, config.least_scale),
         d=config.clip,

@@ -99,6 +99,7 @@ class AdamWRule:
     def apply(self, gradients: Mapping[str, Tensor], rate: float, update_count: int) -> None:
         """Update the parameters in place."""
         parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
+        # Shards of small weights are empty on some ranks.
         nonempty = [name for name, part in parts.items() if part.numel()]
         if not nonempty:
             return
@@ -163,7 +164,8 @@ class AdamWRule:
             gradients,
             first,
             second,
-            [],
+            [],  # max_exp_avg_sqs, for amsgrad only
+            # state_steps: torch adds 1 before use, so update 0 is corrected by 1 - β.
             list(torch.full((len(weights),), float(update_count), device=device).unbind()),
             foreach=False if self.fused else None,
             fused=self.fused,

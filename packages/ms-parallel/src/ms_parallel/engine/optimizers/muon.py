@@ -109,6 +109,7 @@ class MuonConfig(OptimizerConfig):
         adamw_rate = (
             self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
         )
+        # The engine passes one scheduled rate per step, so AdamW's rate is a factor on it.
         ratio = adamw_rate / self.learning_rate if self.learning_rate else 1.0
         return rules + adamw_rules(
             evolve(self, learning_rate=adamw_rate), params, adamw_names, ratio
@@ -174,17 +175,22 @@ class MuonRule:
             # m ← μ·m + (1-μ)·g, then with Nesterov u = (1-μ)·g + μ·m.
             buffer.lerp_(gradient, 1.0 - config.momentum)
             update = gradient.lerp(buffer, config.momentum) if config.nesterov else buffer
+            # The iteration runs in bfloat16 anyway, so this halves the messages without losing
+            # bits.
             ahead[name] = update.bfloat16()
         matrices_by_key = self.exchange.gather(ahead)
+        # Matrices that this process owns; leading box dims, such as the expert, have size 1.
         updates = {
             key: orthogonal(matrix.view(matrix.shape[-2:]), config.iterations).view(matrix.shape)
             for key, matrix in matrices_by_key.items()
         }
         rate *= self.group.rate
         decay_factor = 1.0 - rate * self.group.weight_decay
+        # Decoupled weight decay, applied before the update as in AdamW.
         local = {
             name: local_part(param).mul_(decay_factor) for name, param in self.parameters.items()
         }
+        # Pieces of the updates that overlap this process's shards.
         for piece, values in self.exchange.scatter(updates, torch.bfloat16):
             part = local[piece.key[0]][piece.of_part]
             part.add_(values, alpha=-rate * self.factors[piece.key])
@@ -205,6 +211,7 @@ def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix  # the Gram matrix is the smaller one
+    # Frobenius norm 1 bounds every singular value by 1, where the iteration converges.
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(iterations):
         gram = x @ x.mT  # A = X·Xᵀ, (rows, rows)
@@ -222,7 +229,9 @@ def matrices(
     """
     rows = _rows_of(name, shape, fused)
     for piece in slices_of(params.weights(), name, shape):
+        # Leading dims, such as experts or (gate, up), index separate matrices.
         *outer, down, across = piece.box
+        # Row boundaries of the matrices stacked in one fused weight.
         ends = list(accumulate(rows)) if rows else [down.stop]
         starts = [0, *ends[:-1]] if rows else [down.start]
         for index in product(*(range(dim_slice.start, dim_slice.stop) for dim_slice in outer)):

@@ -64,6 +64,7 @@ class TorchConfig(OptimizerConfig):
 
 def _build(config: TorchConfig, tensors: Any) -> Optimizer:
     settings = {k: tuple(v) if isinstance(v, list) else v for k, v in config.settings.items()}
+    # The rule decays weights itself, decoupled and with the scheduled rate.
     without = {"weight_decay": 0.0} if "weight_decay" in _arguments(config.kind) else {}
     optimizer_class: Any = config.kind
     optimizer: Optimizer = optimizer_class(tensors, lr=1.0, **without, **settings)

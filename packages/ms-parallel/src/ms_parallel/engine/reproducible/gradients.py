@@ -74,6 +74,8 @@ class RowGradients:
         ranges = {}
         with torch.no_grad():
             for name in (name for names in self.of_stage.values() for name in names):
+                # Shards are consecutive rows of dim 0, so each is one range of the flattened
+                # weight.
                 parameter = self.parameters[name]
                 part = part_of(parameter)
                 row = parameter[:1].numel() if parameter.dim() > 1 else 1
@@ -95,6 +97,8 @@ class RowGradients:
         if self.copy is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return weight
         if self.alias is None:
+            # A separate leaf, so that autograd does not add the head's gradient to the
+            # embedding's.
             self.alias = weight.detach().requires_grad_()
         return self.alias
 
@@ -114,6 +118,7 @@ class RowGradients:
             owner, name = self.copy
             gradients[name] = self.alias.grad.to(self.parameters[owner].dtype)
             self.alias.grad = None
+        # With a split backward, a row's gradients arrive in several calls.
         earlier = stage_gradients.incomplete.pop(microbatch, {})
         for name, gradient in earlier.items():
             gradients[name] = gradient.add_(gradients[name]) if name in gradients else gradient
@@ -143,10 +148,13 @@ class RowGradients:
         totals: dict[str, Tensor] = {}
         for stage in sorted(self.stage_gradients):
             tree = self.stage_gradients.pop(stage).tree
+            # The exchange empties the tree bucket by bucket, which frees the unsharded
+            # gradients.
             for name, part in self.exchange.sums(tree, self._names(stage), self.rows):
                 owner = self.copy[0] if self.copy and name == self.copy[1] else name
                 totals[name] = part.view_as(local_part(self.parameters[owner]))
         if self.copy is not None:
+            # Added after the sum over rows, in the same order as `add_tied` over two stages.
             owner, name = self.copy
             totals[owner] += totals.pop(name)
         self.alias = None
@@ -182,6 +190,7 @@ class GradientExchange:
         nodes = [tree.nodes[node] for node in sorted(tree.nodes)]
         for bucket in _buckets(names, nodes[0]):
             flat = [{name: node.pop(name).flatten() for name in bucket} for node in nodes]
+            # A single data rank has all rows, so its tree is one node.
             if len(self.ranges) == 1:
                 (node,) = flat
                 yield from node.items()
@@ -199,9 +208,11 @@ class GradientExchange:
         data_rank, group = self.groups.place.rank, self.groups.group("rows")
         pieces, slice_sizes = [], []
         for rank, ranges in enumerate(self.ranges):
+            # Elements of the receiver's part of this bucket.
             length = sum(ranges[name][1] - ranges[name][0] for name in nodes[0])
             slice_size = -(-length // replicas)
             slice_sizes.append(slice_size)
+            # Ranks are ordered (replica, shard), so this is the start of the receiver's slice.
             start = rank // self.groups.layout.shards * slice_size
             for node in nodes:
                 parts = torch.cat([node[name][slice(*ranges[name])] for name in node])
@@ -216,14 +227,16 @@ class GradientExchange:
             receive_buffer,
             send_buffer,
             receive_sizes,
-            [len(nodes) * size for size in slice_sizes],
+            [len(nodes) * size for size in slice_sizes],  # elements sent to each rank
             group=group,
         )
+        # (nodes of all ranks, slice) -> (slice,)
         total = _sum_nodes(receive_buffer.view(-1, slice_sizes[data_rank]), rows)
         if replicas == 1:
             return total
         gathered = [torch.empty_like(total) for _ in range(replicas)]
         dist.all_gather(gathered, total.contiguous(), group=self.groups.group("replicas"))
+        # The replicas' slices in order, without the padding of the last one.
         ranges = self.ranges[data_rank]
         return torch.cat(gathered)[: sum(ranges[name][1] - ranges[name][0] for name in nodes[0])]
 

@@ -20,6 +20,7 @@ class FixedNorm:
 
     def __init__(self, parameters: Mapping[str, Tensor], counted: Sequence[str]) -> None:
         self.counted = counted
+        # Full heights, because len() of a DTensor is its global length.
         local_lengths = {
             name: len(parameters[name]) if parameters[name].dim() else 1 for name in counted
         }
@@ -31,11 +32,12 @@ class FixedNorm:
         self.starts: dict[str, int] = {}
         self.length = 0
         """Number of rows of all weights of the model."""
+        # Sorted, so that every process gives each matrix row the same index.
         for name in sorted(lengths):
             self.starts[name], self.length = self.length, self.length + lengths[name]
         with torch.no_grad():
             for name in counted:
-                offsets = part_of(parameters[name]).offsets
+                offsets = part_of(parameters[name]).offsets  # this shard's first row
                 self.starts[name] += offsets[0] if offsets else 0
         dtypes = [local_part(parameters[name]).dtype for name in counted]
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32

@@ -68,6 +68,7 @@ class OrderedReduction:
         warned = torch.is_deterministic_algorithms_warn_only_enabled()
         filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
+        # Otherwise this mode fills every new tensor with NaN, which costs bandwidth.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         try:
             yield
@@ -94,7 +95,10 @@ class OrderedReduction:
         values = [result.values for result in results] if self.groups.place.is_loss_rank else []
         placed = self.rows.placed(values, 1 + metrics + mtp, squares)
         terms = row_terms.to(squares, non_blocking=True)
+        # Each number is nonzero on one process (row terms are small integers), so the all-reduce
+        # is exact in any order; only `fold` rounds.
         self.groups.all_reduce(joined := torch.cat((squares, placed.flatten(), terms)))
         squared_norm = float(fold(joined[: self.norm.length]))
+        # (rows, n) -> (n, rows), folded to (n,).
         sums = fold(joined[self.norm.length : -TERMS].view_as(placed).t().contiguous())
         return StepTotals.of(squared_norm, sums.tolist(), metrics, joined[-TERMS:].tolist())

@@ -29,7 +29,7 @@ class Rows:
         ranks = groups.place.count
         facts = [[count, *local.numbers]]
         if ranks > 1:
-            local_facts = torch.tensor(facts[0], device=groups.device)
+            local_facts = torch.tensor(facts[0], device=groups.device)  # (3,) int64
             gathered = [torch.empty_like(local_facts) for _ in range(ranks)]
             dist.all_gather(gathered, local_facts, group=groups.group("rows"))
             facts = torch.stack(gathered).tolist()
@@ -60,6 +60,7 @@ class Rows:
 
     def sum(self, local: Tensor) -> Tensor:
         """Sum local numbers (local rows, n), float64 on the CPU, over all rows, to (n,)."""
+        # Zeros elsewhere: the sum over ranks only places rows, and `fold` adds them.
         placed = local.new_zeros(self.total, local.shape[1])
         placed[self.local.start : self.local.stop] = local
         return fold(sum_over_rows(placed, self.groups).t().contiguous())

@@ -32,10 +32,11 @@ class RowTree(Generic[Value]):
         while (1 << level) < self.rows:
             sibling = (level, number ^ 1)
             if sibling in self.nodes:
+                # Left child first, no matter which one arrived last.
                 pair = (self.nodes.pop(sibling), value)
                 value = self.add(*(pair if number & 1 else pair[::-1]))
             elif (sibling[1] << level) < self.rows:
-                break
+                break  # the sibling has rows that are not summed yet
             level, number = level + 1, number >> 1  # a node without a sibling is its parent
         self.nodes[level, number] = value
 

@@ -54,6 +54,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             rate: learning rate.
             closure: unused.
         """
+        # torch wraps this method, so its hooks run for a skipped update too.
         if gradients is None:
             return
         for rule in self.rules:

@@ -57,6 +57,7 @@ class PreparedOptimizer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for name, tensor in self.tensors.items():
+            # Weight decay is decoupled for every optimizer, as in AdamW.
             tensor.mul_(1.0 - rate * weight_decay)
             tensor.grad = gradients[name]
         self.optimizer.step()
@@ -69,6 +70,7 @@ def _initial_state(tensor: Tensor, make: Make) -> dict[str, Any]:
     For a meta tensor a small stand-in is stepped, and its sizes are replaced by the tensor's.
     """
     if tensor.is_meta:
+        # Distinct small sizes, so that each dim of a state can be traced to a dim of the tensor.
         sizes = tuple(range(2, 2 + tensor.ndim))
         return {
             key: value.new_empty(_scaled(value.shape, sizes, tensor.shape), device="meta")
@@ -176,6 +178,7 @@ class OwnersRule:
         }
         costs = {key: float(self.parameters[key[0]].numel()) for key in boxes}
         self.exchange = OwnerExchange(self.parameters, boxes, costs, params.groups)
+        # Only to learn which tensors this process owns; `apply` copies current values.
         owned = self.exchange.gather(self._local())
         self.prepared = PreparedOptimizer(
             {name: tensor for (name, _), tensor in owned.items()}, make
@@ -192,6 +195,7 @@ class OwnersRule:
         weights, full_gradients = (
             self.exchange.gather(parts) for parts in (self._local(), local_gradients)
         )
+        # The full copies are stale if a checkpoint was loaded into the shards.
         for (name, _), tensor in weights.items():
             self.prepared.tensors[name].copy_(tensor)
         self.prepared.apply(
@@ -212,7 +216,9 @@ class OwnersRule:
 def is_elementwise(make: Make) -> bool:
     """Whether slices of a tensor are updated like the full tensor; tested on a small one."""
     generator = torch.Generator().manual_seed(0)
+    # (6, 4) each: a start and three gradients.
     start, *gradients = torch.randn(4, 6, 4, generator=generator).unbind()
+    # Three blocks that tile the tensor, split by rows and by columns.
     parts = [(slice(0, 2), slice(None)), (slice(2, 6), slice(0, 1)), (slice(2, 6), slice(1, 4))]
     full = start.clone()
     tensors = [start[part].clone() for part in parts]

@@ -51,6 +51,7 @@ class LossScaler:
     def unscale(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide gradients by the scale, in place."""
         if self.factor != 1.0:
+            # The scale is a power of two, so this changes only the exponents.
             foreach_mul_(list(gradients.values()), 1.0 / self.factor)
         return gradients
 

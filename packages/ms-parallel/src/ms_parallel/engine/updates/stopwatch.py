@@ -51,6 +51,7 @@ class Stopwatch:
 
     def __enter__(self) -> None:
         """Start the clock, with a recorder if single computations have to be timed."""
+        # A recorder that the caller has installed is used as it is.
         if self.between and self.runtime.recorder is None:
             self._own = self.runtime.recorder = Recorder(self.device)
         self._began = monotonic()
@@ -72,6 +73,8 @@ class Stopwatch:
         """Estimate the seconds of all rows from computations that wait for no other rank."""
         assert recorder.schedule is not None
         row = recorder.schedule.computations()[self.runtime.groups.place.pipeline]
+        # A stage's last backward waits for the gradient scatter, its first forward for the
+        # weight gather; both are left out.
         last = {
             computation.stage: index
             for index, computation in enumerate(row)
@@ -87,4 +90,5 @@ class Stopwatch:
                 backwards += end - begin
         total_rows = sum(self.rows)
         first, final = total_rows - self.rows[0], total_rows - self.rows[-1]
+        # Nanoseconds per row without these computations, times all rows.
         return (forwards * total_rows / first + backwards * total_rows / final) / 1e9
