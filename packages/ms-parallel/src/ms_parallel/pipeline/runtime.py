@@ -283,9 +283,8 @@ class Runtime:
         set_last_backward(
             self.stages[stage], last, self.sharding, complete=not split, summed=summed
         )
-        recomputation = (
-            defer_weight_grads(step.deferred[key]) if split else UNTIMED
-        )  # reruns blocks
+        # Recomputed blocks run their forward again, which must defer weight gradients too.
+        recomputation = defer_weight_grads(step.deferred[key]) if split else UNTIMED
         with self.recorder or UNTIMED, recomputation:
             torch.autograd.backward(step.roots.pop(key), gradient)
             if step.on_gradients is not None:

@@ -92,6 +92,7 @@ def answer(descriptor: int) -> None:
 def _exchange(request: bytes) -> tuple[bytes | None, str]:
     """Run the subprocess; return its answer (None without one) and its last line of output."""
     readable, writable = os.pipe()
+    # Output goes to a file: a full pipe that nobody reads would block the subprocess.
     with open(readable, "rb") as results, TemporaryFile() as output:
         try:
             process = subprocess.Popen(
@@ -107,10 +108,12 @@ def _exchange(request: bytes) -> tuple[bytes | None, str]:
                 },
             )
         finally:
+            # The subprocess has its own copy; with this one open, reading would never see the end.
             os.close(writable)
         with process:
             try:
                 assert process.stdin is not None  # it is a pipe
+                # A subprocess that died has closed its input; `_read` then returns None.
                 with suppress(BrokenPipeError), process.stdin as questions:
                     questions.write(request)
                 content = _read(results)

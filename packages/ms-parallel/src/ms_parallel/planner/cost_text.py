@@ -43,6 +43,7 @@ def _cost(text: str) -> Fraction:
     if "/" in text:
         return Fraction(text)
     value = float(text)  # Fraction("1e999999999") would be an integer of a billion digits
+    # A written zero is allowed, but not a number so small that it underflows to zero.
     if value == 0 and not re.search("[1-9]", re.split("[eE]", text)[0]):
         return Fraction(0)
     if not SMALLEST <= abs(value) <= 1 / SMALLEST:

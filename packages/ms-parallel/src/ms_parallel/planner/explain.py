@@ -171,6 +171,7 @@ def _schedule(
     if ranks is None or microbatches is None:
         raise ConfigError(f"{choice} needs sizes; add --stages and --microbatches")
     if choice == SEARCH:
+        # Costs per stage determine the number of stages; the default is one stage per rank.
         stages = max([ranks, *map(len, values.values())])
         costs = costs_of(values, stages, recorded)
         result = search(costs, memory_cap, microbatches=microbatches, ranks=ranks)

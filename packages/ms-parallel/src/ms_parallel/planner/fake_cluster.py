@@ -43,6 +43,7 @@ def fake_groups(layout: Layout, device: torch.device = META) -> Iterator[Groups]
         device: device for tensors; on `meta` they take no memory.
     """
     if in_fake_world():
+        # Groups are created for the CPU, and only tensors are on `device`.
         yield evolve(create_groups(layout, torch.device("cpu")), device=device)
         return
     with fake_world(layout.world_size):
@@ -60,6 +61,7 @@ def fake_pipeline(layout: Layout, sharding: Sharding) -> Iterator[list[Groups]]:
         LayoutError: the sharding contradicts the layout.
     """
     layout = sharded_layout(layout, sharding)
+    # The pipeline is the outermost axis, so its stages start `stride` ranks apart.
     stride = layout.world_size // layout.pipeline
     with fake_groups(layout) as groups:
         yield [evolve(groups, place=layout.place(rank * stride)) for rank in range(layout.pipeline)]

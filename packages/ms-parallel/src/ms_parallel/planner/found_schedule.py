@@ -75,6 +75,7 @@ def read_found(path: Path) -> FoundSchedule | None:
     context = f"{path}: not a found schedule"
     try:
         record = decode_json(content, FoundSchedule, where=context, error=ConfigError)
+        # A well-formed table can still deadlock.
         with decoding(context, error=ConfigError):
             verify(record.staged.schedule)
     except ConfigError as error:

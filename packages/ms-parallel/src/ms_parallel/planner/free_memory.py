@@ -112,8 +112,10 @@ def _cgroup_headroom(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
         lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
     except OSError:
         return []
+    # The line of cgroup v2 has hierarchy number 0 and no controllers.
     path_text = next((line[3:] for line in lines if line.startswith("0::")), "/")
     group_path = PurePosixPath(path_text.lstrip("/"))
+    # The limits of all ancestors apply as well.
     return [
         headroom
         for folder in (root / group_path, *(root / parent for parent in group_path.parents))

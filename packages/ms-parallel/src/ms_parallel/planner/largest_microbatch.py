@@ -104,6 +104,7 @@ def next_trial(
         return None
     best = max(fitting)
     excess, per_row = _excess(predicted, fitting)
+    # Smallest size that did not fit.
     too_large = min(trials.keys() - fitting.keys(), default=max(predicted) + 1)
     larger = [
         size
@@ -175,6 +176,7 @@ def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
         return None
     finally:
         engine.trained.zero_grad()
+    # All ranks must choose the same size, so the largest peak counts.
     peak_bytes = torch.tensor([counted], device=engine.device)
     return int(engine.groups.all_reduce(peak_bytes, op=dist.ReduceOp.MAX).item())
 

@@ -104,6 +104,8 @@ def _predict(
     result = []
     with fake_pipeline(layout, options.get("sharding", "auto")) as ranks:
         for groups in ranks:
+            # Weights stay on the meta device. UNLIMITED wraps every block, which then measures its
+            # costs in all modes; a compiled block would hide its operators.
             settings = {**options, "weights": "unset", "recompute": UNLIMITED, "compile": False}
             engine = Engine(model, groups=groups, **settings)
             result.append(_rank(engine, microbatches, batch, device, recompute, loss, cache))
@@ -112,7 +114,7 @@ def _predict(
 
 def _batch(rows: int, length: int, documents: Tensor | None) -> dict[str, Tensor]:
     tokens = torch.zeros(rows, length, dtype=torch.int64)
-    positions = torch.arange(length).repeat(rows, 1)
+    positions = torch.arange(length).repeat(rows, 1)  # (rows, length)
     batch = {"tokens": tokens, "targets": tokens, "positions": positions}
     return batch if documents is None else {**batch, "documents": documents}
 
@@ -236,6 +238,7 @@ def _rank(
     row = engine.tables.training(microbatches).actions[engine.groups.place.pipeline]
     live = peak_microbatches(row)  # live microbatches by stage, at each candidate peak
     gathered = _gathered(engine, microbatches, row)
+    # FSDP wraps the stage if it shards weights or casts them.
     wrapped = engine.groups.layout.shards > 1 or engine.options.mixed_precision
     excess = 0 if wrapped else _embedding_excess(engine)  # FSDP keeps only the local shard
     costs: dict[int, _StageCosts] = {}
@@ -252,6 +255,7 @@ def _rank(
         for number, stage_costs in costs.items()
     }
     offloaded = engine.options.offload in ACTIVATIONS and device.type != "cpu"
+    # The backward recomputes one block at a time, whose dropped activations then exist again.
     recomputed = [
         block.kept_bytes[0] - block.kept_bytes[kind]
         for stage, stage_blocks in blocks.items()
@@ -283,15 +287,16 @@ def _stage_costs(
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device=device)
         if isinstance(row_split, ContextRowSplit) and row_split.documents is not None:
-            row_split.documents = batch["documents"].to(
-                device
-            )  # from fake groups, they have no storage
+            # Documents that were split in fake groups have no storage.
+            row_split.documents = batch["documents"].to(device)
         saved = _saved(engine, number, batch, device, row_split, loss)
     costs = {signature: block.costs or UNUSED for signature, block in unique.items()}
+    # Only one of our blocks per signature ran; a user-defined module ran in full.
     ran = unique if isinstance(stage, StagedModel) else signatures
     # The last kind is full recomputation, which saves only the inputs of blocks.
     inputs = sum(costs[signature].kept_bytes[-1] for signature in ran)
     shared = max((block.shared_bytes for block in wrapped), default=0)
+    # FSDP casts the shared inputs for each block anew; `shared_bytes` has one copy already.
     if engine.options.mixed_precision:
         shared += (len(wrapped) - 1) * max((block.cast_bytes for block in wrapped), default=0)
     block_costs = [costs[signature] for signature in signatures]
@@ -329,7 +334,7 @@ def _saved(
 
     def record(tensor: Tensor) -> Tensor:
         saved.update(storages([tensor]))
-        return tensor.detach()
+        return tensor.detach()  # an undetached output would keep its graph alive
 
     split_argument = {} if row_split is None else {"row_split": row_split}
     context = {"documents": batch.get("documents"), "cache": None, **split_argument}
@@ -400,7 +405,7 @@ def _gathered(engine: Engine, microbatches: int, row: Sequence[Action]) -> int:
     groups, options = engine.groups, engine.options
     if groups.layout.shards == 1 and not options.mixed_precision:
         return 0
-    width = 2 if options.mixed_precision else FLOAT32_BYTES
+    width = 2 if options.mixed_precision else FLOAT32_BYTES  # bytes of a gathered weight
     stages = {
         number: gathered_stage(stage, split_head=groups.layout.tensor > 1)
         for number, stage in _stages(engine).items()
@@ -429,4 +434,5 @@ def _gathered(engine: Engine, microbatches: int, row: Sequence[Action]) -> int:
         local = sum(local_part(param).numel() for param in engine.parameters.values())
         gradients = max(0, gradients + (_embedding_excess(engine) - local) * FLOAT32_BYTES)
     total_weights = sum(stage.count for stage in stages.values())
+    # Forward: gathered weights with buffers. Backward: weights without buffers, and gradients.
     return max(weights * width, min(weights, total_weights) * width + gradients)

@@ -54,6 +54,7 @@ def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> Staged:
         ranks: pipeline ranks, which have consecutive segments.
         shift: give each rank the segments of the rank this many places before it.
     """
+    # Consecutive segments per rank, as evenly as possible.
     placement = [(segment * ranks // len(layers) + shift) % ranks for segment in range(len(layers))]
     rows = [
         [Action(Kind.FORWARD, s, number) for number in range(MICROBATCHES) for s in rank_stages]
@@ -74,6 +75,7 @@ def random_batch(vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     size = (MICROBATCHES * rows, length + 1)
     text = torch.randint(0, vocabulary, size, generator=generator)
+    # Targets are the tokens shifted by one position.
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 
@@ -100,14 +102,17 @@ class MemoryRuntime(Runtime):
             super()._forward(key, step, schedule)
         stage_input = step.inputs.get(key, step.microbatches[key[1]]["tokens"])
         saved_bytes[_address(stage_input)] = _size(stage_input)
+        # Selective recomputation saves results outside of autograd's hooks.
         for block in recomputed_blocks(self.stages[key[0]]):
             saved_bytes |= {_address(result): _size(result) for result in block.saved_results}
+        # Saved weights are counted with the parameters.
         for weight in self.stages[key[0]].parameters():
             saved_bytes.pop(_address(weight), None)
         self.kept_bytes[key[0]] = sum(saved_bytes.values())
 
     def _backward(self, key: Key, step: Step, schedule: Schedule) -> None:
         super()._backward(key, step, schedule)
+        # Inputs and output gradients of linear layers, without their weights.
         factors = [part for _, *parts in step.deferred[key].factors for part in parts]
         size = sum({_address(part): _size(part) for part in factors}.values())
         self.retained_bytes[key[0]] = min(size, self.kept_bytes[key[0]])
@@ -154,6 +159,7 @@ def _one_way_seconds(groups: Groups, size_bytes: int) -> float:
         # A rank exchanges with its previous neighbor first, then with the next one.
         if rank not in (first, first + 1):
             continue
+        # The other one of `first` and `first + 1`.
         peer = groups.peer("pipeline", 2 * first + 1 - rank)
         times = []
         for _ in range(ROUND_TRIPS):

@@ -44,6 +44,7 @@ def shortest_schedule(
     """
     baseline = _even_one_f_one_b(costs, ranks, microbatches)
     cap = _cap(memory_cap_bytes, costs, ranks, microbatches)
+    # One rank has one stage: cutting it further gains nothing.
     placements = [one_a_rank(ranks), vee(ranks), looped(ranks, 2)][: 3 if ranks > 1 else 1]
     results: list[Balanced] = []
     errors: list[Exception] = []
@@ -58,7 +59,7 @@ def shortest_schedule(
                     placement=placement,
                     microbatches=microbatches,
                     split=split,
-                    effort=effort / len(placements),
+                    effort=effort / len(placements),  # `effort` in total
                 )
             )
         except ScheduleError as error:
@@ -94,6 +95,7 @@ def _cap(
     """Return the cap, or by default the memory that 1F1B needs."""
     if isinstance(cap, Sequence):
         return tuple(cap)
+    # One limit for all ranks: that of the rank that needs most.
     return cap or int(max(_best_one_f_one_b(costs, ranks, microbatches).peak_memory))
 
 

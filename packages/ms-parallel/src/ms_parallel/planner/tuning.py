@@ -169,6 +169,7 @@ def search_schedule(
     # takes more memory than recomputation saves.
     split = conditions["recompute"] == "none"
 
+    # The search runs on rank 0 only, as all ranks need the same schedule.
     def encoded() -> bytes:
         schedule = shortest_schedule(
             costs,

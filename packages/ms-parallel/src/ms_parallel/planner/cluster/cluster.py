@@ -136,6 +136,7 @@ class Cluster:
                 f"group_devices={group} does not divide devices_per_node={self.devices_per_node};"
                 " use a divisor"
             )
+        # A level is needed if two devices exist whose nearest common level it is.
         needed = {
             "group": group is not None and group > 1,
             "node": self.devices_per_node > (group or 1),
@@ -180,6 +181,7 @@ class Cluster:
         if span > self.devices:
             raise ConfigError(f"{span} devices exceed the cluster's {self.devices}; raise nodes")
         link: Link | None = getattr(self.links, self.level(span))
+        # A level without a link connects no two devices, so its cost does not matter.
         return link or Link(latency_us=0.0, bandwidth_gb_per_s=MAX_RATE)
 
     def tflops(self, dtype: str) -> float:

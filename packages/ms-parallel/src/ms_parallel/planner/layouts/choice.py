@@ -85,6 +85,7 @@ class Question:
     def needed_bytes(self, memory: Sequence[RankMemory], split: Split) -> int:
         """Smallest limit that suffices for this memory plus the largest temporary."""
         peak = max(rank.total for rank in memory)
+        # Temporaries may also use the reserve of 1 - USABLE: peak + temporary <= limit / USABLE.
         return max(peak, int(USABLE * (peak + self.working(split))))
 
 
@@ -154,6 +155,7 @@ class _Search:
         total = self._enqueue_groups()
         best: list[FittingLayout] = []
         listed: set[Layout | Split] = set()
+        # Counting with engines is expensive, so a search may end with fewer layouts than asked.
         max_counted, counted = max(MAX_COUNTED, 2 * question.best), 0
         while self.queue and len(best) < question.best and counted < max_counted:
             # closeness: 0 bounds a group, 1 estimates its fastest candidate, 2 is one candidate.
@@ -164,6 +166,7 @@ class _Search:
                 else:
                     self._expand(item)
                 continue
+            # A layout is listed once, with its best settings.
             if (item.split if question.every else item.layout) in listed:
                 self.reasons.add("slower than the same layout otherwise", str(item))
                 continue
@@ -197,6 +200,7 @@ class _Search:
                 allowed_rows=question.rows,
                 reasons=self.reasons,
             ):
+                # No sharding, recomputation or offloading goes below this bound.
                 lower_bound = min_bytes(split.layout, question.sizes)
                 if lower_bound > question.limit:
                     text = f"{split.layout}: weights and gradients {lower_bound / GIB:.3g} GiB"
@@ -312,6 +316,7 @@ class _Search:
             return None
         return FittingLayout(
             candidate=candidate,
+            # With the times of all stages; the queue assumed the bubble of equal stages.
             seconds=self.steps.of(candidate, simulate=True),
             memory=tuple(memory),
             needed_bytes=needed,

@@ -78,6 +78,7 @@ def layouts(
     reasons: Reasons,
 ) -> Iterator[Layout]:
     """Yield the layouts of `devices` processes that fit the model and the batch."""
+    # Tensor ranks communicate several times per layer, so they stay within a node.
     max_tensor = min(devices, cluster.devices_per_node)
     for tensor in divisors(devices):
         if tensor > max_tensor:
@@ -114,11 +115,13 @@ def _grouped(
     """Yield each number of expert ranks, without and with copies between nodes."""
     tokens = sizes_by_axis["data"] * sizes_by_axis["context"]
     # Shard within a node, and replicate between nodes.
+    # The largest number of token ranks that divides all of them and fits into a node.
     per_node = gcd(tokens, max(1, max_tensor // sizes_by_axis["tensor"]))
     copies = [1, tokens // per_node] if 1 < per_node < tokens else [1]
     experts = [n for n in divisors(tokens) if sizes.experts % n == 0] if sizes.experts else [1]
     for replicate in copies:
         for expert in experts:
+            # Each replica has all experts, divided over its ranks.
             if tokens // replicate % expert:
                 continue
             layout = Layout(**sizes_by_axis, expert=expert, replicate=replicate)

@@ -101,6 +101,7 @@ class _Parts:
     @classmethod
     def of(cls, single: float, many: float, layers: int) -> "_Parts":
         """Separate them from the times of a one-layer and a several-layer model; never negative."""
+        # single = layer + ends and many = layers * layer + ends.
         layer = max(0.0, (many - single) / (layers - 1)) if layers > 1 else 0.0
         return cls(layer=layer, ends=max(0.0, single - layer))
 
@@ -119,6 +120,8 @@ class _Microbatch:
 
     def passes(self, plain: "_Microbatch") -> PassSeconds:
         """Distribute the time over the passes; `plain` is the time without recomputation."""
+        # Half of the communication without recomputation belongs to the forward. The rest, and all
+        # that recomputation adds, belongs to the input backward.
         weights = plain.backward * WEIGHT_SHARE
         return PassSeconds(
             forward=self.forward + plain.communication / 2,
@@ -151,6 +154,7 @@ class MeasuredTimes:
         self.configs, self.sheet, self.batch = tuple(configs), sheet, batch
         self.device, self.options = device, dict(options)
         self.layers = configs[-1].num_hidden_layers
+        # Times of the smaller and the larger model, by settings and rows.
         self.measured: dict[tuple[_Key, int], tuple[_Measured, _Measured]] = {}
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
@@ -159,6 +163,7 @@ class MeasuredTimes:
         if not self._is_measured(layout):
             return self.sheet.passes(split, recompute)
         key = _plain(layout)
+        # `plain` is the layer without recomputation.
         layer, ends = plain, _ = self._microbatch(key, split.rows)
         if recompute != "none":
             recomputed, _ = self._microbatch(evolve(key, recompute=recompute), split.rows)
@@ -175,6 +180,7 @@ class MeasuredTimes:
         layout, sharding = candidate.layout, candidate.sharding
         if not self._is_measured(layout) or layout.token_ranks > MAX_SHARDS:
             return None
+        # In a pipeline `auto` means ZeRO-1, but the engine that is measured has pipeline=1.
         if layout.pipeline > 1 and sharding == "auto":
             sharding = "zero1"
         plain = self._both(_plain(layout), FEW_ROWS)
@@ -185,6 +191,7 @@ class MeasuredTimes:
             )
         # Sharding costs are those beyond an engine that does not shard.
         extra = _excess(sharded, plain)
+        # Overhead of deferring weight gradients: zb-h1 against 1F1B, both on one rank.
         if layout.pipeline > 1 and splits_backward(candidate.schedule):
             joined = evolve(_plain(layout), recompute=candidate.recompute)
             split = evolve(joined, schedule=SPLIT)
@@ -288,6 +295,7 @@ def _messages(engine: Engine, batch: Batch) -> Counter[Message]:
 
 def _plain(layout: Layout) -> _Key:
     """Key of an engine without sharding, which is measured for the times of passes."""
+    # Context ranks would shard the weights; `replicate` leaves one shard.
     unsharded = Layout(tensor=layout.tensor, context=layout.context, replicate=layout.context)
     return _Key(layout=unsharded, sharding="replicate" if layout.context > 1 else "auto")
 
@@ -378,6 +386,7 @@ def _step(engine: Engine, batch: Batch) -> _StepSeconds:
     # Gradients hold garbage, as nothing was received, so the update has a learning rate of 0.
     engine.trained.apply(gradients, 1.0, 0.0)
     engine.trained.zero_grad()
+    # Kernels run asynchronously, and the clock must not stop before they end.
     if engine.device.type != "cpu":
         torch.accelerator.synchronize()
     total = clock() - start

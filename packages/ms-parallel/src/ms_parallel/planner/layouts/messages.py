@@ -77,6 +77,7 @@ class MessageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(group) == 1:
             return
         size = _bytes(args[argument]) * (len(group) if is_part else 1)
+        # The ranks of a group are equally spaced.
         message = Message(collective, size, len(group), max(1, group[1] - group[0]))
         self.messages[message] += 1
 
@@ -99,6 +100,7 @@ def _bytes(value: Any) -> int:
 
 def _group(args: Sequence[Any]) -> list[int]:
     """Global ranks of the group that is passed to an operator or named by it."""
+    # c10d operators take the group as an argument; functional ones take its name last.
     for argument in args[1:]:
         if isinstance(argument, torch.ScriptObject):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))

@@ -71,6 +71,7 @@ def stage_ranks(name: str, ranks: int) -> tuple[int, ...]:
 @cache
 def splits_backward(name: str) -> bool:
     """Return whether a schedule separates weight gradients from input gradients."""
+    # Any size that all generators support will do.
     schedule = table(name, 2, 4)
     if isinstance(schedule, str):
         return False
@@ -107,6 +108,7 @@ def refusal(name: str, ranks: int, microbatches: int) -> str | None:
 def _scaled(ranks: int, microbatches: int) -> tuple[int, int]:
     """Ranks and microbatches of the scaled pipeline that is simulated instead."""
     small_ranks = min(ranks, MAX_RANKS)
+    # Rounded up; the number of microbatches per rank stays the same.
     return small_ranks, simulated_microbatches(small_ranks, -(-microbatches * small_ranks // ranks))
 
 
@@ -155,8 +157,10 @@ def live_microbatches(
         small_rank = rank * small_ranks // ranks
         counts, extra = live[small_rank], 0.0
         if earlier is not None:
+            # `growth` is for `small_ranks` more microbatches on all stages of the rank.
             growth = sum(counts.values()) - sum(earlier[small_rank].values())
             extra = growth / small_ranks * remaining / len(counts)
+        # A longer pipeline has proportionally more microbatches in flight.
         scaled_counts = [
             (live_count + extra) * ranks / small_ranks for live_count in counts.values()
         ]

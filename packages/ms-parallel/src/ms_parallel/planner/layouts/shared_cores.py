@@ -43,6 +43,7 @@ def shared_makespan_s(
     schedule = table(name, ranks, simulated)
     assert isinstance(schedule, Schedule), schedule
     work = [times.work(schedule.stages_of(rank)) for rank in range(ranks)]
+    # A further microbatch adds the work of the busiest rank, or of all cores if they are scarcer.
     per_microbatch = max(max(work), sum(work) * copies / cores)
     return (
         _Run(schedule, times, cores / copies).seconds()
@@ -103,6 +104,7 @@ class _Run:
         """Return whether the input of an action from another rank has arrived."""
         forward = action.kind is Kind.FORWARD
         source = action.stage - 1 if forward else action.stage + 1
+        # Weight gradients need no message; the pipeline's ends have no source.
         if action.kind is Kind.BACKWARD_WEIGHT or not 0 <= source < self.schedule.stages:
             return True
         arrival = self.arrivals.get((forward, source, action.microbatch))

@@ -66,6 +66,7 @@ class ModelSizes:
         layers: list[dict[str, int]] = [{} for _ in range(config.num_hidden_layers)]
         ends: tuple[dict[str, int], dict[str, int]] = ({}, {})
         for name, shape in parameter_shapes(config).items():
+            # Parameters outside of `layers.N` belong to the embedding or the head.
             parts = name.split(".")
             counts = layers[int(parts[parts.index("layers") + 1])] if "layers" in parts else None
             if counts is None:

@@ -102,6 +102,7 @@ class StepTimes:
             )
         elif layout.pipeline > 1:
             bubble = bubble_share(candidate.schedule, layout.pipeline, split.microbatches)
+            # The bubble of equal stages, for the mean work of a rank.
             makespan = busiest + bubble * sum(work.ranks) / len(work.ranks)
         makespan = max(makespan, self._shared_cores_s(work, candidate))
         data, optimizer = self._step_costs(candidate, work)
@@ -109,6 +110,7 @@ class StepTimes:
             compute=busiest + offload_s,
             bubble=makespan - busiest,
             data=data,
+            # The optimizers of a node run at the same time and share its cores.
             optimizer=optimizer
             * cluster.slowdown(min(layout.world_size, cluster.devices_per_node)),
         )
@@ -138,7 +140,7 @@ class StepTimes:
         ranks = self.stages.of(candidate.schedule, candidate.layout.pipeline)
         layers = max(sum(len(layer_range) for _, layer_range in stages) for stages in ranks)
         rows = candidate.split.rows * candidate.split.microbatches
-        return 2 * block * layers * rows / HOST_BYTES_PER_S
+        return 2 * block * layers * rows / HOST_BYTES_PER_S  # to the host and back
 
     def _work(self, candidate: Candidate) -> _Work:
         key = (candidate.split, candidate.schedule, candidate.recompute, candidate.sharding)
@@ -155,6 +157,7 @@ class StepTimes:
             len(passes.layers),
             stage_ranks(candidate.schedule, layout.pipeline),
         )
+        # A stage's times: layers, the ends if it has them, measured overhead, and messages.
         by_stage: dict[int, list[PassSeconds]] = {}
         for stages in ranks:
             for stage, layers in stages:
@@ -164,6 +167,7 @@ class StepTimes:
                 by_stage[stage] += [] if costs is None else [_pass_costs(costs, len(layers))]
                 by_stage[stage].append(_message_costs(self.cluster, stage, ranks_by_stage))
         stages_in_order = [by_stage[stage] for stage in sorted(by_stage)]
+        # The pipeline is the outermost axis, so neighbors are this many devices apart.
         stride = layout.world_size // layout.pipeline
         message = split.rows * self.message_bytes / layout.row_parts
         seconds = StageSeconds(
@@ -196,6 +200,7 @@ class StepTimes:
         mean = sum(work.ranks) / len(work.ranks)
         # Communication was measured while all processes of a node were sending.
         compute = mean - work.communication
+        # Without a simulation, assume that no core is ever idle.
         unsimulated = layout.pipeline == 1 or layout.pipeline > MAX_RANKS
         if unsimulated or local_processes < layout.world_size or local_processes <= cores:
             return compute * local_processes / cores + work.communication
@@ -211,6 +216,7 @@ class StepTimes:
         layout, sharding = candidate.layout, candidate.sharding
         if layout.token_ranks == 1:
             return 0.0
+        # Tensor ranks are neighbors, so ranks with different tokens are `tensor` devices apart.
         stride, count = layout.tensor, candidate.split.microbatches
         overlaps = self.cluster.cores_per_node is None
         if sharding == "replicate" or layout.shards == 1:

@@ -53,6 +53,7 @@ class Choices:
 
     def candidates(self, split: Split, schedule: str) -> Iterator[Candidate]:
         """Yield all candidates with a split and a schedule."""
+        # Recomputation varies slowest: the search relies on candidates in its ascending order.
         for recompute, sharding, offload in product(
             self._of("recompute", RECOMPUTE_MODES), self._shardings(split), self._offloads()
         ):

@@ -101,6 +101,7 @@ def _runs(folder: Path) -> Iterator[PlannedRun]:
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
+        # The range limits how many folders are read.
         names = sorted(entry.name for _, entry in zip(range(MAX_FOLDERS), entries, strict=False))
     for name in names:
         try:
@@ -116,6 +117,7 @@ def _runs(folder: Path) -> Iterator[PlannedRun]:
             run=name,
             layout=str(Layout(**best.layout)),
             times=plan.times,
+            # The plan's times include its correction.
             predicted_s=best.step.total / plan.correction,
             correction=plan.correction,
             measured_s=measured,
@@ -130,6 +132,7 @@ def _step_s(path: Path, plan: Plan) -> float | None:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             event = _event(line)
+            # After a resume with another layout, steps do not count.
             if event.get("kind") == "begin":
                 layout = str(event.get("layout"))
             elif event.get("kind") == "step" and layout == planned:

@@ -50,6 +50,7 @@ def read_sealed(path: Path, value_type: type[T], *, label: str) -> T | None:
     context = f"{path}: not {label}"
     content = read_bytes(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
     sealed = decode_json(content, _Sealed, where=context, error=ConfigError)
+    # Compare the raw bytes: encoding the value again might give others.
     if _digest(bytes(sealed.value)) != sealed.digest:
         raise ConfigError(f"{context}: its checksum does not match")
     return decode_json(bytes(sealed.value), value_type, where=context, error=ConfigError)

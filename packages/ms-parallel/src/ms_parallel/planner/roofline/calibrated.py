@@ -117,7 +117,7 @@ def calibration_of(cluster: Cluster) -> Calibration:
     """
     try:
         return Calibration(chip=chip_named(cluster.chip or "").name, is_exact=True)
-    except ConfigError:
+    except ConfigError:  # unknown, or not named
         is_npu = cluster.device == "npu"
         candidates = [chip for chip in CHIPS.values() if _is_ascend(chip) == is_npu]
         nearest = min(candidates, key=lambda chip: _distance(chip, cluster))
@@ -135,4 +135,4 @@ def _distance(chip: Chip, cluster: Cluster) -> float:
     if cluster.links.node is not None:
         pairs.append((cluster.links.node.bandwidth_gb_per_s, chip.link_gb_per_s))
     distance = sum(log(cluster_rate / chip_rate) ** 2 for cluster_rate, chip_rate in pairs)
-    return distance if rates else inf
+    return distance if rates else inf  # no dtype to compare

@@ -65,7 +65,9 @@ def _half(rate: float, **others: float) -> dict[str, float]:
     return {"float16": rate, "bfloat16": rate, **others}
 
 
+# H100 (SXM), H800 and H200 have the same cores; memory and links differ.
 _HOPPER = _half(989.4, float8=1978.9, tf32=494.7, float32=66.9)
+# HCCS: 7 links of 28 GB/s in one direction are 196 GB/s.
 _ATLAS_A2 = (
     "Huawei Atlas 800T A2 white paper (313 or 376 TFLOP/s FP16 a processor, 64 GB, eight of them); "
     "1.6 TB/s and HCCS full mesh of 7 x 56 GB/s, both directions: Atlas 800I/800T A2 product pages"
@@ -125,6 +127,7 @@ _KNOWN = (
         name="v100-32",
         memory_gib=32,
         memory_gb_per_s=900,
+        # Volta's tensor cores do not support bfloat16.
         peak_tflops={"float16": 125, "float32": 15.7},
         link_gb_per_s=150,
         source="NVIDIA V100 data sheet, January 2020, SXM2: 300 GB/s NVLink of both directions",

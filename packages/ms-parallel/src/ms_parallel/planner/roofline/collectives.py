@@ -73,11 +73,12 @@ def gather_seconds(
     """
     if group.count == 1 or not size_bytes:
         return 0.0
-    local = group.per_node(cluster)
+    local = group.per_node(cluster)  # r in the module's docstring
     nodes = -(-group.count // local)
     bandwidth_s = latency_s = 0.0
     if local > 1:
         bandwidth, delay = _intra_node(cluster, group, efficiency, kind)
+        # A ring of n ranks sends 1/n of the tensor in each of n - 1 steps.
         bandwidth_s = size_bytes * (local - 1) / local / bandwidth
         latency_s = (local - 1) * delay
     if nodes > 1:
@@ -113,6 +114,7 @@ def exchange_seconds(
     seconds = 0.0
     if local > 1:
         bandwidth, delay = _intra_node(cluster, group, efficiency, "all_to_all")
+        # All peers exchange at the same time, so one latency counts.
         seconds = size_bytes * (local - 1) / group.count / bandwidth + delay
     if group.count > local:
         bandwidth, delay = _inter_node(cluster, efficiency)
@@ -142,6 +144,7 @@ def _intra_node(
 
 def _inter_node(cluster: Cluster, efficiency: Efficiency) -> tuple[float, float]:
     """Bandwidth of a device (bytes/s) and latency (s) between nodes."""
+    # Any distance longer than a node.
     return _link(cluster, cluster.devices_per_node + 1, 1, efficiency)
 
 

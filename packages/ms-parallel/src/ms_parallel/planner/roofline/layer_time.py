@@ -143,6 +143,7 @@ def attention_products(rank: Rank) -> Iterator[Product]:
         keys = sizes.key_value_heads * (sizes.head_dim + sizes.values_dim)
         yield Product(rows=rows, inner=sizes.hidden, columns=(query + keys) / split)
     else:
+        # Up-projections: a head's value, and the part of its key without rotary embedding.
         key_value = sizes.heads * (sizes.head_dim - sizes.latents.rotary + sizes.values_dim)
         query_rank = sizes.latents.query
         down = (query_rank or 0) + sizes.latents.key + sizes.latents.rotary
@@ -193,6 +194,7 @@ def core_seconds(rank: Rank) -> tuple[float, float]:
             forward / rank.efficiency.attention,
             BACKWARD_ATTENTION * forward / rank.efficiency.attention_backward,
         )
+    # Unfused attention also computes the masked scores, and all pass through memory.
     forward = pair_flops * pairs / rank.rate(settings.dtype)
     return (
         forward + rank.memory_seconds(SCORE_BYTES[0] * pairs),

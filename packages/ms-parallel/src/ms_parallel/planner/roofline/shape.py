@@ -87,7 +87,7 @@ class DecoderSizes:
         query, value = self.heads * self.head_dim, self.heads * self.values_dim
         if self.latents is None:
             keys = self.key_value_heads * (self.head_dim + self.values_dim)
-            return self.hidden * (query + keys + value)
+            return self.hidden * (query + keys + value)  # Q, K and V, and the output projection
         # Up-projection of the compressed keys and values, without the shared rotary part.
         key_value = self.heads * (self.head_dim - self.latents.rotary + self.values_dim)
         rank = self.latents.query

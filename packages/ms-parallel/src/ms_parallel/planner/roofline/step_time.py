@@ -101,6 +101,7 @@ def step_time(
         tensor=microbatches * count * exposed.tensor,
         context=microbatches * count * exposed.context,
         expert=microbatches * count * exposed.expert,
+        # Messages of the first microbatch pass all ranks one after the other.
         bubble=wait + message_s * (layout.pipeline - 1),
         pipeline=microbatches * message_s * settings.virtual_stages * exposed_share,
         data=microbatches * count * data_layer + data_step,
@@ -208,6 +209,7 @@ def _rank_weights(rank: Rank, layers: float) -> tuple[float, float]:
     sizes, layout = rank.sizes, rank.layout
     total = sizes.layers + sizes.mtp_layers
     experts = layers * sizes.expert_layers / total * sizes.expert_weights / layout.expert
+    # Without a pipeline, one rank has both the embedding and the head.
     ends = sizes.vocabulary * sizes.hidden * (1 if layout.pipeline > 1 or sizes.tied else 2)
     dense = layers * (
         sizes.attention_weights
