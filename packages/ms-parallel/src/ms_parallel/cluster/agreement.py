@@ -55,6 +55,7 @@ def _run_and_broadcast(action: Callable[[], T], group: Any) -> T:
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
+            # Fails here and not in the broadcast, where the other ranks would wait for it.
             pickle.dumps(outcome[0])
         except Exception as error:  # broadcast, then raised again below
             raised, outcome = error, [None, str(error) or type(error).__name__]

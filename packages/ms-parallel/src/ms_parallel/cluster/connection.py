@@ -50,6 +50,7 @@ def connect(layout: Layout, *, device: DeviceSpec = None, timeout_s: float = 600
     join(layout, device=device, timeout_s=timeout_s)
     local_device = pick_device(device)
     if not dist.is_initialized():
+        # A single process also gets a group, so that no caller needs a special case.
         _initialize(local_device, dist.HashStore(), 0, 1, timeout_s)  # type: ignore[attr-defined]
     return create_groups(layout, local_device, device if isinstance(device, Devices) else None)
 
@@ -83,12 +84,14 @@ def join(layout: Layout, *, device: DeviceSpec = None, timeout_s: float = 600.0)
     layout.check_world(size)
     local_device = pick_device(device)
     mixed = isinstance(device, Devices) and device.are_mixed
+    # torchrun's agent may listen on the port already; otherwise rank 0 is about to.
     if number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_port()
     try:
         timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(iter(rendezvous("env://", number, size, timeout=timeout)))
         position.start = agree_on_start(store, number, size, timeout_s)
+        # torchrun's store may still have the keys of earlier starts.
         store = PrefixStore(f"ms-parallel/attempt-{position.start}", store)
         # Mixed kinds communicate through host memory; `create_kind_groups` adds native groups.
         _initialize(HOST if mixed else local_device, store, number, size, timeout_s)
@@ -168,6 +171,7 @@ def launch_command(processes: int) -> str:
     capacity = _processes_per_host()
     if processes <= capacity:
         return f"type: torchrun --standalone --nproc-per-node {processes} {command}"
+    # torchrun starts the same number of processes on every host.
     per_host = max(n for n in range(1, capacity + 1) if processes % n == 0)
     return (
         f"this host has room for {capacity}; on each of {processes // per_host} hosts type:"

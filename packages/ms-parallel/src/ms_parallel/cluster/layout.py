@@ -105,6 +105,7 @@ class Layout:
             not divide the ranks with different tokens.
     """
 
+    # Order in the mesh, from the outermost axis: pipeline, data, context, tensor.
     data: int = _axis("rows", 1)
     """Data parallelism: ranks that read different rows of a batch and shard the weights."""
     tensor: int = _axis("matrices", 3)

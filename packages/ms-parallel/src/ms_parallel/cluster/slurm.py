@@ -52,6 +52,7 @@ def _check_alone() -> None:
 
 
 def _adopt_step() -> None:
+    # SLURM_NTASKS counts the job's tasks; a step may have fewer.
     size = variable("SLURM_STEP_NUM_TASKS", variable("SLURM_NTASKS", 1))
     if size == 1:
         return

@@ -48,6 +48,7 @@ class Mailbox:
         """Queue the message `name` for pipeline rank `peer`; `shape_key` identifies its shape."""
         wire = self.groups.link(peer).wire
         tensor = tensor.contiguous().to(wire)
+        # The receiver needs dtype and shape before it can allocate a buffer.
         if shape_key not in self.shapes:
             self.shapes[shape_key] = (tensor.dtype, tuple(tensor.shape))
             self.flush()
@@ -58,6 +59,7 @@ class Mailbox:
     def receive(self, name: Name, peer: int, shape_key: Shape) -> None:
         """Queue the receive of the message `name` from pipeline rank `peer`."""
         wire = self.groups.link(peer).wire
+        # Waits for the header, once per shape.
         if shape_key not in self.shapes:
             self.flush()
             header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=wire)
@@ -101,6 +103,7 @@ class Mailbox:
         )
         for (name, operation), message_works in zip(queue, works_by_message, strict=True):
             if operation.op is dist.isend:
+                # Keeps the tensor alive until the send has completed.
                 self.sent.append((name, operation.tensor, message_works))
             else:
                 self.received[name] = (operation.tensor, message_works)
@@ -151,6 +154,7 @@ def _describe(tensor: Tensor, device: torch.device) -> Tensor:
             f"cannot send {tensor.dim()} dims of {tensor.dtype} between stages; stages must return"
             f" at most {MAX_DIMS} dims of one of {', '.join(map(str, DTYPES))}"
         )
+    # Header: index of the dtype, number of dims, the dims, and zeros.
     fields = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     return torch.tensor(fields + [0] * (MAX_DIMS + 2 - len(fields)), device=device)
 

@@ -35,6 +35,7 @@ class Recorder:
         self.events: list[torch.Event] = []
         self.origin_ns = time.monotonic_ns()
         if not self.on_cpu:
+            # With an idle device, the event and the host's clock mark the same time.
             torch.accelerator.synchronize()
             self._event()
             torch.accelerator.synchronize()

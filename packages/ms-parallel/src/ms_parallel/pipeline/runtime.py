@@ -149,6 +149,7 @@ class Runtime:
                 drop_gathered(self.stages[stage])  # the copies would be stale after the update
             position.action = None
         except Exception as error:
+            # No peer will complete the pending messages.
             self.mailbox.discard()
             explained = explain(error, current, self.groups)
             if explained is error:
@@ -193,6 +194,7 @@ class Runtime:
 
     def _send(self, key: Key, forward: bool, step: Step, schedule: Schedule) -> None:
         stage, microbatch = key
+        # Both directions name a boundary by the stage before it.
         if forward:
             peer_stage, boundary, tensor = stage + 1, key, step.outputs.pop(key)
         else:

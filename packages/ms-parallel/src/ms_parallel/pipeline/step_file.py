@@ -47,6 +47,7 @@ class RecordedStep(
         return measured_costs(self.schedule, self._times_ms())
 
     def _times_ms(self) -> list[list[tuple[Fraction, Fraction]]]:
+        # Exact: nanoseconds are not representable as float milliseconds.
         return [
             [(Fraction(begin, NS_PER_MS), Fraction(end, NS_PER_MS)) for begin, end in row]
             for row in _shift_to_zero(self.times_ns)

@@ -79,6 +79,7 @@ class OwnModelConfig:
     @classmethod
     def of(cls, module: nn.Module, plan: ModelPlan) -> "OwnModelConfig":
         """Derive the configuration from a module before it is split."""
+        # Names and shapes only, as weights change during training.
         shapes = [(name, tuple(value.shape)) for name, value in module.named_parameters()]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:32]
         blocks = max(1, len(block_names(module, plan)))
@@ -167,6 +168,7 @@ def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
         return stage
     passed = {name: value for name, value in context.items() if accepts(module, name)}
     _check_passed(module, context, passed)
+    # The length tells whether the module has used its cache.
     cache = passed.get("cache")
     cached = cache.length if cache is not None else 0
     logits: Tensor = module(tokens, **passed)
@@ -193,6 +195,7 @@ def _check_passed(module: nn.Module, context: Mapping[str, Any], passed: Mapping
         )
     if cache is not None:
         check_accepts_cache(module)
+    # A row of one document needs no mask.
     if (
         "documents" not in passed
         and documents is not None
@@ -220,6 +223,7 @@ def check_stages(module: nn.Module, plan: ModelPlan, layers: Sequence[range]) ->
         ModelError: the logits differ, or a stage does not run.
     """
     device = next(module.parameters()).device
+    # Two token ids that every vocabulary has.
     tokens = torch.tensor([[0, 1] * 4], device=device)
     context = {
         "positions": torch.arange(8, device=device)[None],
@@ -241,7 +245,7 @@ def check_stages(module: nn.Module, plan: ModelPlan, layers: Sequence[range]) ->
         with torch.enable_grad():  # the gate finds earlier stages' results by their autograd graph
             hidden = call_own(stage, hidden, **context).detach()
     difference = float((hidden - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
-    if not difference <= TRIAL_TOLERANCE:
+    if not difference <= TRIAL_TOLERANCE:  # also rejects NaN
         raise ModelError(
             f"pipeline stages of {type(module).__name__} must give the logits of the full module,"
             f" but differ by {difference:.1e} in a trial run: its forward computes something"

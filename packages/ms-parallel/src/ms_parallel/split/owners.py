@@ -76,6 +76,7 @@ class ExchangePlan:
             values: values of each part to send, by its index in `sends`.
             empty: an empty tensor of the dtype and device of all values.
         """
+        # A single process has copied all parts locally.
         if len(self.send_counts) == 1:
             return
         send_buffer = torch.cat([empty, *(values[n].reshape(-1) for n in range(len(values)))])

@@ -42,6 +42,7 @@ def split_model(
         return
     styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
+        # A container gets its style from its children below.
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         if not plan.split_sequence:
@@ -145,6 +146,7 @@ def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
     """All-gather logits (B, S, V) of the full vocabulary on every tensor rank."""
+    # (B, S, V/tensor) -> (B, S, V).
     sharded = DTensor.from_local(logits, groups.mesh["tensor"], [Shard(2)], run_check=False)
     return sharded.redistribute(placements=[Replicate()]).to_local()
 
@@ -251,6 +253,7 @@ class _NormReduction:
 
     def total(self, sums: Tensor) -> Tensor:
         partial = DTensor.from_local(sums, self.mesh, [Partial()], run_check=False)
+        # The backward sums as well: each rank's gradient covers only its part of the width.
         return partial.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def local(self, weight: Tensor) -> Tensor:
@@ -297,6 +300,7 @@ class GatherTokens(ParallelStyle):
             return tuple(_all_gather_sequence(part, device_mesh) for part in inputs)
 
         def scatter(_: nn.Module, inputs: object, partial_sum: Tensor) -> Tensor:
+            # Partial sums (B, S, H) -> (B, S/tensor, H).
             partial = DTensor.from_local(partial_sum, device_mesh, [Partial()], run_check=False)
             return partial.redistribute(placements=[Shard(1)]).to_local()
 

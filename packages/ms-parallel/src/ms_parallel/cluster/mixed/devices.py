@@ -130,6 +130,7 @@ def _ranks(name: str, selection: int | str | Sequence[int | str]) -> list[int]:
     ranks: list[int] = []
     for part in [piece.strip() for item in parts for piece in str(item).split(",")]:
         match = RANGE.fullmatch(part)
+        # Invalid text becomes an empty range, which is rejected below.
         first = int(match[1]) if match else 0
         last = int(match[2] or match[1]) if match else -1
         if last < first or last >= MAX_RANKS:

@@ -50,6 +50,7 @@ class Heartbeat:
         self.rank = rank
         self.world = world
         self.timeout_s = timeout_s
+        # Less often with many ranks, so that the store can take all records.
         self.interval_s = max(min(1.0, timeout_s / 4), world / RECORDS_PER_SECOND)
         self.prefix = f"ms-parallel/attempt-{position.start}"
         self._ended = threading.Event()
@@ -88,6 +89,7 @@ class Heartbeat:
             store = self._reconnect()
             if store.check([f"{self.prefix}/reports-mistake"]):
                 return False
+            # `add` is atomic, so exactly one rank gets 1.
             return int(store.add(f"{self.prefix}/reports-{cause}", 1)) == 1
         except LOST:
             return os.environ.get("LOCAL_RANK", "0") == "0"
@@ -167,6 +169,7 @@ class Heartbeat:
             return
         elif silence.lasts(time_now, position.progress) > self.timeout_s / 2 and not silence.warned:
             silence.warned = True
+            # The first rank that notices prints for all.
             if store.add(f"{self.prefix}/slow-{position.step}", 1) == 1:
                 explanation = explain(*self._gather(store), self.world)
                 _print(f"warning: no progress for {self.timeout_s / 2:g} s: {explanation}")
@@ -251,6 +254,7 @@ def _state(record: Record) -> State | None:
     except (FileNotFoundError, ProcessLookupError):
         return State.GONE
     letter, *fields = stat[stat.rindex(")") + 2 :].split()
+    # fields[18] is the start time (field 22); the PID may belong to another process by now.
     if letter in "ZX" or int(fields[18]) != record.born:
         return State.GONE
     return State.STOPPED if letter in "tT" else State.ALIVE

@@ -158,7 +158,7 @@ def _traceback_lines(trace: TracebackType | None) -> list[Line]:
         code = trace.tb_frame.f_code
         lines.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    return lines[::-1]
+    return lines[::-1]  # innermost first, as in `_frame_lines`
 
 
 def _torch_frames(lines: Iterable[Line]) -> Iterator[Line]:
@@ -178,6 +178,7 @@ def _innermost_line(lines: list[Line]) -> str:
 
 def _short(file: str) -> str:
     """Make a path relative to the folder that packages are imported from."""
+    # Longest folder first, as one folder may contain another.
     for folder in sorted(sys.path, key=len, reverse=True):
         if folder and Path(file).is_relative_to(folder):
             return str(Path(file).relative_to(folder))

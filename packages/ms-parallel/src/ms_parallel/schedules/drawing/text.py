@@ -34,6 +34,7 @@ def draw_text(
         width: line width in characters, at least 40.
         color: mark kinds with ANSI colors.
     """
+    # 36 characters for the rank, its idle time and its peak memory.
     columns = max(width, 40) - 36
     longest = max(float(line.makespan) for line in lines)
     text = []

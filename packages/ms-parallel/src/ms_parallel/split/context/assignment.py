@@ -127,6 +127,7 @@ def _least_loaded(costs: Tensor, count: int) -> Tensor:
     """
     owners = torch.empty(costs.shape, dtype=torch.int64)
     loads = [0.0] * count  # carried from row to row, so that rows even each other out
+    # Rows with the highest cost first.
     for row in costs.sum(1).sort(descending=True, stable=True).indices.tolist():
         free_blocks = [costs.shape[1] // count] * count
         order = costs[row].sort(descending=True, stable=True).indices.tolist()
@@ -190,8 +191,10 @@ def _single_document_ranges(order: Tensor, starts: Tensor) -> Iterator[QueryRang
     for row, positions in enumerate(order):
         first_keys = starts[row, positions]  # (S/N,)
         is_start = torch.ones(len(positions), dtype=torch.bool)
+        # A range starts where positions are not consecutive or the document changes,
         is_start[1:] = (positions[1:] != positions[:-1] + 1) | (first_keys[1:] != first_keys[:-1])
         index = torch.arange(len(positions))
+        # and every MAX_QUERIES positions after that.
         is_start |= (index - torch.where(is_start, index, 0).cummax(0).values) % MAX_QUERIES == 0
         offsets = is_start.nonzero()[:, 0]
         ends = [*offsets[1:].tolist(), len(positions)]

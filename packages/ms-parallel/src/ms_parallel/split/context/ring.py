@@ -182,6 +182,7 @@ class _RingAttention(torch.autograd.Function):
         """Compute the gradients of q, k, v and the sinks."""
         q, k, v, sinks, out, lse = ctx.saved_tensors
         head_dim, do = k.shape[3], widen(gradient)
+        # delta = rowsum(dO * O), as in FlashAttention.
         delta = (do * out).sum(-1)  # (B, S/N, Hq)
         dq, kv = torch.zeros_like(widen(q)), torch.cat((k, v), 3)
         dkv = torch.zeros_like(widen(kv))
@@ -207,6 +208,7 @@ class _RingAttention(torch.autograd.Function):
             kv, dkv = next_kv, next_dkv
         dsinks = None
         if sinks is not None:
+            # A sink's value is zero, so its score has the gradient -p_sink * delta.
             dsinks = -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
         dk, dv = dkv[..., :head_dim].to(k.dtype), dkv[..., head_dim:].to(v.dtype)
         return dq.to(q.dtype), dk, dv, dsinks, None, None, None

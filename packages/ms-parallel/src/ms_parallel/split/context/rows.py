@@ -73,7 +73,7 @@ class ContextRowSplit:
     def mine(self, x: Tensor) -> Tensor:
         """Select this process's positions (B, S/N, ...) from the full rows (B or 1, S, ...)."""
         positions = self.local_positions
-        rows = torch.arange(len(positions), device=positions.device)[:, None]
+        rows = torch.arange(len(positions), device=positions.device)[:, None]  # (B, 1)
         return x.expand(len(positions), *x.shape[1:])[rows, positions]
 
     def whole(self, part: Tensor) -> Tensor:
@@ -121,6 +121,7 @@ class ContextRowSplit:
         settings: dict[str, Any],
     ) -> Tensor:
         """Gather the keys and values of full rows, and attend from each local range."""
+        # One gather for both: (B, S/N, Hk, D + Dv) -> (B, S, Hk, D + Dv), in the order of ranks.
         kv = all_gather_positions(torch.cat((k, v), 3), mesh, sum_grads=True)
         kv = permute_positions(kv, self.inverse, self.order)
         k, v = kv[..., : k.shape[3]], kv[..., k.shape[3] :]

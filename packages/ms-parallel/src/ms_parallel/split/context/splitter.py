@@ -89,6 +89,7 @@ class Splitter:
         if mode not in self.exchanges:
             mesh = self.groups.mesh["context"]
             heads_size = ulysses_size(mode, self.count, self.sizes)
+            # All context ranks trade heads, or none do.
             heads, positions = (mesh, None) if heads_size == self.count else (None, mesh)
             if 1 < heads_size < self.count:
                 sizes = (self.count // heads_size, heads_size)

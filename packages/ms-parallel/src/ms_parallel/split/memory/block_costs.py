@@ -58,6 +58,7 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
+        # Views allocate nothing.
         if func.is_view:
             return output
         size_bytes = sum(storages([output]).values())
@@ -123,6 +124,7 @@ def measure_block(
     """
     counter = _FlopCounter()
     with counter.counting(attention):
+        # Nothing is checkpointed here: this is what autograd saves in mode `none`.
         saved = _saved(block, args, kwargs)
     shared = storages([kwargs]) | weights_of(block)
     inputs = _without(storages(args), shared)
@@ -132,6 +134,7 @@ def measure_block(
     selective_bytes = full_bytes + sum(counter.saved_sizes[:-1])
     attention_bytes = none_bytes
     if attention is not None:
+        # Run once more, with attention checkpointed.
         with _checkpointed(attention):
             attention_bytes = sum(_without(_saved(block, args, kwargs) | inputs, shared).values())
     bytes_by_mode = {

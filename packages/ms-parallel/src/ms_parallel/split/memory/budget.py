@@ -99,6 +99,7 @@ def choose_modes(
     """
     modes = {stage: [_smallest(block) for block in blocks] for stage, blocks in costs.items()}
     max_live = {stage: max((peak.get(stage, 0) for peak in peaks), default=0) for stage in costs}
+    # Each round lowers the FLOPs that one block recomputes, so the loop ends.
     while True:
         room = budget_bytes - peak_bytes(costs, modes, peaks)
         best: tuple[float, int, int, int] | None = None  # (FLOPs per byte, stage, block, mode)
@@ -170,6 +171,7 @@ class Budget:
                 block.measures = False
                 block.set_mode(RECOMPUTE_MODES[mode])
         self.peak_bytes = peak_bytes(costs, modes, peaks)
+        # Only one rank may exceed the budget, and all must raise.
         local_peak = torch.tensor(self.peak_bytes, device=self.groups.device)
         max_peak = int(self.groups.all_reduce(local_peak, op=dist.ReduceOp.MAX))
         if max_peak > self.budget_bytes:

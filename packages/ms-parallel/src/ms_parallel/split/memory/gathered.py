@@ -138,6 +138,7 @@ def peak_gathered_weights(
     total = sum(stage.count for stage in all_stages)
     reshards_after_forward = sharding == "zero3" or (sharding == "auto" and not pipelined)
     if reshards_after_forward:
+        # The ends of all stages stay gathered; blocks are gathered one at a time.
         ends = sum(stage.ends.count for stage in all_stages)
         peak = max(
             ends + max((stage.block_peak for stage in all_stages), default=0),
@@ -146,6 +147,7 @@ def peak_gathered_weights(
         # `auto` reshards after the forward pass, but after a backward pass only if it is the last.
         stays_gathered = split_backward if sharding == "zero3" else not one_microbatch
         return max(peak, total) if stays_gathered else peak
+    # Stages first run in this order, and none is freed before the last has run.
     earlier_stages = peak = 0
     for stage in all_stages:
         peak = max(peak, earlier_stages + stage.stage_peak)

@@ -69,6 +69,7 @@ class RecomputedBlock:
                 " to selective or full"
             )
         self.mode = mode
+        # The hooks stay registered, and these flags switch them.
         checkpoint.state(self.block).enable_hook = mode in ("selective", "full")
         if self.attention is not None:
             checkpoint.state(self.attention).enable_hook = mode == "attention"
@@ -86,6 +87,7 @@ class RecomputedBlock:
         if self.mode != "selective":
             return forward, recomputation
         results = SavedResults()
+        # A weak reference: the results must not outlive the contexts that checkpointing holds.
         self._saved = ref(results)
         return (
             _both(forward, save_results(results)),
