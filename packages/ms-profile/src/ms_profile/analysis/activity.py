@@ -61,6 +61,7 @@ class Activity:
         """Disjoint intervals by phase: an instant belongs to the first phase that covers it."""
         covered = EMPTY
         parts = {}
+        # The last phase, "host", is what remains; see `break_down`.
         for name in list(PHASES)[:-1]:
             intervals: Intervals = getattr(self, name)
             parts[name] = subtract(intervals, covered)
@@ -108,6 +109,8 @@ def find_activity(
     stalls = _join(_spans(trace, trace.named(DATA, *HOST)), EMPTY if data is None else data)
     known_garbage = EMPTY if garbage is None else garbage
     pauses = _join(_spans(trace, trace.named(GARBAGE, *HOST)), known_garbage)
+    # No spans from a recorder mean that there were no such pauses, but no spans without a recorder
+    # mean that they are unknown.
     unmeasured: tuple[str, ...] = () if has_device else ("copy", "synchronize", "launch")
     if garbage is None and not len(pauses):
         unmeasured += ("garbage",)
@@ -140,6 +143,7 @@ def break_down(activity: Activity) -> tuple[Breakdown, ...]:
             name: length_ns(clip(intervals, start, end))
             for name, intervals in activity.parts.items()
         }
+        # Not negative, as the parts are disjoint and clipped to the step.
         phases["host"] = step.duration_ns - sum(phases.values())
         breakdowns.append(
             Breakdown(
@@ -162,6 +166,7 @@ def _host_compute(trace: Trace) -> Intervals:
     operators = trace.rows(Category.OPERATOR)
     operators = operators[~is_excluded[operators]]
     parts = [EMPTY]
+    # Per thread, as waiting on one thread does not hide the compute of another.
     for thread in np.unique(trace.thread[operators]):
         compute, other = (rows[trace.thread[rows] == thread] for rows in (operators, excluded))
         parts.append(subtract(_spans(trace, compute), _spans(trace, other)))

@@ -13,6 +13,7 @@ from ms_profile.trace.messages import element_bytes
 from ms_profile.trace.steps import Step
 from ms_profile.vendors.category import Category
 
+# The first match counts, so a name comes before the names that it contains.
 KINDS: Final = (
     ("all_reduce", re.compile(r"all_?reduce", re.IGNORECASE)),
     ("reduce_scatter", re.compile(r"reduce_?scatter", re.IGNORECASE)),
@@ -27,7 +28,7 @@ KINDS: Final = (
     ("scatter", re.compile(r"scatter", re.IGNORECASE)),
     ("reduce", re.compile(r"reduce", re.IGNORECASE)),
 )
-MAX_BYTES: Final = 1 << 52
+MAX_BYTES: Final = 1 << 52  # 4 PiB; larger sizes come from damaged traces
 POINT_TO_POINT: Final = frozenset({"send", "receive", "send_receive"})
 
 
@@ -79,6 +80,7 @@ def find_collectives(trace: Trace) -> tuple[Collective, ...]:
         if code not in operations:
             operations[code] = kind_of(trace.names[code])
         operation = operations[code]
+        # A kernel may be named after another operation: NCCL's barrier is an all-reduce.
         if note is not None and note.kind:
             operation = kind_of(note.kind)
         width = element_bytes(note.dtype) if note else None
@@ -114,6 +116,8 @@ def match_collectives(
         steps: steps by rank.
     """
     unnamed = {item.kind for items in collectives.values() for item in items if not item.group}
+    # The members of a group issue its collectives in the same order, so the n-th ones of a
+    # signature belong together.
     series: dict[Hashable, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for rank, items in collectives.items():
         for item in items:
@@ -132,6 +136,7 @@ def match_collectives(
         if len({len(items) for items in by_rank.values()}) == 1:
             matched += _match(signature, by_rank)
             continue
+        # Some traces begin or end earlier than others: pair only within steps where counts agree.
         by_step: dict[Hashable, dict[int, list[Collective]]] = defaultdict(dict)
         for rank, items in by_rank.items():
             for item in items:
@@ -139,6 +144,7 @@ def match_collectives(
         for step, parts in by_step.items():
             if step is not None and len({len(items) for items in parts.values()}) == 1:
                 matched += _match((signature, step), parts)
+    # In the order in which the last rank entered.
     return tuple(sorted(matched, key=lambda item: max(item.starts_ns.values())))
 
 

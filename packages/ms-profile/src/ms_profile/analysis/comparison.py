@@ -37,7 +37,7 @@ CORRELATED_STEPS = 3.0
 RUN_STD = 0.025
 """Relative standard deviation between runs of one program, measured on a quiet host by
 `benchmarks/comparing.py`; more steps per run do not reduce it."""
-DRAWS = 20_000
+DRAWS = 20_000  # from Student's distribution, so p-values have steps of 1 / 20,000
 MAX_STEP_S = 1e8
 """Longer steps (three years) have a damaged time."""
 POWER = 0.9
@@ -129,6 +129,7 @@ def compare(
     else:
         pairs = _series(*recorded)
     old, new = pairs[0]
+    # The larger p-value decides: a change must show with and without the CPU waits.
     slower = max(compare_runs(a, b) for a, b in pairs)
     faster = max(compare_runs(b, a) for a, b in pairs)
     shares = [_typical(b) / _typical(a) - 1 for a, b in pairs]
@@ -205,10 +206,12 @@ def recorded_steps(
             if isinstance(wait_s, float) and wait_s >= 0:
                 waits[event.step][event.rank] = min(wait_s, step_time_s) * 1e9
     ranks = {rank for by_rank in times.values() for rank in by_rank}
+    # A step that only some ranks logged would compare different sets of ranks.
     complete = [step for step, by_rank in sorted(times.items()) if len(by_rank) == len(ranks)]
     if len(complete) < MIN_STEPS:
         return None
     wall = np.array([max(times[step].values()) for step in complete])
+    # All or none: the rank without a measured wait may be the one that waited longest.
     counted = all(len(waits[step]) == len(ranks) for step in complete)
     cpu_wait = np.array([max(waits[step].values()) for step in complete]) if counted else None
     # At least 1% remains, as logarithms are taken of the difference.
@@ -252,6 +255,7 @@ def compare_runs(before: Runs, after: Runs, *, seed: int = 0) -> float:
     if error == 0:
         return 0.0 if difference > 0 else 1.0
     draws = np.random.default_rng(seed).standard_t(freedom, DRAWS)
+    # Adding 1 to both keeps the estimate above 0, as a Monte Carlo p-value must be.
     return float(((draws >= difference / error).sum() + 1) / (DRAWS + 1))
 
 
@@ -266,6 +270,7 @@ def _difference(before: Runs, after: Runs) -> tuple[float, float, float]:
     spread = 1.4826 * float(np.median(np.concatenate(deviations))) * (1 + 1 / freedom)
     # The standard error of a median is 1.25 times the standard error of a mean.
     error = 1.25 * spread * (CORRELATED_STEPS / len(old) + CORRELATED_STEPS / len(new)) ** 0.5
+    # With one run of each, the variance between runs is assumed, once for A and once for B.
     error = (error**2 + 2 * RUN_STD**2) ** 0.5
     return float(np.median(new) - np.median(old)), error, freedom
 
@@ -273,6 +278,7 @@ def _difference(before: Runs, after: Runs) -> tuple[float, float, float]:
 def _between_runs(before: Runs, after: Runs) -> tuple[float, float, float]:
     """Return the same as `_difference` from the runs' medians and their pooled variance."""
     old, new = (np.array([np.log(np.median(run)) for run in runs]) for runs in (before, after))
+    # Two-sample t test with pooled variance, on the logarithms of the runs' medians.
     freedom = len(old) + len(new) - 2
     squares = ((old - old.mean()) ** 2).sum() + ((new - new.mean()) ** 2).sum()
     error = float(squares / freedom * (1 / len(old) + 1 / len(new))) ** 0.5
@@ -283,6 +289,7 @@ def _detectable(before: Runs, after: Runs, min_change: float) -> float | None:
     """Return the relative slowdown that is significant in 9 of 10 pairs of such runs."""
     _, error, freedom = _difference(before, after)
     draws = np.random.default_rng(0).standard_t(freedom, DRAWS)
+    # The change must exceed the critical value in 90% of the runs: add both quantiles.
     critical, power_quantile = np.quantile(draws, [1 - SIGNIFICANCE, POWER])
     log_change = float(error * (critical + power_quantile))
     return max(float(np.expm1(log_change)), min_change) if log_change < np.log(10) else None

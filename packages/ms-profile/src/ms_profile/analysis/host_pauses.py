@@ -41,7 +41,7 @@ def read_pauses(
     except FormatError as error:
         on_problem(f"{error}; garbage collections and data waits of rank {rank} are unknown")
         return None
-    spans = recording.spans[recording.spans["end_ns"] > 0]
+    spans = recording.spans[recording.spans["end_ns"] > 0]  # without spans still open
     offset = recording.clock.offset_ns
 
     def intervals_of(span_kind: Kind) -> Intervals:

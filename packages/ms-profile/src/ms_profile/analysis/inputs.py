@@ -66,6 +66,8 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
         raise TraceError(
             f"{path} does not exist; pass a trace, or a folder of .json or .json.gz files"
         )
+    # First match counts: traces named by manifests, traces in the folder, windows without a
+    # manifest, rings, and the folder layouts of vendors.
     ranks, warnings = _ranks_of(path)
     paths = [_trace_path(path, rank, window) for rank in ranks]
     # Unlike `Path.is_file`, this returns False for names that are too long.
@@ -118,6 +120,7 @@ def _trace_path(folder: Path, rank: RankManifest, window: int | None) -> Path | 
 
 def _last_windows(files: Sequence[Path]) -> tuple[Path, ...]:
     """Return the last window of each rank (`rank-00000.003.json`)."""
+    # Files are sorted by name, so a later window replaces an earlier one.
     last = {file.name.split(".")[0]: file for file in files}
     return tuple(last.values())
 
@@ -139,6 +142,7 @@ def describe_run(
     folder = next(
         (
             parent
+            # The run's folder itself, or the folder of OUTPUT/traces/FILE.
             for parent in (resolved, *resolved.parents[:2])
             if (parent / "manifest.json").is_file()
         ),

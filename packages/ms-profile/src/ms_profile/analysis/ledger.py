@@ -95,6 +95,7 @@ class _Coverage:
         ).tolist()
 
     def _until(self, time_ns: int) -> int:
+        # Intervals before `index` start before the time; only the last may extend beyond it.
         index = bisect_left(self._starts, time_ns)
         if not index:
             return 0
@@ -152,6 +153,7 @@ def build_ledger(
         trace_starts: start of each rank's trace in ns on the same clock, needed if some phases are
             known from before it. None: the first interval of the rank.
     """
+    # In the order of the last entries, so that a rank's earlier waits are known when it is charged.
     ordered = sorted(
         (collective for collective in matched if len(collective.starts_ns) > 1),
         key=lambda collective: max(collective.starts_ns.values()),
@@ -170,6 +172,7 @@ def build_ledger(
         },
     )
     late, waits, transfers, charges = [], [], [], []
+    # Collectives may overlap on a rank, but each instant of its time is charged only once.
     charged_until: dict[int, int] = defaultdict(int)
     for number, collective in enumerate(ordered):
         last = max(collective.starts_ns, key=lambda rank: collective.starts_ns[rank])
@@ -182,6 +185,7 @@ def build_ledger(
             rank_transfers[rank] = collective.ends_ns[rank] - stop
             uncharged = max(start, charged_until[rank])
             if stop > start:
+                # Recorded even if already charged, as later waits may be passed on through it.
                 causes = _causes(history, rank, last, start, stop, entered)
                 history.waits[rank].append(_Wait(start, stop, causes))
                 for cause, phase, share in causes if stop > uncharged else ():
@@ -190,6 +194,7 @@ def build_ledger(
                                wait_ns=share * (stop - uncharged))
                     )  # fmt: skip
             charged_until[rank] = max(charged_until[rank], stop)
+        # Only now, as a collective cannot be the starting point for its own waits.
         _add_blocking(history, collective)
         late.append(last)
         waits.append(rank_waits)
@@ -226,6 +231,7 @@ def _causes(
     history: _RankHistory, waiting: int, late: int, start: int, stop: int, entered: int
 ) -> tuple[tuple[int, str, float], ...]:
     """Distribute a wait over ranks and phases, as (rank, phase, share); the shares sum to 1."""
+    # Both ranks left a collective together at `origin`; compare what they did since.
     origin = _last_synchronized(history, waiting, late, start)
     excess: dict[str, float] = {}
     unexplained_late, unexplained_waiting = float(entered - origin), float(start - origin)
@@ -236,20 +242,24 @@ def _causes(
         excess[phase] = late_ns - waiting_ns
         unexplained_late -= late_ns
         unexplained_waiting -= waiting_ns
+    # Time that no phase covers is "host".
     excess["host"] = unexplained_late - unexplained_waiting
     # The late rank's exposed communication is either transfer (link) or wait, which is passed on.
     exposed_excess = excess.pop("collective", 0.0)
     passed_on = _waited_in(history.waits[late], origin, entered)
     total_passed = sum(passed_on.values())
     waiting_waited = sum(_waited_in(history.waits[waiting], origin, start).values())
+    # Only the waiting in excess of the waiting rank's own made the late rank late.
     extra_wait = min(max(total_passed - waiting_waited, 0.0), max(exposed_excess, 0.0))
     excess["link"] = exposed_excess - extra_wait
     shares: dict[tuple[int, str], float] = {
         (late, phase): float(amount) for phase, amount in excess.items() if amount > 0
     }
+    # Divided in proportion to the causes of the late rank's own waits.
     for cause, amount in passed_on.items() if extra_wait > 0 else ():
         shares[cause] = shares.get(cause, 0.0) + amount * extra_wait / total_passed
     total = sum(shares.values())
+    # No phase explains the wait, for example if it is shorter than the error of the clocks.
     if total <= 0:
         return ((late, "host", 1.0),)
     return tuple((rank, phase, amount / total) for (rank, phase), amount in shares.items())
@@ -272,6 +282,7 @@ def _last_synchronized(history: _RankHistory, first: int, second: int, before: i
 def _waited_in(waits: Sequence[_Wait], start: int, end: int) -> dict[tuple[int, str], float]:
     """Return how long a rank waited inside a window, by (rank, phase) of the cause."""
     by_cause: dict[tuple[int, str], float] = defaultdict(float)
+    # Waits in concurrent collectives overlap; the cursor counts each instant once.
     cursor = start
     for wait in waits[-64:]:  # older ones end before any window
         overlap = min(wait.end, end) - max(wait.start, cursor)

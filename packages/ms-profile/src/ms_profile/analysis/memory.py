@@ -47,6 +47,7 @@ def memory_timeline(trace: Trace) -> tuple[MemoryTimeline, ...]:
     for device in np.unique(memory.device).tolist():
         on_device = memory.device == device
         at_ns, allocated = memory.at_ns[on_device], memory.allocated_bytes[on_device]
+        # First event of each segment, (P,). Segments have equal numbers of events, not lengths.
         edges = np.unique(np.linspace(0, len(at_ns), min(MAX_POINTS, len(at_ns)) + 1).astype(int))[
             :-1
         ]
@@ -68,6 +69,7 @@ def memory_growth(trace: Trace, *, limit: int = 20) -> tuple[MemoryGrowth, ...]:
         return ()
     sums = np.zeros(len(trace.names))
     operators = trace.rows(Category.OPERATOR)
+    # Per thread, as the search below needs spans in order of their start.
     for thread in np.unique(memory.thread).tolist():
         rows = operators[trace.thread[operators] == thread]
         events = np.flatnonzero(memory.thread == thread)
@@ -91,6 +93,7 @@ def _owners(trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]) -> 
         return np.full(len(at_ns), -1)
     start, duration = trace.start_ns[rows], trace.duration_ns[rows]
     parent = parents(trace.thread[rows], start, duration)
+    # Take the last span that started before, then climb to the first ancestor still open.
     index = np.searchsorted(start, at_ns, side="right") - 1
     while (ended := (index >= 0) & (start[index] + duration[index] < at_ns)).any():
         index[ended] = parent[index[ended]]

@@ -91,6 +91,7 @@ def kernel_table(trace: Trace) -> tuple[Kernel, ...]:
         return ()
     unique, group = np.unique(trace.name[rows], return_inverse=True)
     order = np.argsort(group, kind="stable")
+    # order[edges[k] : edges[k + 1]] are the rows of kernel k.
     edges = np.searchsorted(group[order], np.arange(len(unique)))
     duration = trace.duration_ns[rows][order]
     total = np.add.reduceat(duration, edges)
@@ -124,6 +125,7 @@ def _runs_on_host(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def _device_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
     """Return the device time launched directly by each host row, (N,) ns; None without a device."""
+    # Kineto gives a kernel the id of the operator that launched it.
     launched = trace.rows(*DEVICE)
     launched = launched[(trace.external[launched] > 0) & ~_runs_on_host(trace, launched)]
     if not len(launched):
@@ -137,9 +139,11 @@ def _device_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64] | 
     operator_ids = trace.external[rows][operators]
     order = np.argsort(operator_ids, kind="stable")
     launcher_ids = trace.external[launched]
+    # Join by id; the launcher may be outside the trace, so the found id must be compared.
     index = np.minimum(np.searchsorted(operator_ids[order], launcher_ids), len(order) - 1)
     matches = operator_ids[order][index] == launcher_ids
     target = operators[order[index[matches]]]
+    # `+=` would add only one of an operator's kernels.
     np.add.at(device_ns, target, trace.duration_ns[launched[matches]])
     return device_ns
 

@@ -8,9 +8,9 @@ from attrs import frozen
 from ms_profile.analysis.ledger import Ledger
 from ms_profile.links.fit import LinkFit, fit_link
 
-FAIR_RATIO = 1.5
-MIN_RUNS = 3
-MAX_RESIDUAL = 0.1
+FAIR_RATIO = 1.5  # a group is slow from 1.5 times the usual transfer time
+MIN_RUNS = 3  # per size, so that the minimum is not one disturbed run
+MAX_RESIDUAL = 0.1  # relative error of the line at which small sizes are dropped
 
 
 @frozen(kw_only=True)
@@ -92,19 +92,21 @@ def find_slow_group(ledger: Ledger, *, seed: int = 0) -> SlowGroup | None:
     if not excess:
         return None
     groups = sorted({ranks for _, ranks, _ in excess})
-    table = np.zeros((len(excess), len(groups)))
+    table = np.zeros((len(excess), len(groups)))  # one nonzero per row: its group's excess in ns
     for row, (_, ranks, amount) in enumerate(excess):
         table[row, groups.index(ranks)] = amount
     totals = table.sum(axis=0)
     first = int(totals.argmax())
     if totals[first] < (FAIR_RATIO - 1) * usual[groups[first]]:
         return None
+    # A rank with a slow link slows every group that it is in.
     slow = [set(group) for group, total in zip(groups, totals, strict=True)
             if total > totals[first] / 2]  # fmt: skip
     shared = set.intersection(*slow)
     slow_ranks = tuple(sorted(shared)) if len(slow) > 1 and len(shared) == 1 else groups[first]
     has_slow_ranks = np.array([set(slow_ranks) <= set(group) for group in groups])
     random = np.random.default_rng(seed)
+    # (1000, groups). Poisson(1) weights approximate a bootstrap, as in `find_suspect`.
     resampled = random.poisson(1.0, (1000, len(excess))) @ table
     wins = has_slow_ranks[resampled.argmax(axis=1)].mean()
     return SlowGroup(
@@ -130,6 +132,7 @@ def _excess_transfers(
     usual: dict[tuple[int, ...], float] = defaultdict(float)
     for by_group in runs.values():
         times = [np.array([time for _, time in samples]) for samples in by_group.values()]
+        # Other groups do the same transfer: the fastest group's median is the fair time.
         if len(times) > 1:
             fair = float(min(np.median(samples) for samples in times))
         else:
@@ -166,6 +169,7 @@ def diagnose(ledger: Ledger) -> Verdict | None:
     if suspect is None:
         return None
     all_ranks = sorted({rank for collective in ledger.matched for rank in collective.starts_ns})
+    # With two ranks, a slow link cannot be attributed to either of them.
     between_two = suspect.phase == "link" and len(all_ranks) == 2
     return Verdict(
         ranks=tuple(all_ranks) if between_two else (suspect.rank,),

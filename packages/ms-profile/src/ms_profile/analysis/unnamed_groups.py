@@ -18,8 +18,8 @@ from ms_profile.analysis.collectives import MatchedCollective
 from ms_profile.analysis.shared_clock import align_collectives
 from ms_profile.clocks.alignment import SYNCHRONIZING, ClockFit
 
-MIN_SPREAD_NS: Final = 60_000.0
-MIN_DISTANCE_NS: Final = 20_000.0
+MIN_SPREAD_NS: Final = 60_000.0  # ends within 60 µs count as simultaneous
+MIN_DISTANCE_NS: Final = 20_000.0  # lower limit of the distance between two groups' ends
 MAX_CELLS: Final = 4_000_000
 MIN_COLLECTIVES: Final = 3
 
@@ -38,6 +38,7 @@ def split_groups(
         series[
             collective.kind, collective.group, collective.size_bytes, tuple(collective.starts_ns)
         ].append(collective)
+    # Two ranks are always one group, and only synchronizing collectives end together.
     candidates = {
         key
         for key, members in series.items()
@@ -48,6 +49,7 @@ def split_groups(
     }
     if not candidates:
         return tuple(matched)
+    # The merged collectives distort this fit, but those of real groups still agree best.
     rough = align_collectives(matched, hosts)
     spread = {key: _spread(members, rough) for key, members in series.items()}
     limit = max(2 * min(spread.values()), MIN_SPREAD_NS)
@@ -57,8 +59,10 @@ def split_groups(
         if spread[key] <= limit
         for collective in members
     ]
+    # Second fit, without the collectives that may be a mix of several groups.
     fits = align_collectives(trusted, hosts)
     closest = [_distances(members, fits) for key, members in series.items() if spread[key] <= limit]
+    # Distance of the ends of ranks that are known to end together.
     usual = [float(np.median(table[table > 0])) for table in closest if (table > 0).any()]
     max_distance = max(3 * min(usual, default=0.0), MIN_DISTANCE_NS)
     split: list[MatchedCollective] = []
@@ -123,6 +127,7 @@ def _groups_by_end(
         ]
         merged = [rank, *(member for group in near for member in group)]
         groups = [group for group in groups if group not in near] + [merged]
+    # A group of one has no collectives, so such a clustering is wrong.
     if len(groups) == 1 or min(map(len, groups)) == 1:
         return None
     return [tuple(sorted(group)) for group in groups]

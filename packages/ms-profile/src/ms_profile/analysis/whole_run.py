@@ -221,6 +221,8 @@ def analyse_traces(
         for rank, trace in sorted(traces.items())
     }
     steps = {rank: activity.steps for rank, activity in activities.items()}
+    # Groups are split before the alignment: a collective of several groups would tie together
+    # clocks of ranks that did not wait for each other.
     matched = split_groups(match_collectives(collectives, steps), hosts)
     fits = align_collectives(matched, hosts) if len(traces) > 1 else {}
     ranks = {
@@ -240,6 +242,7 @@ def analyse_traces(
         )
     phases = {
         rank: {
+            # (N, 2) to (2N,) and back, as clocks correct one dimension.
             name: result.on_common_clock(intervals.reshape(-1)).reshape(-1, 2)
             for name, intervals in result.activity.parts.items()
         }

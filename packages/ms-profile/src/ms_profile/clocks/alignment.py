@@ -23,9 +23,9 @@ SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to
 """Collectives that end on a rank only after all ranks have entered; not so broadcast or send."""
 
 Floats = NDArray[np.float64]
-HUBER = 1.5
-STUDENT_99 = (63.66, 9.925, 5.841, 4.604)
-SAMPLES_FOR_DRIFT = 4
+HUBER = 1.5  # in units of the residuals' scale; larger residuals get less weight
+STUDENT_99 = (63.66, 9.925, 5.841, 4.604)  # two-sided 99% quantiles, 1 to 4 degrees of freedom
+SAMPLES_FOR_DRIFT = 4  # with fewer collectives, only an offset is fitted
 PLAUSIBLE_DRIFT = 3e-4  # crystals keep within 1e-4; a larger drift is noise of a short recording
 
 
@@ -52,6 +52,7 @@ class ClockFit(Struct, frozen=True, kw_only=True):
         """Convert times of this rank's clock, (N,) int64 ns, to the reference clock."""
         times = np.asarray(times_ns, dtype=np.int64)
         since_origin = (times - self.origin_ns).astype(np.float64)
+        # Subtracted in int64: float64 resolves only 256 ns at nanoseconds since 1970.
         return times - np.rint(self.offset_ns + self.drift * since_origin).astype(np.int64)
 
 
@@ -85,6 +86,7 @@ def align_clocks(
         )
     ranks = _reachable(ends, ranks, base_rank)
     keys = _shared_keys(ends, ranks)
+    # Times relative to each rank's first shared end are small enough for float64.
     origins = [min((ends[r][k] for k in keys if k in ends[r]), default=0) for r in ranks]
     if len(ranks) == 1 or not keys:
         return {base_rank: _identity(base_rank, origins[0], len(ends[base_rank]))}
@@ -108,6 +110,7 @@ def _reachable(
     for rank in ranks:
         for key in ends[rank]:
             members.setdefault(key, []).append(rank)
+    # Search of the graph in which a collective connects its ranks; each collective is visited once.
     connected, queue, visited = {start}, [start], set[Hashable]()
     while queue:
         for key in ends[queue.pop()].keys() - visited:
@@ -156,12 +159,14 @@ def _fit_all(
     present = np.isfinite(readings)
     span = float(np.nanmax(readings)) or 1.0
     samples = present.sum(axis=0)
+    # The reference defines offset 0 and drift 0, so neither is fitted for it.
     has_drift = (samples >= SAMPLES_FOR_DRIFT) & (np.arange(len(ranks)) != base)
     has_offset = np.arange(len(ranks)) != base
     weights = present.astype(np.float64)
     offset = np.zeros(len(ranks))
     drift = np.zeros(len(ranks))
     covariance = np.zeros((2 * len(ranks), 2 * len(ranks)))
+    # (2R,) mask of the fitted parameters: all offsets, then all drifts in units of 1 / span.
     free = np.concatenate([has_offset, has_drift])
     scale = 1.0
     # Iteratively reweighted least squares with Huber weights: 12 rounds, and 12 more without the
@@ -170,16 +175,19 @@ def _fit_all(
         normal, right = _normal_equations(np.where(present, readings, 0.0), weights, span)
         solution = np.zeros(2 * len(ranks))
         free_block = np.ix_(free, free)
+        # Pseudoinverse, as a drift is undetermined if a rank's ends nearly coincide.
         inverse = np.linalg.pinv(normal[free_block], hermitian=True)
         solution[free] = inverse @ right[free]
         covariance[free_block] = inverse
         offset, drift = solution[: len(ranks)], solution[len(ranks) :] / span
+        # Refit without the implausible drifts, whose covariances must not remain.
         if iteration == 11 and (implausible := np.abs(drift) > PLAUSIBLE_DRIFT).any():
             free[len(ranks) :] &= ~implausible
             covariance[:] = 0.0
         elif iteration == 11:
             break
         residuals = _residuals(readings, weights, offset, drift)
+        # The median of absolute residuals times 1.4826 estimates the standard deviation.
         scale = max(1.4826 * float(np.nanmedian(np.abs(residuals))), 1e-3)
         huber_weight = HUBER * scale / np.maximum(np.abs(np.where(present, residuals, 0.0)), 1e-12)
         weights = np.where(present, np.minimum(1.0, huber_weight), 0.0)
@@ -208,16 +216,19 @@ def _normal_equations(readings: Floats, weights: Floats, span: float) -> tuple[F
     """
     slopes = weights * (readings / span)
     total = weights.sum(axis=1, keepdims=True)
+    # (K, 2R): a row has the weighted derivatives by the offsets, then by the drifts * span.
     both = np.concatenate([weights, slopes], axis=1)
     width = weights.shape[1]
+    # Eliminating T[k] (Schur complement) subtracts row k's outer product over its total weight.
     normal = -both.T @ (both / total)
     index = np.arange(width)
+    # Blocks of the plain normal matrix: offset-offset, offset-drift and drift-drift are diagonal.
     normal[index, index] += weights.sum(axis=0)
     cross = slopes.sum(axis=0)
     normal[index, index + width] += cross
     normal[index + width, index] += cross
     normal[index + width, index + width] += (slopes * (readings / span)).sum(axis=0)
-    means = (weights * readings).sum(axis=1, keepdims=True) / total
+    means = (weights * readings).sum(axis=1, keepdims=True) / total  # (K, 1)
     right = (both * np.tile(readings - means, 2)).sum(axis=0)
     return normal, right
 
@@ -248,8 +259,10 @@ def _errors(
     index = np.arange(width)
     at_start = covariance[index, index]
     slope = covariance[index + width, index + width]
+    # Variance of offset + drift * x at x = span, as drifts are in units of 1 / span.
     at_end = at_start + slope + 2 * covariance[index, index + width]
     variance = np.maximum(np.maximum(at_start, at_end), 0.0)
+    # The fit makes residuals smaller than the errors; this corrects for the fitted parameters.
     spread = scale * (observations / freedom) ** 0.5
     half_width: list[float | None] = (_quantile_99(freedom) * spread * np.sqrt(variance)).tolist()
     return half_width
@@ -273,6 +286,8 @@ def _bounds(
     starts = start_readings - offset - drift * start_readings
     bounds: list[float | None] = []
     for column in range(width):
+        # If this clock is ahead by e, causality demands earliest <= e <= latest for every
+        # collective: neither rank's end may precede the other's start.
         latest = ends[:, column] - starts[:, base]
         earliest = starts[:, column] - ends[:, base]
         shared = np.isfinite(latest) & np.isfinite(earliest)

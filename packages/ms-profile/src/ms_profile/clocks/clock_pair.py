@@ -46,6 +46,7 @@ def read_clocks(
         before = monotonic()
         wall_ns = wall()
         gap = monotonic() - before
+        # The midpoint is off by at most half the gap; 1 ns covers the rounding down.
         if best is None or gap // 2 + 1 < best.error_ns:
             best = ClockPair(before + gap // 2, wall_ns, gap // 2 + 1)
     if best is None:

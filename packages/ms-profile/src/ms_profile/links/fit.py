@@ -57,9 +57,11 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
         halves = np.linspace(low, high, STEPS + 1)  # (K,) logarithms of h
         # (K, N) logarithm of the latency that each time alone would imply
         latencies = np.log(times) - np.log1p(sizes / np.exp(halves)[:, None])
+        # The mean is the best latency for this h, so the variance is the remaining squared error.
         best = int(latencies.var(axis=1).argmin())
         low, high = halves[max(0, best - 1)], halves[min(STEPS, best + 1)]
     half, latency = np.exp(halves[best]), float(np.exp(latencies[best].mean()))
+    # At the largest h, size has no effect on any measured time.
     grows = halves[best] < limit - 1
     fitted = latency * (1 + sizes / half)
     return LinkFit(

@@ -96,8 +96,9 @@ def find_slow_link(links: LinkMatrix) -> SlowLink | None:
     sizes = [pair.sizes_bytes for pair in links.pairs]
     if len(set(sizes)) > 1:
         return None
-    times = np.array([pair.times_s for pair in links.pairs])
+    times = np.array([pair.times_s for pair in links.pairs])  # (pairs, sizes)
     ratios = times / np.median(times, axis=0)
+    # The largest message shows bandwidth, which matters most; then any size, which shows latency.
     worst = int(ratios[:, -1].argmax())
     if ratios[worst].max() < FAIR_RATIO:
         worst_latency = int(ratios.max(axis=1).argmax())
@@ -112,5 +113,6 @@ def find_slow_link(links: LinkMatrix) -> SlowLink | None:
         first=pair.first,
         second=pair.second,
         ratio=float(ratios[worst, column]),
+        # Laplace's rule of succession: a few sizes never give certainty.
         confidence=float((clearly_slowest.sum() + 1) / (len(clearly_slowest) + 2)),
     )

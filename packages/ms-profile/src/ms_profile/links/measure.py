@@ -57,6 +57,7 @@ def measure_links(
     pairs: list[PairLink] = []
     for round_pairs in rounds or [[pair] for pair in combinations(range(world), 2)]:
         on_round(round_pairs)
+        # Messages of an earlier round would share the links with this one's.
         dist.barrier()
         for first, second in round_pairs:
             if rank not in (first, second):
@@ -117,6 +118,7 @@ def one_way(peer: int, size_bytes: int, repeats: int, device: "torch.device") ->
             dist.recv(message, peer)
             dist.send(message, peer)
         if device.type != "cpu":
+            # On a device, send and recv return once the transfer is queued.
             torch.accelerator.synchronize(device)
         if trip >= WARMUP:
             best = min(best, time.perf_counter() - start)

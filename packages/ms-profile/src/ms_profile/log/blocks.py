@@ -18,7 +18,7 @@ MAGIC = b"MSEC"
 HEADER = struct.Struct("<4sIIII")
 CHECKED_FIELDS = struct.Struct("<III")
 MAX_RAW_BYTES = 1 << 24
-MAX_PACKED_BYTES = MAX_RAW_BYTES + (1 << 17)
+MAX_PACKED_BYTES = MAX_RAW_BYTES + (1 << 17)  # incompressible content grows slightly
 LEVEL = 3
 FREE_BYTES = 1 << 24
 SEARCH_FACTOR = 4
@@ -46,6 +46,7 @@ def pack_block(content: bytes, number: int) -> bytes:
     payload = zstandard.ZstdCompressor(level=LEVEL).compress(content)
     checked = CHECKED_FIELDS.pack(len(payload), len(content), number)
     checksum = zlib.crc32(payload, zlib.crc32(checked))
+    # The checksum covers sizes and number too, which a reader uses before it decompresses.
     return MAGIC + checked + struct.pack("<I", checksum) + payload
 
 
@@ -64,6 +65,7 @@ def scan_blocks(data: bytes, start: int = 0) -> Iterator[Block | Damage]:
             yield block
             position = block.end
             continue
+        # Damage: continue at the next magic that starts a block with a valid checksum.
         upcoming = _next_block(data, position + 1, decompressor, budget)
         end = len(data) if upcoming is None else upcoming
         yield Damage(position, end, torn=upcoming is None and _may_be_torn(data, position))
@@ -96,6 +98,7 @@ def _block_at(
     end = begin + size
     if magic != MAGIC or end > len(data) or raw_size > MAX_RAW_BYTES or size > MAX_PACKED_BYTES:
         return None
+    # Taken before the checksum is computed, as a false header may claim any size.
     if budget is not None and not budget.take(HEADER.size + size):
         return None
     payload = data[begin:end]
@@ -103,6 +106,7 @@ def _block_at(
     if zlib.crc32(payload, zlib.crc32(checked)) != checksum:
         return None
     try:
+        # The output is limited to the checksummed size, so at most to MAX_RAW_BYTES.
         content = decompressor.decompress(payload, max_output_size=raw_size)
     except zstandard.ZstdError:
         return None
@@ -125,6 +129,7 @@ def _next_block(
 def _may_be_torn(data: bytes, position: int) -> bool:
     """Return whether `position` may be the start of a block that is not completely written yet."""
     head = data[position : position + HEADER.size]
+    # The file ends inside the header: only the magic can be compared.
     if len(head) < HEADER.size:
         return MAGIC.startswith(head[:4]) if len(head) < 4 else head.startswith(MAGIC)
     magic, size, raw_size, *_ = HEADER.unpack(head)

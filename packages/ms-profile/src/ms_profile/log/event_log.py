@@ -30,7 +30,7 @@ from ms_profile.log.blocks import pack_block
 logger = logging.getLogger(__name__)
 Value = int | float | str
 FLUSH_BYTES: Final = 1 << 16
-MAX_PENDING_BYTES: Final = 1 << 22
+MAX_PENDING_BYTES: Final = 1 << 22  # limit of the events that wait while writing fails
 SUFFIX: Final = ".events"
 ARRAY: Final = b"\xdd"
 """First byte of a block of events: a msgpack array with 32-bit length."""
@@ -134,6 +134,7 @@ class EventLog:
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._failing = False
+        # Reentrant, as a signal handler may record while its own thread is writing.
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._stop = threading.Event()
@@ -143,6 +144,7 @@ class EventLog:
         self._unused: list[int] = []
         """Numbers of blocks whose writing failed, to be reused."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # A restarted rank continues the numbering and leaves the files of its predecessor.
         existing = sorted(self.folder.glob(f"rank-{self.rank:05d}.*{SUFFIX}"))
         self._number = int(existing[-1].name.split(".")[1]) + 1 if existing else 0
         self._open()
@@ -181,6 +183,7 @@ class EventLog:
                 raise EventError(f"the log of rank {self.rank} is closed; open a new one")
             self._pending.append(encoded)
             self._pending_bytes += len(encoded)
+            # After a failure, the flusher retries once per interval instead of every event.
             if self._pending_bytes >= (MAX_PENDING_BYTES if self._failing else FLUSH_BYTES):
                 self.flush()
 
@@ -189,10 +192,13 @@ class EventLog:
         with self._lock:
             if not self._pending or self._descriptor < 0 or os.getpid() != self._pid:
                 return
+            # Taken before the write, so that a signal handler appends to the new list.
             batch, self._pending = self._pending, []
             batch_bytes, self._pending_bytes = self._pending_bytes, 0
+            # msgpack's array 32: a marker, the number of elements (big-endian), and the elements.
             content = b"".join((ARRAY, struct.pack(">I", len(batch)), *batch))
             try:
+                # A removed file still accepts writes, but nobody could read them.
                 if not os.fstat(self._descriptor).st_nlink:
                     raise FileNotFoundError(errno.ENOENT, "the log was removed", str(self.folder))
                 if self._size >= self._limit_bytes:
@@ -214,6 +220,7 @@ class EventLog:
         """Flush, sync to disk and close; later calls do nothing."""
         if os.getpid() != self._pid:
             return
+        # Before the last flush: nobody would retry a failed one, so its events count as lost.
         self._stop.set()
         with self._lock:
             if self._descriptor < 0:
@@ -243,8 +250,10 @@ class EventLog:
         return self.folder / f"rank-{self.rank:05d}.{number:06d}{SUFFIX}"
 
     def _open(self) -> None:
+        # O_EXCL: two processes that claim the same rank must not write to one file.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(self._path(self._number), flags, 0o644)
+        # Closed only after the new file is open, so that a failure leaves the old one usable.
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._size = descriptor, 0
@@ -275,9 +284,10 @@ class EventLog:
             while written < len(block):
                 written += os.write(self._descriptor, block[written:])
         except OSError:
+            # A reader that sees the partial block before this takes it for a torn tail and waits.
             os.ftruncate(self._descriptor, self._size)
             os.lseek(self._descriptor, self._size, os.SEEK_SET)
-            self._unused.append(number)
+            self._unused.append(number)  # readers report a missing number as lost events
             raise
         self._size += len(block)
 

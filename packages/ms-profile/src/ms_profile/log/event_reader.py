@@ -85,6 +85,7 @@ def read_events(
         for rank, paths in by_rank.items()
         if selection.ranks is None or rank in selection.ranks
     ]
+    # Each rank's events are already in order, so the streams are merged lazily.
     return heapq.merge(*streams, key=lambda event: event.wall_ns)
 
 
@@ -129,6 +130,7 @@ def follow_events(
     selection = event_filter or EventFilter()
     states: defaultdict[Path, _ReadState] = defaultdict(_ReadState)
     while True:
+        # Before reading, so that events flushed before the end are still read after it.
         is_last = until()
         new_events: list[Event] = []
         for path in event_files_so_far(folder):
@@ -171,6 +173,7 @@ def _new_events(path: Path, state: _ReadState) -> list[Event]:
     position = 0
     for part in scan_blocks(data):
         if isinstance(part, Damage):
+            # The writer may complete this block: read it again next time.
             if part.torn:
                 break
             offset, size = state.offset + part.start, part.end - part.start
@@ -220,6 +223,7 @@ def _rank_events(
                 corrected = event if clock is None else _on_reference(event, clock)
                 if selection.keeps(corrected):
                     yield corrected
+        # Block numbers count from 0 in each file, so every gap is a lost block.
         lost = max(seen, default=-1) + 1 - len(seen)
         if lost and not damaged:  # damage was reported above
             on_problem(f"{path.name} lacks {lost} blocks; their events are lost")

@@ -65,6 +65,7 @@ def _lines(file: BinaryIO, *, follow: bool, poll_s: float) -> Iterator[bytes]:
     """Yield complete lines; wait for the rest of an incomplete one, or drop it at the end."""
     line = b""
     while True:
+        # Possibly an incomplete line, if the writer is in the middle of it.
         part = file.readline(MAX_LINE_BYTES)
         line += part
         if line.endswith(b"\n"):
@@ -94,4 +95,5 @@ def _event(line: bytes) -> Event:
     }
     step = fields.get("step")
     step_number = step if isinstance(step, int) and not isinstance(step, bool) else None
+    # The file has no rank and no monotonic time: both are 0.
     return Event(0, head.kind, step_number, 0, int(head.time_s * 1e9), fields)

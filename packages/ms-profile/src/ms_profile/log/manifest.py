@@ -138,9 +138,11 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with partial.open("xb") as file:
             yield file
             file.flush()
+            # Before the rename, or a power cut could leave an empty file with the final name.
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
+        # Report the final path, as the temporary name means nothing to the user.
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)

@@ -27,13 +27,14 @@ from ms_profile.errors import FormatError, RecordError
 from ms_profile.files.untrusted import check_path, open_file, read_bytes
 
 MAGIC: Final = b"MSRING01"
+# Magic, capacity, size of the name table, rank, reserved, process id, and the `ClockPair`.
 HEADER: Final = struct.Struct("<8sIIIIQqqq")
 SLOT: Final = struct.Struct("<QQiHHQ")
 """Start, end, step, name, kind and thread (in the high byte), number; see `SLOT_DTYPE`."""
 PAGE: Final = 4096
 NAMES_BYTES: Final = 1 << 18
 SLOTS: Final = PAGE + NAMES_BYTES
-ENDS: Final = SLOTS + 8
+ENDS: Final = SLOTS + 8  # the end is the second field of a slot
 MAX_BYTES: Final = 1 << 30
 MAX_NS: Final = 1 << 62
 MAX_RECORDING_NS: Final = 10 * 366 * 86_400 * 1_000_000_000
@@ -120,6 +121,7 @@ class Ring:
 
     def begin(self, name: int, kind: int) -> int:
         """Begin a span now; return its number for `end`."""
+        # Atomic under the GIL: every thread gets a slot of its own without a lock.
         number = next(self._count)
         self._newest = number
         pack_slot(
@@ -129,8 +131,8 @@ class Ring:
             0,
             self.step,
             name,
-            kind | (self._threads.get(get_ident()) or self._thread()),
-            number + 1,
+            kind | (self._threads.get(get_ident()) or self._thread()),  # thread in the high byte
+            number + 1,  # written last; 0 marks an empty slot
         )
         return number
 
@@ -156,10 +158,13 @@ class Ring:
 
     def abandon(self) -> None:
         """Leave the file to the parent, in a forked child; later records are discarded."""
+        # Anonymous memory of the same size, so that spans that are still open can end in it.
         self._map = mmap.mmap(-1, PAGE + NAMES_BYTES + self.capacity * SLOT.size)
+        # Another thread of the parent may have held the old lock during the fork.
         self._lock = threading.Lock()
 
     def _thread(self) -> int:
+        # The number is one byte: from the 255th thread on, all share the last.
         return self._threads.setdefault(get_ident(), min(len(self._threads) + 1, 255) << 8)
 
     def _register(self, text: str) -> int:
@@ -168,6 +173,7 @@ class Ring:
                 return self._names[text]
             encoded = text.encode()[:512]
             end = self._names_end + 2 + len(encoded)
+            # A zero length must remain after the last name: it ends the table.
             if end + 2 > PAGE + NAMES_BYTES or len(self._names) >= 0xFFFF:
                 return 0
             # The length is written last, so that readers see a complete name or none.
@@ -220,6 +226,7 @@ def read_ring(path: Path | str) -> RingRecording:
         raise FormatError(f"{path} is not a ring file; its first bytes are {data[:8]!r}")
     _, capacity, names_bytes, rank, _, pid, monotonic, wall, error = HEADER.unpack_from(data)
     start = PAGE + names_bytes
+    # The sizes come from the file's own header, so a truncated file must be detected here.
     if len(data) < start + capacity * SLOT.size:
         raise FormatError(
             f"{path} is truncated: a ring of {capacity} spans must have more than {len(data)} bytes"

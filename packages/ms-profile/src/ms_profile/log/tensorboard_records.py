@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Final
 
-CASTAGNOLI: Final = 0x82F63B78
+CASTAGNOLI: Final = 0x82F63B78  # reflected polynomial of CRC-32C
 STRINGS: Final = b"\x08\x07\x12\x04\x12\x02\x08\x01"
 """TensorProto with dtype DT_STRING and shape (1,)."""
 TEXT_PLUGIN: Final = b"\x0a\x06\x0a\x04text"
@@ -22,12 +22,13 @@ SESSION_START: Final = b"\x08\x01"
 
 def file_start(wall_s: float) -> bytes:
     """Return the first record of a file, with a Unix time."""
+    # Event: wall_time = 1, file_version = 3.
     return _record(_double(1, wall_s) + _bytes(3, b"brain.Event:2"))
 
 
 def session_start(wall_s: float, step: int) -> bytes:
     """Return a record that hides values of earlier files from `step` on."""
-    return _record(_head(wall_s, step) + _bytes(7, SESSION_START))
+    return _record(_head(wall_s, step) + _bytes(7, SESSION_START))  # Event.session_log = 7
 
 
 def values(
@@ -42,19 +43,21 @@ def values(
         texts: texts, shown as Markdown.
     """
     parts = [
+        # Summary.value = 1; in it, tag = 1 and simple_value = 2 (wire type 5, so key 0x15).
         _bytes(1, _bytes(1, tag.encode()) + b"\x15" + _single(value))
         for tag, value in scalars.items()
     ]
     for tag, text in (texts or {}).items():
-        tensor = STRINGS + _bytes(8, text.encode("utf-8", "replace"))
+        tensor = STRINGS + _bytes(8, text.encode("utf-8", "replace"))  # TensorProto.string_val = 8
         parts.append(
+            # Summary.Value: tag = 1, tensor = 8, metadata = 9.
             _bytes(1, _bytes(1, tag.encode()) + _bytes(8, tensor) + _bytes(9, TEXT_PLUGIN))
         )
-    return _record(_head(wall_s, step) + _bytes(5, b"".join(parts)))
+    return _record(_head(wall_s, step) + _bytes(5, b"".join(parts)))  # Event.summary = 5
 
 
 def _head(wall_s: float, step: int) -> bytes:
-    return _double(1, wall_s) + b"\x10" + _varint(step)
+    return _double(1, wall_s) + b"\x10" + _varint(step)  # wall_time = 1, step = 2 (a varint)
 
 
 def _single(value: float) -> bytes:
@@ -65,7 +68,8 @@ def _single(value: float) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    value &= (1 << 64) - 1
+    value &= (1 << 64) - 1  # a negative int64 as two's complement
+    # Seven bits per byte, lowest first; the high bit says that more bytes follow.
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -75,14 +79,16 @@ def _varint(value: int) -> bytes:
 
 
 def _double(number: int, value: float) -> bytes:
-    return bytes([number << 3 | 1]) + struct.pack("<d", value)
+    return bytes([number << 3 | 1]) + struct.pack("<d", value)  # wire type 1: 64 bits
 
 
 def _bytes(number: int, content: bytes) -> bytes:
+    # Wire type 2: length-delimited.
     return bytes([number << 3 | 2]) + _varint(len(content)) + content
 
 
 def _record(message: bytes) -> bytes:
+    # TFRecord: length, masked CRC of the length, message, masked CRC of the message.
     length = struct.pack("<Q", len(message))
     checksums = struct.pack("<I", _masked_crc(length)), struct.pack("<I", _masked_crc(message))
     return length + checksums[0] + message + checksums[1]
@@ -92,7 +98,7 @@ def _crc_table() -> list[int]:
     table = []
     for byte in range(256):
         value = byte
-        for _ in range(8):
+        for _ in range(8):  # one step per bit, as the remainder of the byte alone
             value = value >> 1 ^ (CASTAGNOLI if value & 1 else 0)
         table.append(value)
     return table

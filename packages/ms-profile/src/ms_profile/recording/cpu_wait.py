@@ -22,6 +22,7 @@ class CpuWait:
             first = self._thread != threading.get_native_id()
             if first:
                 self._open()
+            # schedstat: ns on a CPU, ns runnable but waiting for one, number of time slices.
             waited_ns = int(os.pread(self._descriptor, 64, 0).split()[1])
         except (OSError, IndexError, ValueError):
             return None

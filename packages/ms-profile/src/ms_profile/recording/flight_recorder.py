@@ -31,11 +31,12 @@ def recorded_groups(since_ns: int) -> str | None:
     rows = [
         (
             names.setdefault(entry["profiling_name"], len(names)),
-            groups.setdefault(entry["process_group"][0], len(groups)),
+            groups.setdefault(entry["process_group"][0], len(groups)),  # (name, description)
             _elements(entry),
             entry["time_created_ns"],
         )
         for entry in json.loads(dump()).get("entries", ())
+        # The buffer also has collectives from before the window. Sends have no match by order.
         if entry["time_created_ns"] >= since_ns and not entry["is_p2p"]
     ]
     if not rows:

@@ -16,6 +16,7 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
     if name in sys.modules:
         act()
     else:
+        # First, as the finder that succeeds ends the search.
         sys.meta_path.insert(0, _Finder(name, act))
 
 
@@ -55,6 +56,7 @@ class _Loader(importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        # The real loader is restored first, as the module may inspect its loader while it executes.
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         module.__loader__ = self.loader

@@ -99,6 +99,7 @@ def launch(
         exit_codes = _read_exit_codes(exit_codes_path)
     ranks = tuple(read_ranks(plan.output_dir))
     return RunOutcome(
+        # torchrun exits with 1 for any failure; the script's own code says more.
         exit_code=_first_failure(ranks, exit_codes) or code if code else 0,
         ranks=ranks,
         complete=len(ranks) == processes and all(_complete(rank) for rank in ranks),
@@ -119,6 +120,8 @@ def _torchrun(processes: int, options: Sequence[str], exit_codes_path: Path) -> 
     child = subprocess.Popen([*launcher, *workers], env=os.environ | {LAUNCHED: "1"})
     previous_handler = signal.getsignal(signal.SIGTERM)
 
+    # A cluster's scheduler signals this process only; torchrun passes the signal on to the ranks,
+    # which save their recordings.
     def forward(number: int, _: FrameType | None) -> None:
         child.send_signal(number)
 

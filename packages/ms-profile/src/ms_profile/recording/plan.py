@@ -14,6 +14,7 @@ from ms_profile.log.manifest import TraceSchedule
 from ms_profile.recording.trace_schedule import check_schedule
 from ms_profile.version import __version__
 
+# torchrun, Open MPI, Slurm: torchrun first, as it may run inside a Slurm job.
 LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -92,8 +93,9 @@ def clear_run(folder: Path, process: ProcessRank) -> None:
             "--output-dir"
         )
     for path in folder.glob("*/rank-*"):
-        rank = int(path.name[5:10]) if path.name[5:10].isdigit() else -1
+        rank = int(path.name[5:10]) if path.name[5:10].isdigit() else -1  # rank-00000.*
         if rank == process.rank or (process.rank == 0 and rank >= process.world_size):
             path.unlink(missing_ok=True)
+    # Removed last: if this is interrupted, the folder can still be recognized as a run's.
     if process.rank == 0:
         (folder / "manifest.json").unlink(missing_ok=True)

@@ -53,6 +53,7 @@ def _prepare_fork() -> None:
         recorder.prepare_fork()
 
 
+# A forked child shares the ring's pages with its parent, so it must stop before it records.
 os.register_at_fork(before=_prepare_fork, after_in_child=_abandon_in_child)
 
 
@@ -96,6 +97,7 @@ class Recorder:
         self._scopes: ScopeRecorder | None = None
         self._gc_start_ns = 0
         self._closed = False
+        # True in the step after a Kineto session, as two sessions must be a step apart.
         self._resting = False
         gc.callbacks.append(self._on_garbage)
         ACTIVE.append(self)
@@ -120,6 +122,7 @@ class Recorder:
         self._closed = True
         ACTIVE.remove(self)
         gc.callbacks.remove(self._on_garbage)
+        # Before the ring is closed, as this writes the last scopes into it.
         self.release_kineto()
         if self._watch is not None:
             self._watch.close()
@@ -187,6 +190,7 @@ class Recorder:
 
     def _begin_step(self, step: int) -> None:
         if self._scopes is not None:
+            # `_on_step` may reserve Kineto for a traced window, so scopes are started after it.
             self._scopes.begin_step(step)
             self._on_step(step)
             if self.kineto_free and not self._resting:

@@ -95,6 +95,7 @@ class ScopeRecorder:
         native = torch._C._autograd
         scopes = {torch._C._profiler.RecordScope.USER_SCOPE}
         activities = self._settings.kineto_activities
+        # As torch's profiler starts: `prepare` sets Kineto up, `enable` begins to record.
         native._prepare_profiler(self._settings.config(create_trace_id=True), activities)
         config = self._settings.config(create_trace_id=False)
         native._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
@@ -136,9 +137,12 @@ class ScopeRecorder:
             return
         self._on, self._cost_ns, start_cpu_ns = False, 0, time.thread_time_ns()
         native = torch._C._autograd
+        # The script's profiler took over and ended this session; its records are not ours.
         if _script_profiles() or not native._profiler_enabled():
             return
+        # Kineto's times are wall-clock, the ring's are monotonic.
         clock = read_clocks()
+        # The last start is kept, as the next session begins within the same step.
         steps, self._steps = self._steps or [(0, self._ring.step)], self._steps[-1:]
         events = native._disable_profiler().events()
         self.open_scope = _find_lasting_scope(events, self._boundaries)
@@ -148,6 +152,7 @@ class ScopeRecorder:
             if span_kind is Kind.OPTIMIZER:
                 continue  # recorded by the optimizer hooks
             start_ns = clock.monotonic_of(event.start_ns())
+            # The last step that began before the span; 1 << 62 sorts after every step number.
             step_index = max(bisect_right(steps, (start_ns, 1 << 62)) - 1, 0)
             name_id = self._ring.name(name)
             self._ring.record(

@@ -44,8 +44,10 @@ def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
         return ScriptExit(1, f"SyntaxError: {error}")
     module = ModuleType("__main__")
     module.__dict__.update({"__file__": path, "__builtins__": __builtins__})
+    # Worker processes and serializers look the script's classes up in `__main__`.
     sys.modules["__main__"] = module
     sys.argv = [str(script), *arguments]
+    # As for `python script.py`: imports search the script's folder, with symlinks resolved.
     sys.path[0] = str(script.resolve().parent)
     try:
         exec(code, module.__dict__)
@@ -54,6 +56,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
     except BaseException as error:
         _print(error)
         last = traceback.format_exception_only(error)[-1].strip()
+        # 130 is the shell's code for a process that Ctrl-C ended.
         return ScriptExit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1, last)
     return ScriptExit(0, None)
 
@@ -63,7 +66,7 @@ def _exit_of(exit_request: SystemExit) -> ScriptExit:
     if exit_request.code is None:
         return ScriptExit(0, None)
     if isinstance(exit_request.code, int):
-        return ScriptExit(exit_request.code & 0xFF, None)
+        return ScriptExit(exit_request.code & 0xFF, None)  # the kernel passes on 8 bits
     print(exit_request.code, file=sys.stderr)  # noqa: T201 - the interpreter prints it here
     return ScriptExit(1, str(exit_request.code))
 

@@ -63,6 +63,7 @@ class Session:
     def __init__(self, plan: Plan, process: ProcessRank) -> None:
         self._plan, self._process = plan, process
         self._collect = collected_for(plan.metrics)
+        # torchrun restarts failed ranks into the same folder.
         restarted = number_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
         if rank_path(plan.output_dir, process.rank).exists() and not restarted:
             raise CaptureError(
@@ -102,6 +103,7 @@ class Session:
         self._finish_recording()
         self._cpu_wait.close()
         self.events("run_end", {"exit_code": exit_code, "error": error or ""})
+        # Closed before the manifest is written, which reports the events that were lost.
         self.events.close()
         if self.events.lost:
             self._loss(f"{self.events.lost} events could not be written; is the disk full?")
@@ -154,6 +156,7 @@ class Session:
             path, rank=process.rank, on_step=self._on_step, on_update=self._on_update
         )
         self.events = EventLog(folder / "events", rank=process.rank, world_size=process.world_size)
+        # Last, so that a rank with a manifest has a ring and an event log.
         write_whole(rank_path(folder, process.rank), encode(self.manifest))
 
     def _run_manifest(self) -> RunManifest:
@@ -239,6 +242,7 @@ class Session:
             self._data_wait_s = data_wait_s
         if Collect.MEMORY not in self._collect:
             return metrics
+        # Linux reports KiB.
         metrics["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.accelerator.is_available():
             metrics["memory_bytes"] = torch.accelerator.memory_allocated()
@@ -247,6 +251,7 @@ class Session:
     def _finish_recording(self) -> None:
         previous_steps = self._recorder.steps
         self._recorder.close()
+        # Closing counts the last step if its update was done, which nothing has reported yet.
         if self._recorder.steps > previous_steps:
             self._report_step(previous_steps, last=True)
         if self._recorder.problem is not None:

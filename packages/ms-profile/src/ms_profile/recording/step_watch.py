@@ -85,6 +85,7 @@ class StepWatch:
         """Record a weight update and watch the models that were updated."""
         for model in models:
             self._watch_model(model)
+        # Two updates without a forward in between: a step without a watched model.
         if MARKED in self._stepped and not self._forward_seen:
             self._begin_step()
         self._end_gap()
@@ -110,6 +111,7 @@ class StepWatch:
 
     def _note_update(self, optimizer: int) -> None:
         self._stepped.add(optimizer)
+        # As many optimizers as in the previous step have stepped, so the weights are up to date.
         if len(self._stepped) >= self._expected:
             self._on_update()
 
@@ -119,6 +121,7 @@ class StepWatch:
         self.steps += 1
         self._end_gap()
         self._ring.end(self._step_span)
+        # Before the callback, whose spans belong to the new step.
         self._ring.step = self.steps
         self._on_step(self.steps)
         self._step_span = self._ring.begin(self._step_name, Kind.STEP)
@@ -145,16 +148,19 @@ class StepWatch:
         pre_hook = partial(self._before_module, name)
         self._handles += [
             module.register_forward_pre_hook(pre_hook, prepend=True),
+            # Called even if the forward raises, so that the span ends.
             module.register_forward_hook(self._after_module, always_call=True),
         ]
 
     def _before_module(self, name: int, *_: object) -> None:
         if is_compiling():
             return
+        # Inside another forward, or recomputed by activation checkpointing.
         if self._open or _in_backward():
             self._open.append(self._ring.begin(name, INNER))
             return
         self._forward_seen = True
+        # The first forward after an update begins the next step.
         if self._stepped:
             self._begin_step()
         self._end_gap()
@@ -164,6 +170,7 @@ class StepWatch:
         if is_compiling() or not self._open:
             return
         self._ring.end(self._open.pop())
+        # The outermost forward has returned: until the optimizer steps, this is the backward.
         if not self._open and torch.is_grad_enabled() and not _in_backward():
             self._end_gap()
             self._gap = self._ring.begin(self._backward_name, Kind.BACKWARD)
@@ -172,6 +179,7 @@ class StepWatch:
 def find_models(optimizer: Optimizer) -> list[nn.Module]:
     """Return the outermost live modules that own at least one parameter of the optimizer."""
     owned = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    # `isinstance` would read `__class__`, which makes lazy proxies import what they represent.
     live = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
     inner = {id(child) for module in live for child in module.__dict__["_modules"].values()}
     return [

@@ -50,6 +50,7 @@ def action_at(schedule: TraceSchedule, step: int) -> StepAction:
     )
     if schedule.windows and window >= schedule.windows:
         return StepAction.NONE
+    # A window: warmup steps, active steps, then nothing until the next window.
     if step_in_window < schedule.warmup:
         return StepAction.WARMUP
     last = schedule.warmup + schedule.active - 1

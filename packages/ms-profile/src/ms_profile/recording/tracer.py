@@ -22,7 +22,7 @@ from ms_profile.recording.flight_recorder import KEY, recorded_groups
 from ms_profile.recording.trace_schedule import StepAction, action_at
 
 logger = logging.getLogger(__name__)
-RESERVE_BYTES = 1 << 17
+RESERVE_BYTES = 1 << 17  # freed for the event log and the manifest if a trace fills the disk
 END = re.compile(rb'\n\s*\]\s*(,\s*"\w+"\s*:\s*("([^"\\]|\\.)*"|[\w.+-]+)\s*)*\}\s*$')
 """End of a trace: the list of events closes on its own line, which lists and texts of events never
 do; members such as `traceName` follow, then a brace."""
@@ -62,6 +62,7 @@ class Tracer:
         self._first = 0
         self._since_ns = 0
         self._steps = 0
+        # A restarted rank continues the numbers of its predecessor's windows.
         self._number = len(list((folder / "traces").glob(f"rank-{rank:05d}.*")))
 
     def busy(self, step: int) -> bool:
@@ -91,7 +92,9 @@ class Tracer:
             self._note_groups()
         elif previous_action is StepAction.WARMUP:
             self._since_ns = time.time_ns()
+        # Calls `_save` through `on_trace_ready` if the step that ended was the window's last.
         self._profile.step()
+        # The window is saved. The warmup of the next one may begin in this very step.
         if action is StepAction.NONE or (action is StepAction.WARMUP and self._steps):
             self._end()
             if action is StepAction.WARMUP:

@@ -40,10 +40,12 @@ def pack_columns(columns: Mapping[str, NDArray[Any]]) -> tuple[tuple[Column, ...
     for name, values in columns.items():
         narrow = _narrow(name, values)
         width = narrow.dtype.itemsize
+        # (N, width) bytes to (width, N): all lowest bytes first, then the next ones.
         planes = narrow.view(np.uint8).reshape(-1, width).T if len(narrow) else narrow
         parts.append(np.ascontiguousarray(planes).tobytes())
         table.append(Column(name=name, type=f"u{width}", offset=offset, length=len(narrow)))
         offset += len(parts[-1])
+    # Negative window bits: raw deflate, without zlib's header and checksum.
     packer = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, 9)
     packed = b"".join([packer.compress(part) for part in parts] + [packer.flush()])
     return tuple(table), base64.b64encode(packed).decode()

@@ -34,6 +34,7 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
     written, separator = 0, b""
     with whole_file(target) as raw, _maybe_gzip(raw, target) as file:
         head = {"displayTimeUnit": "ms", "otherData": {"producer": EXPORT}}
+        # The object and its list stay open; batches are added without their own brackets.
         file.write(encode(head)[:-1] + b',"traceEvents":[')
         for events in filter(None, _batches(analysis)):
             file.write(separator + encode(events)[1:-1])
@@ -86,7 +87,7 @@ def _spans(rank: RankAnalysis, rows: slice, origin: int) -> list[dict[str, Any]]
     trace = rank.trace
     start = rank.on_common_clock(trace.start_ns[rows])
     columns = (
-        ((start - origin) / 1e3).tolist(),
+        ((start - origin) / 1e3).tolist(),  # the format has microseconds
         (trace.duration_ns[rows] / 1e3).tolist(),
         trace.name[rows].tolist(),
         trace.thread[rows].tolist(),

@@ -85,6 +85,7 @@ def _rank(rank: RankAnalysis) -> dict[str, Any]:
 
 def _operators(analysis: Analysis, *, by_shape: bool) -> dict[str, Any]:
     """Aggregate all ranks' operators by name, and optionally by shape, most self time first."""
+    # Calls, total, self and device time in ns, by name, category and shape.
     sums: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     has_device = False
     for rank in analysis.ranks.values():
@@ -109,6 +110,7 @@ def _kernels(analysis: Analysis) -> list[list[Any]]:
     sums: dict[tuple[str, int], list[int]] = {}
     for rank in analysis.ranks.values():
         for row in kernel_table(rank.trace):
+            # Calls, total, shortest and longest time in ns.
             cell = sums.setdefault((row.name, int(row.category)), [0, 0, row.shortest_ns, 0])
             cell[0] += row.calls
             cell[1] += row.total_ns
@@ -121,9 +123,10 @@ def _kernels(analysis: Analysis) -> list[list[Any]]:
 def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, Any]:
     ranks = list(analysis.ranks)
     column_of = {rank: column for column, rank in enumerate(ranks)}
-    waits = np.zeros((len(ranks), len(ranks)))
+    waits = np.zeros((len(ranks), len(ranks)))  # [i, j]: wait of rank i caused by rank j, in ns
     for charge in analysis.ledger.charges:
         waits[column_of[charge.waiting], column_of[charge.cause]] += charge.wait_ns
+    # Count, and mean wait and transfer over the ranks, summed over the collectives, in ns.
     kinds: dict[tuple[str, str, int | None], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     ledger = analysis.ledger
     for collective, waited, transfer in zip(
@@ -172,10 +175,12 @@ def _ledger(analysis: Analysis) -> dict[str, Any]:
     rows = []
     for number in longest:
         collective = ledger.matched[number]
+        # A collective may have several causes; the table shows the largest.
         main_cause = (
             max(causes[number].items(), key=lambda item: item[1])[0] if causes[number] else None
         )
         rows.append(
+            # Times since 1970 as text: a number in JavaScript is exact only up to 2**53.
             [collective.kind, collective.size_bytes, str(min(collective.starts_ns.values())),
              sum(ledger.wait_ns[number].values()), sum(ledger.transfer_ns[number].values()),
              ledger.late[number], main_cause[0] if main_cause else None,

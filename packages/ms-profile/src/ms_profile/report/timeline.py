@@ -49,10 +49,12 @@ def build_timeline(analysis: Analysis, *, max_events: int = 1_000_000) -> Timeli
     for part, rank in zip(parts, analysis.ranks.values(), strict=True):
         local_names = (*rank.trace.names, GARBAGE_NAME)
         table = np.array([names.setdefault(n, len(names)) for n in local_names], np.int64)
+        # From ids of the rank's table of names to ids of the page's table.
         part["name"] = table[part["name"]]
     columns = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     total = len(columns["start"])
     if total > max_events:
+        # The longest spans, in their previous order.
         keep = np.sort(np.argpartition(-columns["duration"], max_events)[:max_events])
         columns = {key: column[keep] for key, column in columns.items()}
     tracks, columns = _order(columns, analysis)
@@ -119,6 +121,7 @@ def _order(
 ) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
     """Sort by rank, track, start, and longest first; return the tracks and sorted columns."""
     codes, track, counts = np.unique(columns["track"], return_inverse=True, return_counts=True)
+    # (tracks,): whether any span of the track ran on a device.
     on_device = np.bincount(track, np.isin(columns["category"], DEVICE), len(codes)) > 0
     # Per rank: host threads by number of spans, then device streams.
     order = np.lexsort((-counts, on_device, codes >> 24))
@@ -161,10 +164,12 @@ def _finish(
     start = columns["start"]
     first = np.array([track["first"] for track in tracks])
     longest = max(int(start.max()), int(columns["duration"].max()))
+    # Ticks of 10 ns, or coarser until every time fits into 31 bits.
     unit = 10
     while longest // unit >= 1 << 31:
         unit *= 10
     ticks = start // unit
+    # Small differences compress well; every track starts again from the origin.
     distance = np.diff(ticks, prepend=0)
     distance[first] = ticks[first]
     steps = []

@@ -43,7 +43,7 @@ def summarize_idle(analysis: Analysis) -> dict[str, Any]:
         parts = rank.activity.parts
         busy = np.concatenate([parts[name] for name in BUSY])
         steps = np.array([[step.start_ns, step.end_ns] for step in rank.activity.steps], np.int64)
-        gaps = subtract(union(steps[:, 0], steps[:, 1]), union(busy[:, 0], busy[:, 1]))
+        gaps = subtract(union(steps[:, 0], steps[:, 1]), union(busy[:, 0], busy[:, 1]))  # (G, 2) ns
         causes = {
             name: None if name in rank.activity.unmeasured
             else rank.phase_ns(name)

@@ -19,7 +19,7 @@ COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
     **dict.fromkeys(
         ("start_ns", "duration_ns", "external", "correlation", "moved_bytes"), np.int64
     ),
-    **dict.fromkeys(("name", "label", "thread", "shape"), np.int32),
+    **dict.fromkeys(("name", "label", "thread", "shape"), np.int32),  # ids into tables
 }
 MEMORY_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
     **dict.fromkeys(("at_ns", "change_bytes", "allocated_bytes", "reserved_bytes"), np.int64),
@@ -28,6 +28,7 @@ MEMORY_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
 MAX_SPAN_NS: Final = 10 * 86_400 * 1_000_000_000
 """Spans longer than ten days, or that far from the median start, have damaged times."""
 MAX_RANKS: Final = 1 << 24
+# At most 16 digits, so that `int` of hostile text stays cheap; `_is_time` checks the range.
 MICROSECONDS: Final = re.compile(r"\s*-?[0-9]{1,16}(\.[0-9]*)?\s*")
 
 
@@ -45,12 +46,13 @@ class TraceBuilder:
     def __init__(self) -> None:
         self._names = _Ids()
         self._labels = _Ids()
-        self._shapes = _Ids({b"": 0})
+        self._shapes = _Ids({b"": 0})  # id 0: not recorded
         self._threads = _Ids()
         self._process_names: dict[int | str, str] = {}
         self._thread_names: dict[tuple[int | str, int | str], str] = {}
         self._parts: dict[str, list[Array]] = {name: [] for name in COLUMNS}
         self._memory: dict[str, list[Array]] = {name: [] for name in MEMORY_COLUMNS}
+        # By row in file order, as rows get their final positions only in `finish`.
         self._notes: dict[int, CollectiveNote] = {}
         self._messages: dict[int, tuple[bytes, bytes]] = {}
         self._count = 0
@@ -59,6 +61,7 @@ class TraceBuilder:
     def add(self, records: Sequence[Record]) -> None:
         """Add the records of one chunk."""
         spans = records
+        # Most chunks have only complete spans (ph "X"), so the list is filtered only if needed.
         if [record.ph for record in records].count("X") < len(records):
             spans = [record for record in records if record.ph == "X"]
             self._add_metadata(records)
@@ -86,6 +89,7 @@ class TraceBuilder:
         }
         for name, column in part.items():
             self._parts[name].append(column)
+        # Before `_count` advances: it is the row of this chunk's first span.
         self._note_collectives(spans, part["label"])
         self._count += count
 
@@ -110,16 +114,21 @@ class TraceBuilder:
 
     def _note_collectives(self, spans: Sequence[Record], labels: Array) -> None:
         """Store the messages of the few spans that are collectives."""
+        # A label that no span has gets a new id here and then matches nothing.
         kernel, scope = self._labels["kernel"], self._labels["user_annotation"]
         operator = self._labels["cpu_op"]
         for index in np.flatnonzero((labels == kernel) | (labels == scope)).tolist():
             record = spans[index]
+            # Kineto describes NCCL's messages in the kernel's arguments.
             if record.args.collective:
                 self._notes[self._count + index] = note_of(record.args)
+            # gloo's scopes (`gloo:all_reduce`) only have the inputs, which `finish` decodes. The
+            # copies release the text of the chunk.
             elif ":" in record.name and labels[index] == scope:
                 self._messages[self._count + index] = (
                     bytes(record.args.dims), bytes(record.args.types),
                 )  # fmt: skip
+        # The operator around a collective, with the same arguments as NCCL's kernel.
         params_name = self._names["record_param_comms"]
         names = self._parts["name"][-1]
         for index in np.flatnonzero((labels == operator) & (names == params_name)).tolist():
@@ -141,7 +150,7 @@ class TraceBuilder:
         if not allocations:
             return
         arguments = [record.args for record in allocations]
-        device = [a.device_id if a.device_type > 0 else -1 for a in arguments]
+        device = [a.device_id if a.device_type > 0 else -1 for a in arguments]  # 0 is the CPU
         columns = {
             "at_ns": _nanoseconds([record.ts for record in allocations]),
             "change_bytes": np.array([a.size_bytes for a in arguments], np.int64),
@@ -182,6 +191,7 @@ class TraceBuilder:
             for process, thread in self._threads
         )  # fmt: skip
         names, base_ns = tuple(self._names), _bounded_int(header.get("baseTimeNanoseconds", 0)) or 0
+        # Kineto's times are relative to `baseTimeNanoseconds`, which is wall-clock time.
         columns["start_ns"] += base_ns
         keys = (columns[key][valid_rows] for key in ("thread", "start_ns", "duration_ns"))
         order = valid_rows[in_order(*keys)]
@@ -189,6 +199,7 @@ class TraceBuilder:
                               tuple(self._labels), names, threads)  # fmt: skip
         # Free each column as soon as it has been sorted, to limit peak memory.
         spans: dict[str, Any] = {key: columns.pop(key)[order] for key in tuple(columns)}
+        # `category` is still in file order here, as the rows of the notes are.
         notes = self._finish_notes(order, category)
         category = category[order]
         return Trace(
@@ -209,6 +220,7 @@ class TraceBuilder:
         start, duration = columns["start_ns"], columns["duration_ns"]
         if not len(start):
             return np.zeros(0, np.int64)
+        # A few damaged starts cannot shift the median, unlike the minimum or the mean.
         median = int(np.median(start))
         plausible = (np.abs(start - median) <= MAX_SPAN_NS) & (duration <= MAX_SPAN_NS)
         self._damaged += int(len(plausible) - plausible.sum())
@@ -223,11 +235,13 @@ class TraceBuilder:
         return Memory(**{name: column[order] for name, column in columns.items()})
 
     def _finish_notes(self, order: Array, category: Array) -> dict[int, CollectiveNote]:
+        # (file rows,) position of each row after sorting; -1 if it was dropped as an outlier.
         position = np.full(len(category), -1)
         position[order] = np.arange(len(order))
         notes = {int(position[row]): note for row, note in self._notes.items()
                  if position[row] >= 0}  # fmt: skip
         for row, (dims, types) in self._messages.items():
+            # Other scopes may have a colon in their name as well.
             if category[row] == Category.COLLECTIVE and position[row] >= 0:
                 elements, dtype = first_message(dims, types)
                 notes[int(position[row])] = CollectiveNote(
@@ -266,7 +280,9 @@ def _to_ns(value: float | str) -> int:
     if not isinstance(value, str):
         return round(value * 1000)
     whole_us, _, fraction = value.strip().partition(".")
+    # In decimal, as a float of microseconds since 1970 resolves only 250 ns.
     fraction_ns = int((fraction + "000")[:3])
+    # The sign applies to the fraction too, also in "-0.5", whose integer part is 0.
     return int(whole_us or 0) * 1000 + (-fraction_ns if whole_us.startswith("-") else fraction_ns)
 
 
@@ -279,8 +295,10 @@ def in_order(thread: Array, start: Array, duration: Array) -> Array:
     order = np.argsort(start, kind="stable")
     order = order[np.argsort(thread[order], kind="stable")]
     equal = (np.diff(start[order]) == 0) & (np.diff(thread[order]) == 0)
+    # Both neighbors of an equal pair belong to the tie.
     tied = np.flatnonzero(np.append(equal, False) | np.append(False, equal))
     rows = order[tied]
+    # `lexsort` sorts by its last key first, so every tie stays within its own positions.
     order[tied] = rows[np.lexsort((-duration[rows], start[rows], thread[rows]))]
     return order
 

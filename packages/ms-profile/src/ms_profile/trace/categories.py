@@ -34,14 +34,18 @@ def categorize(
     threads: Sequence[Thread],
 ) -> NDArray[np.uint8]:
     """Return the `Category` of each span, (N,) uint8; `label`, `name`, `thread` are (N,) ids."""
+    # The entry for "" keeps the table indexable if there are no labels.
     by_label = np.array([BY_LABEL.get(text, Category.OTHER) for text in (*labels, "")], np.uint8)
     category: NDArray[np.uint8] = by_label[label]
+    # Masks over the table of names; indexing by `name` expands them to spans.
     host, device = matching(names, HOST_COLLECTIVE), matching(names, DEVICE_COLLECTIVE)
     category[(category == Category.ANNOTATION) & host[name]] = Category.COLLECTIVE
     category[(category == Category.KERNEL) & device[name]] = Category.COLLECTIVE
+    # Traces without labels, such as the Ascend profiler's, name the process and thread instead.
     by_thread = np.array([*map(_by_process, threads), Category.OTHER], np.uint8)
     unlabelled = (category == Category.OTHER) & (by_thread[thread] != Category.OTHER)
     category[unlabelled] = by_thread[thread][unlabelled]
+    # The process only says that a span ran on the device; its name says if it waits or copies.
     kernels = unlabelled & (category == Category.KERNEL)
     category[kernels & matching(names, WAIT)[name]] = Category.DEVICE_WAIT
     category[kernels & matching(names, COPY)[name]] = Category.COPY

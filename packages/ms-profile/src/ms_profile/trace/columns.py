@@ -69,6 +69,7 @@ class CollectiveNote:
 
 def matching(names: Sequence[str], pattern: re.Pattern[str]) -> NDArray[np.bool_]:
     """Return a bool mask of the names that match `pattern` at their start, (max(N, 1),)."""
+    # One entry even without names, so that an empty column of ids can index the mask.
     return np.array([pattern.match(text) is not None for text in names] or [False], bool)
 
 

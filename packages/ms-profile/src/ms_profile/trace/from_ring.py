@@ -33,13 +33,16 @@ def trace_of_ring(recording: RingRecording, *, file_bytes: int = 0, name: str = 
     """
     spans = recording.spans
     start = spans["start_ns"].astype(np.int64)
+    # A span still open has end 0. It is drawn up to the last time in the ring.
     last_ns = max(int(start.max(initial=0)), int(spans["end_ns"].astype(np.int64).max(initial=0)))
     still_open = spans["end_ns"] == 0
     end = np.where(still_open, last_ns, spans["end_ns"].astype(np.int64))
+    # Lookup table over all values of the kind byte; a newer version may have more kinds.
     kinds = np.array([_category(code) for code in range(256)], np.uint8)
     names, code = _names(recording)
     thread = spans["thread"].astype(np.int32)
     offset = recording.clock.offset_ns
+    # By thread, start, and longest first: `start - end` is the negative duration.
     order = np.lexsort((start - end, start, thread))
     return Trace(
         start_ns=(start + offset)[order],
@@ -48,7 +51,7 @@ def trace_of_ring(recording: RingRecording, *, file_bytes: int = 0, name: str = 
         category=kinds[spans["kind"]][order],
         thread=thread[order],
         names=names,
-        threads=tuple(_thread(recording.pid, number) for number in range(256)),
+        threads=tuple(_thread(recording.pid, number) for number in range(256)),  # one byte
         rank=recording.rank,
         warnings=_warnings(recording, still_open, name),
         file_bytes=file_bytes,
@@ -64,6 +67,7 @@ def _names(recording: RingRecording) -> tuple[tuple[str, ...], NDArray[np.int32]
     spans = recording.spans
     is_step = spans["kind"] == Kind.STEP
     if (spans["step"][is_step] > 0).any():
+        # Step 0 keeps the plain name "step", which `find_steps` ignores.
         is_step &= spans["step"] > 0
     is_data = spans["kind"] == Kind.DATA
     steps, position = np.unique(spans["step"], return_inverse=True)
@@ -71,6 +75,7 @@ def _names(recording: RingRecording) -> tuple[tuple[str, ...], NDArray[np.int32]
     unknown = len(names)
     names.append("?")
     code = np.where(spans["name"] < unknown, spans["name"], unknown).astype(np.int32)
+    # Ids after the ring's own names: "?", then one name per step, then one per kind of wait.
     code = np.where(is_step, unknown + 1 + position, code)
     # `activity` recognizes waits for batches by the prefix `data_wait`.
     names += [f"ProfilerStep#{step}" for step in steps.tolist()]

@@ -15,7 +15,9 @@ def union(start_ns: NDArray[Any], end_ns: NDArray[Any]) -> Intervals:
     if not len(start):
         return np.zeros((0, 2), np.int64)
     order = np.argsort(start, kind="stable")
+    # The running maximum covers spans that are nested in an earlier, longer one.
     start, end = start[order], np.maximum.accumulate(end[order])
+    # A gap before a span begins a new interval; spans that touch are merged.
     is_first = np.concatenate(([True], start[1:] > end[:-1]))
     last = np.concatenate((np.flatnonzero(is_first)[1:] - 1, [len(start) - 1]))
     return np.stack([start[is_first], end[last]], axis=1).astype(np.int64)
@@ -35,6 +37,7 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
     last = np.searchsorted(b[:, 0], a[:, 1], side="left")
     overlaps = np.maximum(last - first, 0)
     rows = np.repeat(np.arange(len(a)), overlaps)
+    # Counts 0, 1, ... within the overlaps of each interval of a.
     offsets = np.arange(overlaps.sum()) - np.repeat(np.cumsum(overlaps) - overlaps, overlaps)
     b_rows = np.repeat(first, overlaps) + offsets
     start = np.maximum(a[rows, 0], b[b_rows, 0])
@@ -49,6 +52,7 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
         return a
     low = int(min(a[0, 0], b[0, 0]))
     high = int(max(a[-1, 1], b[-1, 1]))
+    # Pairing b's edges one position later gives the gaps between its intervals and around them.
     edges = np.concatenate(([low], b.reshape(-1), [high]))
     gaps = edges.reshape(-1, 2)
     return intersect(a, gaps[gaps[:, 1] > gaps[:, 0]])

@@ -23,13 +23,14 @@ from ms_profile.files.untrusted import check_file
 from ms_profile.trace.records import DAMAGE, Record
 
 CHUNK_BYTES = 1 << 19  # larger chunks leave the cache and make the allocator fault pages in again
-HEADER_BYTES = 64 << 20
+HEADER_BYTES = 64 << 20  # limit of the text before `traceEvents`
 EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 KINETO_BOUNDARY = b"\n  },\n  {"
 ANY_BOUNDARY = re.compile(rb"\}\s*,\s*\{")
 CLOSING = ord("]")
-MAX_TRIES = 32
-MAX_CHUNKS = 64
+MAX_TRIES = 32  # boundaries tried per chunk before more text is read
+MAX_CHUNKS = 64  # limit of an undecodable range: 32 MiB
+# Last event, end of the list, flat members such as `traceName`, and the object's closing brace.
 END = re.compile(rb'\}\s*\]\s*(,\s*"[^"]*"\s*:[^{}\[\]]*)*\}?\s*\Z')
 
 OpenFile = AbstractContextManager[BufferedReader | gzip.GzipFile]
@@ -75,6 +76,7 @@ class TraceText:
     def _unpacked(self, raw: BufferedReader) -> OpenFile:
         start = raw.read(2)
         raw.seek(0)
+        # gzip's magic number (RFC 1952), as the file's name may say otherwise.
         return gzip.GzipFile(fileobj=raw) if start == b"\x1f\x8b" else nullcontext(raw)
 
     def _read(self, file: BufferedReader | gzip.GzipFile) -> bytes:
@@ -99,6 +101,7 @@ class TraceText:
     def _chunks(self, read: Callable[[], bytes]) -> Iterator[list[Record]]:
         remainder = self._read_to_first_event(read)
         while block := read():
+            # With the bracket, every remainder is the start of a JSON list of events.
             text = bytearray().join((b"[", remainder, block))
             records, used = self._decode_part(text)
             remainder = bytes(memoryview(text)[used:])
@@ -112,6 +115,7 @@ class TraceText:
         text = read()
         if not text.strip():
             raise TraceError(f"{self.path} is empty; was the profiler stopped before it wrote?")
+        # A bare list of events, without a header.
         if text.lstrip().startswith(b"["):
             return text.lstrip()[1:]
         while True:
@@ -125,6 +129,7 @@ class TraceText:
                     f"with {text[:40]!r}"
                 )
             text += block
+        # This text ends with a brace or a comma, so a dummy member completes the object.
         self._take_header(text[: match.start()] + b'"_":0}')
         return text[match.end() :]
 
@@ -147,11 +152,14 @@ class TraceText:
         """
         cut = text.rfind(KINETO_BOUNDARY)
         if cut >= 0:
+            # `end` is the comma between two events, which the bracket overwrites.
             end = cut + len(b"\n  }")
             return self._decode_list(text, end), end + 1
+        # Wait for more text. Position 1 is after the bracket that `_chunks` has added.
         if len(text) < self._next_try:
             return [], 1
         matches = [match.start() + 1 for match in ANY_BOUNDARY.finditer(text)]
+        # From the last boundary backward, to decode as much as possible.
         for end in matches[: -MAX_TRIES - 1 : -1]:
             following = text.index(b",", end) + 1
             if (decoded := self._try_decode_list(text, end)) is not None:
@@ -167,6 +175,7 @@ class TraceText:
                 "file that a profiler wrote"
             )
         end = matches[-1]
+        # No boundary gives a valid list, so an event is damaged: decode them one by one.
         return self._decode_each(bytes(text[1:end])), text.index(b",", end) + 1
 
     def _try_decode_list(self, text: bytearray, end: int) -> list[Record] | None:
@@ -174,6 +183,8 @@ class TraceText:
         separator, text[end] = text[end], CLOSING
         try:
             return decode_records(memoryview(text)[: end + 1])
+        # A value is out of range. This is raised before the end of the text is reached, so
+        # whether the list is complete must be checked separately.
         except msgspec.ValidationError:
             if self._is_list(bytes(text[1:end])):
                 return self._decode_each(bytes(text[1:end]))
@@ -209,6 +220,7 @@ class TraceText:
     def _pieces(self, text: bytes) -> list[bytes | msgspec.Raw]:
         with suppress(*DAMAGE):
             return list(msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw]))
+        # Not JSON: cut at the boundaries, so that the damage stays within one piece.
         boundary = re.compile(rb"\n  \},\n  \{") if KINETO_BOUNDARY in text else ANY_BOUNDARY
         ends = [match.start() for match in boundary.finditer(text)]
         starts = [0, *(text.index(b",", end) + 1 for end in ends)]
@@ -222,6 +234,7 @@ class TraceText:
             _, after = parse_value("[" + text.decode("latin-1"))
             self._take_header(b"{" + text[after - 1 :].strip().lstrip(b",") or b"}")
             return self._decode_list(bytearray(b"[" + text[: after - 1]), after - 1)
+        # The members after the list are damaged: find the bracket that closes the list.
         end = len(text)
         for _ in range(MAX_TRIES):
             end = text.rfind(b"]", 0, end)
@@ -230,6 +243,7 @@ class TraceText:
             if self._is_list(text[:end]):
                 self._take_header(b"{" + text[end + 1 :].strip().lstrip(b",") or b"}")
                 return self._decode_list(bytearray(b"[" + text[: end + 1]), end + 1)
+        # The file ends properly but an event in the list is damaged: only that event is skipped.
         closed = END.search(text, max(0, len(text) - 4096))
         if closed and self._last_event_is_valid(text[: closed.start() + 1]):
             return self._decode_each(text[: closed.start() + 1])
@@ -248,6 +262,7 @@ class TraceText:
         self._next_try = 0
         opened = bytearray(b"[" + text)
         records, used = self._decode_part(opened) if b"}" in text else ([], 1)
+        # The last event may be complete although no boundary follows it.
         last = bytes(opened[used : opened.rfind(b"}", used) + 1])
         with suppress(*DAMAGE):
             records.append(decode_record(last))

@@ -15,7 +15,7 @@ ELEMENT_BYTES: Final = {
     **dict.fromkeys(("half", "c10::half", "c10::bfloat16", "bfloat16", "float16", "short"), 2),
     **dict.fromkeys(("bool", "byte", "char", "unsigned char", "uint8", "int8"), 1),
 }
-MAX_ELEMENTS: Final = 1 << 58
+MAX_ELEMENTS: Final = 1 << 58  # at 8 bytes per element, the size still fits int64
 RANK: Final = re.compile(r"\s*-?[0-9]{1,8}\s*")
 
 
@@ -43,6 +43,8 @@ def first_message(dims: bytes, types: bytes) -> tuple[int, str]:
         return 0, ""
     if not isinstance(shapes, list) or not isinstance(dtypes, list):
         return 0, ""
+    # One shape per input; [] for scalars and other values. A list of tensors nests one level
+    # deeper and is not counted.
     sides = [shape for shape in shapes if isinstance(shape, list) and shape]
     total = sum(prod(shape) for shape in sides if all(isinstance(side, int) for side in shape))
     if not 0 < total < MAX_ELEMENTS:

@@ -49,9 +49,11 @@ def name_groups(
     listing = _read_entries(header)
     if listing is None:
         return notes
+    # (creation time, group) of the recorded collectives, by name and number of elements.
     recorded: dict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
     for code, group_id, elements, created in listing.entries:
         recorded[listing.names[code], elements].append((created, listing.groups[group_id]))
+    # Rows of the trace's collectives without a group, by the same key, in order of start.
     rows: dict[tuple[str, int], list[int]] = defaultdict(list)
     collectives = np.flatnonzero(category == Category.COLLECTIVE)
     for row in collectives[np.argsort(start_ns[collectives], kind="stable")].tolist():
@@ -62,6 +64,7 @@ def name_groups(
     named_notes = dict(notes)
     for key, group_rows in rows.items():
         groups = [group for _, group in sorted(recorded.get(key, ()))]
+        # Entries are missing, for example overwritten in the buffer: pairing would be a guess.
         if len(groups) != len(group_rows):
             continue
         for row, group in zip(group_rows, groups, strict=True):
