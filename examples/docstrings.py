@@ -1,7 +1,7 @@
-"""Makes an instruction set of the running Python's own library: function to docstring and back.
+"""Build an instruction dataset from Python's standard library: function to docstring and back.
 
-Two tasks, a file each, so that they can be mixed or scheduled as two sources. Deterministic: the
-same Python gives the same bytes, in the order of the library's files and of their lines.
+Writes one file per task, so that the tasks can be mixed or scheduled as two sources. Deterministic:
+the same Python version gives the same bytes, in the order of files and lines.
 
 Run it: python examples/docstrings.py OUT
 """
@@ -16,15 +16,15 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
-MOST_CHARACTERS = 4000
-FEWEST_CHARACTERS = 20
+EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
+MAX_CHARACTERS = 4000
+MIN_CHARACTERS = 20
 
 
 def functions(library: Path) -> Iterator[tuple[str, str, str]]:
-    """Name, source without docstring, and docstring of each function that has one."""
+    """Yield name, source without docstring, and docstring of each function that has one."""
     for path in sorted(library.rglob("*.py")):
-        if LEFT_OUT.intersection(path.relative_to(library).parts):
+        if EXCLUDED.intersection(path.relative_to(library).parts):
             continue
         try:
             with tokenize.open(path) as file, warnings.catch_warnings():
@@ -42,14 +42,14 @@ def functions(library: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def write_instructions(folder: Path, *, library: Path | None = None) -> dict[str, int]:
-    """Writes `describe.jsonl` (function to docstring) and `implement.jsonl` (back) into `folder`.
+    """Write `describe.jsonl` (function to docstring) and `implement.jsonl` (back) into `folder`.
 
     Args:
-        folder: is made.
-        library: Python sources; by default the running Python's library.
+        folder: output folder; created if missing.
+        library: Python sources; default: the standard library of this Python.
 
     Returns:
-        Rows of each task.
+        Number of rows per task.
     """
     folder.mkdir(parents=True, exist_ok=True)
     counts = {"describe": 0, "implement": 0}
@@ -59,8 +59,8 @@ def write_instructions(folder: Path, *, library: Path | None = None) -> dict[str
         (folder / "implement.jsonl").open("w", encoding="utf-8") as implement,
     ):
         for name, source, docstring in functions(library or Path(sysconfig.get_path("stdlib"))):
-            short = len(docstring) >= FEWEST_CHARACTERS and len(source) <= MOST_CHARACTERS
-            if (source, docstring) in seen or not short or len(docstring) > MOST_CHARACTERS:
+            short = len(docstring) >= MIN_CHARACTERS and len(source) <= MAX_CHARACTERS
+            if (source, docstring) in seen or not short or len(docstring) > MAX_CHARACTERS:
                 continue
             seen.add((source, docstring))
             describe.write(_row(f"Write the docstring of this function.\n\n{source}", docstring))
@@ -81,6 +81,6 @@ def _row(question: str, answer: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path, help="folder to write the two files into")
+    parser.add_argument("out", type=Path, help="output folder")
     for task, rows in write_instructions(parser.parse_args().out).items():
         print(f"{task}: {rows:,} rows")

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     output = options.folder / f"run-{layout}"
-    if holder := holder_of(output):
+    if holder := lock_holder(output):
         print(f"error: {output} is in use by {holder}; wait for it, or kill it", file=sys.stderr)
         return 2
     code = train(layout, options.folder / "shards", output, options.set)
@@ -68,10 +68,10 @@ def say(text: str) -> None:
     print(f"[{time.time() - BEGAN:3.0f} s] {text}", flush=True)
 
 
-def choose_layout(asked: str | None) -> Layout:
-    """The given layout; else two data ranks, or one on a machine with a single accelerator."""
-    if asked is not None:
-        return Layout.parse(asked)
+def choose_layout(requested: str | None) -> Layout:
+    """The requested layout; default: two data ranks, or one with a single accelerator."""
+    if requested is not None:
+        return Layout.parse(requested)
     return Layout(data=1 if torch.accelerator.device_count() == 1 else 2)
 
 
@@ -96,7 +96,7 @@ def _build_shards(folder: Path) -> None:
         )
         ms_data.train_tokenizer("stdlib", vocab_size=VOCABULARY, out=tokenizer)
     if (shards / "index.json").is_file():
-        say(f"Shards: {shards} is complete, so it is used as it is.")
+        say(f"Shards: {shards} is complete and will be reused.")
         return
     say(
         f"Shards: writing the token ids into compressed, checksummed files; {HELD_OUT_SHARE:.0%} of"
@@ -109,8 +109,11 @@ def _build_shards(folder: Path) -> None:
     print(f"{summary.documents:,} documents, {summary.tokens:,} tokens, {size}", flush=True)
 
 
-def holder_of(output: Path) -> str | None:
-    """The live run that holds an output folder; torchrun would bury its refusal in its own."""
+def lock_holder(output: Path) -> str | None:
+    """The live run that holds the output folder's lock.
+
+    Checked before the launch, because torchrun's output would bury the error of the ranks.
+    """
     if not (output / "lock").exists():
         return None
     with (output / "lock").open() as lock:
@@ -130,7 +133,7 @@ def train(layout: Layout, shards: Path, output: Path, overrides: Sequence[str]) 
         settings.append("device=cpu")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), "-m", "ms_parallel", "train", str(RUN_FILE)]
-    command += [part for each in [*settings, *overrides] for part in ("--set", each)]
+    command += [part for setting in [*settings, *overrides] for part in ("--set", setting)]
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     say(
         f"Training: a Llama-style decoder under {layout} in {processes} processes. Each printed"
@@ -139,22 +142,22 @@ def train(layout: Layout, shards: Path, output: Path, overrides: Sequence[str]) 
     with subprocess.Popen(
         command, env={"OMP_NUM_THREADS": str(threads), **os.environ}, preexec_fn=_end_with_parent
     ) as torchrun:
-        # Ctrl-C reaches torchrun as well: its processes save a checkpoint, and this one waits.
+        # Ctrl-C also reaches torchrun: wait for its processes to save a checkpoint.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return torchrun.wait()
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, as its ranks do when it dies.
+    """Ask the kernel to kill torchrun when this process dies; its ranks do the same.
 
-    A demo that was killed would else train on, and hold the folder against its restart.
+    Otherwise a killed demo would keep training and keep the folder locked.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def report(output: Path) -> int:
-    """Explain the held-out loss and suggest what to do next; 0 if the loss has reached the goal."""
+    """Explain the held-out loss and suggest next commands; 0 if the loss reached the goal."""
     with (output / "events.jsonl").open() as lines:
         events = [
             json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")
@@ -168,29 +171,32 @@ def report(output: Path) -> int:
         " layout, not its logic: that takes a larger model and more steps."
     )
     print("\nNext:")
-    for what, command in next_commands(output):
-        print(f"  # {what}\n  {command}")
+    for description, command in next_commands(output):
+        print(f"  # {description}\n  {command}")
     return 0 if after <= GOAL * before else 1
 
 
 def next_commands(output: Path) -> list[tuple[str, str]]:
-    """Commands to try next, each with what it does."""
-    here = os.path.relpath(sys.executable)
-    python = sys.executable if here.startswith("..") else here
+    """Commands to try next, each with a description."""
+    relative_python = os.path.relpath(sys.executable)
+    python = sys.executable if relative_python.startswith("..") else relative_python
     prompt = ["-m", "ms_parallel", "generate", str(output / "model"), "--prompt", "class Stack:"]
     demo = [os.path.relpath(__file__), "--folder", str(output.parent)]
     commands = {
-        "let the model continue a text of yours": prompt,
-        "train on from the last checkpoint, to three times as many steps": [
+        "let the model continue your text": prompt,
+        "continue from the last checkpoint to three times the number of steps": [
             *demo,
             *("--set", "steps=900"),
         ],
-        "train the same model with each weight matrix split over the two processes": [
+        "train the same model with weight matrices split over two processes": [
             *demo,
             *("--layout", "tensor=2"),
         ],
     }
-    return [(what, shlex.join([python, *words])) for what, words in commands.items()]
+    return [
+        (description, shlex.join([python, *arguments]))
+        for description, arguments in commands.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def test_two_demos_build_the_shards_once(tmp_path: Path, monkeypatch: pytest.Mon
     for thread in both:
         thread.join()
     assert calls == ["tokenizer", "shards"]
-    assert sum("is complete, so it is used as it is" in text for text in said) == 1
+    assert sum("is complete and will be reused" in text for text in said) == 1
 
 
 @pytest.mark.slow

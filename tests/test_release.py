@@ -1,4 +1,4 @@
-"""What would be released is checked, and a wheel that is not in order is found."""
+"""`tools/release.py` accepts our wheels and reports defective ones."""
 
 import argparse
 import shutil
@@ -21,8 +21,8 @@ PROJECT = tomllib.loads((ROOT / "packages" / NAME / "pyproject.toml").read_text(
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The sdist of a package, and its wheel built from that."""
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Sdist of a package and the wheel distributions from it."""
     out = tmp_path_factory.mktemp("dist")
     source = ROOT / "packages" / NAME
     release.run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source))
@@ -30,34 +30,36 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-def without(wheel: Path, ending: str, folder: Path) -> Path:
-    """A wheel that lacks the files of this ending, and holds one of no package's."""
+def corrupt_wheel(wheel: Path, suffix: str, folder: Path) -> Path:
+    """Copy a wheel without the files that end in `suffix` and with a stray file."""
     copy = folder / wheel.name
-    with ZipFile(wheel) as old, ZipFile(copy, "w") as new:
-        for each in old.infolist():
-            if not each.filename.endswith(ending):
-                new.writestr(each, old.read(each))
-        new.writestr("tests/stray.py", "")
+    with ZipFile(wheel) as source, ZipFile(copy, "w") as target:
+        for entry in source.infolist():
+            if not entry.filename.endswith(suffix):
+                target.writestr(entry, source.read(entry))
+        target.writestr("tests/stray.py", "")
     return copy
 
 
-def test_a_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
-    """Every file of the source folder, the licence, and no tests."""
-    assert release.wrong_files(*built, NAME) == []
-    assert release.wrong_metadata(built[1], PROJECT) == []
+def test_a_wheel_contains_only_the_package(distributions: tuple[Path, Path]) -> None:
+    """All files of the source folder and the license, but no tests."""
+    assert release.file_problems(*distributions, NAME) == []
+    assert release.metadata_problems(distributions[1], PROJECT) == []
 
 
-def test_a_missing_and_a_stray_file_are_found(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """By name."""
-    wheel = without(built[1], "/py.typed", tmp_path)
-    found = release.wrong_files(built[0], wheel, NAME)
-    assert found == ["the wheel lacks ms_profile/py.typed", "the wheel holds tests/stray.py"]
+def test_missing_and_stray_files_are_reported(
+    distributions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The problem names the file."""
+    wheel = corrupt_wheel(distributions[1], "/py.typed", tmp_path)
+    problems = release.file_problems(distributions[0], wheel, NAME)
+    assert problems == ["the wheel lacks ms_profile/py.typed", "the wheel holds tests/stray.py"]
 
 
-def test_a_library_that_is_not_there_is_one_line(
+def test_an_unknown_library_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Exit code 2, and nothing is written."""
+    """Exit code 2, and no files are written."""
     monkeypatch.setattr(sys, "argv", ["release", "--out", str(tmp_path / "dist"), "ms-nothing"])
     with pytest.raises(SystemExit, match="2"):
         release.main()
@@ -65,21 +67,21 @@ def test_a_library_that_is_not_there_is_one_line(
     assert not (tmp_path / "dist").exists()
 
 
-def test_metadata_names_the_address_that_is_given_and_else_none(
-    built: tuple[Path, Path], tmp_path: Path
+def test_metadata_has_an_address_only_if_one_is_given(
+    distributions: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The tree's own files stay as they are."""
+    """The files in the tree do not change."""
     before = (ROOT / "packages" / NAME / "pyproject.toml").read_bytes()
     address = release.web_address("https://example.org/ms/")
-    copy = release.source_of(NAME, address, tmp_path / "copy")
+    copy = release.copy_source(NAME, address, tmp_path / "copy")
     build = ("-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(copy))
     release.run(sys.executable, *build)
     (wheel,) = tmp_path.glob("*.whl")
-    assert release.wrong_metadata(wheel, PROJECT, "https://example.org/ms") == []
+    assert release.metadata_problems(wheel, PROJECT, "https://example.org/ms") == []
     assert (
-        "names ['Repository, https://example.org/ms'" in release.wrong_metadata(wheel, PROJECT)[0]
+        "has ['Repository, https://example.org/ms'" in release.metadata_problems(wheel, PROJECT)[0]
     )
-    assert "names no address" in release.wrong_metadata(built[1], PROJECT, address)[0]
+    assert "has no address" in release.metadata_problems(distributions[1], PROJECT, address)[0]
     assert (ROOT / "packages" / NAME / "pyproject.toml").read_bytes() == before
 
 
@@ -95,8 +97,8 @@ def test_metadata_names_the_address_that_is_given_and_else_none(
         ),
     ],
 )
-def test_a_released_readme_has_no_relative_link(address: str | None, expected: str) -> None:
-    """A package index shows the README alone."""
+def test_a_released_readme_has_no_relative_links(address: str | None, expected: str) -> None:
+    """A package index shows only the README."""
     readme = (
         "see [optimizers](../../docs/a.md#b), [PyTorch](https://pytorch.org) and [above](#limits) "
         "![plot](../../docs/a.svg)"
@@ -105,30 +107,32 @@ def test_a_released_readme_has_no_relative_link(address: str | None, expected: s
 
 
 @pytest.mark.parametrize("text", ["", "ms", "http://example.org", "https://", 'https://a/"\n[x]'])
-def test_an_address_that_is_none_is_refused(text: str) -> None:
-    """Before anything is built."""
-    with pytest.raises(argparse.ArgumentTypeError, match="is no address"):
+def test_an_invalid_address_is_rejected(text: str) -> None:
+    """The check runs before any build."""
+    with pytest.raises(argparse.ArgumentTypeError, match="is not an https URL"):
         release.web_address(text)
 
 
-def test_metadata_that_says_otherwise_is_found(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """A version that is not the project's, and a licence that is not ours."""
-    wheel = tmp_path / built[1].name
-    shutil.copy(built[1], wheel)
-    assert release.wrong_metadata(wheel, {**PROJECT, "version": "9.9.9"}) == [
+def test_metadata_that_disagrees_is_reported(
+    distributions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The wheel's version is not the project's."""
+    wheel = tmp_path / distributions[1].name
+    shutil.copy(distributions[1], wheel)
+    assert release.metadata_problems(wheel, {**PROJECT, "version": "9.9.9"}) == [
         f"the wheel says version {PROJECT['version']}"
     ]
 
 
-def test_no_other_torch_is_tried_than_the_one_that_was_asked_for(
-    built: tuple[Path, Path], tmp_path: Path
+def test_pip_installs_no_torch_but_the_requested_one(
+    distributions: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """One that the wheels do not admit is told, where pip alone would fetch another beside it."""
+    """A torch version that the wheels do not allow is a conflict; pip alone would add another."""
     packages = tmp_path / "packages"
     metadata = packages / "torch-1.0.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
-    own = release.environment(sys.executable, tmp_path / "own", packages)
-    (told,) = release.install(sys.executable, own, f"{built[1]}[torch]")
-    assert "conflict" in told
-    assert release.version_of("torch", packages) == "1.0"
+    env_python = release.create_environment(sys.executable, tmp_path / "own", packages)
+    (failure,) = release.install(sys.executable, env_python, f"{distributions[1]}[torch]")
+    assert "conflict" in failure
+    assert release.installed_version("torch", packages) == "1.0"

@@ -1,4 +1,4 @@
-"""The script for who has a device: its parts, what it compares, and all of it on the CPU."""
+"""`tools/verify_device.py`: its parts, its comparisons, and a full run on the CPU."""
 
 import json
 import subprocess
@@ -10,14 +10,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import verify_device
-from verify_device import Part, compare, left_out, main, parts_of, perform, run_parts
+from verify_device import Part, compare, excluded_parts, main, parts_of, perform, run_parts
 from verify_report import Outcome, Report, facts
 
 pytest.importorskip("torch")
 
 
 def write_losses(folder: Path, losses: list[float | None]) -> None:
-    """A run's events, as trainers write them."""
+    """Write a run's event log in the format of the trainers."""
     folder.mkdir()
     lines = [
         json.dumps({"kind": "step", "step": step, "loss": loss})
@@ -26,65 +26,71 @@ def write_losses(folder: Path, losses: list[float | None]) -> None:
     (folder / "events.jsonl").write_text("\n".join(['{"kind": "begin"}', *lines]) + "\n")
 
 
-def test_losses_are_held_against_the_cpus(tmp_path: Path) -> None:
-    """Within the tolerance; another number, one further away, or one not finite does not hold."""
+def test_losses_are_compared_with_the_cpu(tmp_path: Path) -> None:
+    """Fewer losses, a difference above the tolerance, or a null loss fail."""
     write_losses(tmp_path / "cpu", [6.0, 5.0])
     write_losses(tmp_path / "near", [6.0, 5.0 * (1 + 0.9 * verify_device.TOLERANCE)])
     write_losses(tmp_path / "far", [6.0, 5.0 * (1 + 1.1 * verify_device.TOLERANCE)])
     write_losses(tmp_path / "short", [6.0])
     write_losses(tmp_path / "null", [6.0, None])
     names = ("near", "far", "short", "null")
-    found = {name: compare(tmp_path, name)[0] for name in names}
-    assert found == {"near": True, "far": False, "short": False, "null": False}
+    verdicts = {name: compare(tmp_path, name)[0] for name in names}
+    assert verdicts == {"near": True, "far": False, "short": False, "null": False}
 
 
-def test_a_part_that_fails_or_hangs_costs_itself(tmp_path: Path) -> None:
-    """Its exit code and what it printed are kept, and the next one runs."""
-    fails = perform(Part("fails", (sys.executable, "-c", "print('why'); exit(3)"), 60), tmp_path)
-    assert (fails.held, fails.code, fails.output.strip()) == (False, 3, "why")
-    hangs = perform(Part("hangs", (sys.executable, "-c", "input(); print()"), 60), tmp_path)
-    assert not hangs.held
-    late = perform(Part("late", (sys.executable, "-c", "while True: pass"), 0.5), tmp_path)
-    assert (late.held, late.code) == (False, None)
+def test_a_part_that_fails_or_hangs_affects_only_itself(tmp_path: Path) -> None:
+    """Its exit code and output are reported, and the next part runs."""
+    failed = perform(Part("fails", (sys.executable, "-c", "print('why'); exit(3)"), 60), tmp_path)
+    assert (failed.held, failed.code, failed.output.strip()) == (False, 3, "why")
+    no_input = perform(Part("hangs", (sys.executable, "-c", "input(); print()"), 60), tmp_path)
+    assert not no_input.held
+    timed_out = perform(Part("late", (sys.executable, "-c", "while True: pass"), 0.5), tmp_path)
+    assert (timed_out.held, timed_out.code) == (False, None)
 
 
-def test_a_part_whose_time_is_up_may_end_its_own_processes(tmp_path: Path) -> None:
-    """It is asked first, as torchrun needs it: killed, it would leave workers on the device."""
+def test_a_part_that_times_out_can_stop_its_own_processes(tmp_path: Path) -> None:
+    """SIGTERM comes first: a killed torchrun would leave its workers on the device."""
     code = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('workers ended')))\n"
         "time.sleep(60)"
     )
-    late = perform(Part("late", (sys.executable, "-c", code), 2), tmp_path)
-    assert (late.held, late.code, late.output.strip()) == (False, None, "workers ended")
+    timed_out = perform(Part("late", (sys.executable, "-c", code), 2), tmp_path)
+    assert (timed_out.held, timed_out.code, timed_out.output.strip()) == (
+        False,
+        None,
+        "workers ended",
+    )
 
 
-def test_every_axis_is_tried_on_several_devices_and_none_on_one() -> None:
-    """As many processes as the axis takes; figures and tests only where they are asked for."""
-    several = [part.name for part in parts_of("npu", 8, quick=True)]
+def test_every_axis_runs_on_several_devices_and_none_on_one() -> None:
+    """Axes need enough devices; benchmarks and tests run only without --quick."""
+    on_eight = [part.name for part in parts_of("npu", 8, quick=True)]
     assert {f"npu, {axis}" for axis in ("data=8", "tensor=2", "pipeline=2", "context=2")} < {
-        *several
+        *on_eight
     }
-    assert {"npu, data=2, expert=2", "npu, data=2, pipeline=2, tensor=2"} < {*several}
+    assert {"npu, data=2, expert=2", "npu, data=2, pipeline=2, tensor=2"} < {*on_eight}
     assert not any("=" in part.name for part in parts_of("npu", 1, quick=True))
-    two = [part.name for part in parts_of("npu", 2, quick=True)]
-    assert "npu, data=2, expert=2" in two
-    assert "npu, data=2, tensor=2" not in two
-    whole = [part.name for part in parts_of("npu", 1, quick=False)]
-    assert {"tests of ms-kernels", "figures of ms-kernels", "figures of ms-profile"} < {*whole}
+    on_two = [part.name for part in parts_of("npu", 2, quick=True)]
+    assert "npu, data=2, expert=2" in on_two
+    assert "npu, data=2, tensor=2" not in on_two
+    with_tests = [part.name for part in parts_of("npu", 1, quick=False)]
+    assert {"tests of ms-kernels", "benchmarks of ms-kernels", "benchmarks of ms-profile"} < {
+        *with_tests
+    }
 
 
-def test_what_no_device_has_run_is_tried_on_it() -> None:
-    """The rows of README's table: half precision, kills, experts, tuning, PPO, QAT, recording."""
+def test_every_unverified_feature_has_a_part() -> None:
+    """bfloat16, kill and resume, experts, SFT, PPO, QAT and recording."""
     names = {part.name for part in parts_of("npu", 1, quick=True)}
     assert {
-        *("npu, bfloat16", "npu, ms-kernels", "npu, killed and gone on with", "npu, experts"),
-        *("npu, tuning", "npu, PPO", "npu, rounded weights", "npu, recorded"),
+        *("npu, bfloat16", "npu, ms-kernels", "npu, killed and resumed", "npu, experts"),
+        *("npu, SFT", "npu, PPO", "npu, quantized weights", "npu, recorded"),
     } <= names
 
 
-def test_a_step_that_was_done_twice_counts_once(tmp_path: Path) -> None:
-    """As after a kill: the later loss is that of the run that went on."""
+def test_a_repeated_step_counts_once(tmp_path: Path) -> None:
+    """After a kill, the later loss is the resumed run's."""
     write_losses(tmp_path / "cpu", [6.0, 5.0])
     write_losses(tmp_path / "killed", [6.0, 9.0])
     with (tmp_path / "killed" / "events.jsonl").open("a") as events:
@@ -92,55 +98,57 @@ def test_a_step_that_was_done_twice_counts_once(tmp_path: Path) -> None:
     assert compare(tmp_path, "killed")[0]
 
 
-def test_a_device_that_is_not_there_is_one_line(
+def test_a_missing_device_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Exit code 2, and nothing is written."""
+    """Exit code 2, and no files are written."""
     monkeypatch.setattr(sys, "argv", ["v", "--out", str(tmp_path / "out"), "--device", "nowhere"])
     assert main() == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_the_page_tells_what_failed_what_did_not_run_and_what_to_send(tmp_path: Path) -> None:
-    """To somebody who was not there: failures before all else, in words, with what they printed."""
+def test_the_page_lists_failures_parts_that_did_not_run_and_the_files_to_send(
+    tmp_path: Path,
+) -> None:
+    """Failures come first, with their output."""
     report = Report(
         tmp_path,
         facts("cpu", 2),
         planned=["one", "two", "three"],
-        left_out=["figures: they need an accelerator"],
+        excluded=["benchmarks: they need an accelerator"],
         command="python tools/verify_device.py --out report",
-        began=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+        started=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
     )
     report.add(Outcome("one", "a fact", True, 1.0, 0, "fine", "exact"))
-    assert not report.holds()
-    report.add(Outcome("two", "another fact", False, 2.0, 3, "why", "ended with code 3"))
+    assert not report.all_passed()
+    report.add(Outcome("two", "another fact", False, 2.0, 3, "why", "exit code 3"))
     page = (tmp_path / "report.md").read_text()
-    assert page.startswith("# 2 x CPU: 1 of 3 parts held; 1 not run\n")
-    assert "Did not hold:\n\n- two: ended with code 3\n" in page
+    assert page.startswith("# 2 x CPU: 1 of 3 parts passed; 1 not run\n")
+    assert "Failed:\n\n- two: exit code 3\n" in page
     assert "Not run:\n\n- three\n" in page
-    assert "Left out:\n\n- figures: they need an accelerator\n" in page
-    assert "begun 2026-01-02 03:04 UTC, 3 s of work" in page
+    assert "Excluded:\n\n- benchmarks: they need an accelerator\n" in page
+    assert "started 2026-01-02 03:04 UTC, 3 s total" in page
     assert "| one | a fact | yes | 1 | exact |" in page
-    assert page.index("## two, which did not hold") < page.index("## one")
+    assert page.index("## two (failed)") < page.index("## one")
     assert "report.json" in page.partition("## What to send")[2].partition("##")[0]
     record = json.loads((tmp_path / "report.json").read_text())
     assert record["facts"]["torch"]
     assert record["not_run"] == ["three"]
-    assert [each["output"] for each in record["outcomes"]] == ["fine", "why"]
+    assert [outcome["output"] for outcome in record["outcomes"]] == ["fine", "why"]
 
 
-def test_every_part_says_what_it_shows_and_what_is_left_out_is_told() -> None:
-    """The page is read by people who do not know the script."""
+def test_every_part_states_its_claim_and_excluded_parts_their_reason() -> None:
+    """Readers of the page need not know the script."""
     for count in (1, 8):
         assert [part.name for part in parts_of("npu", count, quick=False) if not part.shows] == []
-    told = list(left_out("npu", 1, quick=True))
-    assert "every layout and the links: there is one device" in told
-    assert "tests that need a device, and figures: --quick" in told
+    excluded = list(excluded_parts("npu", 1, quick=True))
+    assert "layouts and links: only one device" in excluded
+    assert "tests that need a device, and benchmarks: --quick" in excluded
 
 
-def test_a_budget_stops_what_is_slow_and_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
-    """Each part gets at most half of the time left; what was stopped counts as not run."""
+def test_a_budget_stops_only_slow_parts_and_their_dependents(tmp_path: Path) -> None:
+    """Each part gets at most half of the remaining time; stopped parts count as not run."""
     quick = (sys.executable, "-c", "print('done')")
     parts = [
         Part("slow", (sys.executable, "-c", "import time; time.sleep(3600)"), 3600),
@@ -151,19 +159,21 @@ def test_a_budget_stops_what_is_slow_and_what_needs_it_and_nothing_else(tmp_path
         tmp_path,
         facts("cpu", 1),
         planned=[part.name for part in parts],
-        left_out=[],
+        excluded=[],
         command="x",
-        began=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+        started=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
     )
     run_parts(parts, report, tmp_path, budget_s=20)
     record = json.loads((tmp_path / "report.json").read_text())
-    assert [(each["name"], each["held"]) for each in record["outcomes"]] == [("quick", True)]
+    assert [(outcome["name"], outcome["held"]) for outcome in record["outcomes"]] == [
+        ("quick", True)
+    ]
     assert record["not_run"] == ["slow", "needs it"]
-    assert not report.holds()
+    assert not report.all_passed()
 
 
-def test_every_part_that_another_needs_comes_before_it() -> None:
-    """So that a budget leaves out whole chains, never a part's ground."""
+def test_parts_come_after_the_parts_they_need() -> None:
+    """A budget then cuts off dependents, never their dependencies."""
     for device, count in (("cpu", 2), ("cuda", 8)):
         seen: set[str] = set()
         for part in parts_of(device, count, quick=False):
@@ -172,8 +182,8 @@ def test_every_part_that_another_needs_comes_before_it() -> None:
 
 
 @pytest.mark.slow
-def test_all_of_it_holds_on_the_cpu(tmp_path: Path) -> None:
-    """The quick form, two processes: every part holds, and the report says so."""
+def test_all_parts_pass_on_the_cpu(tmp_path: Path) -> None:
+    """With --quick and two processes, every part passes and the report says so."""
     script = str(Path(verify_device.__file__))
     out = tmp_path / "report"
     command = [sys.executable, script, "--out", str(out), "--device", "cpu", "--quick"]

@@ -1,6 +1,6 @@
-"""Put real files into an sdist where the tree links to `shared_source/`.
+"""Replace symbolic links into `shared_source/` with the files themselves in an sdist.
 
-A wheel holds the content of a linked file already; an sdist would hold a dangling link.
+Wheels already contain the linked content; an sdist would contain dangling links.
 """
 
 import os
@@ -10,11 +10,11 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class RealFiles(BuildHookInterface[Any]):
-    """Includes the target of each link in place of the link."""
+    """Build hook that includes the target of each symbolic link instead of the link."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Replace the links among the files to include; `version` is the kind of build."""
-        forced = build_data["force_include"]  # holds this script itself, a link as well
+        """Replace the links among the included files; `version` is the build type."""
+        forced = build_data["force_include"]  # contains this script too, also a link
         for file in [*self.build_config.builder.recurse_included_files()]:
             if os.path.islink(file.path):
                 forced.pop(file.path, None)

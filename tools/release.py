@@ -1,16 +1,16 @@
-"""Build what would be released of all six libraries, and check it as an index would.
+"""Build the sdists and wheels of all six libraries and check them as a package index would.
 
     python tools/release.py --out dist      # needs build, hatchling and twine; see `nox -s release`
     python tools/release.py --out dist --try-with python3.11:2.11.0 --try-with python3.13:2.15.0
     python tools/release.py --out dist --address https://example.org/ms
 
-Each library's sdist is built from the tree, and its wheel from that sdist; a wheel built from the
-tree itself must hold the same bytes. Then its files, metadata and README are checked. `--try-with`
-takes a Python and a release of torch: it installs each wheel alone and runs the library's own proof
-that nothing else is needed, then all wheels together, asks for every public name and runs every
-command's help. A Python that has torch already needs no release named. The tree knows no public
-address of the project, so metadata names none but the one that `--address` gives. Exit code 0 when
-all is in order, 1 with a line for each thing that is not.
+Each library's sdist is built from the tree and its wheel from that sdist; a wheel built directly
+from the tree must have identical contents. Then files, metadata and README are checked.
+`--try-with` takes a Python and a torch version (optional if that Python has torch): it installs
+each wheel alone and runs the library's isolation check, then installs all wheels together, imports
+every public name and runs `--help` of every command. The repository does not contain its public
+address, so the metadata has one only with `--address`. Exit code 0 if everything is in order, 1
+with one line per problem.
 """
 
 import argparse
@@ -30,83 +30,89 @@ from zipfile import ZipFile
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 TORCH = "2.13.0"
-"""Installed where none is named."""
+"""Default torch version for `--try-with`."""
 TORCH_FREE = {"ms-data", "ms-profile"}
-TRIED = "torch.txt"
-"""In an environment, the release of torch that its packages are tried with."""
+CONSTRAINTS = "torch.txt"
+"""Constraints file of a test environment; it pins the torch version."""
 
 
 def main() -> int:
-    """Build and check every library."""
+    """Build and check the libraries."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="example: python tools/release.py --out dist ms-data",
     )
-    parser.add_argument("--out", type=Path, required=True, help="a folder for sdists and wheels")
-    parser.add_argument("packages", nargs="*", help="by default all")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="output folder for sdists and wheels"
+    )
+    parser.add_argument("packages", nargs="*", help="libraries; default: all")
     parser.add_argument("--try-with", action="append", default=[], metavar="PYTHON[:TORCH]")
     parser.add_argument(
-        "--address", type=web_address, help="of the repository, for the metadata; by default none"
+        "--address", type=web_address, help="URL of the repository for the metadata; default: none"
     )
     options = parser.parse_args()
-    known = sorted(path.name for path in (ROOT / "packages").iterdir())
-    names = options.packages or known
-    if strange := sorted({*names} - {*known}):
-        parser.error(f"there is no library {strange[0]!r}; there are {', '.join(known)}")
+    available = sorted(path.name for path in (ROOT / "packages").iterdir())
+    names = options.packages or available
+    if unknown := sorted({*names} - {*available}):
+        parser.error(f"no library {unknown[0]!r}; the libraries are {', '.join(available)}")
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    wrong: list[str] = []
+    problems: list[str] = []
     for name in names:
-        found = check(name, out, options.address)
-        wrong += [f"{name}: {line}" for line in found]
-        sys.stdout.write(f"{name}: {len(found)} things to mend\n" if found else f"{name}: ready\n")
+        package_problems = check(name, out, options.address)
+        problems += [f"{name}: {line}" for line in package_problems]
+        sys.stdout.write(
+            f"{name}: {len(package_problems)} problems\n"
+            if package_problems
+            else f"{name}: ready\n"
+        )
     for pair in options.try_with:
-        found = try_with(pair, out, names)
-        wrong += [f"{pair}: {line}" for line in found]
-        sys.stdout.write(f"{pair}: {'does not hold' if found else 'holds'}\n")
-    for line in wrong:
+        package_problems = try_with(pair, out, names)
+        problems += [f"{pair}: {line}" for line in package_problems]
+        sys.stdout.write(f"{pair}: {'failed' if package_problems else 'passed'}\n")
+    for line in problems:
         sys.stderr.write(f"{line}\n")
-    return 1 if wrong else 0
+    return 1 if problems else 0
 
 
 def web_address(text: str) -> str:
-    """Take an address for the metadata."""
+    """Parse a URL for the metadata."""
     parts = urlsplit(text)
     if parts.scheme != "https" or not parts.netloc or not text.isascii() or set(text) & set(' "\\'):
-        raise argparse.ArgumentTypeError(f"{text!r} is no address; give one like https://host/path")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an https URL such as https://host/path")
     return text.rstrip("/")
 
 
 def check(name: str, out: Path, address: str | None = None) -> list[str]:
-    """Build a library's sdist and wheel into a folder, and say what is not in order."""
-    project = project_of(name)
-    stem = stem_of(name, project)
+    """Build a library's sdist and wheel into a folder and return the problems."""
+    project = read_project(name)
+    stem = file_stem(name, project)
     for path in out.glob(f"{stem}[-.]*"):
         path.unlink()
     sdist, wheel = out / f"{stem}.tar.gz", out / f"{stem}-py3-none-any.whl"
     with tempfile.TemporaryDirectory() as folder:
-        source = source_of(name, address, Path(folder) / name)
-        # No environment of its own: hatchling is here, and its version is the one that is checked.
+        source = copy_source(name, address, Path(folder) / name)
+        # --no-isolation: build with the installed hatchling, so that the checks cover its version.
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source))
         build = ("-m", "build", "--no-isolation", "--wheel", "--outdir", folder, str(source))
         run(sys.executable, *build)
-        same = contents(wheel) == contents(Path(folder) / wheel.name)
-    found = [] if same else ["the wheel built from the sdist is not the one built from the tree"]
-    found += wrong_files(sdist, wheel, name) + wrong_metadata(wheel, project, address)
-    done = subprocess.run(
+        reproducible = contents(wheel) == contents(Path(folder) / wheel.name)
+    problems = [] if reproducible else ["the wheels built from the sdist and from the tree differ"]
+    problems += file_problems(sdist, wheel, name) + metadata_problems(wheel, project, address)
+    twine = subprocess.run(
         [sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)],
         capture_output=True,
         text=True,
         check=False,
     )
-    return found + ([f"twine: {done.stdout.strip()}"] if done.returncode else [])
+    return problems + ([f"twine: {twine.stdout.strip()}"] if twine.returncode else [])
 
 
-def source_of(name: str, address: str | None, copy: Path) -> Path:
-    """Return a copy of a library's folder to build from.
+def copy_source(name: str, address: str | None, copy: Path) -> Path:
+    """Copy a library's folder to build from.
 
-    Its README has no relative links, which an index cannot follow, and its metadata names the
-    repository's address if there is one.
+    The copy's README has no relative links, which an index cannot follow, and its metadata has the
+    repository's address if one is given.
     """
     source = ROOT / "packages" / name
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "dist", "build"))
@@ -119,9 +125,9 @@ def source_of(name: str, address: str | None, copy: Path) -> Path:
 
 
 def for_index(readme: str, name: str, address: str | None) -> str:
-    """Make relative links of a README absolute, or plain text where there is no address.
+    """Make the relative links of a README absolute, or plain text without an address.
 
-    Pictures without an address are left out.
+    Without an address, images with relative links are removed.
     """
 
     def absolute(match: re.Match[str]) -> str:
@@ -136,155 +142,180 @@ def for_index(readme: str, name: str, address: str | None) -> str:
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", absolute, readme)
 
 
-def project_of(name: str) -> dict[str, object]:
-    """What a library's pyproject.toml says of it."""
+def read_project(name: str) -> dict[str, object]:
+    """Project table of a library's pyproject.toml."""
     text = (ROOT / "packages" / name / "pyproject.toml").read_text()
-    found: dict[str, object] = tomllib.loads(text)["project"]
-    return found
+    project: dict[str, object] = tomllib.loads(text)["project"]
+    return project
 
 
-def stem_of(name: str, project: dict[str, object]) -> str:
-    """How the names of a library's files begin."""
+def file_stem(name: str, project: dict[str, object]) -> str:
+    """Common stem of the names of a library's sdist and wheel."""
     return f"{name.replace('-', '_')}-{project['version']}"
 
 
 def try_with(pair: str, out: Path, names: list[str]) -> list[str]:
-    """Install the wheels for a Python and a torch, each alone and all together; say what fails."""
+    """Install the wheels, each alone and all together, and return the failures."""
     python, _, torch = pair.partition(":")
-    found: list[str] = []
+    failures: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        packages = torch_packages(python, torch, place / "torch")
+        workdir = Path(folder)
+        packages = torch_packages(python, torch, workdir / "torch")
         for name in names:
-            own = environment(python, place / name, None if name in TORCH_FREE else packages)
-            words = ("-I", str(ROOT / "packages" / name / "tests" / "alone.py"))
-            failed = install(python, own, wheel_of(name, out)) or complaint(place, own, *words)
-            found += [f"{name} alone: {line}" for line in failed]
-        own = environment(python, place / "together", packages)
-        failed = install(python, own, *(wheel_of(name, out) for name in names))
-        found += [f"together: {line}" for line in failed]
-        for module in (name.replace("-", "_") for name in names if not failed):
-            ask = f"import {module} as m; [getattr(m, name) for name in m.__all__]"
-            for words in (("-I", "-c", ask), ("-I", "-m", module, "--help")):
-                found += [
-                    f"{' '.join(words[1:])}: {line}" for line in complaint(place, own, *words)
+            env_python = create_environment(
+                python, workdir / name, None if name in TORCH_FREE else packages
+            )
+            arguments = ("-I", str(ROOT / "packages" / name / "tests" / "alone.py"))
+            errors = install(python, env_python, wheel_path(name, out)) or failure_output(
+                workdir, env_python, *arguments
+            )
+            failures += [f"{name} alone: {line}" for line in errors]
+        env_python = create_environment(python, workdir / "together", packages)
+        errors = install(python, env_python, *(wheel_path(name, out) for name in names))
+        failures += [f"together: {line}" for line in errors]
+        for module in (name.replace("-", "_") for name in names if not errors):
+            code = f"import {module} as m; [getattr(m, name) for name in m.__all__]"
+            for arguments in (("-I", "-c", code), ("-I", "-m", module, "--help")):
+                failures += [
+                    f"{' '.join(arguments[1:])}: {line}"
+                    for line in failure_output(workdir, env_python, *arguments)
                 ]
-    return found
+    return failures
 
 
 def torch_packages(python: str, torch: str, folder: Path) -> Path:
-    """Give the folder of packages that holds torch: the Python's own, or one made here."""
-    known = "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])"
-    done = subprocess.run((python, "-c", known), capture_output=True, text=True, check=False)
-    if done.returncode == 0 and not torch:
-        return Path(done.stdout.strip())
+    """Return site-packages with torch: of the interpreter, or of a new environment."""
+    code = "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])"
+    result = subprocess.run((python, "-c", code), capture_output=True, text=True, check=False)
+    if result.returncode == 0 and not torch:
+        return Path(result.stdout.strip())
     run(python, "-m", "venv", str(folder))
-    own = str(folder / "bin" / "python")
-    run(own, "-m", "pip", "install", "--quiet", "--no-compile", f"torch=={torch or TORCH}")
+    env_python = str(folder / "bin" / "python")
+    run(env_python, "-m", "pip", "install", "--quiet", "--no-compile", f"torch=={torch or TORCH}")
     (site,) = folder.glob("lib/python*/site-packages")
     return site
 
 
-def environment(python: str, folder: Path, packages: Path | None) -> str:
-    """Make an empty environment that sees a folder of packages, and give its Python."""
+def create_environment(python: str, folder: Path, packages: Path | None) -> str:
+    """Make an empty environment without pip that can import `packages`; return its interpreter."""
     run(python, "-m", "venv", "--without-pip", str(folder))
     if packages:
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "torch.pth").write_text(f"{packages}\n")
-        # Without it, pip may take another torch than the one that is to be tried.
-        (folder / TRIED).write_text(f"torch=={version_of('torch', packages)}\n")
+        # Keeps pip from installing a different torch.
+        (folder / CONSTRAINTS).write_text(f"torch=={installed_version('torch', packages)}\n")
     return str(folder / "bin" / "python")
 
 
-def version_of(name: str, packages: Path) -> str:
-    """Which release of a library a folder of packages holds."""
-    (found,) = packages.glob(f"{name}-*.dist-info")
-    return found.name.removesuffix(".dist-info").partition("-")[2]
+def installed_version(name: str, packages: Path) -> str:
+    """Version of a library in a site-packages folder."""
+    (metadata,) = packages.glob(f"{name}-*.dist-info")
+    return metadata.name.removesuffix(".dist-info").partition("-")[2]
 
 
-def install(python: str, own: str, *wheels: str) -> list[str]:
-    """Install wheels, with what they declare, into an environment without pip; say what fails."""
-    place = Path(own).parents[1]
-    held = ("--constraint", str(place / TRIED)) if (place / TRIED).exists() else ()
-    pip = (python, "-m", "pip", "--python", own, "install", "--quiet", "--no-compile", *held)
-    return complaint(place, *pip, *wheels)
+def install(python: str, env_python: str, *wheels: str) -> list[str]:
+    """Install wheels and their dependencies into an environment without pip; return failures."""
+    env_folder = Path(env_python).parents[1]
+    constraint = (
+        ("--constraint", str(env_folder / CONSTRAINTS))
+        if (env_folder / CONSTRAINTS).exists()
+        else ()
+    )
+    pip = (
+        python,
+        "-m",
+        "pip",
+        "--python",
+        env_python,
+        "install",
+        "--quiet",
+        "--no-compile",
+        *constraint,
+    )
+    return failure_output(env_folder, *pip, *wheels)
 
 
-def wheel_of(name: str, out: Path) -> str:
-    """Where a library's wheel lies."""
-    return str(out / f"{stem_of(name, project_of(name))}-py3-none-any.whl")
+def wheel_path(name: str, out: Path) -> str:
+    """Path of a library's wheel."""
+    return str(out / f"{file_stem(name, read_project(name))}-py3-none-any.whl")
 
 
-def complaint(place: Path, *words: str) -> list[str]:
-    """Run a command in a folder that holds nothing of ours; its last words where it fails."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place)
-    return [(done.stdout + done.stderr).strip()[-800:]] if done.returncode else []
+def failure_output(workdir: Path, *command: str) -> list[str]:
+    """Run a command in `workdir`, outside the repository; return its last output if it fails."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=workdir)
+    return [(result.stdout + result.stderr).strip()[-800:]] if result.returncode else []
 
 
-def run(*words: str) -> None:
-    """Run a command quietly; what it printed is shown where it fails."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(words)}\n{done.stdout}{done.stderr}")
+def run(*command: str) -> None:
+    """Run a command quietly; exit with its output if it fails."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        sys.exit(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
 
 
 def contents(wheel: Path) -> dict[str, int]:
-    """Names and checksums of a wheel's files."""
+    """Map the names of a wheel's files to their CRC-32."""
     with ZipFile(wheel) as archive:
-        return {each.filename: each.CRC for each in archive.infolist()}
+        return {entry.filename: entry.CRC for entry in archive.infolist()}
 
 
-def wrong_files(sdist: Path, wheel: Path, name: str) -> list[str]:
-    """Say which files are missing, or do not belong."""
+def file_problems(sdist: Path, wheel: Path, name: str) -> list[str]:
+    """List missing and unexpected files of an sdist and a wheel."""
     module = name.replace("-", "_")
     shipped = set(contents(wheel))
     tree = ROOT / "packages" / name / "src"
-    ours = {
+    expected = {
         path.relative_to(tree).as_posix()
         for path in (tree / module).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     with tarfile.open(sdist) as archive:
-        packed = {each.name.partition("/")[2] for each in archive if each.isfile()}
-        links = sorted(each.name for each in archive if not each.isfile())
-    found = [f"the wheel lacks {path}" for path in sorted(ours - shipped)]
-    strange = {path for path in shipped - ours if ".dist-info/" not in path}
-    found += [f"the wheel holds {path}" for path in sorted(strange)]
-    needed = ("README.md", "LICENSE", "pyproject.toml", f"src/{module}/py.typed")
-    found += [f"the sdist lacks {path}" for path in needed if path not in packed]
-    found += [f"the sdist lacks src/{path}" for path in sorted(ours) if f"src/{path}" not in packed]
-    found += [f"{path} in the sdist is not a regular file" for path in links]
+        packed = {member.name.partition("/")[2] for member in archive if member.isfile()}
+        links = sorted(member.name for member in archive if not member.isfile())
+    problems = [f"the wheel lacks {path}" for path in sorted(expected - shipped)]
+    unexpected = {path for path in shipped - expected if ".dist-info/" not in path}
+    problems += [f"the wheel holds {path}" for path in sorted(unexpected)]
+    required = ("README.md", "LICENSE", "pyproject.toml", f"src/{module}/py.typed")
+    problems += [f"the sdist lacks {path}" for path in required if path not in packed]
+    problems += [
+        f"the sdist lacks src/{path}" for path in sorted(expected) if f"src/{path}" not in packed
+    ]
+    problems += [f"{path} in the sdist is not a regular file" for path in links]
     licensed = any(path.endswith("/licenses/LICENSE") for path in shipped)
-    return found if licensed else [*found, "the wheel lacks its licence"]
+    return problems if licensed else [*problems, "the wheel lacks its license"]
 
 
-def wrong_metadata(
+def metadata_problems(
     wheel: Path, project: dict[str, object], address: str | None = None
 ) -> list[str]:
-    """Say what the wheel's metadata lacks, or says otherwise than pyproject.toml."""
+    """List metadata of a wheel that is missing or disagrees with pyproject.toml."""
     with ZipFile(wheel) as archive:
         name = next(path for path in archive.namelist() if path.endswith(".dist-info/METADATA"))
-        told = message_from_bytes(archive.read(name))
-    found = []
-    if told["Version"] != project["version"]:
-        found.append(f"the wheel says version {told['Version']}")
-    if told["License-Expression"] != "Apache-2.0":
-        found.append(f"its licence is {told['License-Expression']}")
-    if told["Description-Content-Type"] != "text/markdown":
-        found.append("its README is not said to be Markdown")
-    links = told.get_all("Project-URL") or []
+        metadata = message_from_bytes(archive.read(name))
+    problems = []
+    if metadata["Version"] != project["version"]:
+        problems.append(f"the wheel says version {metadata['Version']}")
+    if metadata["License-Expression"] != "Apache-2.0":
+        problems.append(f"its license is {metadata['License-Expression']}")
+    if metadata["Description-Content-Type"] != "text/markdown":
+        problems.append("its README is not declared as Markdown")
+    links = metadata.get_all("Project-URL") or []
     if [link.partition(", ")[2] for link in links] != ([address] if address else []):
-        found.append(f"it names {links or 'no address'}, and the address given is {address}")
-    classifiers = told.get_all("Classifier") or []
-    wanted = [*(f"Programming Language :: Python :: {python}" for python in PYTHONS)]
-    wanted += ["Typing :: Typed", "Operating System :: POSIX :: Linux"]
-    found += [f"no classifier says {each}" for each in wanted if each not in classifiers]
-    found += [
-        f"it needs {need}, which has no lower bound"
-        for need in told.get_all("Requires-Dist") or []
-        if ">" not in need and "=" not in need.partition(";")[0]
+        problems.append(f"it has {links or 'no address'}, but the expected address is {address}")
+    classifiers = metadata.get_all("Classifier") or []
+    expected = [*(f"Programming Language :: Python :: {python}" for python in PYTHONS)]
+    expected += ["Typing :: Typed", "Operating System :: POSIX :: Linux"]
+    problems += [
+        f"the classifier {classifier} is missing"
+        for classifier in expected
+        if classifier not in classifiers
     ]
-    return found
+    problems += [
+        f"its requirement {requirement} has no lower bound"
+        for requirement in metadata.get_all("Requires-Dist") or []
+        if ">" not in requirement and "=" not in requirement.partition(";")[0]
+    ]
+    return problems
 
 
 if __name__ == "__main__":

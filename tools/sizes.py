@@ -1,7 +1,7 @@
 """Print the largest functions, files and folders of each package.
 
-Sizes are information for a reviewer, not limits: a function of 80 clear lines beats four of 20
-that pass a bundle along.
+Sizes are information for reviewers, not limits: one function of 80 clear lines beats four of 20
+lines that pass a bundle of values along.
 """
 
 import ast
@@ -14,7 +14,7 @@ TOP = 5
 
 
 def main() -> int:
-    """Print a table for each package."""
+    """Print one table per package."""
     for package in sorted(PACKAGES.iterdir()):
         source = package / "src"
         files = {path: path.read_text(encoding="utf-8") for path in source.rglob("*.py")}
@@ -33,13 +33,13 @@ def main() -> int:
         sys.stdout.write(f"{package.name}: {len(files)} files, {total:,} lines\n")
         names = {str(path.relative_to(source)): count for path, count in lines.items()}
         folders = {str(path.relative_to(source)): count for path, count in modules.items()}
-        for title, sized in (
+        for title, entries in (
             ("lines per function", functions),
             ("lines per file", [(count, name) for name, count in names.items()]),
             ("modules per folder", [(count, name) for name, count in folders.items()]),
         ):
             sys.stdout.write(f"  {title}\n")
-            for size, name in heapq.nlargest(TOP, sized):
+            for size, name in heapq.nlargest(TOP, entries):
                 sys.stdout.write(f"  {size:7,}  {name}\n")
     return 0
 

@@ -1,4 +1,4 @@
-"""What `verify_device.py` trains on: texts, conversations, run files and scripts."""
+"""Input files for `verify_device.py`: texts, conversations, run files and scripts."""
 
 import json
 from pathlib import Path
@@ -46,14 +46,14 @@ digits = "rewards:digits"
 """
 REWARD = """
 def digits(samples):
-    texts = [each.response for each in samples]
+    texts = [sample.response for sample in samples]
     return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in texts]
 """
-ROUNDED = """
+QUANTIZED = """
 model = "cpu/model"
 dataset = "cpu/shards"
 scheme = "ct.int4_g32"
-output_dir = "rounded"
+output_dir = "quantized"
 verify = false
 [tuning]
 steps = 4
@@ -77,23 +77,23 @@ FILES = {
     "tuning.toml": TUNING,
     "ppo.toml": PPO,
     "rewards.py": REWARD,
-    "rounded.toml": ROUNDED,
+    "quantized.toml": QUANTIZED,
     "layers.py": LAYERS,
 }
 
 
-def write_inputs(place: Path) -> None:
-    """Write texts, conversations, prompts and run files into the folder that all parts share."""
+def write_inputs(folder: Path) -> None:
+    """Write the corpus, conversations, prompts and run files into the shared work folder."""
     for n in range(200):
         text = f"The square of {n} is {n * n}, and its cube is {n**3}.\n" * 8
-        (place / "corpus" / f"{n:03d}.txt").write_text(text)
+        (folder / "corpus" / f"{n:03d}.txt").write_text(text)
     chats, prompts = [], []
     for n in range(200):
-        asked = {"role": "user", "content": f"What is the square of {n}?"}
+        question = {"role": "user", "content": f"What is the square of {n}?"}
         answer = {"role": "assistant", "content": f"The square of {n} is {n * n}."}
-        chats.append(json.dumps({"messages": [asked, answer]}) + "\n")
-        prompts.append(json.dumps({"prompt": [asked]}) + "\n")
-    (place / "chats.jsonl").write_text("".join(chats))
-    (place / "prompts.jsonl").write_text("".join(prompts))
+        chats.append(json.dumps({"messages": [question, answer]}) + "\n")
+        prompts.append(json.dumps({"prompt": [question]}) + "\n")
+    (folder / "chats.jsonl").write_text("".join(chats))
+    (folder / "prompts.jsonl").write_text("".join(prompts))
     for name, text in FILES.items():
-        (place / name).write_text(text)
+        (folder / name).write_text(text)

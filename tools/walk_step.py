@@ -1,10 +1,10 @@
-"""Counts the functions, files and stack frames of ms-parallel that one training step enters.
+"""Count the functions, files and stack frames of ms-parallel in one training step.
 
-Trains a small dense model in one process and profiles one step: everything called from one batch
-of the stream to the next. Run it before and after a change of the main path:
+Trains a small dense model in one process and profiles one step, from one batch of the stream to the
+next. Run it before and after changing the main path:
 
     python tools/walk_step.py            # three numbers
-    python tools/walk_step.py --calls    # and every function in the order of its first call
+    python tools/walk_step.py --calls    # also list every function in order of first call
 """
 
 import argparse
@@ -22,19 +22,19 @@ PACKAGE = str(Path(ms_parallel.__file__).parent)
 ATTENTION = "operators/plain.py:attention"
 NEXT_BATCH = "TokenStream.__next__"
 STEPS, PROFILED = 4, 3
-"""Steps of the run, and the one that is profiled; the first ones fill caches."""
+"""Length of the run and the profiled step; the first steps fill caches."""
 
 
 class Walk:
-    """Functions of ms-parallel in the order of their first call, by code object."""
+    """Code objects of ms-parallel in order of first call."""
 
     def __init__(self) -> None:
         self.depths: dict[CodeType, int] = {}
-        """Frames of the package on the stack, from `train` to the function, at its first call."""
+        """Number of package frames from `train` to the function at its first call."""
         self.batches = 0
 
     def enter(self, frame: FrameType, event: str, arg: object) -> None:
-        """Count a call; comprehensions and lambdas belong to the function around them."""
+        """Record a call; comprehensions and lambdas count as their enclosing function."""
         code = frame.f_code
         if event != "call":
             return
@@ -42,16 +42,16 @@ class Walk:
         if self.batches != PROFILED or not is_counted(code) or code in self.depths:
             return
         depth = 0
-        above: FrameType | None = frame
-        while above is not None:
-            depth += is_counted(above.f_code)
-            if above.f_code is DistributedTrainer.train.__code__:
+        caller: FrameType | None = frame
+        while caller is not None:
+            depth += is_counted(caller.f_code)
+            if caller.f_code is DistributedTrainer.train.__code__:
                 break
-            above = above.f_back
+            caller = caller.f_back
         self.depths[code] = depth
 
     def until(self, last: str | None) -> dict[str, int]:
-        """Depths by `file:function`, up to the first call of `last`; None: the whole step."""
+        """Map `file:function` to its depth, up to the first call of `last` (None: full step)."""
         names: dict[str, int] = {}
         for code, depth in self.depths.items():
             name = f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_qualname}"
@@ -62,14 +62,14 @@ class Walk:
 
 
 def is_counted(code: CodeType) -> bool:
-    """Whether a function is written in ms-parallel, and is not a comprehension or a lambda."""
+    """Whether the code belongs to ms-parallel and is not a comprehension or lambda."""
     return code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<")
 
 
 def main() -> None:
-    """Train, and print the counts."""
+    """Train and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--calls", action="store_true", help="list the functions too")
+    parser.add_argument("--calls", action="store_true", help="also list the functions")
     options = parser.parse_args()
     torch.set_num_threads(1)
     walk = Walk()
@@ -105,7 +105,7 @@ def main() -> None:
     attention = next(name for name in walk.until(None) if name.endswith(ATTENTION))
     for title, names in (
         ("to attention", walk.until(attention)),
-        ("whole step", walk.until(None)),
+        ("full step", walk.until(None)),
     ):
         files = {name.partition(":")[0] for name in names}
         lines.append(

@@ -2,10 +2,10 @@
 
     python examples/align/dpo_lora.py --steps 30
 
-Pairs are made of the standard library: asked for a function's docstring, its docstring is chosen,
-and its code once more rejected. `DPOTrainer` with `LoraOptions` leaves the model's weights as they
-are; the reference is the model with its adapters switched off, so that no second copy is held. One
-sees how often held-out pairs are told apart, and the adapters in the two files that peft reads.
+The pairs come from the standard library: asked for a function's docstring, the docstring is the
+chosen answer and the function's code the rejected one. `DPOTrainer` with `LoraOptions` keeps the
+model's weights frozen; the reference is the model with its adapters disabled, so there is no second
+copy. The output shows the accuracy on held-out pairs and the two adapter files that peft reads.
 """
 
 import argparse
@@ -26,16 +26,16 @@ TEMPLATE = (
 
 
 def pairs(folder: Path) -> Path:
-    """Shards of prompts with a chosen and a rejected answer."""
+    """Build shards of prompts, each with a chosen and a rejected answer."""
     if not (folder / "pairs").exists():
         write = runpy.run_path(str(Path(__file__).parents[1] / "docstrings.py"))
         write["write_instructions"](folder / "rows", library=Path(email.__file__).parent)
         with (folder / "rows" / "describe.jsonl").open() as lines:
             chats = [json.loads(line)["messages"] for line in lines]
         with (folder / "pairs.jsonl").open("w") as file:
-            for asked, right in chats:
-                wrong = {**right, "content": asked["content"].partition("\n\n")[2]}
-                row = {"prompt": [asked], "chosen": [right], "rejected": [wrong]}
+            for question, chosen in chats:
+                rejected = {**chosen, "content": question["content"].partition("\n\n")[2]}
+                row = {"prompt": [question], "chosen": [chosen], "rejected": [rejected]}
                 file.write(json.dumps(row) + "\n")
         (folder / "chat.jinja").write_text(TEMPLATE)
         train_tokenizer(Path(email.__file__).parent, vocab_size=512, out=folder / "tokenizer.json")
@@ -51,7 +51,7 @@ def pairs(folder: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Tune adapters of a small model."""
+    """Train adapters of a small model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("dpo-lora"))
     parser.add_argument("--steps", type=int, default=30)

@@ -2,9 +2,9 @@
 
     python examples/align/evaluate.py --steps 60
 
-A task is a YAML file over a JSON Lines file: which line goes on with this piece of a module? A
-small model is trained, then asked in the engine and, exported to 4 bits, in onnxruntime, by the
-same harness. The harness's own tasks work by name in the same way, where there is a network.
+The task is a YAML file over a JSON Lines file: which line follows this part of a module? The same
+harness evaluates a small trained model in the engine and, exported to 4 bits, in onnxruntime. With
+network access, the harness's own tasks work the same way, by name.
 """
 
 import argparse
@@ -35,15 +35,15 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 
 
 def make_task(folder: Path) -> Path:
-    """A question for each third line of a module that is not trained on."""
+    """Write the task: one question for every third line of a module outside the training data."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [line for line in Path(textwrap.__file__).read_text().splitlines() if line.strip()]
     rows = [
         {
-            "context": "\n".join(lines[at - 4 : at]),
-            "choices": [lines[at * step % len(lines)] for step in (1, 7, 13, 29)],
+            "context": "\n".join(lines[index - 4 : index]),
+            "choices": [lines[index * step % len(lines)] for step in (1, 7, 13, 29)],
         }
-        for at in range(4, len(lines) - 1, 3)
+        for index in range(4, len(lines) - 1, 3)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "next_line.yaml").write_text(TASK.format(rows=(folder / "rows.jsonl").absolute()))
@@ -51,7 +51,7 @@ def make_task(folder: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, export, ask both."""
+    """Train, export, and evaluate both models."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("evaluate"))
     parser.add_argument("--steps", type=int, default=60)
@@ -81,8 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
         "int4 in onnxruntime": harness_model(open_runtime(exported, "ort"), exported),
     }
     for name, model in models.items():
-        found = lm_eval.simple_evaluate(model=model, tasks=["next_line"], task_manager=tasks)
-        metrics = found["results"]["next_line"]
+        evaluation = lm_eval.simple_evaluate(model=model, tasks=["next_line"], task_manager=tasks)
+        metrics = evaluation["results"]["next_line"]
         print(f"{name:>20}: acc {metrics['acc,none']:.3f}, acc_norm {metrics['acc_norm,none']:.3f}")
 
 

@@ -2,10 +2,9 @@
 
     python examples/align/grpo_verifiable.py --steps 120
 
-The task: which of two words is longer, 1 or 2? A model over bytes first learns what an answer looks
-like from a few rows with random answers, then GRPO finds the right ones, with nothing but a check
-of each answer (`ExactMatch`) and eight responses to each prompt judged against one another. The
-words are keywords and builtins of Python.
+The task: which of two words is longer, 1 or 2? A byte-level model first learns the answer format
+from a few rows with random answers. GRPO then learns the correct answers from an `ExactMatch`
+reward alone, comparing eight responses per prompt. The words are Python keywords and builtins.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from ms_parallel.weights import initialize
 
 
 def questions() -> list[dict[str, str]]:
-    """Pairs of words of different lengths, with the number of the longer one."""
+    """Prompts with two words of different lengths, and the number of the longer word."""
     words = [*keyword.kwlist, *(name for name in dir(builtins) if name.islower())]
     words = [word for word in words if len(word) in (2, 3, 9, 10, 11)]
     rows = [
@@ -37,7 +36,7 @@ def questions() -> list[dict[str, str]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Show the form, then let GRPO find the answers."""
+    """Teach the answer format, then train with GRPO."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("grpo-verifiable"))
     parser.add_argument("--steps", type=int, default=120)
@@ -47,13 +46,13 @@ def main(arguments: list[str] | None = None) -> None:
     policy = build_model(architecture("llama", sizes))
     initialize(policy, seed=0)
 
-    draw, optimizer = random.Random(1), torch.optim.AdamW(policy.parameters(), lr=3e-3)
-    for _ in range(60):  # the form: a digit, whichever, then the end of the text, 256
+    rng, optimizer = random.Random(1), torch.optim.AdamW(policy.parameters(), lr=3e-3)
+    for _ in range(60):  # the answer format: a random digit, then the end-of-text token, 256
         loss = torch.zeros(())
-        for row in draw.sample(rows, 8):
-            said = [*row["prompt"].encode(), ord(draw.choice("12")), 256]
-            logits = policy(torch.tensor([said[:-1]]))[0, -2:]
-            loss = loss + cross_entropy(logits, torch.tensor(said[-2:]))
+        for row in rng.sample(rows, 8):
+            tokens = [*row["prompt"].encode(), ord(rng.choice("12")), 256]
+            logits = policy(torch.tensor([tokens[:-1]]))[0, -2:]
+            loss = loss + cross_entropy(logits, torch.tensor(tokens[-2:]))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -71,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         held_out=rows[:64],
         log_every=20,
     ).optimize(rows[64:])
-    print(f"right answers {result.first['reward']:.0%} -> {result.last['reward']:.0%}")
+    print(f"correct answers {result.first['reward']:.0%} -> {result.last['reward']:.0%}")
 
 
 if __name__ == "__main__":

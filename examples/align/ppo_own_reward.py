@@ -2,9 +2,10 @@
 
     python examples/align/ppo_own_reward.py --steps 80
 
-A reward is any callable from samples to numbers. Here it likes what could stand in a Python name;
-the prompts are the standard library's modules. `held_out` prompts are never learned from, and the
-KL says how far the policy went from what it was. The reward climbs from some 0.3 within seconds.
+A reward is any callable that maps samples to numbers. Here it favors characters that are valid in a
+Python name; the prompts are names of standard library modules. `held_out` prompts are only for
+evaluation, and the KL measures the distance from the initial policy. The reward rises from about
+0.3 within seconds.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from ms_parallel.weights import initialize
 
 
 def identifier_share(samples: list[Sample]) -> list[float]:
-    """How much of each response could stand in a name: letters, digits and underscores."""
+    """Fraction of each response that is valid in a Python name: letters, digits, underscores."""
     return [
         sum(("a" + letter).isidentifier() for letter in sample.response) / len(sample.response)
         if sample.response
@@ -27,13 +28,13 @@ def identifier_share(samples: list[Sample]) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train a small policy over bytes."""
+    """Train a small byte-level policy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("ppo-own-reward"))
     parser.add_argument("--steps", type=int, default=80)
     options = parser.parse_args(arguments)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 258}
-    policy = build_model(architecture("llama", sizes))  # a folder, or a model of transformers too
+    policy = build_model(architecture("llama", sizes))  # or a folder, or a transformers model
     initialize(policy, seed=0)
     names = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))
     result = PPOTrainer(

@@ -2,9 +2,9 @@
 
     python examples/align/tasks_by_difficulty.py --steps 60
 
-Two tasks of the standard library's own text: to write a function's docstring, and to write the
-function from it. `TaskOptions` draws each row by how great its task's smoothed loss is. One sees
-both losses, and how the share of each task follows them.
+Two tasks from the standard library: write a function's docstring, and write the function from its
+docstring. `TaskOptions` samples rows in proportion to their task's smoothed loss. The output shows
+both losses and how each task's share of the rows follows them.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Fields = Mapping[str, int | float | str]
 
 
 def shards(folder: Path) -> dict[str, Path]:
-    """Each task's conversations as shards, from a part of the standard library."""
+    """Build shards of each task's conversations from a part of the standard library."""
     if not (folder / "implement").exists():
         write = runpy.run_path(str(Path(__file__).parents[1] / "docstrings.py"))
         write["write_instructions"](folder / "rows", library=Path(email.__file__).parent)
@@ -45,7 +45,7 @@ def shards(folder: Path) -> dict[str, Path]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and show what was drawn."""
+    """Train, and print the task sampling."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("tasks-by-difficulty"))
     parser.add_argument("--steps", type=int, default=60)
@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     def on_event(kind: str, fields: Fields) -> None:
         if kind == "tasks" and int(fields["step"]) % 10 == 0:
-            said = {name: f"{value:.3f}" for name, value in fields.items() if name != "step"}
-            print(f"step {fields['step']}: {said}", flush=True)
+            values = {name: f"{value:.3f}" for name, value in fields.items() if name != "step"}
+            print(f"step {fields['step']}: {values}", flush=True)
 
     result = SFTTrainer(
         model=model,

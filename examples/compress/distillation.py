@@ -2,10 +2,10 @@
 
     python examples/compress/distillation.py --steps 60
 
-A teacher is trained, a student is cut from it (half of the layers, two thirds of each
-feed-forward), and two copies of the student are trained on alike: one on the text alone, one on the
-teacher's predictions and hidden states. One sees the held-out perplexity of all, and that the
-distilled student is ahead.
+Trains a teacher, prunes it to a student (half of the layers, two thirds of each feed-forward), and
+fine-tunes two copies of the student with the same settings: one on text alone, one on the teacher's
+predictions and hidden states. The output shows the held-out perplexity of all models; the distilled
+student is better.
 """
 
 import argparse
@@ -25,13 +25,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4}
 
 
 def rows(shards: Path, split: str, count: int) -> torch.Tensor:
-    """Rows of 65 tokens, so that each has 64 targets."""
+    """Rows of 65 tokens (64 inputs and targets)."""
     stream = TokenStream(shards, sequence_length=65, batch_size=8, split=split, seed=1)
     return torch.cat([torch.as_tensor(batch["tokens"]) for batch in islice(stream, count)])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train a teacher, cut a student, train it twice."""
+    """Train a teacher, prune it to a student, and fine-tune two copies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("distillation"))
     parser.add_argument("--steps", type=int, default=60)
@@ -53,10 +53,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     teacher = load_model(result.model_folder).eval()
     student = cut_student(teacher, layers=2, inner=128)
-    students = {"the text alone": student, "the teacher": copy.deepcopy(student)}
+    students = {"text alone": student, "the teacher": copy.deepcopy(student)}
     print(f"teacher                    {perplexity(teacher, held_out):8.2f}")
-    print(f"student as it is cut       {perplexity(student.eval(), held_out):8.2f}")
-    for name, one in students.items():
+    print(f"student after pruning      {perplexity(student.eval(), held_out):8.2f}")
+    for name, model in students.items():
         tuning = Tuning(
             steps=options.steps,
             sequence_length=64,
@@ -64,8 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
             hidden_weight=1.0 if name == "the teacher" else 0.0,
             distill_weight=0.8,
         )
-        tune(one.train(), text, tuning, teacher=teacher if name == "the teacher" else None)
-        print(f"trained on {name:<15} {perplexity(one.eval(), held_out):8.2f}")
+        tune(model.train(), text, tuning, teacher=teacher if name == "the teacher" else None)
+        print(f"trained on {name:<15} {perplexity(model.eval(), held_out):8.2f}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python examples/compress/qat_to_gguf.py --steps 160
 
-A model is trained in float32, rounded to 4 bits with a scale for 32 weights, and trained on with
-the very rounding that llama.cpp does (`qat`). One sees the perplexity of each, beside that of the
-same steps in float32, and the size of the file. Where llama-cpp-python is installed, the file's
-perplexity in it is shown too: it is the one that training promised.
+Trains a model in float32, quantizes it to 4 bits with one scale per 32 weights, and fine-tunes it
+with the exact rounding of llama.cpp (`qat`). The output shows the perplexity of each, compared with
+the same steps in float32, and the file size. With llama-cpp-python installed it also shows the
+file's perplexity in llama.cpp, which matches training.
 """
 
 import argparse
@@ -25,13 +25,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "h
 
 
 def rows(shards: Path, split: str, count: int) -> torch.Tensor:
-    """Rows of 65 tokens, so that each has 64 targets."""
+    """Rows of 65 tokens (64 inputs and targets)."""
     stream = TokenStream(shards, sequence_length=65, batch_size=8, split=split, seed=1)
     return torch.cat([torch.as_tensor(batch["tokens"]) for batch in islice(stream, count)])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, round, train on rounded, export."""
+    """Train, quantize, fine-tune, and export."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("qat-to-gguf"))
     parser.add_argument("--steps", type=int, default=160)
@@ -55,11 +55,11 @@ def main(arguments: list[str] | None = None) -> None:
     plain = load_model(folder).eval()
     print(f"float32                {perplexity(plain, held_out):8.2f}")
     tune(plain.train(), text, tuning)
-    print(f"trained on in float32  {perplexity(plain.eval(), held_out):8.2f}")
+    print(f"tuned in float32       {perplexity(plain.eval(), held_out):8.2f}")
     model = qat(load_model(folder).eval(), "gguf.q4_0", embeddings=True, head=True)
-    print(f"rounded to 4 bits      {perplexity(model, held_out):8.2f}")
+    print(f"quantized to 4 bits    {perplexity(model, held_out):8.2f}")
     tune(model.train(), text, tuning)
-    print(f"trained on in 4 bits   {perplexity(model.eval(), held_out):8.2f}")
+    print(f"tuned in 4 bits        {perplexity(model.eval(), held_out):8.2f}")
 
     exported = options.folder / "gguf"
     export(model, exported, target="gguf.q4_0", tokenizer=folder, overwrite=True)
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{before:,} bytes -> {after:,} bytes in {exported / 'model.gguf'}")
     if find_spec("llama_cpp"):
         runtime = open_runtime(exported, "gguf")
-        print(f"in llama.cpp itself    {perplexity(runtime, held_out):8.2f}")
+        print(f"in llama.cpp           {perplexity(runtime, held_out):8.2f}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python examples/data/plain_loop.py --steps 60
 
-The stream gives numpy arrays, every document apart, and its place in the data is a few JSON values:
-the loop stops half-way, saves, and goes on in a new stream with the very next batch. The model is
-plain torch; no other package of this repository is imported.
+The stream yields numpy arrays, and its position in the data is a small JSON dictionary: the loop
+stops halfway, saves it, and resumes in a new stream with the next batch. The model is plain torch;
+no other package of this repository is imported.
 """
 
 import argparse
@@ -24,7 +24,7 @@ VOCABULARY, ROW, WIDTH = 512, 64, 64
 
 
 class Convolutional(nn.Module):
-    """Causal convolutions with residuals, tokens (B, S) to logits (B, S, V)."""
+    """Causal convolutions with residuals, from tokens (B, S) to logits (B, S, V)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class Convolutional(nn.Module):
 
 
 def stream(folder: Path) -> TokenStream:
-    """The training text, from the beginning."""
+    """Stream of the training split, from its start."""
     return TokenStream(folder / "shards", sequence_length=ROW, batch_size=16, seed=0)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Build shards, check them, train, stop, go on."""
+    """Build and verify shards, train, and resume halfway."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("plain-loop"))
     parser.add_argument("--steps", type=int, default=60)
@@ -70,13 +70,13 @@ def main(arguments: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     batches, half = stream(folder), options.steps // 2
     for step in range(options.steps):
-        if step == half:  # a crash, say: what is needed to go on is one small file
-            (folder / "place.json").write_text(json.dumps(batches.state_dict()))
+        if step == half:  # simulate a crash: one small file is enough to resume
+            (folder / "stream.json").write_text(json.dumps(batches.state_dict()))
             batches = stream(folder)
-            batches.load_state_dict(json.loads((folder / "place.json").read_text()))
+            batches.load_state_dict(json.loads((folder / "stream.json").read_text()))
         batch = {name: torch.as_tensor(array) for name, array in next(batches).items()}
         logits = model(batch["tokens"])
-        loss = cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())  # -100 is left out
+        loss = cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())  # ignores -100
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -2,9 +2,9 @@
 
     python examples/data/transformers_trainer.py --steps 30
 
-A `TokenStream` becomes a torch `IterableDataset` in a dozen lines: shards that are checked as they
-are read, an order that a seed fixes, and documents kept apart by their positions. The Trainer is
-transformers' own, with its AdamW, schedule and checkpoints; nothing else from here is used.
+A dozen lines turn a `TokenStream` into a torch `IterableDataset`, with checksummed shards, a seeded
+order, and positions that restart at each document. The Trainer is transformers' own, with its
+AdamW, schedule and checkpoints; ms-data is the only package used from here.
 """
 
 import argparse
@@ -22,26 +22,26 @@ ROW, BATCH = 64, 16
 
 
 class Rows(IterableDataset[dict[str, torch.Tensor]]):
-    """Rows of a stream, as transformers' models want them."""
+    """Rows of a stream in the format of transformers models."""
 
     def __init__(self, shards: Path, split: str = "train", epochs: int | None = None) -> None:
         self.shards, self.split, self.epochs = shards, split, epochs
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """One row after another; labels are the tokens, which the model shifts itself."""
+        """Yield rows; labels equal the tokens because the model shifts them."""
         stream = TokenStream(
             self.shards, sequence_length=ROW, batch_size=1, split=self.split, epochs=self.epochs
         )
         for batch in stream:
             tokens = torch.as_tensor(batch["tokens"][0])
             positions = torch.as_tensor(batch["positions"][0])
-            # The first token of a document is not to be guessed from the document before it.
+            # Do not predict the first token of a document from the previous document.
             labels = torch.where(positions == 0, -100, tokens)
             yield {"input_ids": tokens, "labels": labels, "position_ids": positions}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Build shards, and let transformers train."""
+    """Build shards and train with transformers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("transformers-trainer"))
     parser.add_argument("--steps", type=int, default=30)

@@ -2,9 +2,10 @@
 
     python examples/profile/trackers.py --to tensorboard --to mlflow --to wandb
 
-Three lines: a `Tracker` around the destinations, and `on_event=tracker`. Nothing is sent anywhere:
-W&B writes offline, MLflow into a database beside. The second training goes on from the first one's
-checkpoint, in the same curves. Then: tensorboard --logdir trackers/tensorboard;
+Three lines: a `Tracker` around the destinations, and `on_event=tracker`. No data leaves the
+machine: W&B runs offline, and MLflow writes to a local database. The second run resumes from the
+first run's checkpoint and continues the same curves. To see them:
+tensorboard --logdir trackers/tensorboard;
 mlflow ui --backend-store-uri sqlite:///trackers/mlflow.db; wandb sync --append trackers/wandb/off*.
 """
 
@@ -27,7 +28,7 @@ DESTINATIONS: dict[str, Callable[[Path], Destination]] = {
 
 
 def train(folder: Path, names: list[str], *, steps: int, rate: float) -> None:
-    """Train up to `steps` steps, from the last checkpoint of `folder`."""
+    """Train to step `steps`, resuming from the last checkpoint in `folder`."""
     destinations = [DESTINATIONS[name](folder) for name in names]
     with Tracker(*destinations, name="mail", settings={"learning_rate": rate}) as tracker:
         trainer = DistributedTrainer(
@@ -47,7 +48,7 @@ def train(folder: Path, names: list[str], *, steps: int, rate: float) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train in two goes, watched."""
+    """Train in two runs with tracking."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("trackers"))
     parser.add_argument("--to", action="append", choices=sorted(DESTINATIONS))

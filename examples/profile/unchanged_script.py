@@ -2,9 +2,9 @@
 
     python examples/profile/unchanged_script.py
 
-`ms-profile run` starts a script that knows nothing of it (here the plain loop of the example beside
-this one), finds its steps, traces some, and keeps watching between. One sees the split of each
-step's time and the heaviest operators; `report.html` has timeline, advice and all the rest.
+`ms-profile run` starts a script unmodified (here examples/data/plain_loop.py), detects its steps,
+traces some of them and records the others at low cost. The output shows the breakdown of each
+step's time and the most expensive operators; `report.html` has the timeline, advice and details.
 """
 
 import argparse
@@ -19,10 +19,10 @@ SCRIPT = Path(__file__).parents[1] / "data" / "plain_loop.py"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Record, read, write the page."""
+    """Record the script, print a summary, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("unchanged-script"))
-    parser.add_argument("--script", type=Path, default=SCRIPT, help="any script that trains")
+    parser.add_argument("--script", type=Path, default=SCRIPT, help="training script")
     options = parser.parse_args(arguments)
     results = options.folder / "profile_results"
     if not results.exists():
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     for finding in advise(run):
         print(f"advice: {finding.title}; gains up to {finding.gain_share:.0%}")
     write_report(run, options.folder / "report.html", title="The plain loop")
-    print(f"the page: {options.folder / 'report.html'}")
+    print(f"report: {options.folder / 'report.html'}")
 
 
 if __name__ == "__main__":

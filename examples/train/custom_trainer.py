@@ -2,9 +2,9 @@
 
     python examples/train/custom_trainer.py --steps 40
 
-`TokenStream` reads shards, `Engine` trains the module (under any layout, were it started by
-torchrun), `Recorder` notes where the time goes, `EventLog` keeps the losses. One sees the loss fall
-and the share of each step that went to batches, forwards and backwards. `--folder` keeps it all.
+`TokenStream` reads shards, `Engine` trains the module (with any layout under torchrun), `Recorder`
+records where the time goes, and `EventLog` stores the losses. The output shows the loss and the
+share of each step spent on data, forward, backward and optimizer. All files are in `--folder`.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from ms_parallel import AdamWConfig, Engine, ModelPlan, NextTokenLoss
 from ms_profile import EventLog, Kind, Recorder, read_events, read_ring
 
 CORPUS = Path(email.__file__).parent
-"""The standard library's package for mail, some 400 kB of Python."""
+"""The standard library's email package, about 400 kB of Python."""
 WIDTH, VOCABULARY, ROW = 64, 512, 64
 
 
 class Recurrent(nn.Module):
-    """Gated recurrent layers with residuals: anything from tokens (B, S) to logits (B, S, V)."""
+    """GRU layers with residuals, from tokens (B, S) to logits (B, S, V)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Recurrent(nn.Module):
 
 
 def shards(folder: Path) -> Path:
-    """Tokenized shards of the corpus; those that are there already are taken."""
+    """Build tokenized shards of the corpus, unless they exist."""
     if not (folder / "shards").exists():
         folder.mkdir(parents=True, exist_ok=True)
         train_tokenizer(CORPUS, vocab_size=VOCABULARY, out=folder / "tokenizer.json")
@@ -64,7 +64,7 @@ def shards(folder: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and say what came of it."""
+    """Train, and print losses and the time breakdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("custom-trainer"))
     parser.add_argument("--steps", type=int, default=40)
@@ -92,11 +92,11 @@ def main(arguments: list[str] | None = None) -> None:
     losses = [event.fields["loss"] for event in read_events(options.folder / "events")]
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     spans = read_ring(options.folder / "rank-0.ring").spans
-    lengths = (spans["end_ns"] - spans["start_ns"]).astype(np.float64)
-    whole = lengths[spans["kind"] == Kind.STEP].sum()
-    for kind in (Kind.DATA, Kind.MODULE, Kind.BACKWARD, Kind.OPTIMIZER):
+    elapsed = (spans["end_ns"] - spans["start_ns"]).astype(np.float64)
+    total = elapsed[spans["kind"] == Kind.STEP].sum()
+    for phase in (Kind.DATA, Kind.MODULE, Kind.BACKWARD, Kind.OPTIMIZER):
         print(
-            f"{kind.name.lower():>10} {lengths[spans['kind'] == kind].sum() / whole:6.1%} of steps"
+            f"{phase.name.lower():>10} {elapsed[spans['kind'] == phase].sum() / total:6.1%} of steps"
         )
 
 

@@ -2,9 +2,9 @@
 
     python examples/train/hugging_face_folder.py --steps 40
 
-The folder is made here by transformers itself, a tiny Qwen 3 without training, since nothing is
-downloaded; any folder with a config.json and weights takes its place. What comes out opens in
-transformers, with its tokenizer, and answers as the trained model does.
+To avoid a download, transformers creates the folder here: a tiny, untrained Qwen 3. Any folder with
+config.json and weights works. The trained model opens in transformers, with its tokenizer, and
+generates the same text as the trainer.
 """
 
 import argparse
@@ -20,7 +20,7 @@ CORPUS = Path(email.__file__).parent
 
 
 def make_folder(folder: Path) -> Path:
-    """A small model of transformers with its tokenizer, as the hub has them."""
+    """Create a small transformers model with its tokenizer, in the layout of the Hub."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     if not folder.exists():
@@ -44,17 +44,17 @@ def make_folder(folder: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train on, and open the result in transformers."""
+    """Continue training, and open the result in transformers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("hugging-face-folder"))
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args(arguments)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    given = make_folder(options.folder / "given")
+    pretrained = make_folder(options.folder / "given")
     trainer = DistributedTrainer(
-        model_arch=given,  # its weights are what the training begins with
-        tokenizer=given / "tokenizer.json",
+        model_arch=pretrained,  # training starts from its weights
+        tokenizer=pretrained / "tokenizer.json",
         sequence_length=64,
         batch_size=16,
         learning_rate=3e-3,
@@ -68,12 +68,14 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(result.model_folder)
     model = AutoModelForCausalLM.from_pretrained(result.model_folder)
     prompt = tokenizer("def get_payload(self", return_tensors="pt")
-    theirs = model.generate(**prompt, max_new_tokens=16, do_sample=False)
-    theirs = tokenizer.decode(theirs[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    ours = trainer.generate("def get_payload(self", max_new_tokens=16, temperature=0.0)
+    expected = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    expected = tokenizer.decode(
+        expected[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    generated = trainer.generate("def get_payload(self", max_new_tokens=16, temperature=0.0)
     print(f"held-out loss {result.first_held_out_loss:.3f} -> {result.held_out_loss:.3f}")
-    print(f"{type(model).__name__} in transformers writes {theirs!r}, the trainer {ours!r}")
-    assert theirs == ours
+    print(f"{type(model).__name__} in transformers writes {expected!r}, the trainer {generated!r}")
+    assert expected == generated
 
 
 if __name__ == "__main__":

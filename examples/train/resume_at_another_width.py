@@ -2,10 +2,10 @@
 
     python examples/train/resume_at_another_width.py
 
-The same run file is started three times by torchrun: in two processes to step 6, in one to step 9,
-and in two again, now as tensor ranks, to step 12. Checkpoints know no layout, the data goes on in
-its order. With `reproducible = true` data ranks change nothing to the bit: the losses to step 9 are
-those of a run that one process did alone.
+torchrun starts the same run file three times: with two processes to step 6, with one to step 9, and
+with two tensor ranks to step 12. Checkpoints are independent of the layout, and the data order
+continues. With `reproducible = true` the number of data ranks does not change a bit: the losses to
+step 9 equal those of a run in a single process.
 """
 
 import argparse
@@ -41,7 +41,7 @@ num_hidden_layers = 2
 
 
 def train(folder: Path, name: str, axis: str, count: int, steps: int) -> list[float]:
-    """Train on to a step, and return the losses of the whole run so far."""
+    """Train to step `steps`, resuming if possible; return the losses from step 1."""
     run_file = folder / f"{name}-{steps}.toml"
     text = RUN.format(
         corpus=Path(email.__file__).parent,
@@ -63,20 +63,20 @@ def train(folder: Path, name: str, axis: str, count: int, steps: int) -> list[fl
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Two, one, two processes; then one alone."""
+    """Train with two, one and two processes, and compare with one process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("another-width"))
     options = parser.parse_args(arguments)
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     train(folder, "changing", "data", 2, 6)
-    changing = train(folder, "changing", "data", 1, 9)
-    alone = train(folder, "alone", "data", 1, 9)
-    for step, (ours, theirs) in enumerate(zip(changing, alone, strict=True), 1):
-        print(f"step {step}: {ours!r} {theirs!r} {'the same' if ours == theirs else 'DIFFERS'}")
-    assert changing == alone
-    further = train(folder, "changing", "tensor", 2, 12)
-    print(f"on to step {len(further)} as two tensor ranks: loss {further[-1]:.4f}")
+    resumed = train(folder, "changing", "data", 1, 9)
+    single = train(folder, "alone", "data", 1, 9)
+    for step, (loss, expected) in enumerate(zip(resumed, single, strict=True), 1):
+        print(f"step {step}: {loss!r} {expected!r} {'equal' if loss == expected else 'DIFFERS'}")
+    assert resumed == single
+    continued = train(folder, "changing", "tensor", 2, 12)
+    print(f"resumed to step {len(continued)} as two tensor ranks: loss {continued[-1]:.4f}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python examples/train/schedule_search.py --memory-cap 4
 
-Four ranks, twelve microbatches, a head that makes the last stage slow. Known schedules are proved,
-simulated and compared; then one is searched for under the same memory, with a bound on how much
-shorter any could be. `schedule.csv` goes into a run file as `schedule = "schedule.csv"`, and
-`timelines.html` draws all of them. No torch is needed.
+Four ranks, twelve microbatches, and a last stage that is slow because of the head. Known schedules
+are verified, simulated and compared; then a search finds one with the same memory limit, and a
+lower bound on the time of any schedule. `schedule.csv` can be used in a run file as
+`schedule = "schedule.csv"`, and `timelines.html` shows all timelines. Does not need torch.
 """
 
 import argparse
@@ -27,13 +27,13 @@ RANKS, MICROBATCHES = 4, 12
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Compare, search, draw."""
+    """Compare schedules, search for a better one, and draw the timelines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("schedule-search"))
-    parser.add_argument("--memory-cap", type=int, default=4, help="microbatches a rank may hold")
+    parser.add_argument("--memory-cap", type=int, default=4, help="microbatches in memory per rank")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
-    # Milliseconds, say: a head takes half of a stage again, forwards and backwards.
+    # In milliseconds; the head adds half of a stage's time to each pass.
     costs = Costs(
         forward=(10, 10, 10, 15),
         backward_input=(10, 10, 10, 15),
@@ -45,24 +45,24 @@ def main(arguments: list[str] | None = None) -> None:
         schedule = named_schedule(name, RANKS, MICROBATCHES)
         report = verify(schedule)
         timelines[name] = simulate(schedule, costs)
-        whole, held = float(timelines[name].makespan), max(report.peak_activations)
-        print(f"{name:>8}: {whole:4.0f} ms, holds {held} microbatches at most")
-    found = search(
+        makespan, peak = float(timelines[name].makespan), max(report.peak_activations)
+        print(f"{name:>8}: {makespan:4.0f} ms, at most {peak} microbatches in memory")
+    best = search(
         costs,
         memory_cap=options.memory_cap,
         microbatches=MICROBATCHES,
         placement=one_a_rank(RANKS),
         effort=0.1,
     )
-    timelines["found"] = simulate(found.schedule, costs)
-    whole, bound = float(found.makespan), float(found.lower_bound)
-    print(f"   found: {whole:4.0f} ms, and none is below {bound:.0f} ms")
+    timelines["found"] = simulate(best.schedule, costs)
+    makespan, lower_bound = float(best.makespan), float(best.lower_bound)
+    print(f"   found: {makespan:4.0f} ms; no schedule is faster than {lower_bound:.0f} ms")
     print(draw_text(timelines["found"]))
-    (options.folder / "schedule.csv").write_text(found.schedule.to_csv())
+    (options.folder / "schedule.csv").write_text(best.schedule.to_csv())
     (options.folder / "timelines.html").write_text(
         draw_html(*timelines.values(), titles=list(timelines), unit="ms")
     )
-    assert found.makespan <= timelines["1f1b"].makespan
+    assert best.makespan <= timelines["1f1b"].makespan
 
 
 if __name__ == "__main__":

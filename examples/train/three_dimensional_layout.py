@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 8 examples/train/three_dimensional_layout.py --steps 6
 
-Eight processes, 2 x 2 x 2: each batch is split in two, each matrix in two, the layers in two. The
-script is the one for a single process; `parallel_config` alone differs. One sees the losses that
-one process has too. With fewer processes it takes as many axes as there are.
+Eight processes, 2 x 2 x 2: batches, weight matrices and layers are each split in two. The script is
+the same as for a single process, except for `parallel_config`, and the losses are the same. With
+fewer processes it uses fewer axes.
 """
 
 import argparse
@@ -19,7 +19,7 @@ CUBE = {"data": 2, "tensor": 2, "pipeline": 2}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train; every process calls this, and the first one speaks."""
+    """Train; runs in every process, and rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("three-dimensional-layout"))
     parser.add_argument("--steps", type=int, default=6)
