@@ -92,11 +92,11 @@ def main(arguments: list[str] | None = None) -> None:
     losses = [event.fields["loss"] for event in read_events(options.folder / "events")]
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     spans = read_ring(options.folder / "rank-0.ring").spans
-    elapsed = (spans["end_ns"] - spans["start_ns"]).astype(np.float64)
-    total = elapsed[spans["kind"] == Kind.STEP].sum()
+    times = (spans["end_ns"] - spans["start_ns"]).astype(np.float64)
+    total = times[spans["kind"] == Kind.STEP].sum()
     for phase in (Kind.DATA, Kind.MODULE, Kind.BACKWARD, Kind.OPTIMIZER):
         print(
-            f"{phase.name.lower():>10} {elapsed[spans['kind'] == phase].sum() / total:6.1%} of steps"
+            f"{phase.name.lower():>10} {times[spans['kind'] == phase].sum() / total:6.1%} of steps"
         )
 
 
