@@ -109,6 +109,7 @@ class BackgroundSaver:
         Raises:
             CheckpointError: the previous checkpoint could not be written.
         """
+        # One checkpoint at a time: the shared memory still has the previous one's bytes.
         self.finish()
         rank_plan = self.rank_plan = self._plan(state)
         folder = step_folder(self.root, step)
@@ -143,11 +144,13 @@ class BackgroundSaver:
             return
         result, error = self._writer_result(job)
         stuck = None if result is not None or error is not None else self._stuck(job)
+        # One small all-reduce, so all ranks take the same branch below.
         done, failed, hung = self._sums(
             float(result is not None), float(error is not None), float(stuck is not None)
         )
         if failed or hung:
             self._abort(job, error, stuck)
+        # `done` counts only rank 0 during the commit.
         if job.committing and done:
             self.job = None
             job.note()
@@ -208,6 +211,7 @@ class BackgroundSaver:
             gathered = [local]
         else:
             dist.gather_object(local, gathered if self.rank == 0 else None, dst=0)
+        # The manifest is written by rank 0's writer; other ranks wait for its result in `poll`.
         self.job = CheckpointJob(
             folder=job.folder, writer=job.writer, keep=job.keep, committing=True, note=job.note
         )
@@ -217,6 +221,8 @@ class BackgroundSaver:
         assert self.rank_plan is not None
         manifest = job.writer.manifest(self.rank_plan.metadata, gathered)
         old = [step_folder(self.root, step) for step in complete_steps(self.root)]
+        # The writer does this in order: manifest, rename, `last`, removal of old checkpoints. A
+        # crash in between leaves the new checkpoint complete, or absent with the old ones intact.
         self.process.submit(
             {
                 "kind": "commit",
@@ -261,6 +267,7 @@ class BackgroundSaver:
             reasons = [(None, None)] * dist.get_world_size()
             dist.all_gather_object(reasons, (error, stuck))
         self.close()
+        # Stuck before failed: its error would come from a disk that does not respond.
         if hung := next((stuck for _, stuck in reasons if stuck), None):
             raise StuckWriterError(hung)  # the folder is not removed, as its disk may not respond
         if self.rank == 0:
@@ -278,6 +285,7 @@ class BackgroundSaver:
             planner.create_local_plan()
         )
         plan, metadata = self._global_plan(planner, local_plan)
+        # Wide dtypes first, so that every tensor is aligned without padding.
         items = sorted(plan.items, key=lambda item: -dtype_of(item).itemsize)
         return RankPlan(
             items=items,
@@ -302,12 +310,14 @@ class BackgroundSaver:
             global_plans, metadata = planner.create_global_plan(plans)
             rank_plans = [(plan, metadata) for plan in global_plans]
         received: list[Any] = [None]
+        # Each rank gets its own plan and the metadata of the whole state.
         dist.scatter_object_list(received, rank_plans if self.rank == 0 else None, src=0)
         return received[0][0], received[0][1]
 
     @torch.no_grad()
     def _copy(self, state: Mapping[str, Tensor], rank_plan: RankPlan) -> str | None:
         """Copy this rank's chunks to shared memory; return an error message on failure."""
+        # A planner only to resolve items to tensors; the plan itself is reused.
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), None, self.rank == 0)
         try:
@@ -322,6 +332,7 @@ class BackgroundSaver:
             if size:
                 source = planner.resolve_data(item)
                 assert isinstance(source, Tensor)
+                # Reinterpreted in the shared buffer, so a GPU copies straight into it.
                 target = buffer[offset : offset + size].view(source.dtype).view(source.shape)
                 target.copy_(source.detach())
             offset += size

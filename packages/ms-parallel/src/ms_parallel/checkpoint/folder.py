@@ -56,6 +56,7 @@ def keep_last(root: Path, count: int) -> None:
         folder = step_folder(root, step)
         removed = folder.with_name(folder.name + ".removed")
         with writing(folder):
+            # Atomic: from here on it is no longer counted as a checkpoint.
             publish(folder, removed)
             shutil.rmtree(removed)
 

@@ -104,6 +104,7 @@ def _decode(path: Path, content: bytes) -> Manifest:
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     """Yield inconsistencies of a manifest; stop at the first invalid tensor or chunk."""
     files = {file.name: file for file in manifest.files}
+    # Every byte of a file is in its header or in exactly one chunk, so sizes must add up.
     file_bytes = Counter({file.name: file.header_bytes for file in manifest.files})
     for name in files:
         if not FILE_NAME.fullmatch(name):
@@ -117,6 +118,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
                 yield f"a chunk of tensor {name!r} is outside its tensor or file"
                 return
             file_bytes[chunk.file] += chunk.size_bytes
+        # Chunks of one tensor do not overlap, so their sizes show whether they fill it.
         if sum(math.prod(chunk.shape) for chunk in tensor.chunks) != math.prod(tensor.shape):
             yield f"the chunks of tensor {name!r} do not fill it"
     for name, file in files.items():

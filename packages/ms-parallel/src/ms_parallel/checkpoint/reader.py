@@ -89,6 +89,7 @@ class Reader(StorageReader):
         Raises:
             DamageError: the bytes of a tensor have changed; names its file.
         """
+        # By file, then by offset: a chunk that several boxes need is read once.
         requests: dict[str, dict[int, tuple[str, Chunk, list[ReadItem]]]] = {}
         for item in plan.items:
             name = item.storage_index.fqn
@@ -104,6 +105,7 @@ class Reader(StorageReader):
 
     def _chunk(self, name: str, offsets: tuple[int, ...]) -> Chunk:
         chunks = self.manifest.tensors[name].chunks
+        # Empty chunks may share an offset with a real one.
         return next(chunk for chunk in chunks if chunk.offsets == offsets and 0 not in chunk.shape)
 
     def _read_file(
@@ -121,6 +123,7 @@ class Reader(StorageReader):
                         f"{path}: has {size_bytes} bytes but {file.size_bytes} were written"
                     )
                 _read(stream, path, "header", 0, file.header_bytes, file.header_crc32)
+                # In file order, so that the disk reads forward.
                 for begin, (name, chunk, items) in sorted(requests.items()):
                     content = _read(stream, path, name, begin, chunk.size_bytes, chunk.crc32)
                     self._copy(name, chunk, items, content, planner)
@@ -138,6 +141,7 @@ class Reader(StorageReader):
         dtype = DTYPES[self.manifest.tensors[name].dtype]
         source = torch.frombuffer(content, dtype=dtype).reshape(chunk.shape)
         for item in items:
+            # The part of the chunk that overlaps this rank's box.
             box = source
             for dim, (start, length) in enumerate(
                 zip(item.storage_offsets, item.lengths, strict=True)

@@ -37,6 +37,7 @@ class SharedMemory:
             OSError: not enough memory.
         """
         if len(self._buffer) < size:
+            # Growth keeps the descriptor, which the writing process has inherited.
             os.posix_fallocate(self.descriptor, 0, size)  # fails now rather than on first access
             self._mapped = mmap.mmap(self.descriptor, size)
             self._buffer = torch.frombuffer(self._mapped, dtype=torch.uint8)
@@ -80,6 +81,7 @@ class WritingProcess:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
+            # The process is dead; `result` reports how it ended.
             return
 
     def result(self) -> dict[str, Any] | None:
@@ -92,6 +94,7 @@ class WritingProcess:
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while True:
+            # Messages are JSON lines, and a read may end in the middle of one.
             while b"\n" not in self._unread:
                 if not select.select([pipe], [], [], 0)[0]:
                     return None
@@ -102,6 +105,7 @@ class WritingProcess:
             line, _, self._unread = self._unread.partition(b"\n")
             message: dict[str, Any] = json.loads(line)
             self.last_activity = monotonic()
+            # Progress reports only update the time of the last activity.
             if "written" not in message:
                 return message
 

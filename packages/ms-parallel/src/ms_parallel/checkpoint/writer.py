@@ -76,6 +76,7 @@ class Writer(StorageWriter):
         header = header_of_items(items)
         results = []
         with (self.partial / name).open("xb", buffering=0) as file:
+            # Order on disk: header, chunks, sync of the file, sync of the folder.
             write_all(file, header)
             offset = len(header)
             for item in items:
@@ -103,6 +104,8 @@ class Writer(StorageWriter):
         """Write the manifest and rename the folder, which completes the checkpoint."""
         manifest = self.manifest(metadata, results)
         with writing(self.folder):
+            # The rename comes last: a crash before it leaves a partial folder that `sweep`
+            # removes.
             write_synced(self.partial / MANIFEST, manifest.encode())
             sync_folder(self.partial)
             publish(self.partial, self.folder)

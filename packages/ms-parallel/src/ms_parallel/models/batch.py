@@ -34,6 +34,7 @@ def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
     """Select rows [start, stop) and their images."""
     rows = {name: value[start:stop] for name, value in batch.items() if name not in PICTURES}
     if POSITIONS in batch:
+        # (3, B, S): rows are dim 1.
         rows[POSITIONS] = batch[POSITIONS][:, start:stop]
     if PLACES not in batch:
         return rows
@@ -41,6 +42,7 @@ def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
     image_mask = (spans[:, 0] >= start) & (spans[:, 0] < stop)
     patch_mask = torch.repeat_interleave(image_mask, grids.prod(1))  # images -> their patches
     rows[PATCHES], rows[GRIDS] = batch[PATCHES][patch_mask], grids[image_mask]
+    # Row indices of images restart at 0 in the slice.
     rows[PLACES] = spans[image_mask] - spans.new_tensor([start, 0, 0])
     return rows
 

@@ -33,10 +33,12 @@ class KeyValueCache:
         """
         end = self.length + k.shape[1]
         buffers = self._layers.get(layer)
+        # Doubling makes the copies linear in the final length.
         if buffers is None or buffers[0].shape[1] < end:
             buffers = self._grow(buffers, k, v, max(64, 2 * end))
             self._layers[layer] = buffers
         keys, values = buffers
+        # Generation has no backward, and the buffers must not hold a graph.
         keys[:, self.length : end] = k.detach()
         values[:, self.length : end] = v.detach()
         return keys[:, :end], values[:, :end]
@@ -66,6 +68,7 @@ class KeyValueCache:
                 return None
             new = self.documents[:, -1:].expand(rows, count)
         cached = self.documents
+        # Positions cached without documents count as document 0.
         if cached is None:
             cached = new.new_zeros(rows, self.length)
         return torch.cat((cached, new), 1)
@@ -83,6 +86,7 @@ class KeyValueCache:
         """
         if not 0 <= length <= self.length:
             raise ModelError(f"cannot rewind a cache of {self.length} positions to {length}")
+        # The buffers keep their bytes; the next `append` overwrites them.
         self.length = length
         if self.documents is not None:
             self.documents = self.documents[:, :length]

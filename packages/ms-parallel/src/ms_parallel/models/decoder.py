@@ -91,6 +91,7 @@ class Decoder(StagedModel):
             cached = cache.length if cache is not None else 0
             for rope in self.ropes:
                 check_growth(rope, positions, ends, cached)
+        # Lengths and limits concern the full row, so they come before the split.
         if row_split is not None:
             positions = row_split.mine(positions)
             ends = None if ends is None else row_split.mine(ends)
@@ -143,6 +144,7 @@ def plan_with(
     if config.query_key_norm:
         block_styles |= {"self_attn.q_norm": "heads", "self_attn.k_norm": "heads"}
     mixture = config.mixture
+    # Every layer has experts, so there are no dense projections to split.
     if mixture is not None and set(mixture.layers) >= set(range(config.num_hidden_layers)):
         block_styles |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
     block_styles |= {**dict.fromkeys(norms.names, "sequence"), **(modules or {})}

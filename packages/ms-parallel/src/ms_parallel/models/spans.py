@@ -29,6 +29,7 @@ def document_lengths(documents: Tensor | None) -> tuple[int, ...] | None:
         return None
     with unset_fake_temporarily():  # documents are real when memory is predicted
         lengths = packed_lengths(documents)
+    # One document per row: plain causal attention needs no mask either.
     if lengths is None or len(lengths) == len(documents):
         return None
     return lengths if len(lengths) * SHORTEST_MEAN <= documents.numel() else None

@@ -102,11 +102,13 @@ class StagedModel(nn.Module, ABC):
         mtp = config.mtp_layers if last else 0
         mtp_layers = range(config.num_hidden_layers, config.num_hidden_layers + mtp)
         self.model.layers = nn.ModuleDict({str(i): block(i) for i in (*layers, *mtp_layers)})
+        # MTP layers embed tokens too; the plan ties this copy of the embedding.
         if mtp and not first:
             size = config.vocab_size, config.hidden_size
             self.model.next_embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))
         if last:
             self.model.norm = norm()
+            # A tied head on the embedding's stage uses the embedding's weight.
             if not (config.tie_word_embeddings and first):
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -189,6 +191,7 @@ class StagedModel(nn.Module, ABC):
         for number in range(first, first + self.config.mtp_layers):
             tokens = torch.cat((tokens[:, 1:], tokens[:, -1:]), 1)  # shift left by one
             layer: Any = self.model.layers[str(number)]  # type: ignore[index]
+            # Shifted over the full row first: the next token may be on another rank.
             local_tokens = tokens if row_split is None else row_split.mine(tokens)
             hidden = layer(hidden, embed(local_tokens), context=context)
             yield hidden
@@ -238,6 +241,7 @@ class StagedModel(nn.Module, ABC):
             if int(number) < self.config.num_hidden_layers:  # the rest are MTP layers
                 hidden = block(hidden, context=context)
         if cache is not None:
+            # After all layers, since each appends at the same offset.
             cache.advance(positions.shape[1], documents)
         if not self.last:
             return hidden

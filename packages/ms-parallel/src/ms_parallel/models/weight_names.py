@@ -52,6 +52,8 @@ class WeightSlice:
 
     def to_parameter(self, values: Tensor) -> Tensor:
         """Permute values of (a part of) `part` to the dims of the parameter."""
+        # Dims of the tensor in the order of the parameter's dims; dims that only the tensor has
+        # come last and have size 1.
         along = [dim for dim in self.dims if dim is not None]
         permuted = values.permute([*along, *(d for d in range(values.ndim) if d not in along)])
         sizes = [1 if dim is None else values.shape[dim] for dim in self.dims]
@@ -59,6 +61,8 @@ class WeightSlice:
 
     def to_tensor(self, values: Tensor) -> Tensor:
         """Permute values of `box` to the dims of the checkpoint tensor."""
+        # The inverse of `to_parameter`: drop dims that the tensor lacks, add those that it alone
+        # has, and permute.
         along = [dim for dim in self.dims if dim is not None]
         squeezed = values.reshape(
             [values.shape[d] for d, dim in enumerate(self.dims) if dim is not None]

@@ -27,11 +27,13 @@ def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, T
         places (T, C) int64: index in rows for each choice.
     """
     flat = experts.reshape(-1).long()
+    # Stable, so that rows of one expert keep the order of their tokens.
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat))
+    # Inverse permutation: place of each choice among the sorted rows.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=x.device))
     places = places.view(experts.shape)
-    tokens = order // experts.shape[1]
+    tokens = order // experts.shape[1]  # (T·C,) token of each row
     return _Permute.apply(x, tokens, places), counts, places  # type: ignore[no-untyped-call]
 
 
@@ -53,7 +55,7 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     if x.dtype == torch.float64 or not x.numel() or not aligned:
         parts = torch.split(x, counts.tolist())
         return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
-    ends = counts.cumsum(0, dtype=torch.int32)
+    ends = counts.cumsum(0, dtype=torch.int32)  # end row of each expert
     result = F.grouped_mm(x, weights, offs=ends)
     return _WholeGradient.apply(result)  # type: ignore[no-any-return,no-untyped-call]
 

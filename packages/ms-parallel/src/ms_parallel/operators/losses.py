@@ -46,6 +46,7 @@ def cross_entropy(
     Returns:
         float32 (float64 for float64) scalar, or (...) for `"none"`.
     """
+    # (N, V) in the accumulation dtype.
     flat = widen(logits.reshape(-1, logits.shape[-1]))
     targets_flat = targets.reshape(-1)
     losses = F.cross_entropy(
@@ -96,7 +97,7 @@ def linear_cross_entropy(
         float32 (float64 for float64) scalar, or (...) for `"none"`.
     """
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    chunk = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+    chunk = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))  # 4 bytes per float32 logit
     fits = rows.shape[0] <= chunk
     if reduction == "sum" and _sums_in_forward(hidden, weight, fits=fits):
         factors = None if weights is None else weights.reshape(-1)
@@ -151,6 +152,7 @@ class _SummedLoss(torch.autograd.Function):
         # Only ignored targets are replaced; any other out-of-range target fails in the gather.
         classes = targets.masked_fill(~counted, 0)
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        # Weight of each row in the sum, 0 for ignored targets.
         scale = counted.to(wide)
         if factors is not None:
             scale = scale * factors.to(wide)
@@ -160,13 +162,15 @@ class _SummedLoss(torch.autograd.Function):
         chunk = _chunk_rows(rows, weight)
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = F.linear(rows[part], weight)
+            logits = F.linear(rows[part], weight)  # (n, V)
             losses, delta = _loss_and_gradient(logits, classes[part], scale[part], softcap, z_loss)
             total += losses.sum()
+            # ∂h = δ·W and ∂W = δᵀ·h, with δ the gradient of the logits.
             if grad_rows is not None:
                 torch.mm(delta, weight, out=grad_rows[part])
             if grad_weight is not None:
                 _add_product(grad_weight, delta.t(), rows[part])
+        # Rounded once, after all chunks were summed.
         saved_weight_grad = None if grad_weight is None else grad_weight.to(weight.dtype)
         ctx.save_for_backward(grad_rows, saved_weight_grad)
         return total
@@ -200,11 +204,13 @@ def _loss_and_gradient(
     """Return the scaled losses (n,) and the gradient of their sum with respect to logits (n, V)."""
     wide = widen(logits)
     wide = wide if softcap is None else capped(wide, softcap)
+    # loss = n - x[target], with n = logsumexp(x) and p = exp(x - n).
     normalizer = wide.logsumexp(-1)
     losses = normalizer - wide.gather(-1, classes[:, None])[:, 0]
     p = (wide - normalizer[:, None]).exp()
     if z_loss:
         losses = losses + z_loss * normalizer.square()
+        # ∂(z·n²)/∂x = 2·z·n·p.
         p = p * (1 + 2 * z_loss * normalizer)[:, None]
     is_target = torch.arange(logits.shape[1], device=logits.device) == classes[:, None]
     delta = (p - is_target.to(p.dtype)) * scale[:, None]
@@ -309,9 +315,11 @@ def head_gradients(
             chunk_logits = chunk_logits if softcap is None else capped(chunk_logits, softcap)
         else:
             chunk_logits = logits
+        # p, reusing the memory of the difference.
         delta = (chunk_logits - normalizers[part, None]).exp_()
         if z_loss:
             delta = delta.mul_(1 + 2 * z_loss * normalizers[part, None])
+        # Minus 1 at the target; -0 for targets of other shards.
         delta.scatter_add_(-1, classes[part, None], -here[part, None].to(delta.dtype))
         delta = delta.mul_(scale[part, None])
         if softcap is not None:  # derivative of softcap · tanh(x / softcap)

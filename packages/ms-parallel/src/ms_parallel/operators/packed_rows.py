@@ -34,11 +34,13 @@ def packed_lengths(documents: Tensor) -> tuple[int, ...] | None:
         is not contiguous.
     """
     rows, positions = documents.shape
+    # A row start always begins a document, even with the number of the previous row's last one.
     begins = torch.ones(rows, positions, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = begins.flatten().nonzero()[:, 0]
     row = starts.div(positions, rounding_mode="floor")
     numbers = documents.flatten()[starts]
+    # A repeated (row, number) pair is a document in two pieces.
     if len(set(zip(row.tolist(), numbers.tolist(), strict=True))) != len(starts):
         return None
     ends = torch.cat((starts[1:], starts.new_tensor([rows * positions])))
@@ -66,6 +68,7 @@ def attend_in_spans(
     Returns:
         (B, S, Hq, Dv).
     """
+    # All rows as one long row (1, B·S, heads, D), split by document.
     parts = (torch.split(x.flatten(0, 1)[None], list(lengths), 1) for x in (q, k, v))
     outputs = [attention(*part, **settings) for part in zip(*parts, strict=True)]
     return torch.cat(outputs, 1).view(*q.shape[:3], v.shape[3])
@@ -164,6 +167,7 @@ def block_mask(documents: Tensor, window: int | None = None) -> "BlockMask":
     from torch.nn.attention.flex_attention import BlockMask
 
     rows, length = documents.shape
+    # Padding repeats the last document, so block ranges stay tight; `seq_lengths` cuts it off.
     padded = torch.cat((documents, documents[:, -1:].expand(rows, -length % BLOCK)), 1)
     blocks = padded.view(rows, -1, BLOCK)
     low, high = blocks.amin(-1), blocks.amax(-1)  # (B, blocks)
@@ -171,6 +175,7 @@ def block_mask(documents: Tensor, window: int | None = None) -> "BlockMask":
     last = first + BLOCK - 1
     nearest = first[:, None] - last  # smallest query-key distance of a pair of blocks
     farthest = last[:, None] - first
+    # Ranges may overlap although no number is shared; `visible` masks such blocks elementwise.
     overlap = (low[:, :, None] <= high[:, None]) & (high[:, :, None] >= low[:, None])
     some = overlap & (farthest >= 0)
     same = (low == high)[:, :, None] & (low == high)[:, None] & (low[:, :, None] == low[:, None])

@@ -50,6 +50,7 @@ def rotary(
     width, cos, sin = 2 * cos.shape[-1], cos.unsqueeze(2), sin.unsqueeze(2)
     turn = _turn_neighbors if interleaved else _turn_halves
     if not interleaved:
+        # For (a, b) = halves of x: (a·cos - b·sin, b·cos + a·sin) = x·cos + roll(x)·(-sin, sin).
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def rotated(x: Tensor) -> Tensor:
@@ -109,8 +110,10 @@ def attention(
     """
     queries, keys, width = q.shape[1], k.shape[1], v.shape[3]
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    # A window of at least all keys hides nothing, and without it more kernels apply.
     window = None if window is None or window >= keys else window
     rows = None
+    # With cached keys (Sk > Sq), documents are masked.
     if documents is not None and queries == keys and _avoids_masks(documents):
         rows = boundaries_of(documents)
     if rows is not None and sinks is None and fits_varlen(q, v):
@@ -124,6 +127,7 @@ def attention(
         mask = None
     else:
         mask = _order_mask(queries, keys, causal, window, q.device)
+    # `is_causal` aligns queries to the first key, so it is right only if Sq = Sk.
     causal = causal and mask is None and queries > 1
     # Fused kernels need one head width; zero padding does not change the result.
     q, k, v = (
@@ -131,7 +135,7 @@ def attention(
         for widest in [max(q.shape[3], width)]
         for x in (q, k, v)
     )
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, S, D)
     if sinks is None:
         out = F.scaled_dot_product_attention(
             q,
@@ -174,6 +178,7 @@ def _scored(
         mask = _order_mask(queries, k.shape[2], True, None, q.device)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
+    # One more column per row, for the sink; it has no value, so its weight is dropped.
     sink_scores = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
     weights = torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
     return (weights @ cpu.widen(v)).to(v.dtype)
@@ -184,6 +189,7 @@ def _order_mask(
 ) -> Tensor:
     """Build the causal and window mask (1, 1, Sq, Sk), True for visible keys."""
     key = torch.arange(keys, device=device)
+    # Queries are the last positions.
     query = key[keys - queries :, None]
     distance = query - key  # (Sq, Sk), positive for earlier keys
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)

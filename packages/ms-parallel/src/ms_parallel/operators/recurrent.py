@@ -37,6 +37,7 @@ def causal_conv1d(
         Like `x`.
     """
     if documents is None:
+        # Left padding by K - 1 makes it causal.
         padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
         out = F.conv1d(padded, weight[:, None], bias, groups=x.shape[2]).transpose(1, 2)
     else:
@@ -49,6 +50,7 @@ def _taps(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Tensor) -> Tenso
     taps, length = weight.shape[1], x.shape[1]
     out = x * weight[:, -1] if bias is None else torch.addcmul(bias, x, weight[:, -1])
     for lag in range(1, min(taps, length)):
+        # Documents are contiguous, so equal numbers mean no boundary in between.
         same = (runs[:, lag:] == runs[:, :-lag])[..., None]
         lagged = x[:, :-lag].masked_fill(~same, 0) * weight[:, -1 - lag]
         out = out + F.pad(lagged, (0, 0, lag, 0))
@@ -98,6 +100,7 @@ def gated_delta_rule(
         _chunks(x.to(wide), chunk) for x in (q, k, v, g[..., None], beta[..., None])
     )
     runs = _runs(documents)
+    # Padding positions have k = 0 and β = 0, so they leave the state unchanged.
     runs = torch.cat((runs, runs[:, -1:].expand(rows, -length % chunk)), 1)
     runs = runs.view(rows, 1, -1, chunk)
     out = _by_chunks(q, k, wide_v * beta, k * beta, g, runs)
@@ -116,12 +119,18 @@ def _by_chunks(
     chunk = q.shape[3]
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     seen = lower & (runs[..., :, None] == runs[..., None, :])
+    # Sum of g from the document's or chunk's start to each position; (B, H, chunks, C).
     log_decay = (seen.to(g.dtype) @ g)[..., 0]
     difference = log_decay[..., :, None] - log_decay[..., None, :]
+    # Decay from position j to position i of the same document, else 0; (C, C) per chunk.
     decay = difference.masked_fill(~seen, -torch.inf).exp()
     before = F.pad(runs[:, :, :-1, -1:], (0, 0, 1, 0), value=-1)  # document of the incoming state
     carried = (runs == before)[..., None]
+    # Position i subtracts β·decay·(k_i·k_j) of each earlier correction: a unit lower triangular
+    # system, whose diagonal `unitriangular` takes as 1.
     system = (k_beta @ k.mT) * decay
+    # Second right-hand side: the prediction of the incoming state S is linear in S, so the
+    # system is solved for its factor, and S is applied in the loop below.
     from_state = (k_beta * log_decay[..., None].exp()).masked_fill(~carried, 0)
     solved = torch.linalg.solve_triangular(
         system, torch.cat((v_beta, from_state), -1), upper=False, unitriangular=True
@@ -129,6 +138,7 @@ def _by_chunks(
     new, state_update = solved.split((v_beta.shape[-1], k.shape[-1]), -1)
     scores = (q @ k.mT) * decay
     state_queries = (q * log_decay[..., None].exp()).masked_fill(~carried, 0)
+    # Only the chunk's last document reaches the next chunk.
     last = runs[..., -1:]
     state_keys = (k * (log_decay[..., -1:] - log_decay)[..., None].exp()).masked_fill(
         ~(runs == last)[..., None], 0
@@ -136,6 +146,7 @@ def _by_chunks(
     state_decay = (log_decay[..., -1].exp() * (last == before)[..., 0])[..., None, None]
     state = q.new_zeros(*q.shape[:2], k.shape[-1], v_beta.shape[-1])
     outputs = []
+    # Sequential over chunks; all products above ran over all chunks at once.
     for index in range(q.shape[2]):
         corrected = new[:, :, index] - state_update[:, :, index] @ state
         outputs.append(state_queries[:, :, index] @ state + scores[:, :, index] @ corrected)

@@ -44,6 +44,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
                 asserts.
         """
         width = weight.shape[0]
+        # Row index in the local weight; in range only on the rank with the target.
         local = targets - dist.get_rank(group) * width
         here, counted = (local >= 0) & (local < width), targets != IGNORED
         # As on one process, an out-of-range target fails in the gather, here on every rank.
@@ -58,7 +59,9 @@ class VocabularyParallelLoss(torch.autograd.Function):
             maximum = logits.amax(dim=1)
             maxima.append(maximum)
             sums.append((logits - maximum[:, None]).exp().sum(dim=1))
+            # On other ranks any index does, since their value is masked below.
             hits.append(logits.gather(1, classes[:, None])[:, 0])
+            # Saved if they are the only chunk.
             saved_logits = logits if rows >= targets.shape[0] else None
         normalizer, target_logit = _settle(
             torch.cat(maxima), torch.cat(sums), torch.cat(hits).masked_fill_(~here, 0.0), group
@@ -103,6 +106,7 @@ def _settle(
     """Reduce logsumexp and target logit over the group, both (T,)."""
     highest = maximum.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    # Rescaled to the global maximum before the sum; both sums share one message.
     sums = torch.stack([total * (maximum - highest).exp(), hit])
     dist.all_reduce(sums, group=group)
     return sums[0].log() + highest, sums[1]

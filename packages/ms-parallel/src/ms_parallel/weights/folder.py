@@ -72,6 +72,7 @@ class WeightFolder:
         Raises:
             ModelError: no file has the tensor, or the file is damaged.
         """
+        # safetensors cannot read with a step, so it is applied after the read.
         steps = tuple(slice(None, None, dim.step) for dim in box)
         dense = tuple(slice(dim.start, dim.stop) for dim in box)
         try:

@@ -68,12 +68,14 @@ def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
     if part.local.numel() == 0:
         return
     rows_box, *inner = part.box
+    # Chunks depend on the global shape alone, never on the layout.
     per_chunk = max(1, _CHUNK_ELEMENTS // math.prod(shape[1:]))  # rows per chunk
     row_start, row_stop = rows_box.start, rows_box.stop
     # Only chunks that overlap the local rows; each has a generator of its own.
     for chunk in range(row_start // per_chunk, -(-row_stop // per_chunk)):
         start = chunk * per_chunk
         rows = min(per_chunk, shape[0] - start)
+        # The full chunk is drawn, so values do not depend on which rows are local.
         values = torch.empty(rows, *shape[1:])
         values.normal_(0.0, std, generator=_generator(seed, name, chunk))
         low, high = max(row_start, start), min(row_stop, start + rows)
@@ -84,4 +86,5 @@ def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
 
 def _generator(seed: int, name: str, chunk: int) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()
+    # 63 bits of the hash, not negative as a signed seed.
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

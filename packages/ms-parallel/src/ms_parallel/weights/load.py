@@ -63,6 +63,7 @@ def load_model(
             f"{folder} has no tensor of layer {config.num_hidden_layers - 1}, but its config.json"
             f" says num_hidden_layers={config.num_hidden_layers}; copy it again"
         )
+    # On meta until the names and shapes have been checked.
     with torch.device("meta"):
         model = build_model(config, ops=ops, layers=layers, first=first, last=last).to(dtype)
     pieces = _check(model, weights)
@@ -143,9 +144,11 @@ def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[WeightSl
             f"{weights.folder} has {unknown[0]!r}, which the model of its config.json does not"
             f" have; {_name_hint(unknown[0], known_names) or 'this architecture is not supported'}"
         )
+    # A tied copy reads its owner's tensor.
     stage_pieces = {
         name: architecture.get(copies.get(name, name), []) for name, _ in named_weights(model)
     }
+    # Every weight of this stage must come from the folder, except added ones.
     unmatched = [
         name for name in stage_pieces if not stage_pieces[name] and not is_added(name, architecture)
     ]
@@ -179,6 +182,7 @@ def _name_hint(name: str, known_names: Iterable[str]) -> str | None:
     skeleton = re.compile(
         "".join(r"(\d+)" if index % 2 else re.escape(part) for index, part in enumerate(parts))
     )
+    # Known names that differ from it only in numbers.
     matches = [match for candidate in known_names if (match := skeleton.fullmatch(candidate))]
     for index in range(1, len(parts), 2):
         numbers = {int(match[(index + 1) // 2]) for match in matches}

@@ -80,6 +80,7 @@ class _FP8(WeightFolder):
         values = super().read(name, box)
         if name not in self.scaled:
             return values
+        # Blocks that overlap the box.
         blocks = tuple(
             slice(dim.start // block, -(-dim.stop // block))
             for dim, block in zip(box, self.block, strict=True)
@@ -129,6 +130,7 @@ class _MXFP4(WeightFolder):
         """Read only the part of a tensor inside a box; MXFP4 is returned as float32."""
         if name not in self.packed:
             return super().read(name, box)
+        # X is stored transposed: dim 2 counts its stored rows, dim 1 the values of the groups.
         experts, columns, rows = box
         groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
         part = experts, rows, groups
@@ -136,7 +138,9 @@ class _MXFP4(WeightFolder):
         powers = super().read(f"{name}_scales", part).to(torch.int32) - 127
         table = torch.tensor([*_FOUR_BITS, *(-value for value in _FOUR_BITS)])
         halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)  # (..., groups, 32)
+        # value · 2^power
         values = torch.ldexp(table[halves.to(torch.int64)], powers[..., None]).flatten(-2)
+        # Whole groups were read; cut to the columns of the box.
         first = groups.start * _GROUP
         column_slice = slice(columns.start - first, columns.stop - first, columns.step)
         return values[..., column_slice].transpose(1, 2)

@@ -111,9 +111,11 @@ def save_model(
         TensorEntry(name=name, shape=sources[0].piece.shape, dtype=_dtype(sources[0], dtype))
         for name, sources in local_tensors.items()
     ]
+    # Every process learns all tensors, so all agree on files without further messages.
     offers = _exchange(entries)
     _check_complete(config, {entry.name for offer in offers for entry in offer}, folder)
     files = _assign_files(offers, file_size_bytes)
+    # Before anything is written: a diverged model must not replace a good one.
     _check_finite(local_tensors, dtype, folder)
     document = config_document(config, dtype or next(stages[0].parameters()).dtype)
     documents = {CONFIG: document, GENERATION: _generation(config)}
@@ -122,6 +124,7 @@ def save_model(
     local_files = {name: file for name, file in files.items() if file.writer == rank}
     partial = folder / _PARTIAL
     try:
+        # Three phases, each ending with a collective: no rank publishes before all have written.
         _on_all_ranks(lambda: _prepare(folder), folder, rank == 0)
         _on_all_ranks(lambda: _write(local_tensors, local_files, partial), folder)
         _on_all_ranks(lambda: _publish(folder, files, texts), folder, rank == 0)
@@ -192,6 +195,7 @@ def _check_finite(
 
 def _assign_files(offers: list[list[TensorEntry]], file_size_bytes: int) -> dict[str, _File]:
     """Assign tensors to files; the first process that has a tensor writes it."""
+    # Offers are in rank order, so all processes compute the same assignment.
     files: list[_File] = []
     assigned: set[str] = set()
     for writer, entries in enumerate(offers):
@@ -267,6 +271,7 @@ def _assemble(sources: Sequence[_Source], weights: Mapping[str, Tensor]) -> Tens
         for source in sources
     ]
     piece, values = parts[0]
+    # One source covers the tensor, so no copy is needed.
     if tuple(values.shape) == piece.shape:
         return values
     result = values.new_empty(piece.shape)
@@ -304,6 +309,7 @@ def _publish(folder: Path, files: Mapping[str, _File], texts: Mapping[str, bytes
     if old_weights and _can_be_replaced(folder):
         _replace(folder, names)
         return
+    # In place: from here until the last rename, the folder has no complete model.
     for old in old_weights:
         old.unlink()
     sync_folder(folder)
@@ -334,6 +340,7 @@ def _replace(folder: Path, names: Sequence[str]) -> None:
         relative = Path(parent).relative_to(folder)
         return [entry for entry in entries if str(relative / entry) in replaced]
 
+    # On the same file system, so that the exchange is a rename.
     replacement = folder.with_name(f"{folder.name}{_PARTIAL}")
     _clear(replacement)
     shutil.copytree(
@@ -342,6 +349,7 @@ def _replace(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         (replacement / name).parent.mkdir(exist_ok=True)
         (folder / _PARTIAL / name).replace(replacement / name)
+    # Everything must be durable before the folder takes its name.
     sync_tree(replacement)
     replace_folder(folder, replacement)
 

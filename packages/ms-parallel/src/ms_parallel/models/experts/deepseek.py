@@ -99,6 +99,7 @@ class DeepseekMoEConfig(DecoderConfig):
             topk_groups=self.topk_group,
             corrected=True,
         )
+        # MTP layers are routed as well.
         layers = range(self.num_hidden_layers + self.num_nextn_predict_layers)
         return Mixture(layers=tuple(filter(self.has_experts, layers)), choice=choice)
 

@@ -38,6 +38,7 @@ class GroupedLinear(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows (T, inputs), sorted by expert with `counts` (E,), to (T, total outputs)."""
         weight = _local(self.weight).flatten(1, -2)  # (E, total outputs, inputs)
+        # grouped_matmul wants (E, inputs, outputs).
         out = self.ops.grouped_matmul(rows, weight.transpose(1, 2), counts)
         if self.bias is None:
             return out
@@ -95,6 +96,7 @@ class Experts(nn.Module):
         """Map hidden (B, S, H), experts and weights (B, S, k) to (B, S, H)."""
         tokens, indices = hidden.flatten(0, 1), experts.flatten(0, 1)  # (B·S, H), (B·S, k)
         rows, counts, row_map = self.ops.permute_tokens(tokens, indices, count=self.count)
+        # All-to-all under expert parallelism: from here to `back`, the rows of local experts.
         rows, counts, back = self.dispatch(rows, counts)
         pairs = self.gate_up_proj(rows, counts).unflatten(-1, (2, -1))  # (rows, 2, I)
         activated = swiglu_of_pairs(pairs) if self.gate is swiglu else self.gate(*pairs.unbind(-2))

@@ -58,6 +58,7 @@ def record_and_replay(
 
 @contextmanager
 def _recording(decisions: "deque[Tensor]", replaying: bool) -> Iterator[None]:
+    # Nested forward passes restore the outer state.
     previous = _state.decisions, _state.replaying
     _state.decisions, _state.replaying = decisions, replaying
     try:

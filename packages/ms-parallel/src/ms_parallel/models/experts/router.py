@@ -43,6 +43,7 @@ class Router(nn.Module, RouterWithStats):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Convert the parameters; keep the selection bias in float32, where its steps are exact."""
+        # A cast to bfloat16 would lose it, so it is saved before.
         exact = getattr(self, "e_score_correction_bias", None)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if exact is not None and self.e_score_correction_bias.dtype != exact.dtype:
@@ -66,6 +67,8 @@ class Router(nn.Module, RouterWithStats):
         if stats is not None and self.choice.scores == "sigmoid":
             # The balance loss needs scores that sum to 1 over experts (DeepSeek-V3, eq. 19).
             probs = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        # Detached: the choice has no gradient. Recomputation must repeat it, even if the bias
+        # changed.
         experts = replayed(lambda: self._select(scores.detach(), probs.detach(), stats))
         weights = self._weights(logits, scores, experts)
         if stats is not None and (stats.rate or stats.z_rate):
@@ -78,6 +81,7 @@ class Router(nn.Module, RouterWithStats):
         """Select the top-k experts (B, S, k), from the best groups if routing is group-limited."""
         choice = self.choice
         if choice.corrected:
+            # The bias decides which experts are chosen, but not their weights.
             scores = scores + self.e_score_correction_bias
         if choice.topk_groups < choice.groups:
             grouped = scores.view(*scores.shape[:-1], choice.groups, -1)  # (B, S, groups, E/groups)
@@ -112,6 +116,7 @@ class Router(nn.Module, RouterWithStats):
         all_experts = all_experts if split is None else split.whole(all_experts)
         numbers = stats.documents.numbers(documents, all_experts)
         local_numbers = numbers if split is None else split.mine(numbers)
+        # Under sequence parallelism, this rank's slice of the positions.
         first = self.part * experts.shape[1]
         local_numbers = local_numbers[:, first : first + experts.shape[1]]
         return stats.load_of_documents(all_experts, numbers, local_numbers)

@@ -80,8 +80,10 @@ class RouterStats:
 
     def record(self, experts: Tensor, scores: Tensor) -> None:
         """Add the choices (B, S, k) and normalized scores (B, S, E) of this process's tokens."""
+        # Integer counts, so their sum is exact in any order.
         flat = experts.flatten()
         self.counts.scatter_add_(0, flat, torch.ones_like(flat))
+        # Entropy -Σ p log p; xlogy gives 0 for p = 0.
         self.sums[0] -= torch.xlogy(scores, scores).sum()
 
     def add_losses(
@@ -130,7 +132,9 @@ class RouterStats:
         pairs = numbers[..., None] * len(self.counts) + experts  # (B, S, k), document · E + expert
         size = count * len(self.counts)
         ones = torch.ones_like(pairs).flatten()
+        # (documents · E,) tokens of a document routed to an expert.
         routed = ones.new_zeros(size).scatter_add_(0, pairs.flatten(), ones)
+        # (documents,) tokens of a document.
         tokens = ones.new_zeros(count).scatter_add_(0, numbers.flatten(), ones[: numbers.numel()])
         wide = torch.float64 if pairs.device.type == "cpu" else torch.float32
         load = routed.view(count, -1).to(wide) / tokens[:, None]  # (documents, E)

@@ -140,6 +140,7 @@ class TransformerXL(StagedModel):
             documents,
             positions.device,
         )
+        # One table for all segments: each uses its last rows.
         longest = max(segment.end - segment.memory for segment in segments)
         distances = sinusoids(longest, self.config.hidden_size, positions.device)
         return SegmentContext(

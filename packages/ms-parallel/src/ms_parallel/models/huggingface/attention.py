@@ -90,6 +90,7 @@ def registered(ops: Hashable) -> str:
             ModelError: the model passes an argument that changes the result in an unknown way.
         """
         global _calls
+        # Counted, so that a block which bypasses the registry is detected.
         _calls += 1
         for name, argument in extra.items():
             if argument is not None and name not in IGNORED_ARGUMENTS:
@@ -109,6 +110,7 @@ def registered(ops: Hashable) -> str:
                 " train this model with transformers"
             )
         # Rotary tables in float32 promote queries and keys to float32, but not values.
+        # (B, heads, S, D) -> (B, S, heads, D), the layout of our operators.
         q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
         options: dict[str, Any] = {
             "documents": attention_mask,

@@ -39,6 +39,7 @@ class PairedExperts(ModuleWrapper):
         for name in packed:
             stacked = inner._parameters[name]
             assert stacked is not None
+            # (E, 2·I, H) -> (E, 2, I, H), a view.
             pairs = stacked.detach().view(stacked.shape[0], MATRICES, -1, stacked.shape[2])
             inner._parameters[name] = nn.Parameter(pairs, requires_grad=stacked.requires_grad)
 
@@ -61,6 +62,7 @@ def pair_expert_matrices(model: Any, published: Mapping[str, str] | None) -> Non
     """
     prefix = f"{model.base_model_prefix}."
     for name, module in list(model.named_modules()):
+        # Indices become `*`, as in transformers' plan.
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name).removeprefix(prefix)
         styles = {
             param_name: (published or {}).get(f"{pattern}.{param_name}")
@@ -104,6 +106,7 @@ class CountedRouter(ModuleWrapper, RouterWithStats):
             return logits, weights, experts
         if load is None:
             numbers = stats.documents.numbers(self.documents, experts_BSk)
+            # Routers see all positions, so the local numbers are all numbers.
             load = stats.load_of_documents(experts_BSk, numbers, numbers)
         weights = stats.add_losses(weights, logits_BSE, scores, experts_BSk, load)
         return logits, weights, experts
@@ -178,6 +181,7 @@ def _choice(router: nn.Module) -> RouterConfig | None:
             best = logits.topk(experts.shape[-1], -1).indices
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return None  # another signature
+        # The trial confirms the formula of the logits and the choice of the top k.
         expected = F.linear(hidden, trial.weight, trial._parameters.get("bias"))
         matches = torch.equal(logits, expected) and weights.shape == experts.shape
         if not matches or not torch.equal(experts.sort(-1).values, best.sort(-1).values):

@@ -46,6 +46,7 @@ def delta_forward(module: Any, hidden: Tensor, documents: Tensor | None, ops: Op
     # Log decay per position and head (B, S, heads), always negative: -exp(A) · softplus(a + dt).
     g = -widen(module.A_log).exp() * F.softplus(widen(a) + module.dt_bias)
     out = ops.gated_delta_rule(q, k, v, g, b.sigmoid(), documents=documents, normalize=True)
+    # (B, S, heads, D) -> (B·S·heads, D): the gated norm works per head.
     normed = module.norm(out.flatten(0, 2), z.reshape(-1, module.head_v_dim))
     out_proj: nn.Module = module.out_proj
     result: Tensor = out_proj(normed.view(*hidden.shape[:2], -1))

@@ -81,7 +81,9 @@ class HFInit:
         path, _, param_name = self.owners.get(name, name).rpartition(".")
         module = self._blank(path)
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
+        # The caller's random state must not depend on which parameters this rank has.
         with torch.random.fork_rng(devices=[]):
+            # 63 bits of the hash, not negative as a signed seed.
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             # As in transformers, outer modules run last and may overwrite inner ones.
             for outer_path, outer in self._with_ancestors(path, module):
@@ -119,6 +121,7 @@ class HFInit:
 
     def _blank(self, path: str) -> Any:
         """Copy a module with NaN parameters on the CPU; its submodules stay on meta."""
+        # Shallow copies: only the tables of tensors are replaced, and the model stays untouched.
         module, values = copy.copy(self.modules[path]), dict[str, nn.Parameter | None]()
         module.__dict__["_buffers"] = {
             tensor_name: None if buffer is None else torch.zeros_like(buffer, device="cpu")
@@ -167,6 +170,7 @@ class HFInit:
                 if parameter is not None:
                     setattr(parameter, INITIALIZED_FLAG, True)  # rules below set buffers only
             for buffer in module._buffers.values():
+                # NaN marks buffers that no rule sets.
                 if buffer is not None and buffer.is_floating_point():
                     buffer.fill_(torch.nan)
         for path, module in parts.items():

@@ -63,9 +63,11 @@ class PerDocumentMixer(ModuleWrapper):
         named = {key: None if key == MASK else value for key, value in named.items()}
         if is_delta(self.inner):  # even without packing, for identical rounding
             return delta_forward(self.inner, hidden, documents, self.ops)
+        # One document per row: a plain call is faster.
         if documents is None or bool((documents == documents[:, :1]).all()):
             return self.inner(*args, **named)
         lengths = [_lengths(numbers) for numbers in documents]
+        # Documents are numbered over all rows, in row order.
         all_lengths = [length for row_lengths in lengths for length in row_lengths]
         outputs: list[Any] = [None] * len(all_lengths)
         # Documents of equal length form one batch: one call per distinct length.
@@ -109,6 +111,7 @@ def _document_rows(value: Any, lengths: list[list[int]], indices: list[int]) -> 
         or value.shape[1] != sum(lengths[0])
     ):
         return value
+    # Arguments shared by all rows, such as rotary tables, have dim 0 of size 1.
     rows = value.expand(len(lengths), *value.shape[1:])
     pieces = [
         piece
@@ -186,6 +189,8 @@ def isolate_documents(block: nn.Module, state: ForwardState, ops: Ops) -> bool:
     """
     mixers = []
     for name, part in list(block.named_children()):
+        # A convolution marks a module that mixes positions: Mamba, gated delta nets and the like
+        # all have one.
         if any(isinstance(module, nn.Conv1d) for module in part.modules()):
             mixers.append(PerDocumentMixer(part, ops))
             block._modules[name] = mixers[-1]

@@ -46,6 +46,7 @@ class TransformersStage(ModuleWrapper):
         count = len(block_names(model, plan))
         self.first, self.last = layers.start == 0, layers.stop == count
         self.config = config
+        # Set through __dict__: nn.Module would register `base` and `tail` as submodules.
         attributes = self.__dict__
         attributes["base"], attributes["plan"] = model.base_model, plan
         # Renamed in transformers 5.24, which warns about the old name.
@@ -135,6 +136,7 @@ class TransformersStage(ModuleWrapper):
             )
         hidden = self._run(x, positions, documents, None if self.replays else cache)
         hidden = hidden if hidden.shape[1] == count else hidden[:, -count:]  # new positions only
+        # Only now: every block of the stage has appended at the old length.
         if cache is not None:
             cache.advance(count, documents)
         return self.head(hidden) if self.last and logits else hidden

@@ -61,6 +61,7 @@ class _InputPart(_Placeholder):
     """Placeholder for a module before the blocks; only the shape of its output matters."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
+        # Only its shape matters: gradients reach the previous stage through the blocks.
         return self.stage_input().detach()
 
 
@@ -81,6 +82,7 @@ class _ExitBlock(_Placeholder):
                 "a block must take its hidden states as the first argument or as hidden_states; set"
                 " pipeline=1"
             )
+        # Gradients through other inputs would not reach the earlier stage.
         inputs: dict[Any, Any] = {**dict(enumerate(args[1:], 1)), **named}
         for name, value in inputs.items():
             for tensor in value if isinstance(value, tuple | list) else (value,):
@@ -158,6 +160,7 @@ def extract_stage(module: nn.Module, plan: ModelPlan, layers: range) -> StageBou
             _replace(module, name, _ExitBlock, boundary)
         elif number > layers.stop:
             _replace(module, name, _LaterPart, boundary)
+    # A list, because `_replace` changes the tree.
     for name in [name for name, _ in module.named_modules() if name]:
         if layers.start > 0 and plan.names(plan.embedding, name):
             _replace(module, name, _InputPart, boundary)

@@ -42,6 +42,7 @@ class VisionLanguageModel(ModuleWrapper):
                 f"model_type must be one of {', '.join(MODEL_TYPES)}, got {model_type!r}"
             )
         super().__init__(model)
+        # The text model only: the vision tower attends in both directions.
         model.model.language_model.set_attn_implementation(registered(operators))
         state = self.__dict__["state"] = ForwardState()
         for block in model.model.language_model.layers:
@@ -103,6 +104,7 @@ class VisionLanguageModel(ModuleWrapper):
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         weight = next(self.inner.model.visual.parameters())
         patches = torch.zeros(merge**2, width, dtype=self._dtype, device=weight.device)
+        # One image: time, height, width in patches
         grid = torch.tensor([[1, merge, merge]], device=weight.device)
         outputs = self.inner.model.get_image_features(patches, grid)
         features = (outputs.pooler_output, getattr(outputs, "deepstack_features", None) or ())

@@ -79,16 +79,19 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         """Map (B, S, H) to (B, S, H)."""
+        # (B, S, heads, D) each; heads are this rank's under tensor parallelism.
         q, k, v = self.project(hidden)
         if self.rope is not None:
             cos, sin = context.tables[self.rope]
             q, k = self.ops.rotary(q, k, cos, sin, interleaved=self.interleaved)
+        # Keys are rotated before they are cached, so the cache needs no positions.
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         settings: dict[str, Any] = {"window": self.window, "scale": self.scale}
         if self.sinks is not None:
             settings["sinks"] = self.sinks(q)
         out = attend(self.ops, q, k, v, context, softcap=self.softcap, **settings)
+        # (B, S, heads, D) -> (B, S, heads · D)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -75,6 +75,7 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         """Map (B, S, H) to (B, S, H)."""
         norms = self.norms
+        # Each norm may be absent: pre-norm (Llama), post-norm (OLMo 2) or both (Gemma).
         branch = self.self_attn(self._normed(norms.before_attention, hidden), context=context)
         hidden = self._added(hidden, self._normed(norms.after_attention, branch))
         branch = self.mlp(self._normed(norms.before_mlp, hidden), context=context)

@@ -106,11 +106,13 @@ class LatentAttention(nn.Module):
             q = self.q_proj(hidden)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        # (B, S, heads, nope) and (B, S, heads, rope)
         q_nope, q_rope = q.unflatten(-1, (-1, nope + rope)).split((nope, rope), -1)
         # The latent gives keys and values; `shared` is the rotary key of all heads.
         latent, shared = self.kv_a_proj_with_mqa(hidden).split(
             (self.kv_a_layernorm.weight.shape[0], rope), -1
         )
+        # (B, S, rank) -> (B, S, heads, nope + value)
         expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, nope + value))
         k_nope, v = expanded.split((nope, value), -1)  # (B, S, heads, ...)
         cos, sin = context.tables[0]

@@ -56,6 +56,7 @@ class MTPLayer(Block):
         self, hidden: Tensor, embedded: Tensor, *, context: RotaryContext
     ) -> Tensor:
         """Map hidden states and embeddings (B, S, H) to normalized hidden states (B, S, H)."""
+        # Equation 21: M · [norm(h); norm(Emb(t))], here with the embedding first.
         joined = torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1)
         hidden = super().forward(self.eh_proj(joined), context=context)
         return self.shared_head.norm(hidden)  # type: ignore[operator,no-any-return]

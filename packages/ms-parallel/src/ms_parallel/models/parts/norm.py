@@ -33,6 +33,7 @@ class UnitOffsetNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x (..., width) over its last dim."""
+        # Scaled before it is rounded to the input's dtype, as in Gemma.
         return self.ops.rms_norm(widen(x), 1.0 + widen(self.weight), self.eps).to(x.dtype)
 
 

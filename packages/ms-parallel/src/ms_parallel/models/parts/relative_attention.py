@@ -75,6 +75,7 @@ class RelativeAttention(nn.Module):
     def forward(self, hidden: Tensor, *, context: SegmentContext) -> Tensor:
         """Map (B, S, H) to (B, S, H)."""
         q, k, v = (self._heads(p(hidden)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        # Segments use the last rows of the same table, as it ends at distance 0.
         r = self._heads(self.r_proj(context.distances.to(q.dtype)))  # (max M, heads, D)
         cached = context.segments[0].start
         if context.cache is not None:
@@ -98,7 +99,9 @@ class RelativeAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, mask: Tensor) -> Tensor:
         """Compute attention of q (B, N, heads, D) over k and v (B, M, heads, D)."""
+        # Terms (a) and (c) of equation 5 together: (q + u) · k.
         content = torch.einsum("bnhd,bmhd->bhnm", self.content_bias(q), k)
+        # Terms (b) and (d): (q + v) · r, with columns by distance.
         distance = torch.einsum("bnhd,mhd->bhnm", self.position_bias(q), r[-k.shape[1] :])
         scores = widen(content + _by_key(distance)) / math.sqrt(self.head_dim)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)
@@ -141,6 +144,8 @@ def segments_of(
     segments = []
     while start < end:
         aligned = start // length * length
+        # Memory is counted from the aligned start, so all queries of a segment see the same
+        # first key, also when generation enters it midway.
         stop, memory = min(aligned + length, end), max(0, aligned - memory_length)
         key = torch.arange(memory, stop, device=device)
         mask = (key <= key[start - memory :, None])[None, None]  # causal, (1, 1, N, M)

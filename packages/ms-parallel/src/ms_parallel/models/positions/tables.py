@@ -28,6 +28,7 @@ def rotary_tables(
     inv_freq = frequencies(rope, device=positions.device)
     if rope.length_limit is not None and ends is not None:
         long_inv_freq = _long_frequencies(rope, ends[..., None])  # (F,) or (B or 1, S, F)
+        # Beyond the limit, a document uses the long frequencies at all its positions.
         inv_freq = torch.where(ends[..., None] > rope.length_limit, long_inv_freq, inv_freq)
     angles = positions[..., None].float() * inv_freq
     factor = attention_factor(rope)
@@ -82,6 +83,7 @@ def document_ends(positions: Tensor, documents: Tensor | None) -> Tensor:
     starts = torch.ones_like(new, dtype=torch.bool)
     starts[:, 1:] = new[:, 1:] != new[:, :-1]
     segment = starts.cumsum(-1) - 1  # index of the document within the row
+    # Maximum position per document, plus 1.
     ends = torch.zeros_like(positions).scatter_reduce(-1, segment, positions + 1, "amax")
     return ends.gather(-1, segment)
 
@@ -98,6 +100,7 @@ def check_growth(rope: Rope, positions: Tensor, ends: Tensor, cached: int) -> No
     if limit is None or cached == 0 or cached + positions.shape[1] <= limit:
         return
     assert rope.scaling is not None
+    # First new position of each row; 0 starts a sequence, which has no cached keys.
     start = positions[..., 0]
     crossing = (start > 0) & (ends[..., 0] > limit)
     if rope.scaling.kind == "longrope":  # one set of frequencies for all lengths past the limit
@@ -135,6 +138,7 @@ def _long_frequencies(rope: Rope, lengths: Tensor) -> Tensor:
         return 1.0 / (torch.tensor(scaling.long_factor, device=lengths.device) * powers)
     # Dynamic NTK: the base grows with the sequence length.
     factor = _factor(rope, scaling)
+    # Base scaled as in transformers' `dynamic`; equal to theta at the limit.
     stretch = factor * lengths.clamp(min=limit) / limit - (factor - 1)
     theta = rope.theta * stretch ** (rope.width / (rope.width - 2))
     return 1.0 / _powers(rope, theta, lengths.device)
@@ -153,6 +157,7 @@ def _llama3(plain: Tensor, scaling: RopeScaling, factor: float) -> Tensor:
 
 def _yarn(rope: Rope, scaling: RopeScaling, powers: Tensor) -> Tensor:
     """Scale dims with few rotations in the original context (YaRN, arXiv:2309.00071)."""
+    # Position interpolation: all frequencies divided by the factor.
     stretched = 1.0 / (_factor(rope, scaling) * powers)
     original = scaling.original_max_position_embeddings
 
@@ -164,6 +169,7 @@ def _yarn(rope: Rope, scaling: RopeScaling, powers: Tensor) -> Tensor:
     low, high = dim(scaling.beta_fast or 32), dim(scaling.beta_slow or 1)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
+    # Dims below `low` rotate often and stay unscaled; dims above `high` are fully scaled.
     low, high = max(low, 0), min(high, rope.width - 1)
     high = high + 0.001 if low == high else high  # avoid a ramp of width 0
     dims = torch.arange(rope.width // 2, dtype=torch.float32, device=powers.device)
