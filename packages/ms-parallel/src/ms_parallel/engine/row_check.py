@@ -6,9 +6,14 @@ configured, and pipeline, tensor or context ranks with different rows train on a
 The checks cost no extra messages. Checksums of the data ranks are sent along with the count of
 targets, and terms that cancel within each data rank along with the gradient norm. Only the first
 update, and any update whose checksums look suspicious, gathers the checksums of all processes.
+
+Data ranks may draw the same rows of a small dataset by chance. That is warned of once, and is an
+error only if there are at least `CERTAIN_ROWS` of them in the first update, or if it happens in
+`MAX_REPEATS` of the last `RECENT` updates.
 """
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
@@ -28,6 +33,10 @@ SHARED = ("tokens", "targets", "documents")
 """Batch members that must be equal within a data rank; floats may differ in their last bits."""
 TERMS = 3
 """Number of values that a step adds to its all-reduce."""
+CERTAIN_ROWS = 4
+"""Number of different rows that two data ranks do not draw alike by chance in the first update."""
+MAX_REPEATS, RECENT = 8, 16
+"""Number of recent updates with repeated rows that is an error, and of updates that are recent."""
 SAMPLED_PATCHES = 64
 """Number of image patches in a checksum; hashing all would cost milliseconds per step."""
 
@@ -41,7 +50,7 @@ class Fingerprint:
     everything: int = 0
     """Checksum of all members, compared between data ranks; 0 without targets."""
     distinct: int = 0
-    """Number of different rows with targets, up to 2; 0 for no rows or copies of one row."""
+    """Number of different rows with targets, up to `CERTAIN_ROWS`; 0 for copies of one row."""
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -95,6 +104,8 @@ class RowCheck:
         """Whether collectives send nothing, as in a planner's trial of a layout."""
         self.passed_first = self.is_fake or groups.layout.world_size == 1
         self.warned = False
+        self.repeats: deque[bool] = deque(maxlen=RECENT)
+        """Whether data ranks had the same two or more rows, for the recent updates."""
         self.suspicion = False
 
     def check_counts(self, local: Fingerprint, by_data_rank: Sequence[tuple[int, int]]) -> None:
@@ -113,9 +124,10 @@ class RowCheck:
             self.passed_first = True
             self.suspicion = False
             return
-        repeated, multiple_rows = _repeated(dict(enumerate(by_data_rank)))
-        # A single repeated row may be chance, which is worth one warning only.
-        self.suspicion = not self.is_fake and bool(repeated) and (multiple_rows or not self.warned)
+        repeated, distinct = _repeated(dict(enumerate(by_data_rank)))
+        self.repeats.append(distinct > 1)
+        is_new = bool(repeated) and not self.warned
+        self.suspicion = not self.is_fake and (is_new or sum(self.repeats) >= MAX_REPEATS)
 
     def terms(self) -> Tensor:
         """Return numbers (TERMS,) whose sum over all processes is 0 unless rows look wrong.
@@ -171,7 +183,7 @@ class RowCheck:
         by_data_rank: dict[int, tuple[int, int]] = {}
         for member in members:
             by_data_rank.setdefault(member.data_rank, member.rows.numbers)
-        repeated, multiple_rows = _repeated(by_data_rank)
+        repeated, distinct = _repeated(by_data_rank)
         if not repeated:
             return
         ranks = ", ".join(map(str, repeated[:8])) + (", ..." if len(repeated) > 8 else "")
@@ -179,10 +191,11 @@ class RowCheck:
             f"data ranks must read different rows, but data ranks {ranks} have the same rows; use"
             " TokenStream(..., place=groups.place) with the engine's groups"
         )
-        if multiple_rows:
+        is_first = not self.passed_first
+        if (is_first and distinct >= CERTAIN_ROWS) or sum(self.repeats) >= MAX_REPEATS:
             raise ConfigError(text)
         if not self.warned and dist.get_rank() == 0:
-            logger.warning("%s (a single row may repeat by chance)", text)
+            logger.warning("%s (rows of a small dataset may repeat by chance)", text)
         self.warned = True
 
     def _facts(self, local: Fingerprint) -> Tensor:
@@ -252,20 +265,17 @@ def _check_agreement(members: Sequence[_Member]) -> None:
             )
 
 
-def _repeated(by_data_rank: Mapping[int, tuple[int, int]]) -> tuple[list[int], bool]:
-    """Return the largest group of data ranks with equal rows, and whether they have several rows.
+def _repeated(by_data_rank: Mapping[int, tuple[int, int]]) -> tuple[list[int], int]:
+    """Return the largest group of data ranks with equal rows, and the number of different rows.
 
-    Groups with several different rows take precedence over groups with a single row.
+    Groups with more different rows take precedence.
     """
     owners: dict[tuple[int, int], list[int]] = {}
     for data_rank, numbers in by_data_rank.items():
         if numbers[1]:
             owners.setdefault(numbers, []).append(data_rank)
-    groups = [(distinct > 1, ranks) for (_, distinct), ranks in owners.items() if len(ranks) > 1]
-    has_several, ranks = max(
-        groups, key=lambda group: (group[0], len(group[1])), default=(False, [])
-    )
-    return ranks, has_several
+    groups = [(ranks, distinct) for (_, distinct), ranks in owners.items() if len(ranks) > 1]
+    return max(groups, key=lambda group: (group[1], len(group[0])), default=([], 0))
 
 
 def _is_on_host(value: Tensor) -> bool:
@@ -287,12 +297,12 @@ def _add(digest: "blake2b", name: str, rows: Batch) -> None:
 
 
 def _distinct(microbatches: Sequence[Batch]) -> int:
-    """Count the different rows with targets, up to 2; 0 for copies of one row.
+    """Count the different rows with targets, up to `CERTAIN_ROWS`; 0 for copies of one row.
 
     Rows without targets are padding. With a small dataset every rank may have copies of one row, so
     copies are no evidence that a rank reads another rank's rows.
     """
-    first: Tensor | None = None
+    different: list[Tensor] = []
     count = 0
     for rows in microbatches:
         tokens = rows["tokens"]
@@ -302,8 +312,9 @@ def _distinct(microbatches: Sequence[Batch]) -> int:
             if value is not None and _is_on_host(value) and value.shape == tokens.shape:
                 counted &= value != ignored
         for row in tokens[counted.flatten(1).any(1)]:
-            first = row if first is None else first
             count += 1
-            if not torch.equal(row, first):
-                return 2
-    return int(count == 1)
+            if not any(torch.equal(row, other) for other in different):
+                different.append(row)
+            if len(different) == CERTAIN_ROWS:
+                return CERTAIN_ROWS
+    return len(different) if len(different) > 1 else int(count == 1)
