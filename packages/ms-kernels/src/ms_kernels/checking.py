@@ -206,4 +206,5 @@ def _error_ratio(got: Tensor, truth: Tensor, tolerance: Tolerance) -> float:
         return 0.0
     truth = truth.to(torch.float64)
     allowed = tolerance.relative * truth.abs() + tolerance.absolute
+    # NaN passes through `max`, and then `holds` is False.
     return float(((got.to(torch.float64) - truth).abs() / allowed).max())

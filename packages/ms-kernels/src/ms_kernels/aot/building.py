@@ -83,6 +83,7 @@ def _build(chip: Target, out: Path, only: Sequence[str], jobs: int, progress: Pr
     manifest = build_content(chip, work, only, jobs, progress)
     write(work / NAME, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     _keep_only(work, manifest)
+    # Sync first: after a crash, the final name never has an incomplete folder.
     _sync(work)
     os.rename(work, folder)
     _sync(out)

@@ -83,6 +83,7 @@ def compile_entry(entry: Entry, target: Target) -> Compiled:
 
     function = kernel(entry.kernel)
     signature = entry.signature(tuple(function.arg_names))
+    # Triton vectorizes loads and stores of pointers and sizes that are divisible by 16.
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(function.arg_names)
@@ -93,6 +94,7 @@ def compile_entry(entry: Entry, target: Target) -> Compiled:
     )
     chip = GPUTarget(target.backend, target.architecture, target.lanes)
     options = {
+        # A program has at most 1,024 threads.
         "num_warps": min(entry.warps, 1024 // target.lanes),
         "num_stages": entry.stages,
         "enable_fp_fusion": True,
@@ -122,6 +124,7 @@ def _scratch(kernel: Any, target: Target) -> int:
         size = getattr(kernel.metadata, name, 0)
         assert not size, f"{kernel.metadata.name} wants {size} bytes of scratch memory"
     if target.backend == "cuda":
+        # Parameters that Triton added are in the assembly, but not in the signature.
         head = str(kernel.asm["ptx"]).partition(".entry")[2].partition(")")[0]
         return _count_scratch(head.count(".param"), kernel)
     kernels = str(kernel.asm["amdgcn"]).partition(".args:")[2].partition(".group_segment")[0]
@@ -153,6 +156,7 @@ def _nvidia_resources(kernel: Any) -> Resources:
     matrix = len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx))
     return Resources(
         registers=int(match[1]),
+        # Registers spill to the stack and to local memory.
         spilled_bytes=int(match[2]) + int(match[3]),
         shared_bytes=int(kernel.metadata.shared),
         matrix_instructions=matrix,

@@ -84,6 +84,7 @@ def _make(name: str, work: Path) -> Kernel:
     key, seal = _key(contract, model), work / f"{name}.key"
     if not _is_kept(seal, key, package, library):
         _compile(contract, model, tensors, package, library)
+        # Written last: after an interruption before this line, the operator is compiled again.
         seal.write_text(_sealed(key, package, library))
     return Kernel(
         name=name,
@@ -131,6 +132,7 @@ def _compile(
     library: Path,
 ) -> None:
     symbols = dict.fromkeys(model.free, Dim.AUTO)
+    # `free` has S for both Sq and Sk, which are equal.
     shapes = tuple(
         {
             index: symbols.get("S" if name in ("Sq", "Sk") else name, Dim.STATIC)
@@ -146,6 +148,7 @@ def _compile(
         program = torch.export.export(
             operator, tuple(tensors.values()), dynamic_shapes=(shapes,), strict=False
         )
+        # Renamed at the end, so that an interrupted build leaves no partial package.
         temporary = package.with_name(f"new-{package.name}")
         torch._inductor.aoti_compile_and_package(program, package_path=str(temporary))
     with zipfile.ZipFile(temporary) as archive:

@@ -110,7 +110,7 @@ def _cached_or_compiled(entry: Entry, target: Target, work: Path) -> Compiled:
                 parameters=own_arguments(entry),
                 scratch=metadata.scratch,
                 resources=Resources(**metadata.resources),
-                ttir="",
+                ttir="",  # checked when it was compiled
             )
     except (BackendError, TypeError) as error:  # missing or damaged: compile it
         log.debug("recompiling %s: %s", entry.name, error)
@@ -118,6 +118,8 @@ def _cached_or_compiled(entry: Entry, target: Target, work: Path) -> Compiled:
     faults = lint(compiled.ttir, entry.greatest())
     if faults:
         raise BackendError(f"{entry.name}: {faults[0]}")
+    # The metadata is written last, with the binary's checksum: if the build is interrupted between
+    # the two writes, the kernel is compiled again.
     write(binary_path, compiled.binary)
     metadata = _CachedKernel(
         key=key,

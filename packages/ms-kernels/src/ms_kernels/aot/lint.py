@@ -74,6 +74,7 @@ class _Walk:
         """Values computed from an overflowing value, with the line where it overflowed."""
 
     def read(self, line: str) -> None:
+        # Remove the source location.
         line = re.sub(r"\s*loc\([^)]*\)\s*$", "", line.strip())
         if line.startswith("tt.func"):
             self._arguments(line)
@@ -84,17 +85,19 @@ class _Walk:
         match = _RESULT.match(line)
         if not match:
             return
+        # An operation with several results defines `%x:2`.
         name, text = match[1].partition(":")[0], match[2]
         axis = re.search(r"tt\.get_program_id ([xyz])", text)
         if axis and axis[1] != "x":
             self.faults.append(
-                f"axis {axis[1]} of the launch, which holds 65,535 programs at most: {line[:90]}"
+                f"axis {axis[1]} of the launch, which is limited to 65,535 programs: {line[:90]}"
             )
         self._operation(name, text, line)
 
     def _arguments(self, line: str) -> None:
         for match in re.finditer(r"%(\w+): (i32|i64)", line):
             name = match[1]
+            # `x_stride` has the limit of `stride`.
             limit = self._limits.get(name, self._limits.get(name.rpartition("_")[2], WORD[1]))
             self._known["%" + name] = (0, limit)
 
@@ -105,6 +108,7 @@ class _Walk:
             return
         low, high = self._of(match[2]), self._of(match[3])
         self._known[match[1]] = (low[0], max(low[0], high[1]))
+        # A carried value may change in every iteration, so it may be any 32-bit integer.
         for carried in re.finditer(r"(%\w+) = (%[\w#]+)", line.partition("iter_args")[2]):
             if carried[2] in self._known:
                 self._known[carried[1]] = WORD
@@ -115,6 +119,7 @@ class _Walk:
     def _operation(self, name: str, text: str, line: str) -> None:
         operation = text.split()[0].strip('"')
         operands = _NAME.findall(text.partition(":")[0] if " : " in text else text)
+        # The type of the result is after the last " : ".
         wide = bool(re.search(r"\bi64\b|xi64\b", text.rpartition(" : ")[2]))
         if operation == "tt.addptr":
             self._address(operands, line)
@@ -130,8 +135,10 @@ class _Walk:
         if operation.startswith("arith.ext") or wide:
             self._known[name] = interval
         elif narrow and outside:
+            # No fault yet: it is one only if an address depends on this value.
             taint = taint or line
             interval = WORD
+        # A comparison gives a mask, which cannot be out of range.
         if operation.startswith("arith.cmp"):
             taint = None
         if taint:
@@ -139,11 +146,12 @@ class _Walk:
         self._known[name] = interval
 
     def _address(self, operands: list[str], line: str) -> None:
+        # The first operand is the base pointer.
         for operand in operands[1:]:
             if operand in self._tainted:
                 origin = self._tainted[operand]
                 self.faults.append(
-                    f"an address is made of 32 bits that may overflow: {origin[:110]}"
+                    f"an address is computed in 32 bits that may overflow: {origin[:110]}"
                 )
 
     def _interval(self, operation: str, text: str, operands: list[str]) -> Interval | None:
@@ -159,6 +167,7 @@ class _Walk:
         if operation in _UNARY:
             return self._of(operands[0]) if operands else None
         if operation == "arith.select" and len(operands) == 3:
+            # operands[0] is the condition.
             first, second = self._of(operands[1]), self._of(operands[2])
             return (min(first[0], second[0]), max(first[1], second[1]))
         if operation == "tt.load":
@@ -175,6 +184,7 @@ _UNARY = frozenset(
 
 
 def _product(x: Interval, y: Interval) -> Interval:
+    # The product is extreme at the ends of the intervals.
     ends = [a * b for a in x for b in y]
     return (min(ends), max(ends))
 
@@ -182,11 +192,13 @@ def _product(x: Interval, y: Interval) -> Interval:
 def _quotient(x: Interval, y: Interval) -> Interval:
     """Divide intervals with a divisor of at least 1; division by 0 is not checked here."""
     low, high = max(y[0], 1), max(y[1], 1)
+    # int(a / b) rounds toward zero, as arith.divsi does.
     ends = [int(a / b) for a in x for b in (low, high)]
     return (min(ends), max(ends))
 
 
 def _rest(x: Interval, y: Interval) -> Interval:
+    # The result of arith.remsi has the sign of the dividend.
     largest = min(max(y[1] - 1, 0), max(x[1], 0))
     return (0, largest) if x[0] >= 0 else (-max(y[1] - 1, 0), largest)
 

@@ -93,6 +93,7 @@ def load(folder: Path | str) -> Library:
         raise BackendError(
             f"{folder} holds models for the CPU; open them with torch._inductor.aoti_load_package"
         )
+    # Check before loading, as a shared library can run code when it is opened.
     for file in manifest.files:
         path = folder / file.path
         with decoding(path, error=BackendError):
@@ -128,6 +129,7 @@ def _number(ctype: str, value: Any) -> Any:
         TypeError: if the value is not in the range of the type.
     """
     lower, upper = _RANGES.get(ctype, (0, 0))
+    # A float may also be infinite or NaN.
     fits = is_whole(value, lower, upper) if ctype in _RANGES else is_number(value)
     if not fits and not (ctype == "f32" and isinstance(value, float)):
         raise TypeError(ctype)

@@ -33,7 +33,7 @@ def describe(compiled: Compiled) -> Kernel:
             16 if entry.aligned(name) else 1,
         )
         for name, ctype in compiled.parameters
-        if name != "first"
+        if name != "first"  # the launcher sets it
     ]
     return Kernel(
         name=entry.name,
@@ -131,6 +131,7 @@ def table(compiled: Sequence[Compiled], kernels: Sequence[Kernel], target: Targe
 
 def _embedded(compiled: Compiled, target: Target) -> str:
     name = compiled.entry.name
+    # At most 1,024 threads per program, with 32 or 64 lanes per warp.
     threads = min(compiled.entry.warps, 1024 // target.lanes) * target.lanes
     return f"""
 __asm__(".section .rodata\\n.balign 64\\ncode_{name}:\\n.incbin \\"{name}.{target.suffix}\\"\\n"
@@ -147,6 +148,7 @@ def _function(compiled: Compiled, kernel: Kernel) -> str:
         for name, value in kernel.constants.items()
         if not isinstance(value, str)
     ]
+    # C functions take sizes as int64_t, so that values beyond 32 bits are rejected, not cut.
     checks, narrowed = [], []
     for parameter in kernel.parameters:
         if parameter.kind == "pointer":
@@ -154,6 +156,7 @@ def _function(compiled: Compiled, kernel: Kernel) -> str:
         elif parameter.kind != "f32":
             upper = kernel.limits.get(parameter.name)
             upper = upper or ("INT32_MAX" if parameter.kind == "i32" else "INT64_MAX")
+            # Sizes and strides are at least 0, and divisors 1; only `ignore_index` may be negative.
             lower = (
                 "INT64_MIN"
                 if parameter.name == "ignore_index"
@@ -169,6 +172,7 @@ def _function(compiled: Compiled, kernel: Kernel) -> str:
     pointers = [
         f"&{parameter.name}{'_' * (parameter.kind == 'i32')}" for parameter in kernel_parameters
     ]
+    # `first` is the first tile of a launch; scratch pointers are null.
     pointers = ["&first", *pointers, *["&nothing"] * compiled.scratch]
     checked = " ||\n        ".join(f"(status = {parameter})" for parameter in checks)
     return f"""

@@ -136,6 +136,7 @@ class Contract:
         for option, value in zip(self.options, call.options, strict=True):
             self.check_option(option, value)
             options[option.name] = value
+        # `...` is bound to a tuple of sizes; rules and costs see their product.
         dims = {name: _count(size) for name, size in sizes.items()}
         for culprit, fits in self.rules(dims, options):
             raise ArgumentError(self.name, culprit, self._got(culprit, call, options), fits)
@@ -158,8 +159,10 @@ class Contract:
 
     def _bind_shape(self, argument: Argument, meta: TensorMeta, sizes: dict[str, Any]) -> None:
         """Bind the symbols of `argument` in `sizes`, or check them against earlier arguments."""
+        # Error messages show the sizes bound by earlier arguments.
         names, shape, bound = argument.dims, meta.shape, dict(sizes)
         if names[0] == "..." and len(shape) >= len(names) - 1:
+            # `...` takes the dims before the named ones.
             names = names[1:]
             leading = shape[: len(shape) - len(names)]
             shape = shape[len(leading) :]
@@ -216,6 +219,7 @@ class Contract:
         tensors: list[TensorMeta | None] = []
         for argument in self.arguments:
             shape = tuple(sizes[name] for name in argument.dims)
+            # A meta tensor has the contiguous strides, and no memory.
             strides = torch.empty(shape, device="meta").stride()
             allowed = argument is self.arguments[0] or dtype in argument.dtypes
             argument_dtype = dtype if allowed else argument.dtypes[0]
@@ -240,6 +244,7 @@ class Contract:
             device: device of the arguments; values are generated on the CPU.
             seed: random seed.
         """
+        # float64 on the CPU, so that the values do not depend on device and dtype.
         generator = torch.Generator().manual_seed(seed)
         sizes = self._sizes(dims)
         tensors = {}
@@ -257,6 +262,7 @@ class Contract:
 
 def _overlaps_itself(meta: TensorMeta) -> bool:
     """Whether two elements may share memory, as in an expanded tensor."""
+    # Largest offset over the dims so far; a stride up to it can reach an element twice.
     reach = 0
     pairs = zip(meta.strides, meta.shape, strict=True)
     for stride, size in sorted((pair for pair in pairs if pair[1] != 1), key=lambda pair: pair[0]):

@@ -60,6 +60,7 @@ def _layout(tensor: Tensor) -> Layout | None:
 
 def _overlap(a: Layout, b: Layout) -> bool:
     """Whether two tensors share a byte."""
+    # Disjoint address ranges.
     if a[0] >= _end(b) or b[0] >= _end(a):
         return False
     # The address ranges of two columns of one buffer overlap, but no byte is shared.

@@ -118,6 +118,7 @@ def entry(
         operator=operator,
         kernel=kernel,
         dtype=dtype,
+        # num_warps and num_stages are separate fields.
         constants={name: value for name, value in constants.items() if name[:4] != "num_"},
         warps=constants.get("num_warps", 4),
         stages=constants.get("num_stages", 1),

@@ -82,6 +82,7 @@ class TunedKernel:
         Raises:
             TableError: if no table has the kernel and it has no defaults.
         """
+        # Parameters under test take precedence over tables.
         tried = _tried.get()
         if tried is not None and tried[0].key == self.key:
             return dict(tried[1])

@@ -83,9 +83,11 @@ class Plan:
         by_name |= dict(zip(self.outputs, outputs, strict=True))
         ctx.save_for_backward(*(by_name[name] for name in self.saves))
         ctx.options = inputs[len(self.arguments) :]
+        # None for results without a gradient; `differentiate` creates zeros where they are needed.
         ctx.set_materialize_grads(False)
         results = outputs[: self.count]
         ctx.result_metas = [(result.shape, result.dtype, result.device) for result in results]
+        # Intermediates and integer results are not differentiable.
         no_gradient = list(outputs[self.count :])
         no_gradient += [result for result in results if not result.is_floating_point()]
         ctx.mark_non_differentiable(*no_gradient)
@@ -110,6 +112,7 @@ class Plan:
         optional = [parameter.annotation is not Tensor for parameter in parameters[: self.count]]
 
         def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            # Backward functions rely on contiguous gradients.
             output_grads = [
                 grad.contiguous()
                 if grad is not None
@@ -120,6 +123,7 @@ class Plan:
             grad_mask = sum(1 << bit for bit, need in enumerate(needed) if need)
             input_grads = back(*output_grads, *ctx.saved_tensors, grad_mask, *ctx.options)
             input_grads = (input_grads,) if isinstance(input_grads, Tensor) else input_grads
+            # One entry per input of the forward; options have no gradient.
             slots: list[Tensor | None] = [None] * (len(self.arguments) + len(ctx.options))
             for index, need, grad in zip(self.differentiable, needed, input_grads, strict=True):
                 slots[index] = grad if need else None
@@ -155,6 +159,7 @@ class Plan:
             like = next(tensor for tensor in candidates if tensor is not None)
             shape = _shape(argument.dims, sizes)
             needed = needs_grad(args[count], bit)
+            # As `absent_grad`: the right number of dims, and no elements.
             grads.append(like.new_empty(shape if needed else (0,) * len(shape)))
         return grads[0] if len(grads) == 1 else tuple(grads)
 

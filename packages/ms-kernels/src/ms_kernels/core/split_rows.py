@@ -116,6 +116,7 @@ def local_shards(contract: Contract, tensors: tuple[Tensor, ...]) -> tuple[Tenso
         if placements != first or any(placement.is_partial() for placement in placements):
             fits = f"placed like {contract.arguments[0].name}: {first}, without partial sums"
             raise ArgumentError(contract.name, argument.name, f"placed as {placements}", fits)
+    # Only for operators that write in place, which have no gradient.
     with torch.no_grad():
         return tuple(tensor.to_local() for tensor in tensors)  # type: ignore[attr-defined]
 

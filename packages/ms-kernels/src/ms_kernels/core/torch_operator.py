@@ -168,6 +168,7 @@ class _SplitRules:
         while self._splits and self._rules:
             overload, inputs, outputs = self._rules.pop()
 
+            # The defaults bind the values of this iteration.
             def rule(
                 *args: Any,
                 inputs: list[DimNames] = inputs,
@@ -203,6 +204,7 @@ def _in_place(contract: Contract, backend: str, forward: Callable[..., Any]) -> 
     operator.register_fake(lambda *args: None)
 
     def run(*args: Any) -> None:
+        # Autograd forbids writing in place to leaves that require gradients.
         with torch.no_grad():
             operator(*args)
 

@@ -188,6 +188,7 @@ class _Measure:
 
         tried = [current, *(values for values in kernel.candidates if values != current)]
         ways = {str(index): under(values) for index, values in enumerate(tried)}
+        # The first run also compiles, and shows which parameters the chip does not support.
         for name, way in list(ways.items())[1:]:
             try:
                 way()
@@ -200,13 +201,13 @@ class _Measure:
 
 def _sizes(contract: Contract, device: torch.device) -> Iterator[dict[str, int]]:
     """Yield the sizes to measure, in order of increasing work."""
-    scale = 1 if device.type == "cpu" else 100
+    scale = 1 if device.type == "cpu" else 100  # 100**1.5 = 1,000, the factor of LIMIT_FLOPS
     candidates = []
     for ladder in contract.ladders:
         for step in STEPS:
             grown = {name: step * ladder.sizes.get(name, 1) for name in ladder.grows}
             dims = {**contract.example, **ladder.sizes, **grown}
-            work = contract.forward(dims, 4)
+            work = contract.forward(dims, 4)  # 4 bytes per element
             if work.flops <= LIMIT_FLOPS * scale**1.5 and work.size_bytes <= LIMIT_BYTES * scale:
                 candidates.append((work.flops, dims))
     for _, dims in sorted(candidates, key=lambda pair: pair[0]):
@@ -222,6 +223,7 @@ def largest(contract: Contract, device: torch.device) -> dict[str, int]:
 def _pays_from(ratios: Sequence[tuple[int, float]]) -> int | None:
     """Return the smallest number of elements from which all ratios are at most `EVEN`, or None."""
     threshold = None
+    # From the largest size down to the first at which it is slower.
     for elements, ratio in sorted(ratios, reverse=True):
         if ratio > EVEN:
             break

@@ -80,6 +80,7 @@ MATRIX_TILES_BACKWARD = grid(
 def whole_rows(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]:
     """Return the constants of a kernel whose block spans a full row of `width` elements."""
     values, block = kernel.values(key, width), power_of_two(width)
+    # A program has as many narrow rows as fit into ELEMENTS.
     rows = max(values["ELEMENTS"] // block, 1)
     return {"ROWS": rows, "BLOCK": block, "num_warps": values["num_warps"]}
 
@@ -92,6 +93,7 @@ def rows_per_program(kernel: TunedKernel, key: TableKey, rows: int, width: int) 
     """
     block_rows = whole_rows(kernel, key, width)["ROWS"]
     max_programs = kernel.values(key, width)["PROGRAMS"]
+    # At most max_programs programs, each with a whole number of blocks.
     program_rows = max(blocks(blocks(rows, block_rows), max_programs) * block_rows, block_rows)
     return program_rows, blocks(rows, program_rows)
 
@@ -112,4 +114,5 @@ def row_blocks(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]
 def tile(kernel: TunedKernel, key: TableKey, rows: int) -> dict[str, int]:
     """Return the constants of a matrix product whose left operand has `rows` rows."""
     values = kernel.values(key, rows) if kernel.sizes else kernel.values(key)
+    # tl.dot needs at least 16 rows.
     return {**values, "BM": min(max(power_of_two(rows), 16), values["BM"])}

@@ -34,6 +34,7 @@ LARGEST_STRIDE = 2**23
 @cache
 def _absent() -> str | None:
     """Return the reason if Triton is not installed, otherwise None."""
+    # A module that is None in sys.modules cannot be imported.
     if sys.modules.get("triton", ...) is None or find_spec("triton") is None:
         return "needs triton, which is not installed: pip install 'ms-kernels[cuda]'"
     return None
@@ -52,7 +53,7 @@ def narrow_rows(call: Call) -> str | None:
     """Decline rows too wide for one program."""
     width = call.present[0].shape[-1]
     if width > WIDEST_ROW:
-        return f"holds rows of up to {WIDEST_ROW} features, not {width}"
+        return f"supports rows of up to {WIDEST_ROW} features, not {width}"
     return None
 
 
@@ -60,9 +61,9 @@ def narrow_heads(call: Call) -> str | None:
     """Decline heads too wide for shared memory, and strides too large for 32-bit offsets."""
     for tensor in call.present[:3]:
         if tensor.shape[-1] > WIDEST_HEAD:
-            return f"takes heads of up to {WIDEST_HEAD} features, not {tensor.shape[-1]}"
+            return f"supports heads of up to {WIDEST_HEAD} features, not {tensor.shape[-1]}"
         if tensor.strides[1] > LARGEST_STRIDE:
-            return f"takes strides of positions up to {LARGEST_STRIDE}, not {tensor.strides[1]}"
+            return f"supports strides of positions up to {LARGEST_STRIDE}, not {tensor.strides[1]}"
     return None
 
 

@@ -32,6 +32,7 @@ def _step(weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *opti
         blocks(weights.numel(), constants["BLOCK"]),
         weights,
         *(weights, gradient, mean, square, weights.numel()),
+        # Decoupled weight decay, then the bias corrections of both moments.
         *(1 - betas[0], 1 - betas[1], 1 - learning_rate * weight_decay),
         *(learning_rate / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5, float(eps)),
         **constants,
@@ -55,7 +56,7 @@ def _refuses(call: Call) -> str | None:
     """Decline non-contiguous tensors and float64 moments."""
     moments = call.present[2].dtype
     if moments != torch.float32:
-        return f"keeps moments in float32, not {describe(moments)}"
+        return f"needs moments in float32, not {describe(moments)}"
     for argument, meta in zip(CONTRACT.arguments, call.present, strict=True):
         if not meta.contiguous:
             return f"writes contiguous tensors in place; {argument.name} is not contiguous"

@@ -37,5 +37,5 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 IMPLEMENTATION = on_cpu(
-    CONTRACT, _AddRmsNorm.apply, "blocks of rows in the cache; saves the sum and one number a row"
+    CONTRACT, _AddRmsNorm.apply, "blocks of rows in the cache; saves the sum and one value per row"
 )

@@ -43,7 +43,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    "adds and normalizes in one pass; saves the sum and one number a row",
+    "adds and normalizes in one pass; saves the sum and one value per row",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_rows,

@@ -43,6 +43,7 @@ def attention(
     queries, keys, values = q.shape[1], k.shape[1], v.shape[3]
     scale = settings.factor(q.shape[3])
     q, k, v = as_wide(q, k, v)
+    # Mode 0 without a mask; the limits mean no band.
     mask, mode, before, after = None, 0, 2**31 - 1, 2**31 - 1
     if documents is not None:
         visible_keys = visible(queries, keys, q.device, documents, causal, window)
@@ -92,6 +93,7 @@ class _WithSinks(torch.autograd.Function):
     ) -> Tensor:
         """Return the output (B, Sq, Hq, D)."""
         result, row_max, row_sum = _fused(q, k, v, scale, masks)
+        # As one more score: rescale to the larger maximum, and add e^(sink - max) to the sum.
         sinks = sinks.float().view(-1, 1, 1)
         new_max = torch.maximum(row_max, sinks)
         rescaled = row_sum * (row_max - new_max).exp()

@@ -31,6 +31,7 @@ def attention(
     """Return ``softmax(q kᵀ · scale + mask) v``, with a causal mask or none."""
     causal, _, scale = MaskOptions(*options)
     with sdpa_kernel(ORDER, set_priority=True):
+        # (B, S, H, D) -> (B, H, S, D), as views.
         result = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

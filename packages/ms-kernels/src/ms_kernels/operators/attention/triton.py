@@ -84,6 +84,7 @@ def _forward(
     result = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     constants = _constants(FORWARD, key_of(q), width, v.shape[3])
+    # The kernels use exp2, so the scale includes log2(e).
     factor = settings.factor(width) * LOG2_E
     sinks_or_dummy = q if sinks is None else sinks.contiguous()
     launch(
@@ -118,6 +119,7 @@ def _backward(
     by_keys = _constants(BACKWARD_KEYS, key_of(q), width, v.shape[3])
     tiles = batch * heads * blocks(queries, by_queries["BM"])
     key_tiles = batch * k.shape[2] * blocks(k.shape[1], by_keys["BN"])
+    # delta = rowsum(dO * O), which the gradient of the softmax subtracts (FlashAttention-2).
     delta, strides = torch.empty_like(lse), grad.stride()[:3]
     shape = queries, heads, v.shape[3]
     delta_constants = {name: by_queries[name] for name in ("BM", "BV")}
@@ -126,6 +128,8 @@ def _backward(
     grads = empty(q), empty(k), empty(v)
     factor = settings.factor(width)
     sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, _window(settings, k))
+    # One kernel computes dq by blocks of queries, the other dk and dv by blocks of keys, so that
+    # neither needs atomic additions.
     for kernel, count, constants, out in (
         ("attention_backward_queries", tiles, by_queries, grads[:1]),
         ("attention_backward_keys", key_tiles, by_keys, grads[1:]),
@@ -195,7 +199,9 @@ class _RecentRanges:
         self, documents: Tensor, queries: int, query_block: int, key_block: int, *, of_keys: bool
     ) -> tuple[Tensor, Tensor]:
         """Return contiguous documents (B, Sk) and the ranges for blocks of queries or of keys."""
+        # Tensors made in inference mode have no version counter.
         version = 0 if documents.is_inference() else documents._version
+        # Compare the object and not its address, which a later tensor may reuse.
         cached = self._documents is not None and self._documents() is documents
         if not cached or self._version != version:
             self._ranges = {}

@@ -90,6 +90,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, grad_x, taps = with_unit_stride(x), empty(x), weight.shape[1]
     tables = weights, _, document_ids, states = _tables(x, weight, bias, documents, state)
+    # Gradient of the sums before SiLU, in float32; `grad` itself if it is that already.
     grad_sums = grad
     if options[0] or grad.dtype != torch.float32:
         grad_sums = empty(x, torch.float32)
@@ -103,8 +104,10 @@ def _backward(
             **constants,
         )
     grad_state = absent_grad(x) if state is None else empty(state)
+    # Positions start at -K: the inputs in `state` get gradients too.
     constants = _constants(BACKWARD, key_of(x), x.shape[2])
     rows = len(x) * blocks(x.shape[1] + taps, constants["BS"])
+    # (tiles of rows, K + 1, C): K weights and the bias, summed below in a fixed order.
     partial_sums = x.new_empty((rows, taps + 1, x.shape[2]), dtype=torch.float32)
     flags = _flags(weight, bias, documents, state, silu=False)
     launch(
@@ -199,9 +202,9 @@ def _refuses(call: Call) -> str | None:
     """Decline too many weights per channel, and strides too large for 32-bit offsets."""
     x, weight = call.present[:2]
     if weight.shape[1] > WIDEST:
-        return f"takes up to {WIDEST} weights a channel, not {weight.shape[1]}"
+        return f"supports up to {WIDEST} weights per channel, not {weight.shape[1]}"
     if x.strides[1] > LARGEST_STRIDE:
-        return f"takes strides of positions up to {LARGEST_STRIDE}, not {x.strides[1]}"
+        return f"supports strides of positions up to {LARGEST_STRIDE}, not {x.strides[1]}"
     return None
 
 
@@ -215,7 +218,7 @@ _convolution = opaque(
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    "one pass over memory, SiLU in it; saves its inputs alone",
+    "one pass over memory, including SiLU; saves only its inputs",
     tuned=TUNED,
     entries=entries,
     refuses=_refuses,

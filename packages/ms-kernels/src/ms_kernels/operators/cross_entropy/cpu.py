@@ -67,5 +67,5 @@ class _TokenLosses(torch.autograd.Function):
 IMPLEMENTATION = on_cpu(
     CONTRACT,
     cross_entropy,
-    "blocks of rows in the cache; saves one number a row besides the logits",
+    "blocks of rows in the cache; saves the logits and one value per row",
 )

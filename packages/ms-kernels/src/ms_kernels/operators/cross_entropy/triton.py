@@ -98,6 +98,7 @@ def row_losses(
     count, classes = logits.shape
     losses = logits.new_empty(count, dtype=torch.float32)
     totals = torch.empty_like(losses)
+    # Without a gradient this pointer is not written.
     grad_out = logits if gradient is None else gradient
     launch(
         f"{KERNELS}.cross_entropy_forward",

@@ -111,10 +111,9 @@ def _backward(
     _walk((q, k, v, g, beta, documents, state), options, grad, grad_state, saved)
     constants = _constants(BACKWARD, key_of(q), width)
     tiles, columns = _tiles(v, constants), blocks(out_width, constants["BV"])
-    scratch = _sums(
-        q, tiles, part_length, constants["BD"], constants["BV"]
-    )  # states within one part
-    # per block of columns, summed below
+    # States within one part.
+    scratch = _sums(q, tiles, part_length, constants["BD"], constants["BV"])
+    # Per block of columns; summed below.
     partial_q, partial_k = _sums(q, 2, columns, batch, positions, heads, width)
     partial_g, partial_beta = _sums(q, 2, columns, batch, positions, heads)
     grad_v = empty(v)
@@ -145,7 +144,7 @@ def _backward(
     )
     grad_q, grad_k = (
         _through_norm(
-            # Sum over column blocks, then over the value heads that part_length a key head.
+            # Sum over column blocks, then over the value heads that share a key head.
             partial.sum(0).unflatten(2, (groups, heads // groups)).sum(3),
             x,
             settings.normalize,
@@ -241,7 +240,7 @@ _rule = opaque(
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    "the state stays in registers, step by step; nothing is held between the passes",
+    "keeps the state in registers; saves only its inputs",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_heads,

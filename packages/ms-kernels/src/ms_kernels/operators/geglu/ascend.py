@@ -50,5 +50,5 @@ IMPLEMENTATION = on_npu(
         backward=_geglu_backward,
         saves=("gate", "up", "gated"),
     ),
-    "npu_geglu: one kernel, without a copy where gate and up stand side by side",
+    "npu_geglu: one kernel, without a copy where gate and up are adjacent",
 )

@@ -31,6 +31,7 @@ def _backward(
     if needs_grad(grad_mask, 0):
         grad_x = x.new_empty(x.shape)
     if needs_grad(grad_mask, 1):
+        # Experts without rows keep a gradient of 0.
         grad_weights = weights.new_zeros(weights.shape)
     for expert, rows in _groups(counts, x.shape[0]):
         if needs_grad(grad_mask, 0):

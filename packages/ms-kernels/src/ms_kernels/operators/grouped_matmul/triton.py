@@ -46,6 +46,7 @@ GROUPED_ROWS, GROUPED_WEIGHTS = (f"{__package__}.kernels.{kernel.name}" for kern
 
 
 def _forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    # The ends of the experts' rows stay on the device: reading them would synchronize.
     return _by_expert(x, weights, counts.cumsum(0).to(torch.int32))
 
 
@@ -55,7 +56,7 @@ def _backward(
     ends = counts.cumsum(0).to(torch.int32)
     grad_x, grad_weights = absent_grad(x), absent_grad(weights)
     if needs_grad(grad_mask, 0):
-        grad_x = _by_expert(grad, weights.transpose(1, 2), ends)
+        grad_x = _by_expert(grad, weights.transpose(1, 2), ends)  # (T, N) x (E, N, K) -> (T, K)
     if needs_grad(grad_mask, 1):
         grad_weights, x = empty(weights), with_unit_stride(x)
         constants = WEIGHTS.values(key_of(x))
@@ -74,6 +75,7 @@ def _by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     constants = tile(ROWS, key_of(x), len(x))
     launch(
         GROUPED_ROWS,
+        # Every expert may end with a partly filled block, hence `+ experts`.
         (blocks(len(x), constants["BM"]) + experts) * blocks(out_width, constants["BN"]),
         x,
         *(x, weights, ends, result, len(x), experts, width, out_width),
@@ -113,7 +115,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 def _refuses(call: Call) -> str | None:
     """Decline more experts than a program can read."""
     count = call.present[1].shape[0]
-    return f"takes up to {MOST_EXPERTS} experts, not {count}" if count > MOST_EXPERTS else None
+    return f"supports up to {MOST_EXPERTS} experts, not {count}" if count > MOST_EXPERTS else None
 
 
 IMPLEMENTATION = on_gpu(

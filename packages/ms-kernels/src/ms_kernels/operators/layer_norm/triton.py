@@ -52,6 +52,7 @@ def _backward(
     constants = whole_rows(BACKWARD, key_of(x), rows.shape[1])
     program_rows, programs = rows_per_program(BACKWARD, key_of(x), *rows.shape)
     grad_x = empty(x)
+    # (2, programs, H): partial gradients of weight and bias.
     partial_sums = x.new_empty((2, programs, rows.shape[1]), dtype=torch.float32)
     launch(
         f"{KERNELS}.layer_norm_backward",
@@ -88,7 +89,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    "one pass over memory each way; saves x and two numbers a row",
+    "one pass over memory each way; saves x and two values per row",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_rows,

@@ -46,6 +46,7 @@ def _rows(hidden: Tensor) -> Tensor:
 
 def row_losses(hidden: Tensor, weight: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return -log p, the maximum logit and Σ exp(logit - maximum) of each row, float32."""
+    # Classes [0, V): this device has all of them.
     row_max, exp_sum, target_logit, *_ = torch.ops.npu.npu_fused_linear_online_max_sum(
         _rows(hidden), weight.contiguous(), classes, 0, len(weight)
     )
@@ -64,6 +65,7 @@ def gradients(
     exp_sum: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden and weight, given those of the row losses."""
+    # One bit per row; all are 0, as every target is a local class.
     nonlocal_mask = classes.new_zeros((len(classes) + 7) // 8, dtype=torch.uint8)
     rows, flat = _rows(hidden), (tensor.reshape(-1) for tensor in (row_max, exp_sum))
     grad_hidden, grad_weight = (
@@ -132,9 +134,9 @@ def large_enough(call: Call) -> str | None:
     """Decline too few classes and too many features for the kernels."""
     classes, features = call.present[1].shape
     if classes < MIN_CLASSES:
-        return f"takes {MIN_CLASSES} classes or more, not {classes}"
+        return f"needs at least {MIN_CLASSES} classes, not {classes}"
     if features > MAX_FEATURES:
-        return f"takes up to {MAX_FEATURES} features, not {features}"
+        return f"supports up to {MAX_FEATURES} features, not {features}"
     return empty(call)
 
 

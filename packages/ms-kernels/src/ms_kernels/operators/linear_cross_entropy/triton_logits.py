@@ -68,7 +68,7 @@ def chunks(
         gradients: the caller writes the gradient of the logits, in the dtype of hidden. The buffer
             is separate unless that is float32; otherwise the third item is the logits tensor.
     """
-    step = max(CHUNK_BYTES // (4 * weight.shape[0]), 1)
+    step = max(CHUNK_BYTES // (4 * weight.shape[0]), 1)  # rows of a chunk, 4 bytes per logit
     shape = min(step, len(hidden)), len(weight)
     buffer = hidden.new_empty(shape, dtype=torch.float32)
     needs_buffer = gradients and hidden.dtype != torch.float32
@@ -76,6 +76,7 @@ def chunks(
     for start in range(0, len(hidden), step):
         rows = slice(start, start + step)
         chunk = hidden[rows]
+        # (R, H) @ (H, V) -> (R, V), float32.
         product(chunk, weight.T, buffer[: len(chunk)])
         yield rows, buffer[: len(chunk)], grad_buffer[: len(chunk)]
 
@@ -94,7 +95,7 @@ def lifted(dtype: torch.dtype, *slopes: Tensor) -> tuple[Tensor, tuple[Tensor, .
     if dtype not in LIFT or not slopes[0].numel():
         return slopes[0].new_ones(()), slopes
     peak = torch.stack([slope.abs().amax() for slope in slopes]).amax()
-    peak = peak.clamp(min=torch.finfo(torch.float32).tiny)
+    peak = peak.clamp(min=torch.finfo(torch.float32).tiny)  # all may be 0
     return peak, tuple(slope / peak * LIFT[dtype] for slope in slopes)
 
 
@@ -102,6 +103,7 @@ class Sums:
     """Gradients of hidden (N, H) and weight (V, H), summed in float32; None where not needed."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, *, of_hidden: bool, of_weight: bool) -> None:
+        # Each row of hidden is in one chunk, while every chunk adds to the weight's gradient.
         self.hidden = hidden.new_empty(hidden.shape, dtype=torch.float32) if of_hidden else None
         self.weight = weight.new_zeros(weight.shape, dtype=torch.float32) if of_weight else None
 

@@ -82,6 +82,7 @@ def _backward(
     count: int,
 ) -> Tensor:
     result = grad.new_empty((len(places), grad.shape[1]))
+    # The gradient of a copied row is the sum over its copies.
     sum_choices(SUM, grad, places, None, result)
     return result
 

@@ -72,6 +72,7 @@ def _codes(packed: Tensor, bits: int) -> Tensor:
     if torch.compiler.is_compiling() or type(packed) not in (Tensor, torch.nn.Parameter):
         return _turn(packed, bits)
     cached = _signed[packed] if packed in _signed else (None, None, packed)  # noqa: SIM401 - untyped
+    # Modified since, or used with other bits.
     if cached[:2] != (packed._version, bits):
         cached = (packed._version, bits, _turn(packed, bits))
         _signed[packed] = cached
@@ -81,8 +82,10 @@ def _codes(packed: Tensor, bits: int) -> Tensor:
 
 def _turn(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
+        # Flipping the top bit maps codes 0..255 to -128..127.
         return (packed ^ 0x80).view(torch.int8).T
     codes = unpack_codes(packed, bits=bits).T
+    # Two codes per byte, the first in the low half; then four bytes per int32.
     pairs = codes[:, 0::2] | (codes[:, 1::2] << 4)
     return (pairs ^ 0x88).contiguous().view(torch.int32)
 

@@ -90,6 +90,7 @@ def _zeros(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Te
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:
+    # Packed codes are bytes whatever the dtype of x.
     rows, weights = dims["..."], dims["N"] * (dims["P"] + dims["G"] * itemsize)
     flops = 2 * rows * dims["K"] * dims["N"]
     return Work(rows * (dims["K"] + dims["N"]) * itemsize + weights, flops)
@@ -97,7 +98,7 @@ def _forward(dims: Dims, itemsize: int) -> Work:
 
 CONTRACT = Contract(
     name="quantized_linear",
-    summary="x @ weight.T, the weight packed in 4 or 8 bits with a scale a group",
+    summary="x @ weight.T, the weight packed in 4 or 8 bits with one scale per group",
     arguments=(
         Argument(name="x", dims="... K"),
         Argument(

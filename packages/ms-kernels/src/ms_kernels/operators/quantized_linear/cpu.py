@@ -27,7 +27,7 @@ class _QuantizedLinear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1]).to(accumulator(x.dtype))
         result = x.new_empty(flat.shape[0], packed.shape[0])
         for rows, tile in _tiles(flat.dtype, packed, scales, zeros, *form):
-            result[:, rows] = flat @ tile.T
+            result[:, rows] = flat @ tile.T  # (T, K) @ (K, rows)
         return result.view(*x.shape[:-1], packed.shape[0])
 
     @staticmethod
@@ -44,6 +44,7 @@ def _tiles(
     wide: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield tiles of rows of the dequantized weight, in dtype `wide`."""
+    # A row of the weight has packed.shape[1] * 8 / bits elements.
     step = max(TILE_ELEMENTS * form[0] // (8 * packed.shape[1]), 1)
     for start in range(0, len(packed), step):
         rows = slice(start, start + step)

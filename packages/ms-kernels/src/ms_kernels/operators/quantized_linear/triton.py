@@ -49,6 +49,7 @@ def _forward(
 ) -> Tensor:
     rows, out = as_rows(x), x.new_empty((*x.shape[:-1], packed.shape[0]))
     constants = tile(FORWARD, key_of(rows), len(rows))
+    # The kernel loops over one group at a time, so a larger block would be partly masked.
     constants["BK"] = min(max(power_of_two(group_size), 16), constants["BK"])
     tiles = blocks(len(rows), constants["BM"]) * blocks(packed.shape[0], constants["BN"])
     _launch(FORWARD, tiles, rows, (packed, scales, zeros), out, bits, constants)
@@ -82,6 +83,7 @@ def _launch(
     constants: dict[str, Any],
 ) -> None:
     packed, scales, zeros = weight
+    # 8 / bits codes per byte.
     width, groups = packed.shape[1] * 8 // bits, scales.shape[1]
     scales = scales.contiguous()
     launch(

@@ -62,5 +62,5 @@ def differentiate(
 
 
 IMPLEMENTATION = on_cpu(
-    CONTRACT, _RmsNorm.apply, "blocks of rows in the cache; saves x and one number a row"
+    CONTRACT, _RmsNorm.apply, "blocks of rows in the cache; saves x and one value per row"
 )

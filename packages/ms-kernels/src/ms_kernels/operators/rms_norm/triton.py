@@ -40,6 +40,7 @@ def normalize(
     rows = as_rows(x)
     residual_rows = rows if residual is None else as_rows(residual)
     result, scale = empty(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    # Without a residual the kernel writes no sum.
     total = x if residual is None else empty(x)
     constants = whole_rows(kernel, key_of(x), rows.shape[1])
     launch(
@@ -68,6 +69,7 @@ def differentiate(
     constants = whole_rows(kernel, key_of(x), rows.shape[1])
     program_rows, programs = rows_per_program(kernel, key_of(x), *rows.shape)
     grad_x = empty(x)
+    # One partial gradient of the weight per program.
     partial_sums = x.new_empty((programs, rows.shape[1]), dtype=torch.float32)
     launch(
         f"{KERNELS}.rms_norm_backward",
@@ -124,7 +126,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    "one pass over memory each way; saves x and one number a row",
+    "one pass over memory each way; saves x and one value per row",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_rows,

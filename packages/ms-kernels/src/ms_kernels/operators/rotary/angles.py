@@ -78,6 +78,7 @@ class Llama3Scaling:
 
     def scale(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
         """Return the interpolated frequencies, and 1."""
+        # Turns of each pair within the training length.
         turns = self.original_length * frequencies / (2 * math.pi)
         blend = (turns - self.slow_turns) / (self.fast_turns - self.slow_turns)
         blend = blend.clamp(0, 1)
@@ -123,6 +124,7 @@ class YarnScaling:
 
     def _pair_of(self, turns: float, pairs: int, base: float) -> float:
         """Return the fractional index of the pair with `turns` turns in the original length."""
+        # Solve length * base^(-i / pairs) / 2π = turns for i.
         length = self.original_length / (turns * 2 * math.pi)
         return pairs * math.log(length) / math.log(base)
 

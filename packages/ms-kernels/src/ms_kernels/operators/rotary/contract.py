@@ -43,6 +43,7 @@ def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _work(dims: Dims, itemsize: int) -> Work:
     heads = dims["B"] * dims["S"] * (dims["Hq"] + dims["Hk"])
+    # Elements of cos and sin, which are float32.
     angles = 2 * dims["C"] * dims["S"] * dims["R/2"]
     return Work(2 * heads * dims["D"] * itemsize + 4 * angles, 6 * heads * dims["R/2"])
 

@@ -53,6 +53,7 @@ def _turn(
         *(q, k, *rotated, cos, sin, positions, q_heads, k_heads, half, width),
         *q.stride()[:3],
         *k.stride()[:3],
+        # Stride 0 broadcasts the angles over the batch.
         *(cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
         BACK=back,
         INTERLEAVED=interleaved,

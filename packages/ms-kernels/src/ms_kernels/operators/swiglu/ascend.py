@@ -29,6 +29,7 @@ def concat_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     )
     if not adjacent:
         return torch.cat((gate, up), -1)
+    # gate's rows, extended over up's columns.
     return gate.as_strided((*gate.shape[:-1], 2 * width), gate.stride())
 
 
@@ -52,5 +53,5 @@ class _SwiGlu(torch.autograd.Function):
 IMPLEMENTATION = on_npu(
     CONTRACT,
     _SwiGlu.apply,
-    "npu_swiglu: one kernel, without a copy where gate and up stand side by side",
+    "npu_swiglu: one kernel, without a copy where gate and up are adjacent",
 )

@@ -30,6 +30,7 @@ def _forward(
         tensor.view(tokens.shape) for tensor in row_losses(hidden, weight, classes)
     )
     log_probs = (-losses).masked_fill_(out_of_range, torch.nan).masked_fill_(ignored, 0)
+    # Zeros in place of the entropies, which `_refuses` declines.
     return log_probs, torch.zeros_like(losses), top, total
 
 
@@ -45,7 +46,7 @@ def _backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     ignored = tokens == options[1]
-    slopes = (-grad).masked_fill(ignored, 0).reshape(-1)
+    slopes = (-grad).masked_fill(ignored, 0).reshape(-1)  # the loss is -log p
     return gradients(slopes, hidden, weight, chosen_classes(tokens, ignored, weight)[0], top, total)
 
 
@@ -68,9 +69,9 @@ def token_log_probs(hidden: Tensor, weight: Tensor, tokens: Tensor, *options: An
 def _refuses(call: Call) -> str | None:
     """Decline a temperature other than 1, entropies, and unsupported sizes."""
     if call.options[0] != 1:
-        return f"has no temperature but 1, and here is {call.options[0]}"
+        return f"supports only temperature 1, not {call.options[0]}"
     if call.options[2]:
-        return "makes no entropies"
+        return "does not compute entropies"
     return large_enough(call)
 
 

@@ -76,6 +76,7 @@ def _backward(
     rows, token_index = as_rows(hidden), tokens.reshape(-1).contiguous()
     needs_hidden, needs_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
     sums = Sums(rows, weight, of_hidden=needs_hidden, of_weight=needs_weight)
+    # One scale for both, as their gradients are added in the same buffer.
     peak, (grads, spread_grads) = lifted(hidden.dtype, grad.view(-1), grad_spread.view(-1))
     constants = row_blocks(BACKWARD, key_of(hidden), len(weight))
     totals, spread = totals.view(-1), entropies.view(-1)

@@ -26,16 +26,18 @@ def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None
 def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if dims["R"] != dims["T"] * dims["C"]:
         rows = dims["T"] * dims["C"]
-        yield "rows", f"of a first size of {rows}, one for each of the places"
+        yield "rows", f"of a first size of {rows}, one per place"
 
 
 def _draw(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
     count = shape[0] * shape[1]
+    # A permutation of the R = T * C rows.
     return torch.randperm(count, generator=generator).view(shape)
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:
     tokens = dims["T"] * dims["H"]
+    # Per row 8 bytes of its place and 4 of its weight.
     size_bytes = (dims["R"] * dims["H"] + tokens) * itemsize + 12 * dims["R"]
     return Work(size_bytes, 2 * dims["R"] * dims["H"])
 
