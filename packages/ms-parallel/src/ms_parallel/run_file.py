@@ -57,6 +57,7 @@ def read_run_file(
             raise ConfigError(f"{path}: set either layout or {LAYOUT_ALIAS}, got both")
         settings["layout"] = settings.pop(LAYOUT_ALIAS)
     for text in overrides:
+        # Overrides may use the alias too.
         override(settings, re.sub(rf"^\s*{LAYOUT_ALIAS}\b", "layout", text))
     try:
         return _run_file(settings, needs_data=needs_data)

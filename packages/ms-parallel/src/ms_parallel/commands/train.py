@@ -35,6 +35,7 @@ def run(options: Namespace) -> int:
     from ms_parallel.training.trainer import DistributedTrainer
 
     trainer = DistributedTrainer.from_options(run.options)
+    # With --json, stdout is for the result alone.
     stdout = sys.stderr if options.json else sys.stdout
     with contextlib.redirect_stdout(stdout):
         result = trainer.train(run.dataset, run.length.epochs, run.length.steps)

@@ -118,6 +118,7 @@ class Family:
         """
         names = {setting.name for setting in fields(self.config)}
         settings = {key: value for key, value in document.items() if key != "torch_dtype"}
+        # Missing and unknown keys are both errors; token ids are optional.
         for key in sorted((names - set(TOKENS)) ^ (settings.keys() - set(TOKENS))):
             problem = "lacks" if key in names else "has unknown"
             raise ModelError(f"config.json {problem} {key[:60]!r}")

@@ -83,6 +83,7 @@ class ModelPlan:
         Raises:
             ModelError: no pattern matches.
         """
+        # A pattern for the parameter itself takes precedence over one for its module.
         for name in (parameter, parameter.rpartition(".")[0]):
             for pattern, style in self.tensor.items():
                 if _matches(pattern, name):
@@ -97,11 +98,12 @@ class ModelPlan:
             case "vocabulary" | "split_heads" | "split_width":
                 return 0
             case "row" | "row_of_whole":
+                # The bias is added once, after the sum over ranks.
                 return None if parameter.endswith(".bias") else 1
             case "expert_column":
-                return 2
+                return 2  # (experts, matrices, rows, columns)
             case "expert_row":
-                return None if parameter.endswith(".bias") else 2
+                return None if parameter.endswith(".bias") else 2  # (experts, rows, columns)
             case _:
                 return None
 

@@ -87,6 +87,7 @@ def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
     for key in overrides:
         if key not in names:
             raise ConfigError(f"unknown model setting {key!r}; {nearest(key, names)}")
+    # The head width follows the new sizes unless it is set.
     if "head_dim" not in overrides and overrides.keys() & {"hidden_size", "num_attention_heads"}:
         sizes = {**asdict(cast(Any, config)), **overrides}
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
@@ -173,6 +174,7 @@ def _shapes(
             continue
         single = range(layer, layer + 1)
         with torch.device("meta"):
+            # The first block comes with the embedding, the final norm and the head.
             model = build_model(
                 config, layers=single, first=not block_shapes, last=not block_shapes
             )

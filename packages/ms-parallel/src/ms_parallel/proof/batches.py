@@ -44,7 +44,9 @@ def draw_batch(vocabulary: int, seed: int) -> dict[str, Tensor]:
     index = torch.arange(LENGTH).expand(ROWS, LENGTH)
     document_start = torch.where(starts, index, 0).cummax(1).values
     targets = text[:, 1:].clone()
+    # The last token of a document has no target, as the next token is in another document.
     targets[:, :-1][starts[:, 1:]] = IGNORED
+    # Row r ignores its first r targets, so rows weigh differently.
     targets[index < torch.arange(ROWS)[:, None]] = IGNORED
     return {
         "tokens": text[:, :-1].contiguous(),

@@ -40,6 +40,7 @@ def draw_cases(processes: int, count: int, seed: int, experts: int = 1) -> list[
     cases = list(_simplest(processes, experts))
     rng = random.Random(seed)
     layouts = [layout for layout in _layouts(processes, experts) if layout.world_size > 1]
+    # A bound, because there may be fewer distinct cases than requested.
     for _ in range(50 * count):
         if len(cases) >= count or not layouts:
             break

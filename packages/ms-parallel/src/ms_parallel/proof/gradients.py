@@ -90,6 +90,7 @@ def _ratio(gradient: Tensor, reference: Tensor, layout: Layout, microbatches: in
     square = float((reference * reference).sum())
     if square == 0.0:
         return ""
+    # Least squares; the ratio is constant if the residual is only rounding in float64.
     ratio = float((gradient * reference).sum()) / square
     if not float((gradient - ratio * reference).abs().max()) <= 1e-9 * float(reference.abs().max()):
         return ""

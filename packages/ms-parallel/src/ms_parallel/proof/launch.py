@@ -58,6 +58,7 @@ def run_cases(job: Job, folder: Path, done: Callable[[Outcome], None]) -> Iterat
 def _run(job: Job, folder: Path, case: Case) -> str | None:
     """Run the processes to their end; return why they were stopped, or None."""
     (folder / "job.json").write_bytes(msgspec.json.encode(job))
+    # Hosted here, so the store outlives any rank, and the port is known before they start.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
@@ -132,6 +133,7 @@ def _processor_seconds(processes: list["subprocess.Popen[bytes]"]) -> float:
     for process in processes:
         with suppress(OSError):
             stat = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
+            # utime and stime, counted after the command name, which may contain spaces.
             ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
     return ticks / os.sysconf("SC_CLK_TCK")
 

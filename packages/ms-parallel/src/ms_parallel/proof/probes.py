@@ -33,6 +33,7 @@ def probe_changes(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Co
             token = changed["tokens"][span.row, middle]
             changed["tokens"][span.row, middle] = (token + 1) % int(batch["tokens"].max() + 1)
             changes.append((span, middle))
+        # (B, S): largest change of a position's logits, relative to the largest logit.
         differences = (full_logits(engine, changed) - before).abs().amax(-1) / scale
         yield from _judge(differences, changes, spans, tolerance)
 
@@ -104,6 +105,7 @@ def probe_generation(engine: Engine, batch: Batch) -> tuple[Check, ...] | Counte
         [prompt + tokens for prompt, tokens in zip(prompts, generated, strict=True)]
     )
     inputs = texts[:, :-1]
+    # Causality makes the padding irrelevant to the positions that are compared.
     padded = F.pad(inputs, (0, -inputs.shape[1] % engine.groups.layout.row_parts))
     logits = _local_logits(engine, {"tokens": padded})[:, _PROMPT - 1 : inputs.shape[1]]
     for tokens, expected_tokens in zip(
@@ -118,6 +120,7 @@ def probe_generation(engine: Engine, batch: Batch) -> tuple[Check, ...] | Counte
 
 def full_logits(engine: Engine, batch: Batch) -> Tensor:
     """Compute the logits of the global batch (B, S, V) on every process."""
+    # A single row cannot be split over data ranks, so each computes all of it.
     if len(batch["tokens"]) % engine.data_ranks:
         return _local_logits(engine, batch)
     return engine.gather(_local_logits(engine, local_rows(batch, engine.groups)))

@@ -48,6 +48,7 @@ def prove(
     numbered = {0: reference, **dict(enumerate(generated, 1))}
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name:
+        # Ascending, so the reference, which needs one process, runs first.
         for size in sorted({case.processes for case in numbered.values()}):
             same_size = {n: case for n, case in numbered.items() if case.processes == size}
             job = Job(subject=model, seed=seed, tolerance=tolerance, cases=same_size)

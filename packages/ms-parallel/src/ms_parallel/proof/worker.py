@@ -1,8 +1,6 @@
 """One process of a proof: runs each case together with the others and writes its outcome.
 
 Started by `ms_parallel.proof.launch` with the folder of the job.
-
-Started by `ms_parallel.proof.launch` with the folder that holds its job.
 """
 
 import os
@@ -42,11 +40,13 @@ def main() -> int:
     folder = Path(sys.argv[1])
     job = msgspec.json.decode((folder / "job.json").read_bytes(), type=Job)
     torch.set_num_threads(1)
+    # In float64 a real fault is far above rounding.
     torch.set_default_dtype(torch.float64)
     for number, case in job.cases.items():
         outcome = run_case(job, number, case, folder)
         written = folder / f"{number}.{os.environ['RANK']}.json"
         partial = written.with_suffix(".part")
+        # Renamed when complete, because the launcher polls for it.
         partial.write_bytes(msgspec.json.encode(outcome))
         partial.rename(written)
     return 0
@@ -73,6 +73,7 @@ def run_case(job: Job, number: int, case: Case, folder: Path) -> Outcome:
         counterexamples += probe_packing(engine, batch, job.tolerance)
     generation: tuple[Check, ...] | Counterexample = ()
     generates = folder / GENERATES
+    # A pipeline may hang if a model cannot generate, so the reference run tries first.
     if number == 0 or generates.exists():
         generation = probe_generation(engine, batch)
         if number == 0 and generation:

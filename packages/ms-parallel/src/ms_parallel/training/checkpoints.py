@@ -76,7 +76,7 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model: dict[str, Any]
     layout: str
     stream: dict[str, Any]
-    progress: RunProgress = msgspec.field(name="standing")
+    progress: RunProgress = msgspec.field(name="standing")  # key in checkpoint files
 
 
 @frozen(kw_only=True)
@@ -108,11 +108,13 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it belongs to another model, all are damaged, or `resume` is False.
         """
+        # Rank 0 decides, so that all ranks load the same checkpoint.
         while newest := run_on_rank_zero(self._newest_complete):
             folder, manifest = newest
             try:
                 self._restore(folder, manifest)
             except DamageError as error:
+                # Raised on all ranks, so all of them pass over it.
                 self._pass_over(manifest.step, error)
                 continue
             if self.engine.step_count < self.total:
@@ -130,6 +132,7 @@ class RunCheckpoints:
         Returns:
             False without a checkpoint, in which case nothing changes.
         """
+        # A save in progress may become the newest checkpoint.
         self.finish()
         newest = run_on_rank_zero(lambda: self._newest_complete() if self._any() else None)
         if newest is None:
@@ -145,6 +148,7 @@ class RunCheckpoints:
     def _newest_complete(self) -> tuple[Path, checkpoint.Manifest] | None:
         checkpoint.sweep(self.root)
         steps = checkpoint.all_steps(self.root)
+        # A roll-back, after the first step, may load checkpoints of this launch.
         if steps and not self.options.resume and self.engine.step_count == 0:
             raise CheckpointError(
                 f"resume=false but {self.root} holds checkpoints; set another output_dir, or delete"
@@ -180,6 +184,8 @@ class RunCheckpoints:
         """Load a checkpoint into the engine and return its metadata."""
         metadata = metadata_of(folder, manifest)
         self._check_model(folder, metadata.model)
+        # Read into the engine's own tensors; `load_state_dict` then restores counters and tied
+        # copies.
         state = self.engine.state_dict()
         checkpoint.load(folder, manifest, state)
         self.engine.load_state_dict(state)

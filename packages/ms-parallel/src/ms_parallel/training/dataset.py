@@ -45,6 +45,7 @@ def prepare(dataset_path: str | Path, options: Options) -> Path:
     trained_tokenizer = options.output_dir / TOKENIZER
     with writing(source):
         options.output_dir.mkdir(parents=True, exist_ok=True)
+        # Recorded before the build: an interrupted build is resumed only with the same settings.
         if recorded != expected:
             trained_tokenizer.unlink(missing_ok=True)
             write_file(source, msgspec.json.encode(expected))
@@ -116,6 +117,7 @@ def _tokenizer_bytes(tokenizer: Path) -> bytes:
 def _files_digest(corpus: Path) -> str:
     """Hash the names, sizes and times of a corpus's files, and for `stdlib` the Python version."""
     digest = hashlib.blake2b(digest_size=16)
+    # Not a path but `stdlib`, whose text changes with the Python version.
     if not corpus.exists():
         digest.update(sys.version.encode())
     files = [corpus] if corpus.is_file() else sorted(p for p in corpus.rglob("*") if p.is_file())

@@ -245,7 +245,7 @@ def memory_question(
         "loss": NextTokenLoss(
             mtp_weight=options.mtp_weight, z_loss_coefficient=options.z_loss_coefficient
         ),
-        **engine_settings(options, layout, 2),
+        **engine_settings(options, layout, 2),  # number of steps: any
         "microbatch_size": rows,
     }
 
@@ -272,7 +272,7 @@ def _optimizer(options: Options, total: int) -> OptimizerConfig:
     return optimizer_of(
         options.optimizer,
         learning_rate=options.learning_rate,
-        warmup_steps=min(warmup, total - 1),
+        warmup_steps=min(warmup, total - 1),  # at least one step after it
         decay=options.learning_rate_decay,
         decay_steps=total,
         final_ratio=options.final_learning_rate_ratio,

@@ -139,6 +139,7 @@ def _expert_facts(layout: Layout, config: Any) -> ExpertInspection:
     experts = config.mixture.choice.num_experts
     groups: dict[tuple[int, int], list[int]] = {}
     for rank in range(min(layout.world_size // layout.pipeline, MAX_LISTED_RANKS)):
+        # Tensor ranks are adjacent, token ranks follow.
         token_rank, tensor = divmod(rank, layout.tensor)
         groups.setdefault((token_rank // layout.expert, tensor), []).append(rank)
     return ExpertInspection(
@@ -202,6 +203,7 @@ def picture(layout: Layout) -> str:
     """
     stages = _ends(range(layout.pipeline), MAX_ROWS)
     table: list[str] = []
+    # Narrower and narrower: fewer columns, then ranges instead of lists of ranks.
     for columns, ranks in ((MAX_COLUMNS, MAX_COLUMNS), (3, MAX_COLUMNS), (3, 1)):
         table = _table(layout, _ends(range(layout.readers), columns), stages, ranks)
         if max(map(len, table)) <= MAX_WIDTH:

@@ -78,6 +78,7 @@ def output_lock(
                     note=show.note,
                 )
             )
+            # Runs before the lock is released, since an ExitStack unwinds in reverse.
             stack.callback(_release_if_empty, folder)
             return [str(change) for change in changes]
 
@@ -94,6 +95,7 @@ def _fixed(folder: Path, settings: dict[str, Any]) -> list[str]:
     if not checkpoint.was_begun(folder / "checkpoints"):
         return []
     seal = read_seal(folder)
+    # Settings of the previous launch too, so that a removed one is noticed.
     names = [*settings, *(seal.settings if seal is not None else ())]
     return [*FIXED, *(name for name in names if name.startswith(MODEL))]
 

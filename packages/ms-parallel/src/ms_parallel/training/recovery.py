@@ -54,6 +54,7 @@ class Policy:
         if len(previous) < self.window:
             return False
         center = median(previous)
+        # If all numbers are equal the deviation is 0, hence the minimum.
         deviation = NORMAL * median(abs(number - center) for number in previous)
         return value > center + self.factor * max(deviation, LEAST * abs(center))
 
@@ -107,6 +108,7 @@ class Recovery:
         progress.skipped[report.skipped] = progress.skipped.get(report.skipped, 0) + 1
         if remedy == "stop":
             self._log(step, report, "stop")
+            # The message below promises a complete checkpoint.
             self.checkpoints.finish()
             raise DivergenceError(
                 f"step {step}: {reason(report)}; stopped as configured, the last checkpoint is"
@@ -120,6 +122,7 @@ class Recovery:
             self.roll_backs += 1
             self.skipped_in_a_row = 0
         else:
+            # An overflow has no remedy and does not count.
             self.skipped_in_a_row += bool(remedy)
         check_stuck(self.skipped_in_a_row, self.roll_backs, report)
         return rolled_back

@@ -61,8 +61,10 @@ def write_model(folder: Path, mark: Callable[[], bytes], save: Callable[[Path], 
         mark: returns the stamp of this training run; called on rank 0.
         save: writes the model to a folder; called on every process.
     """
+    # Undo a replacement that a crash has interrupted.
     run_on_rank_zero(lambda: restore_folder(folder))
     stamp = folder / "training.json"
+    # Relaunching a finished run writes nothing.
     if run_on_rank_zero(lambda: stamp.is_file() and stamp.read_bytes() == mark()):
         return folder
     partial = folder.with_name("model.partial")
@@ -80,6 +82,7 @@ def _clear(partial: Path) -> None:
 
 def _publish(partial: Path, folder: Path, mark: bytes) -> None:
     with writing(folder):
+        # Written before the folder gets its name, so a model with a stamp is complete.
         write_synced(partial / "training.json", mark)
         sync_folder(partial)
         replace_folder(folder, partial)

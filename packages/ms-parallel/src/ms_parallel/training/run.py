@@ -130,6 +130,7 @@ class Run:
                 torch.manual_seed((options.seed * 1_000_003 + engine.step_count) % 2**63)
                 report = self.take_step(next(self.stream), loss, accept=self.recovery.accept)
                 step = engine.step_count
+                # A batch without targets has no loss, so the previous one stays.
                 if report.skipped != "no_targets":
                     progress.loss = report.loss
                 progress.tokens += report.tokens
@@ -145,13 +146,16 @@ class Run:
                 if self.recovery.roll_back(report):
                     continue
                 paused, last = monotonic(), step == self.total
+                # Before the checkpoint, which stores the held-out loss.
                 if last or _due(step, options.eval_every):
                     self.evaluate()
                 # All ranks must agree to stop, since saving a checkpoint is collective.
                 stopped = self.stop.agreed() and not last
                 if last or stopped or _due(step, options.checkpoint_every):
                     self.checkpoints.save()
+                    # A new checkpoint is progress, so roll-backs are counted from 0 again.
                     self.recovery.roll_backs = 0
+                # The process may exit after this, so the checkpoint must be durable first.
                 if last or stopped:
                     self.checkpoints.finish()
                 if stopped:
@@ -234,6 +238,7 @@ class Run:
             seed=self.options.seed,
             stop_token=tokenizer.end_of_text,
         )
+        # Model vocabularies are padded; ids of the padding have no text.
         text: str = tokenizer.decode([t for t in generated if t < tokenizer.vocabulary_size])
         return text
 

@@ -131,6 +131,7 @@ class DistributedTrainer:
             output_lock(options, dataset_path, epochs=epochs, steps=steps) as changes,
             self._events() as emit,
         ):
+            # Under the lock, so that two launches cannot build the same shards.
             self._shards = run_on_rank_zero(lambda: prepare(dataset_path, options))
             self._resolved = resolve_layout(options, self._shards, emit)
             run = self._assemble(layout_of(self._resolved), length, emit)
@@ -139,6 +140,8 @@ class DistributedTrainer:
                 self._run, resumed = run, run.engine.step_count
                 return run.finish(run.take_steps(), resumed)
             finally:
+                # Kills a background write that an error left running; complete checkpoints are
+                # not affected.
                 run.checkpoints.close()
                 run.show.close()
 
@@ -201,9 +204,11 @@ class DistributedTrainer:
                 f" {options.batch_size}; lower batch_size or sequence_length, or give more epochs"
             )
         engine, schedule, options = self._engine(config, layout, total, emit)
+        # Held-out batches are multiples of this, so all data ranks run the same microbatches.
         rows = layout.readers * (microbatch(options, layout) or 1)
         shares = row_assignment(options, layout, data_place, emit)
         if shares.measured:
+            # Ranks that share weights wait for each other in the first and last microbatch.
             between_microbatches = engine.groups.layout.shards > 1
             engine.runner.stopwatch = Stopwatch(
                 engine.runner.runtime, engine.device, between=between_microbatches
@@ -326,6 +331,7 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
     )
     path = options.output_dir / FILE
     stored = run_on_rank_zero(lambda: read_found(path))
+    # Reused if nothing that it depends on has changed, so a resumed run keeps its schedule.
     if stored is not None and stored.conditions == conditions:
         return stored
     result = search_schedule(

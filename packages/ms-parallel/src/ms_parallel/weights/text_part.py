@@ -32,6 +32,7 @@ class TextPart(WeightFolder):
                     self.name_in_folder[text_prefix + name.removeprefix(prefix)] = name
                     break
             else:
+                # The output head has no prefix.
                 if name == "lm_head.weight":
                     self.name_in_folder[name] = name
         skipped = len(source.names) - len(self.name_in_folder)

@@ -45,6 +45,7 @@ def build_on_meta(config: TransformersModel, ops: Ops | None = None) -> Any:
         ModelError: transformers cannot build it, or cannot use our attention.
     """
     name = registered(cast(Hashable, ops or operators))
+    # A copy, because the next line changes it.
     settings = type(config.settings).from_dict(config.settings.to_dict())
     settings.output_router_logits = False  # `CountedRouter` adds the balance loss instead
     dtype = torch.get_default_dtype()

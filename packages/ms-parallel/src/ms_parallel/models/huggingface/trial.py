@@ -104,6 +104,7 @@ def reference_model(small: TransformersModel) -> Any:
     options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     model = auto.from_config(settings, attn_implementation="eager", dtype=dtype, **options).eval()
     for parameter in model.parameters():
+        # Larger than initial weights, and not zero, so that every part affects the logits.
         parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 

@@ -341,6 +341,7 @@ class _PlanRequest:
         """
         factor = divisor_of_shards(candidate)
         layout = evolve(candidate.layout, data=candidate.layout.data // factor)
+        # Batch and data ranks shrink by the same factor, so the rows per rank stay the same.
         options = evolve(
             self.options,
             parallel_config=layout,
@@ -392,6 +393,7 @@ def _plain(value: Any) -> int | str:
 def _too_large(request: _PlanRequest) -> str:
     """Explain why nothing fits, with the memory that the smallest layout would need."""
     cluster = request.cluster
+    # Without a memory limit, to find the smallest need.
     result = choose(request.question("least-memory", 1, 1 << 60))
     limit = request.question("least-memory", 1).limit
     if not result.best:
@@ -440,6 +442,7 @@ def _most_layers(request: _PlanRequest) -> int:
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
+    # Invariant: `low` layers fit (or `low` is 0), `high` do not.
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -49,6 +49,7 @@ class RowAssignment:
     ) -> None:
         self.measured = setting == "measured" and count > 1
         self.rank, self.batch_size, self.emit = rank, batch_size, emit
+        # An equal split must stay possible.
         self.minimum = min(minimum, batch_size // count)
         self.rows: tuple[int, ...] = (
             setting if isinstance(setting, tuple) else (batch_size // count,) * count
@@ -177,6 +178,7 @@ def assign_rows(rows: int, speeds: Sequence[float], *, minimum: int = 1) -> tupl
         minimum: minimum rows per rank.
     """
     shares = [minimum] * len(speeds)
+    # (finish time with one more row, rank)
     finish = [((minimum + 1) / speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(finish)
     for _ in range(rows - minimum * len(speeds)):

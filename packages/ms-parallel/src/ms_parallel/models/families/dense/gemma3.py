@@ -41,6 +41,7 @@ class Gemma3Config(GemmaConfig):
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Rotary embeddings of full-attention layers, then of sliding layers."""
+        # Sliding layers see short distances only, so their frequencies are not scaled.
         local = Rope(
             theta=self.rope_local_base_freq,
             width=self.rotary_width,
@@ -122,6 +123,7 @@ FAMILY = DecoderFamily(
     activation={"hidden_activation": "gelu_pytorch_tanh"},
     positions=_GlobalAndLocal(),
     windows=PatternLayers(
+        # Every N-th layer has full attention.
         slides=lambda config_json, layer: bool((layer + 1) % _pattern(config_json)),
         # transformers writes `_sliding_window_pattern` in addition to `layer_types`.
         keys=frozenset({"sliding_window", "layer_types", "_sliding_window_pattern"}),

@@ -70,6 +70,7 @@ def _weights(config: Phi3Config) -> Rules:
     fused = "model.layers.{0}.self_attn.qkv_proj.weight"
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
+    # Rows of the fused weight: queries, keys, values.
     starts = {"q_proj": 0, "k_proj": queries, "v_proj": queries + keys}
     return {
         f"model.layers.*.self_attn.{name}.weight": rows_of(fused, start, queries + 2 * keys)

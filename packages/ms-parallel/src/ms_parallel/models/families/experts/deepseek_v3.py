@@ -53,6 +53,7 @@ class DeepseekV3Config(DeepseekMoEConfig):
     first_k_dense_replace: int = field(default=3, validator=integer(minimum=0))
 
     def __attrs_post_init__(self) -> None:
+        # The rotary tables cover these dims only.
         object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
         super().__attrs_post_init__()
         if self.num_key_value_heads != self.num_attention_heads:
@@ -70,6 +71,7 @@ class DeepseekV3Config(DeepseekMoEConfig):
             return scale
         original = scaling.original_max_position_embeddings
         factor = scaling.factor or self.max_position_embeddings / original
+        # Squared, since the factor applies to queries and to keys.
         return scale * (0.1 * scaling.mscale_all_dim * math.log(max(factor, 1.0)) + 1.0) ** 2
 
     @property

@@ -64,6 +64,7 @@ def _block(config: GptOssConfig, layer: int, ops: Ops) -> nn.Module:
     alpha, limit = config.swiglu_alpha, config.swiglu_limit
 
     def gate(gate: Tensor, up: Tensor) -> Tensor:
+        # Differs from SwiGLU by the clamps, the factor in the sigmoid, and up + 1.
         gate = gate.clamp(max=limit)
         return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
 
@@ -86,6 +87,7 @@ def _weights(config: GptOssConfig) -> Rules:
         count, matrices, inner, *inputs = shape
         name = f"model.layers.{stars[0]}.mlp.experts.gate_up_proj" + ("" if inputs else "_bias")
         full = [slice(0, size) for size in (count, *inputs)]
+        # In the tensor's last dim gate has the even indices, up the odd ones.
         for matrix in range(matrices):
             yield WeightSlice(
                 tensor=name,
