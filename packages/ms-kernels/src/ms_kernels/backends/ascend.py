@@ -37,7 +37,7 @@ def same_dtype(call: Call) -> str | None:
     """Decline empty tensors, and a weight (the last tensor) of another dtype than x (the first)."""
     x, *_, weight = call.present
     if weight.dtype != x.dtype:
-        return f"takes a weight of {describe(x.dtype)}, as x is, not {describe(weight.dtype)}"
+        return f"needs a weight of {describe(x.dtype)}, as x is, not {describe(weight.dtype)}"
     return empty(call)
 
 

@@ -34,7 +34,7 @@ def blocks(rows: int, width: int) -> Iterator[slice]:
 
 def _traced(call: Call) -> str | None:
     """Decline under torch.compile, where inductor makes the reference faster."""
-    return "torch.compile fuses the reference by itself" if call.compiling else None
+    return "torch.compile fuses the reference itself" if call.compiling else None
 
 
 def on_cpu(

@@ -55,7 +55,7 @@ def shardings(
         symbols = frozenset(split.split())
         if not _divides(symbols, inputs):
             continue
-        # `...` may be sharded along each of the dims that it stands for.
+        # `...` may be sharded along each of the dims that it matches.
         for offset in range(leading) if "..." in symbols else (0,):
             placements: list[Placement | None] = [
                 None if spec is None else _placement(dims, symbols, leading, offset, spec.shape)

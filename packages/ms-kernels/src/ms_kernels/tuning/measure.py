@@ -72,6 +72,7 @@ def in_turn(
     calls = {}
     for name, way in ways.items():
         way()  # warm-up: exclude compilation and first allocations
+        # A single call may be below the resolution of the clock.
         call_s = max(timer(way, 1, device), 1e-7)
         calls[name] = max(min(int(spend_s / rounds / call_s), 10_000), 1)
     seconds: dict[str, list[float]] = {name: [] for name in ways}

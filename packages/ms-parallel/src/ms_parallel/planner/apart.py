@@ -92,7 +92,7 @@ def answer(descriptor: int) -> None:
 def _exchange(request: bytes) -> tuple[bytes | None, str]:
     """Run the subprocess; return its answer (None without one) and its last line of output."""
     readable, writable = os.pipe()
-    # Output goes to a file: a full pipe that nobody reads would block the subprocess.
+    # Output goes to a file, as an unread pipe would block the subprocess once it is full.
     with open(readable, "rb") as results, TemporaryFile() as output:
         try:
             process = subprocess.Popen(

@@ -291,12 +291,12 @@ def _stage_costs(
             row_split.documents = batch["documents"].to(device)
         saved = _saved(engine, number, batch, device, row_split, loss)
     costs = {signature: block.costs or UNUSED for signature, block in unique.items()}
-    # Only one of our blocks per signature ran; a user-defined module ran in full.
+    # Of our models only one block per signature ran; a user-defined module ran in full.
     ran = unique if isinstance(stage, StagedModel) else signatures
     # The last kind is full recomputation, which saves only the inputs of blocks.
     inputs = sum(costs[signature].kept_bytes[-1] for signature in ran)
     shared = max((block.shared_bytes for block in wrapped), default=0)
-    # FSDP casts the shared inputs for each block anew; `shared_bytes` has one copy already.
+    # FSDP casts the shared inputs again for each block; `shared_bytes` already has one copy.
     if engine.options.mixed_precision:
         shared += (len(wrapped) - 1) * max((block.cast_bytes for block in wrapped), default=0)
     block_costs = [costs[signature] for signature in signatures]

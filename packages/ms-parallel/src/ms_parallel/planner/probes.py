@@ -159,7 +159,7 @@ def _one_way_seconds(groups: Groups, size_bytes: int) -> float:
         # A rank exchanges with its previous neighbor first, then with the next one.
         if rank not in (first, first + 1):
             continue
-        # The other one of `first` and `first + 1`.
+        # The neighbor: `first + 1` or `first`.
         peer = groups.peer("pipeline", 2 * first + 1 - rank)
         times = []
         for _ in range(ROUND_TRIPS):

@@ -95,7 +95,7 @@ def _cap(
     """Return the cap, or by default the memory that 1F1B needs."""
     if isinstance(cap, Sequence):
         return tuple(cap)
-    # One limit for all ranks: that of the rank that needs most.
+    # The same limit for all ranks, from the rank with the highest peak.
     return cap or int(max(_best_one_f_one_b(costs, ranks, microbatches).peak_memory))
 
 

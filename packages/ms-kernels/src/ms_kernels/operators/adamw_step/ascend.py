@@ -43,7 +43,7 @@ def _refuses(call: Call) -> str | None:
     """Decline tensors that are not float32."""
     for name, meta in zip(("weights", "gradient", "mean", "square"), call.present, strict=True):
         if meta.dtype != torch.float32:
-            return f"takes all four in float32, and {name} is {describe(meta.dtype)}"
+            return f"needs all tensors in float32, and {name} is {describe(meta.dtype)}"
     return empty(call)
 
 

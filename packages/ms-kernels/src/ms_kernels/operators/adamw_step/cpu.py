@@ -50,10 +50,10 @@ def adamw_step(
 def _refuses(call: Call) -> str | None:
     """Decline non-contiguous tensors, and torch.compile, which fuses the reference."""
     if call.compiling:
-        return "torch.compile fuses the reference by itself"
+        return "torch.compile fuses the reference itself"
     for name, meta in zip(("weights", "gradient", "mean", "square"), call.present, strict=True):
         if not meta.contiguous:
-            return f"torch's fused kernel wants contiguous tensors, and {name} is not"
+            return f"torch's fused kernel needs contiguous tensors, and {name} is not"
     return None
 
 

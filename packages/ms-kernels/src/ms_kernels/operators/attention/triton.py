@@ -305,7 +305,7 @@ def _entry(kernel: str, dtype: str, detail: str, constants: dict[str, int], tile
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    "never materializes the scores; skips blocks that mask, window or documents hide",
+    "never materializes the scores; skips blocks that are fully masked",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_heads,

@@ -37,12 +37,12 @@ def _refuses(call: Call) -> str | None:
     """Decline options that the fused operator cannot differentiate, and sizes beyond its limit."""
     logits = call.present[0]
     if not LossOptions(*call.options).plain:
-        return "has no label smoothing and no z-loss with a gradient"
+        return "supports no label smoothing, and no z-loss with a gradient"
     rows = 1
     for size in logits.shape[:-1]:
         rows *= size
     if rows > MOST_ROWS:
-        return f"takes at most {MOST_ROWS} rows, and here are {rows}"
+        return f"supports at most {MOST_ROWS} rows, not {rows}"
     return empty(call)
 
 

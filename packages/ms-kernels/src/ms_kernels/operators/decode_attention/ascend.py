@@ -67,20 +67,20 @@ def _refuses(call: Call) -> str | None:
     if call.compiling:
         return "reads the lengths, which torch.compile cannot"
     if call.options[0] is not None:
-        return "has no window"
+        return "does not support a window"
     if pages.shape[1] % ALIGNMENT:
-        return f"takes pages of a multiple of {ALIGNMENT} positions, not {pages.shape[1]}"
+        return f"needs pages of a multiple of {ALIGNMENT} positions, not {pages.shape[1]}"
     if q.shape[2] > WIDEST or q.shape[1] > MOST_HEADS:
-        return f"takes at most {MOST_HEADS} heads of at most {WIDEST}"
+        return f"supports at most {MOST_HEADS} heads of at most {WIDEST}"
     if pages.shape[2] * pages.shape[3] > WIDEST_PAGE:
-        return f"takes at most {WIDEST_PAGE} features a position over all heads"
+        return f"supports at most {WIDEST_PAGE} features per position over all heads"
     return empty(call)
 
 
 IMPLEMENTATION = on_npu(
     CONTRACT,
     decode_attention,
-    "npu_incre_flash_attention: reads each page once, where it lies",
+    "npu_incre_flash_attention: reads each page once, in place",
     refuses=_refuses,
     dtypes=HALVES,
 )

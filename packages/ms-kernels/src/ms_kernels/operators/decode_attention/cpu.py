@@ -44,9 +44,9 @@ def _refuses(call: Call) -> str | None:
         return "torch.compile cannot read the lengths"
     stride = call.present[0].strides[-1]
     if stride != 1:
-        return f"torch's fused kernel wants a last stride of 1; q has {stride}"
+        return f"torch's fused kernel needs a last stride of 1; q has {stride}"
     if call.dtype == torch.float64:
-        return "float64 is for gradient checks, which the reference answers"
+        return "float64 is for gradient checks, which use the reference"
     return None
 
 

@@ -30,9 +30,9 @@ def few_choices(call: Call) -> str | None:
     experts = call.present[1]
     tokens, choices = experts.shape
     if choices > MOST_CHOICES:
-        return f"takes at most {MOST_CHOICES} choices a token, not {choices}"
+        return f"supports at most {MOST_CHOICES} choices per token, not {choices}"
     if tokens * choices > MOST_INDICES:
-        return f"sorts at most {MOST_INDICES} choices, and here are {tokens * choices}"
+        return f"sorts at most {MOST_INDICES} choices, not {tokens * choices}"
     return empty(call)
 
 

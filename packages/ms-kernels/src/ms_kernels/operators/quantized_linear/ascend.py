@@ -96,13 +96,13 @@ def _refuses(call: Call) -> str | None:
     bits, group_size = call.options
     width, count = x.shape[-1], packed.shape[0]
     if scales.dtype != x.dtype:
-        return f"takes scales of {describe(x.dtype)}, as x is, not {describe(scales.dtype)}"
+        return f"needs scales of {describe(x.dtype)}, as x is, not {describe(scales.dtype)}"
     if scales.shape[1] > 1 and group_size % GROUPING:
-        return f"takes groups of a multiple of {GROUPING} features, or one, not {group_size}"
+        return f"needs groups of a multiple of {GROUPING} features, or one, not {group_size}"
     if max(width, count) > LARGEST:
-        return f"takes at most {LARGEST} features"
+        return f"supports at most {LARGEST} features"
     if bits == 4 and count % 8:
-        return f"takes a multiple of 8 results at 4 bits, not {count}"
+        return f"needs a multiple of 8 results at 4 bits, not {count}"
     return empty(call)
 
 

@@ -90,7 +90,7 @@ def _zeros(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Te
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:
-    # Packed codes are bytes whatever the dtype of x.
+    # Packed codes are uint8 for every dtype of x.
     rows, weights = dims["..."], dims["N"] * (dims["P"] + dims["G"] * itemsize)
     flops = 2 * rows * dims["K"] * dims["N"]
     return Work(rows * (dims["K"] + dims["N"]) * itemsize + weights, flops)

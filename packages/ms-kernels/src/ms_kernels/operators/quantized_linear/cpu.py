@@ -55,5 +55,5 @@ def _tiles(
 IMPLEMENTATION = on_cpu(
     CONTRACT,
     _QuantizedLinear.apply,
-    "widens a few rows of the weight at a time, and saves it packed",
+    "dequantizes a few rows of the weight at a time, and saves it packed",
 )

@@ -18,13 +18,13 @@ def _refuses(call: Call) -> str | None:
     """Decline a weight whose dtype is neither x's nor float32, as CANN does."""
     x, weight = call.present
     if weight.dtype not in (x.dtype, torch.float32):
-        return f"takes a weight of {describe(x.dtype)} or float32, not {describe(weight.dtype)}"
+        return f"needs a weight of {describe(x.dtype)} or float32, not {describe(weight.dtype)}"
     return empty(call)
 
 
 IMPLEMENTATION = on_npu(
     CONTRACT,
     rms_norm,
-    "npu_rms_norm: one kernel, and one float32 a row saved beside x",
+    "npu_rms_norm: one kernel; saves x and one float32 per row",
     refuses=_refuses,
 )

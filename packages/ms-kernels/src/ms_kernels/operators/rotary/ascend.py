@@ -75,12 +75,12 @@ def _refuses(call: Call) -> str | None:
     """Decline sizes beyond the fused operator's limits."""
     q, k, cos, sin = call.present
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
-        return "takes tables in float32"
+        return "needs tables in float32"
     if 2 * cos.shape[-1] > WIDEST:
-        return f"turns at most {WIDEST} features, and here are {2 * cos.shape[-1]}"
+        return f"rotates at most {WIDEST} features, not {2 * cos.shape[-1]}"
     rows = 1 if call.options[0] else q.shape[0]
     if max(rows, q.shape[2], k.shape[2]) > MOST:
-        return f"takes at most {MOST} rows and heads"
+        return f"supports at most {MOST} rows and heads"
     return empty(call)
 
 

@@ -29,7 +29,7 @@ def _refuses(call: Call) -> str | None:
     for weights in call.present[2:]:
         if weights.dtype not in REALS:
             fits = ", ".join(describe(dtype) for dtype in REALS)
-            return f"takes weights of {fits}, not {describe(weights.dtype)}"
+            return f"needs weights of {fits}, not {describe(weights.dtype)}"
     return few_choices(call)
 
 

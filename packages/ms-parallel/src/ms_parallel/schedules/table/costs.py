@@ -139,6 +139,7 @@ class Costs(PassCosts):
     def ticks(self) -> "Ticks":
         """Convert the costs to integers in the coarsest unit that represents them exactly."""
         transfer = [Fraction(0)] * self.stages
+        # A transfer takes time only if both its size and the bandwidth are known.
         if self.bandwidth is not None and self.message_bytes is not None:
             transfer = [size / self.bandwidth for size in self.message_bytes]
         times = [*self.forward, *self.backward_input, *self.backward_weight, *transfer]
