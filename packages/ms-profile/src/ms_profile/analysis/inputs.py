@@ -1,4 +1,4 @@
-"""Finds the traces to analyze, one per rank, and the run that they belong to."""
+"""Find the traces to analyze, one per rank, and the run that they belong to."""
 
 import logging
 import os

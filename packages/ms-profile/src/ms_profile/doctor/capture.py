@@ -1,4 +1,4 @@
-"""Records this machine: facts of the process, files of the kernel, and the vendors' tools."""
+"""Record this machine: facts of the process, files of the kernel, and the vendors' tools."""
 
 import ctypes
 import importlib.metadata
@@ -106,12 +106,15 @@ def capture(root: Path = Path("/"), *, with_machine: bool | None = None) -> Reco
     if not (machine.local_rank == 0 if with_machine is None else with_machine):
         return Recording(machine=machine, files=files)
     files |= {path: text for pattern in MACHINE_FILES for path, text in _files(root, pattern)}
+    # Only now is known where the limits of this process's control groups are stored.
     groups = files.get(CGROUP_FILE, "")
     group_paths = [path for pair in group_files(groups) for path in pair] + quota_files(groups)
     files |= {path: text for path in group_paths for path, text in _files(root, path)}
+    # Device files: reading one would open the device.
     files |= {path: "" for pattern in NAMES_ONLY for path in _paths(root, pattern)}
     nccl_file = _text(Path.home() / ".nccl.conf")
     files |= {} if nccl_file is None else {"home/.nccl.conf": nccl_file}
+    # Older CANN releases have this file in a folder named after the processor's architecture.
     for path in [path for path in files if path.endswith(f"-linux/{Path(CANN_FILE).name}")]:
         files.setdefault(CANN_FILE, files[path])
     commands = _outputs(COMMANDS)
@@ -150,6 +153,7 @@ def _files(root: Path, pattern: str) -> Iterator[tuple[str, str]]:
 def _text(path: Path) -> str | None:
     """Read the beginning of a file; None if it is not a regular, readable file."""
     try:
+        # O_NONBLOCK: opening a pipe without a writer would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -181,7 +185,7 @@ def _output(tool: str, words: Sequence[str]) -> str | None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "LC_ALL": "C"},
+            env={**os.environ, "LC_ALL": "C"},  # the output is parsed, so it must not be translated
             timeout=TIMEOUT_S,
             check=False,
         )

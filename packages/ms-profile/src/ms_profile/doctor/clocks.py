@@ -1,4 +1,4 @@
-"""Compares the clocks of all ranks with rank 0's, each by its shortest round trip.
+"""Compare the clocks of all ranks with rank 0's, each by its shortest round trip.
 
 A rank sends at its time a, rank 0 replies with its own time, and the rank receives the reply at b.
 As the reply was sent in between, the offset is (a + b) / 2 minus the reply, to within (b - a) / 2
@@ -44,6 +44,7 @@ def estimate(round_trips: Sequence[tuple[float, float, float]]) -> tuple[float, 
     Args:
         round_trips: (send time, remote time, receive time) of each.
     """
+    # The shortest round trip has the smallest uncertainty; an average would include delayed ones.
     sent, remote, received = min(round_trips, key=lambda trip: trip[2] - trip[0])
     return (sent + received) / 2 - remote, (received - sent) / 2
 
@@ -70,6 +71,7 @@ def gather_bytes(content: bytes) -> list[bytes]:
 
     Ranks send one after the other, as some have the files of a machine to send and most have not.
     """
+    # Sizes first, as the receiver must allocate its buffers.
     size = torch.tensor([len(content)])
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)

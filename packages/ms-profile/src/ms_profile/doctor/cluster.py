@@ -1,4 +1,4 @@
-"""Measures the machines of all ranks and writes them as a cluster file for `ms-parallel plan`."""
+"""Measure the machines of all ranks and write them as a cluster file for `ms-parallel plan`."""
 
 import json
 import os
@@ -106,8 +106,10 @@ def measure_cluster(device: torch.device) -> str | None:
 
 def _measure_rates(device: torch.device) -> RankRates:
     machine, threads = this_machine(), torch.get_num_threads()
+    # Ranks without a core of their own would only slow down the others' measurement.
     computes = device.type != "cpu" or machine.local_rank < max(1, machine.cores // threads)
     if dist.is_initialized():
+        # All ranks compute at the same time, as in a run: they share memory bandwidth and power.
         dist.barrier()
     tflops: dict[str, float] = {}
     for name, dtype in DTYPES.items() if computes else ():
@@ -167,13 +169,14 @@ def _fastest(work: Callable[[], object], device: torch.device, repeats: int) -> 
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min(times[1:])  # without the warmup
 
 
 def _ulimit_bytes() -> int | None:
     """Bytes that `ulimit -v` and `ulimit -d` leave to this process; None without a limit."""
     lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     counts = dict(line.split(":", 1) for line in lines if ":" in line)
+    # The counts in /proc are in kB.
     free = [
         resource.getrlimit(limit)[0] - int(counts[name].split()[0]) * 1024 - RESERVED_BYTES
         for name, limit in ULIMITS
@@ -245,6 +248,7 @@ def message_times(
         dist.barrier()
         if peer is not None:
             times.append(one_way(peer, size_bytes, LINK_TRIPS, device))
+    # Only the lower rank of a pair measured a full round trip; see `one_way`.
     return _medians(times if peer is not None and dist.get_rank() < peer else [])
 
 
@@ -285,6 +289,7 @@ def _cpu_us_per_message(device: torch.device) -> float | None:
         sent, received = (torch.zeros(STATE_BYTES // 4) for _ in range(2))
         start = time.process_time()
         for _ in range(MESSAGES):
+            # A send and a receive per message, posted as a pipeline stage posts them.
             works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer)])
             works += dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, peer)])
             for work in works:
@@ -298,6 +303,7 @@ def _measure_collectives(device: torch.device, ranks_per_node: int) -> dict[str,
     """Time the collectives of all machines at once; each rank returns its machine's."""
     rank, group = dist.get_rank(), None
     for first in range(0, dist.get_world_size(), ranks_per_node):
+        # Every rank must create every group, also those it is not in.
         new_group = dist.new_group(list(range(first, first + ranks_per_node)))
         group = new_group if first <= rank < first + ranks_per_node else group
     assert group is not None
@@ -357,8 +363,10 @@ def _collective_s(
 
 def _ring_link(name: str, ranks: int, times_s: Sequence[float]) -> Link:
     """Fit a link to the times of a collective, as one step of a ring over it."""
+    # In a ring, a rank sends all shards but one, in ranks - 1 hops.
     sent_bytes = [size_bytes * (ranks - 1) // ranks for size_bytes in COLLECTIVE_BYTES]
     link = link_from_times(sent_bytes, times_s)
+    # An all-reduce is a reduce-scatter and an all-gather: twice the hops and twice the bytes.
     turns = 2 if name == "all_reduce" else 1
     hops = 1 if name == "all_to_all" else ranks - 1
     return {

@@ -1,4 +1,4 @@
-"""Examines the machines of all ranks: connects, records each rank, and takes joint measurements."""
+"""Examine the machines of all ranks: connect, record each rank, and take joint measurements."""
 
 import os
 import re
@@ -120,6 +120,7 @@ def set_rendezvous(world_size: int) -> None:
         )
     job, step = (number_in_environment(f"SLURM_{name}_ID", 0) for name in ("JOB", "STEP"))
     os.environ["MASTER_ADDR"] = "".join(part for part in first_node.groups() if part)
+    # Every rank derives the same port, and concurrent steps of a job most likely different ones.
     os.environ["MASTER_PORT"] = str(SLURM_PORTS[(131 * job + step) % len(SLURM_PORTS)])
 
 
@@ -182,6 +183,7 @@ def examine_links(
             lost = _lost_messages(examined, current, backend, timeout_s + world)
             on_lost(examined, lost)
 
+    # Rank 0 reports first; the others wait longer, as the first exit ends them all.
     time_limit_s = timeout_s + world + (0 if examined is not None else EXTRA_S)
     with nccl_log() as log, watchdog(time_limit_s, report_lost):
         matrix = measure_links(
@@ -277,6 +279,7 @@ def watchdog(seconds: float, report: Callable[[], object]) -> Iterator[None]:
             report()
             sys.stdout.flush()
         finally:
+            # `sys.exit` would only end this thread: the main thread is stuck in the library.
             os._exit(FAILED)
 
     threading.Thread(target=watch, name="ms-profile-doctor", daemon=True).start()

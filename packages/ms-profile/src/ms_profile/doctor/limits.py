@@ -55,6 +55,7 @@ def memory_limit(recording: Recording) -> tuple[int, int] | None:
     for limit_file, usage_file in group_files(recording.text(CGROUP_FILE) or ""):
         limit_bytes = parse_int(recording.text(limit_file))
         if limit_bytes is not None and limit_bytes < UNLIMITED_BYTES:
+            # A group is also limited by its parents, so all levels are compared.
             limits.append((limit_bytes, parse_int(recording.text(usage_file)) or 0))
     return min(limits, default=None)
 
@@ -73,6 +74,7 @@ def group_files(groups: str) -> list[tuple[str, str]]:
         _, _, remainder = line.partition(":")
         controllers, _, path = remainder.partition(":")
         names = [name for name in path.split("/") if name]
+        # Version 2 has one line without controllers, version 1 a line per controller.
         if controllers not in ("", "memory") or ".." in names:
             continue
         root, limit_file, usage_file = MEMORY_FILES[controllers == "memory"]
@@ -125,6 +127,7 @@ def busy_cores(machine: Recording, cores: float, ranks: int) -> float:
     if not load or not online:
         return 0.0
     try:
+        # Load average of one minute: runnable processes of the whole machine, including these ranks.
         busy = max(0.0, float(load[0]) - ranks) * min(1.0, cores / online)
     except ValueError:
         return 0.0

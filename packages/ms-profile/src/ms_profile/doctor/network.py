@@ -91,6 +91,7 @@ def chosen_ports(recording: Recording, choice: str) -> list[Port]:
 def _selectors(choice: str) -> tuple[list[str], Callable[[str, str], bool], bool]:
     """Parse a selection of NCCL: its words, how a name matches one, and whether it is inverted."""
     words = [word.strip() for word in choice.lstrip("^=").split(",") if word.strip()]
+    # NCCL accepts `^`, `=` and `^=` before the list.
     return words, str.__eq__ if "=" in choice[:2] else str.startswith, "^" in choice[:2]
 
 
@@ -124,6 +125,7 @@ def _rate(text: str | None) -> float | None:
 
 def _from_ibstat(text: str) -> Iterator[Port]:
     """Parse the output of `ibstat`: adapters, then ports, then `key: value`."""
+    # CA 'mlx5_0' begins an adapter, "Port 1:" one of its ports.
     for adapter in re.split(r"^CA '", text, flags=re.MULTILINE)[1:]:
         name, _, remainder = adapter.partition("'")
         head, *sections = re.split(r"^\s*Port (\d{1,6}):\s*$", remainder, flags=re.MULTILINE)
@@ -184,6 +186,7 @@ def interface(recording: Recording, name: str) -> Interface | None:
     )
     if state is None and mtu is None:
         return None
+    # Loopback and some virtual interfaces report "unknown" although they are up.
     return Interface(name=name, up=state in ("up", "unknown"), mtu=parse_int(mtu))
 
 

@@ -1,4 +1,4 @@
-"""Tests the output folder: whether it can be written, how fast, and whether all ranks share it."""
+"""Test the output folder: whether it can be written, how fast, and whether all ranks share it."""
 
 import os
 import time
@@ -39,6 +39,7 @@ def measure_folders(
     if rank == 0 and not problem:
         problem, rate = _write_speed(folder / f"{PREFIX}{token}.part", size_bytes)
     if dist.is_initialized():
+        # Every rank wrote its own token; all look for rank 0's, sent as 16 bytes and an error flag.
         first_token = torch.tensor([*bytes.fromhex(token), bool(problem)])
         dist.broadcast(first_token, src=0)
         *content, failed = first_token.tolist()
@@ -57,6 +58,7 @@ def measure_folders(
     with suppress(OSError):
         for path in folder.glob(f"{PREFIX}*"):  # also of other ranks, or the folder stays
             path.unlink(missing_ok=True)
+    # Deepest first, so that each folder is empty when its turn comes.
     for path in missing:
         with suppress(OSError):
             path.rmdir()

@@ -44,6 +44,7 @@ def write_recording(folder: Path, examined: Examined) -> None:
             partial = Path(name) / "recording"
             partial.mkdir()
             _write(partial, examined)
+            # Within the same parent folder, so the rename is atomic.
             partial.rename(folder)
     except OSError as error:
         raise RecordError(

@@ -53,6 +53,7 @@ def has_nvidia(examined: Examined) -> bool:
 def gpus(recording: Recording) -> list[Gpu]:
     """GPUs of a machine."""
     text = recording.output("nvidia-smi -q") or ""
+    # Alternates bus ids and reports, after the text before the first GPU.
     parts = re.split(r"^GPU ([0-9A-Fa-f]+:\S+)\s*$", text, flags=re.MULTILINE)[1:]
     devices = zip(parts[::2], parts[1::2], strict=True)
     return [Gpu(bus=bus, facts=dict(_facts(body))) for bus, body in devices]
@@ -64,6 +65,7 @@ def _facts(body: str) -> Iterator[tuple[str, str]]:
     for line in filter(str.strip, body.splitlines()):
         indent = len(line) - len(line.lstrip())
         key, colon, value = line.partition(" : ")
+        # A line ends all headings that are not less indented than it.
         headings = [heading for heading in headings if heading[0] < indent]
         if colon:
             yield " / ".join([*(name for _, name in headings), key.strip()]), value.strip()
@@ -122,6 +124,7 @@ def npus(recording: Recording) -> list[Npu]:
     return [
         Npu(number=int(number), name=name, health=health)
         for number, name, health in NPU_LINE.findall(recording.output("npu-smi info") or "")
+        # The second line of a device has its bus id in this column.
         if not BUS_ID.match(health)
     ]
 
@@ -157,7 +160,7 @@ def _npu_port(recording: Recording, number: int) -> NpuPort:
     return NpuPort(
         number=number,
         link=answer("link", r"link status\s*:\s*(\w+)"),
-        rate_gbit_per_s=int(speed) / 1000 if speed else None,
+        rate_gbit_per_s=int(speed) / 1000 if speed else None,  # hccn_tool reports Mb/s
         mtu=int(mtu) if mtu else None,
         health=answer("net_health", r"health status\s*:\s*(.+)"),
     )

@@ -32,6 +32,7 @@ def version(text: str) -> tuple[int, ...]:
     prerelease = PRERELEASE.search(base)
     numbers = re.findall(r"\d{1,9}", base[: prerelease.start()] if prerelease else base)
     padded = [*map(int, numbers[:PARTS]), *[0] * (PARTS - len(numbers))]
+    # -1 sorts a prerelease before its release, and its number orders prereleases.
     return (*padded, -1 if prerelease else 0, int(prerelease[1] or 0) if prerelease else 0)
 
 

@@ -25,6 +25,7 @@ def point_of(kind: str, fields: Mapping[str, Value], *, wall_s: float) -> Point:
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     plain_fields = {
+        # Scalars of numpy and torch become plain numbers, on the training's thread.
         name: value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore[union-attr]
         for name, value in fields.items()
     }

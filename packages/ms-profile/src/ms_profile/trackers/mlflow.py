@@ -67,6 +67,7 @@ class MLflow:
                 else client.create_experiment(self.experiment)
             )
             run_id = client.create_run(experiment_id, run_name=start.name).info.run_id
+            # Stored before anything is logged, so that a training killed now still continues this run.
             remember_run(id_file, self.title, run_id)
             logged: Mapping[str, str] | None = None
         else:
@@ -116,6 +117,7 @@ class _Run:
             texts |= point.texts
             for name, value in point.numbers.items():
                 key = _key(name)
+                # A resumed training repeats steps that the run already has.
                 if point.step > self._last(key):
                     metrics.append(Metric(key, float(value), int(point.wall_s * 1000), point.step))
         for part in _parts(metrics, METRICS_PER_CALL):

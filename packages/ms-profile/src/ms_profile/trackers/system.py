@@ -45,7 +45,7 @@ class SystemMeter:
         self._wall_s, self._last_cpu_s = now_s, cpu_s
         numbers: dict[str, float] = {"system/processors": processors}
         if STATM.exists():
-            pages = int(STATM.read_text().split()[1])
+            pages = int(STATM.read_text().split()[1])  # second field: resident pages
             numbers["system/memory_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
         # Read via sys.modules, as another thread may be importing torch right now.
         accelerator = getattr(sys.modules.get("torch"), "accelerator", None)

@@ -58,12 +58,14 @@ class _File:
         records = []
         for point in points:
             if point.kind == "resume" and point.step is not None:
+                # Hides what was logged after the checkpoint that the training went back to.
                 records.append(session_start(point.wall_s, point.step + 1))
             if point.step is None:
                 self._settings |= {**point.numbers, **point.texts}
             elif point.numbers or point.texts:
                 self._step = max(self._step, point.step)
                 records.append(values(point.wall_s, point.step, point.numbers, point.texts))
+        # One write per batch: TensorBoard reads while the file grows.
         self._file.write(b"".join(records))
         if len(self._settings) > previous_count:
             self._write_settings(points[-1].wall_s)

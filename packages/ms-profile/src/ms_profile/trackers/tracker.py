@@ -106,6 +106,7 @@ class Tracker:
             fields: fields of the event.
             wall_s: Unix time of the event.
         """
+        # A forked child has the queue but not the threads that empty it.
         if self._closed or not self._active or os.getpid() != self._pid:
             return
         if kind == "end":
@@ -131,6 +132,7 @@ class Tracker:
         final_outcome = outcome or self._outcome or ("failed" if _at_exit else "finished")
         for feed in self._feeds:
             feed.end(final_outcome)
+        # One deadline for all: every destination is asked to end before the first wait.
         deadline = time.monotonic() + self._timeout_s
         for feed in self._feeds:
             feed.join(max(0.0, deadline - time.monotonic()))
@@ -200,6 +202,7 @@ class _Feed:
                 batch = [self._queue.get(timeout=self._meter.rest_s)]
             except queue.Empty:
                 batch = []
+            # This thread is the only consumer, so a queue that is not empty stays so until the get.
             while len(batch) < MAX_BATCH and not self._queue.empty():
                 batch.append(self._queue.get_nowait())
             points = [point for point in batch if point is not None]
@@ -228,6 +231,7 @@ class _Feed:
             first = next((point for point in points if point.step is not None), None)
             step = None if first is None else first.step
             if first is not None and step is not None and first.kind == "resume":
+                # A `resume` names the last step before it; the next one is the first that is new.
                 step += 1
             start = RunStart(name=self.start.name, settings=self.start.settings, step=step)
             try:

@@ -18,6 +18,7 @@ VENDOR: Final = Vendor(
     device_backend="hccl",
     collective_kernel="hcom_|HcclLaunch",
     copy_kernel="MEMCPY|Memcpy|SDMA",
+    # `aclrt` events and HCCL's notifications between devices.
     wait_kernel="EVENT_WAIT|EVENT_RECORD|Notify[_ ]Wait|Notify[_ ]Record|NOTIFY",
     synchronizing_call=r"acl\w*Synchronize",
     allocation_call=r"aclrt(Malloc|Free)\w*$",

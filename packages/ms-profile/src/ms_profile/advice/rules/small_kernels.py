@@ -20,16 +20,18 @@ def look(analysis: Analysis) -> Iterator[Case]:
     for rank in analysis.ranks.values():
         rows = rows_in_steps(rank, rank.trace.rows(Category.KERNEL))
         start, thread = rank.trace.start_ns[rows], rank.trace.thread[rows]
-        order = np.lexsort((start, thread))
+        order = np.lexsort((start, thread))  # by stream, then start
         rows, start, thread = rows[order], start[order], thread[order]
         duration = rank.trace.duration_ns[rows]
         short = duration < SHORT_NS
         if len(rows) < 2 or short.mean() < MIN_SHORT_SHARE:
             continue
+        # (N - 1,) idle time of the stream between a kernel and the next.
         gap = start[1:] - (start + duration)[:-1]
         lost = (thread[1:] == thread[:-1]) & short[:-1] & (gap > 0)
         yield Case(
             rank=rank,
+            # Longer gaps have another cause than launching, such as a batch that is late.
             gain_ns=float(np.minimum(gap, 4 * SHORT_NS)[lost].sum()),
             evidence=longest_rows(rank, rows[short]),
             numbers={"short": float(short.mean()), "kernels": len(rows)},

@@ -19,6 +19,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
     sizes = [collective.size_bytes or 0 for collective in ledger.matched]
     small = [number for number, size in enumerate(sizes) if 0 < size < SMALL_BYTES]
     for rank in analysis.ranks.values():
+        # Indices into the ledger of the small collectives that this rank took part in.
         local = [number for number in small if rank.rank in ledger.matched[number].rows]
         if local and len(local) >= MIN_PER_STEP * len(rank.breakdowns):
             rows = np.array([ledger.matched[n].rows[rank.rank] for n in local], np.int64)

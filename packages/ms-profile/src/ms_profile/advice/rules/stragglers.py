@@ -21,6 +21,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
     waited: dict[int, float] = defaultdict(float)
     for charge in charges:
         waited[charge.waiting] += charge.wait_ns
+    # The gain is what the rank that waits longest would save.
     waiting = max(waited, key=lambda rank: waited[rank])
     yield Case(
         rank=analysis.ranks[waiting],

@@ -21,6 +21,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
     shared = [number for number in steps[0] if all(number in by_number for by_number in steps)]
     if len(ranks) < 2 or not shared:
         return
+    # (ranks, steps) compute time in ns.
     table = np.array(
         [[by_number[number].phases_ns["compute"] for number in shared] for by_number in steps]
     )

@@ -17,6 +17,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
         total = sum(step.communication_ns for step in rank.breakdowns)
         yield Case(
             rank=rank,
+            # Waits for late ranks would remain with perfect overlap, so they are not counted.
             gain_ns=max(rank.phase_ns("collective") - waited.get(rank.rank, 0.0), 0.0),
             evidence=longest_rows(rank, rows_in_steps(rank, rank.trace.rows(Category.COLLECTIVE))),
             numbers={"hidden": f"{hidden / total:.0%}" if hidden else "none"},

@@ -56,6 +56,7 @@ def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Merge findings that differ only in their ranks; failures come first."""
     groups: dict[Finding, list[Finding]] = {}
     for finding in findings:
+        # A finding without its ranks is the key: the same problem on many ranks is one finding.
         key = msgspec.structs.replace(finding, ranks=(), hosts=())
         groups.setdefault(key, []).append(finding)
     merged = [

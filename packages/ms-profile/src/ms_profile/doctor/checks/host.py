@@ -29,7 +29,7 @@ BROKEN: Final = ("couldn't communicate with the NVIDIA driver", "Driver/library 
 """Messages of nvidia-smi instead of a report."""
 MIN_FILES, MIN_PROCESSES, MIN_LOCKED = 4096, 4096, 16 * GIB
 MIN_SHARED: Final = GIB
-MAX_USED: Final = 0.9
+MAX_USED: Final = 0.9  # of the control group's memory limit
 MIN_OF_DEVICES: Final = 0.5
 """Minimum memory limit, as a fraction of the memory of the machine's devices."""
 SPARE_CORES: Final = 0.5
@@ -74,6 +74,7 @@ def devices(examined: Examined) -> Iterator[Finding]:
 
 def _gpu(machine: Recording, gpu: Gpu) -> Iterator[Finding]:
     current, maximum = (gpu.fact(f"Link Width / {what}") for what in ("Current", "Max"))
+    # Unlike the link's generation, its width is not reduced to save power.
     if 0 < _lanes(current) < _lanes(maximum):
         yield failure(
             machine,

@@ -77,6 +77,7 @@ def port_state(examined: Examined) -> Iterator[Finding]:
 
 
 def _port_remedy(port: Port) -> str:
+    # The cable is connected, but no subnet manager has given the port its address.
     if port.state in ("init", "armed") and not port.is_ethernet:
         return "start the subnet manager of the fabric (opensm, or the switch's)"
     if port.physical == "linkup" and port.is_ethernet:
@@ -212,8 +213,10 @@ def packet_size(examined: Examined) -> Iterator[Finding]:
                 remedy=f"set the same on all ports and switches: {port.command} {majority}",
             )
         for port in members:
+            # Such a port has a finding already.
             is_minority = any(port is other for other, _, _ in differing)
             if port.mtu < port.sufficient and not is_minority:
+                # 9000 is the usual size of jumbo frames, which every switch supports.
                 better = max(port.sufficient, 9000) if network == "RoCE" else port.sufficient
                 yield warning(
                     port.machine,

@@ -36,6 +36,7 @@ def links(examined: Examined) -> Iterator[Finding]:
     """Compare pairs with their link rate, with similar pairs, and with absolute limits."""
     nodes = [recording.node for recording in examined.ranks]
     pairs = examined.measured.pairs
+    # Pairs within a machine and across machines use different links: compare each with its like.
     for across_nodes in (False, True):
         similar = [
             pair for pair in pairs if (nodes[pair.first] != nodes[pair.second]) == across_nodes
@@ -88,6 +89,7 @@ def _late(pair: Pair, recording: Recording, where: str) -> Finding:
 
 
 def _slow(examined: Examined, pair: Pair, recording: Recording, where: str, rate: float) -> Finding:
+    # Pairs that were measured together may have shared a switch.
     report = warning if examined.measured.together else failure
     return report(
         recording,
@@ -113,6 +115,7 @@ def _port_gb_per_s(examined: Examined, rank: int) -> float | None:
     active = [port for port in chosen_ports(machine, choice) if port.is_active]
     rates = [port.rate_gbit_per_s for port in active]
     rates += [port.rate_gbit_per_s for port in npu_ports(machine)]
+    # The fastest port is assumed, as the one that a rank uses is not known here.
     return max((rate / 8 for rate in rates if rate is not None), default=None)
 
 
@@ -124,6 +127,7 @@ def _port_gb_per_s(examined: Examined, rank: int) -> float | None:
 def clocks(examined: Examined) -> Iterator[Finding]:
     """Check each rank's clock offset, minus the uncertainty of its estimate."""
     for clock in examined.measured.clocks:
+        # A long round trip leaves the offset open; only what it cannot explain is reported.
         excess = abs(clock.offset_s) - clock.uncertainty_s
         if excess < WARNS_S:
             continue

@@ -83,6 +83,7 @@ def collectives(examined: Examined) -> Iterator[Finding]:
                 why="processes on these devices cannot connect",
                 remedy=remedy,
             )
+        # None: looked for and not found. Absent: a recording that does not say.
         lacks_verbs = machine.libraries.get("ibverbs", "") is None
         if machine.device == "cuda" and lacks_verbs and _has_port(examined, recording):
             yield failure(
@@ -144,6 +145,7 @@ def cuda_driver(examined: Examined) -> Iterator[Finding]:
 
 def _old_driver(recording: Recording, installed: str, cuda: str) -> Iterator[Finding]:
     reference = tables()
+    # Minor version compatibility: a driver runs all CUDA versions of its major version.
     minimum = reference.cuda_major_drivers.get(cuda.split(".")[0])
     matching = next((row.driver for row in reference.cuda_drivers if row.cuda == cuda), None)
     if minimum is not None and version(installed) < version(minimum):
@@ -199,6 +201,7 @@ def _torch_npu_versions(recording: Recording, toolkit: str | None) -> Iterator[F
         )
         return
     base = extension.split("+")[0]
+    # The newest known release up to the installed one, for the same version of torch.
     rows = [row for row in tables().torch_npu if version(row.torch_npu) <= version(base)]
     rows = [row for row in rows if row.torch == release(base)]
     row = max(rows, key=lambda row: version(row.torch_npu), default=None)
@@ -225,6 +228,7 @@ def _ascend_driver(recording: Recording, machine: Recording) -> Iterator[Finding
             remedy="install the CANN toolkit and kernels, or point ASCEND_HOME_PATH to them",
         )
         return
+    # A newer CANN than the table knows needs at least the driver of the newest entry before it.
     rows = [row for row in tables().ascend_drivers if version(row.cann) <= version(toolkit)]
     row = max(rows, key=lambda row: version(row.cann), default=None)
     if row is not None and installed is not None and version(installed) < version(row.driver):

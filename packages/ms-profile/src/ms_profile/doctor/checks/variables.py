@@ -60,6 +60,7 @@ def _on_with_rdma(machine: Recording, word: str) -> str:
 
 
 def _not_rdma(machine: Recording, word: str) -> str:
+    # Other values name a plugin, which may well use RDMA.
     chooses_sockets = word.lower() in ("socket", "none")
     return "which excludes the RDMA ports that are up" * (
         has_active_port(machine) and chooses_sockets
@@ -189,6 +190,7 @@ def hccl_variables(examined: Examined) -> Iterator[Finding]:
         pcie, roce = (
             value(examined, recording, f"HCCL_INTRA_{x}_ENABLE") for x in ("PCIE", "ROCE")
         )
+        # HCCL's documentation allows neither both on, nor one set to 0 with the other unset.
         if (pcie, roce) in (("1", "1"), ("0", ""), ("", "0")):
             yield failure(
                 recording,
@@ -246,6 +248,7 @@ def same_variables(examined: Examined) -> Iterator[Finding]:
 def transport(examined: Examined) -> Iterator[Finding]:
     """Search NCCL's log of its initialization."""
     log = examined.measured.log
+    # A log that names neither was cut off, or has another format.
     if RDMA_IN_LOG.search(log) or not SOCKETS_IN_LOG.search(log):
         return
     for machine in examined.machines:
