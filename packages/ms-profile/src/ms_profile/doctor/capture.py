@@ -114,7 +114,7 @@ def capture(root: Path = Path("/"), *, with_machine: bool | None = None) -> Reco
     files |= {path: "" for pattern in NAMES_ONLY for path in _paths(root, pattern)}
     nccl_file = _text(Path.home() / ".nccl.conf")
     files |= {} if nccl_file is None else {"home/.nccl.conf": nccl_file}
-    # Older CANN releases have this file in a folder named after the processor's architecture.
+    # CANN may have the file in a folder named after the processor's architecture only.
     for path in [path for path in files if path.endswith(f"-linux/{Path(CANN_FILE).name}")]:
         files.setdefault(CANN_FILE, files[path])
     commands = _outputs(COMMANDS)

@@ -127,7 +127,7 @@ def busy_cores(machine: Recording, cores: float, ranks: int) -> float:
     if not load or not online:
         return 0.0
     try:
-        # Load average of one minute: runnable processes of the whole machine, including these ranks.
+        # The load of the last minute counts runnable threads of the machine, including the ranks.
         busy = max(0.0, float(load[0]) - ranks) * min(1.0, cores / online)
     except ValueError:
         return 0.0

@@ -67,7 +67,7 @@ class MLflow:
                 else client.create_experiment(self.experiment)
             )
             run_id = client.create_run(experiment_id, run_name=start.name).info.run_id
-            # Stored before anything is logged, so that a training killed now still continues this run.
+            # Before anything is logged, so that a training killed now still continues this run.
             remember_run(id_file, self.title, run_id)
             logged: Mapping[str, str] | None = None
         else:

@@ -216,7 +216,7 @@ def packet_size(examined: Examined) -> Iterator[Finding]:
             # Such a port has a finding already.
             is_minority = any(port is other for other, _, _ in differing)
             if port.mtu < port.sufficient and not is_minority:
-                # 9000 is the usual size of jumbo frames, which every switch supports.
+                # 9000 is the usual size of jumbo frames.
                 better = max(port.sufficient, 9000) if network == "RoCE" else port.sufficient
                 yield warning(
                     port.machine,

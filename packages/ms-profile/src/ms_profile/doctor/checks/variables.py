@@ -190,7 +190,7 @@ def hccl_variables(examined: Examined) -> Iterator[Finding]:
         pcie, roce = (
             value(examined, recording, f"HCCL_INTRA_{x}_ENABLE") for x in ("PCIE", "ROCE")
         )
-        # HCCL's documentation allows neither both on, nor one set to 0 with the other unset.
+        # Both on, or one off while the other is left at its default.
         if (pcie, roce) in (("1", "1"), ("0", ""), ("", "0")):
             yield failure(
                 recording,
