@@ -39,5 +39,5 @@ def test_a_run_accepts_every_seed_up_to_the_largest(tmp_path: Path) -> None:
         progress=False,
     )
     assert trainer.optimize(["hello", "a"]).finished
-    with pytest.raises(ConfigError, match=f"seed is {1 << 63}; .* at most {LARGEST_SEED}"):
+    with pytest.raises(ConfigError, match=f"seed must be .* at most {LARGEST_SEED}, got {1 << 63}"):
         RunOptions(seed=1 << 63)

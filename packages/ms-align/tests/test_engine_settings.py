@@ -72,7 +72,7 @@ def test_every_setting_reaches_the_engine_of_a_layout(
         pytest.skip("torch.compile needs a C++ compiler")
     run = tmp_path / "run.toml"
     text = f'model = "{sets / "model"}"\ndataset = "{sets / "copy"}"\nsequence_length = 64\n'
-    text += "steps = 2\nprogress = false\nevaluate_samples = 0\nlayout = { data = 1 }\n"
+    text += "steps = 2\nprogress = false\neval_samples = 0\nlayout = { data = 1 }\n"
     run.write_text(f'{text}output_dir = "{tmp_path / "out"}"\n')
     value = json.dumps(OTHER[name])
     assert main(["sft", str(run), "--set", f"{name}={value}"]) == 0, capsys.readouterr().err

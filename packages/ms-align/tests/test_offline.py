@@ -152,9 +152,9 @@ def test_dpo_resumes_only_with_its_own_reference(sets: Path, tmp_path: Path) -> 
         ).train(PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4))
 
     train(1)
-    with pytest.raises(CheckpointError, match=r"whose reference is \"\w+\", and now"):
+    with pytest.raises(CheckpointError, match=r"whose reference was \"\w+\" and is now"):
         train(2, reference=1)
-    with pytest.raises(CheckpointError, match=r"whose policy is \"\w+\", and now"):
+    with pytest.raises(CheckpointError, match=r"whose policy was \"\w+\" and is now"):
         train(2, start=1, reference=0)
     assert train(2, reference=0).step == 2
 
@@ -345,8 +345,8 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["layout.dat=2"], "layout has no axis 'dat'; did you mean 'data'?"),
         (["layout=3"], "layout must be a table such as { data = 2, tensor = 2 }, got 3"),
         (["lora=3"], "lora must be a table"),
-        (["lora.target_modules='('"], "targets must be names or a regular expression, got '('"),
-        (["lora.target_modules=5"], "targets must be layer names or a regular expression, got 5"),
+        (["lora.target_modules='('"], "target_modules must be names or a regular expression, got '('"),
+        (["lora.target_modules=5"], "target_modules must be layer names or a regular expression, got 5"),
         (["dataset=3"], "dataset must be a path, got 3"),
         (["dataset={a=1}"], "dataset must be a path, got 1"),
         (["weights=x"], "weights must be a table of numbers of at least 0, got 'x'"),

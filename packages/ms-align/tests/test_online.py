@@ -239,7 +239,7 @@ def test_bad_input_is_reported_before_training(tmp_path: Path) -> None:
 def test_a_run_does_not_resume_from_another_initial_model(tmp_path: Path) -> None:
     """The checkpoint records the initial weights, of which the reference is a copy."""
     PPOTrainer(**settings(tmp_path)).optimize(PROMPTS)
-    with pytest.raises(ms_align.CheckpointError, match="whose weights is"):
+    with pytest.raises(ms_align.CheckpointError, match="whose weights was"):
         PPOTrainer(**settings(tmp_path, steps=4, policy_model=decoder(seed=1))).optimize(PROMPTS)
 
 
@@ -413,10 +413,10 @@ def test_the_commands_train_resume_and_generate(tmp_path: Path, capsys: Any) -> 
     generation = tmp_path / "GENERATE.toml"
     generation.write_text(
         f'model = "{tmp_path}/out/model"\n'
-        f'dataset = "{prompts}"\nout = "{tmp_path}/responses.jsonl"\nmax_new_tokens = 3\n'
+        f'dataset = "{prompts}"\noutput_path = "{tmp_path}/responses.jsonl"\nmax_new_tokens = 3\n'
     )
     assert main(["generate", str(generation), "--set", "output_path="]) == 2
-    assert "out is ''; give" in capsys.readouterr().err
+    assert "output_path must be a path, got ''" in capsys.readouterr().err
     assert main(["generate", str(generation), "--set", "num_generations=2"]) == 0
     lines = (tmp_path / "responses.jsonl").read_bytes().splitlines()
     rows = [msgspec.json.decode(line) for line in lines]

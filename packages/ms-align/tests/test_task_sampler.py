@@ -152,7 +152,7 @@ def test_the_state_survives_json() -> None:
             "given must have a number for each task",
         ),
         ({"base": {"a": 0.0, "b": 0.0}}, "base must have a number above 0"),
-        ({"base": {"a": -1.0, "b": 1.0}}, "base is .*0 or more"),
+        ({"base": {"a": -1.0, "b": 1.0}}, "base must be .* of at least 0"),
     ],
 )
 def test_options_of_other_tasks_are_rejected(options: dict[str, object], says: str) -> None:

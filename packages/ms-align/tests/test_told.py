@@ -176,8 +176,8 @@ def test_generation_reports_truncated_answers(
     model, _ = shards(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
     run = tmp_path / "run.toml"
-    text = f'model = "{model}"\ndataset = "{tmp_path / "prompts.jsonl"}"\ngroup_size = 3\n'
-    run.write_text(f'{text}max_new_tokens = 2\nout = "{tmp_path / "out.jsonl"}"\n')
+    text = f'model = "{model}"\ndataset = "{tmp_path / "prompts.jsonl"}"\nnum_generations = 3\n'
+    run.write_text(f'{text}max_new_tokens = 2\noutput_path = "{tmp_path / "out.jsonl"}"\n')
     assert main(["generate", str(run), "--json"]) == 0
     told = capfd.readouterr()
     facts = json.loads(told.out)

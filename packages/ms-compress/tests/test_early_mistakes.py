@@ -20,7 +20,7 @@ print(code, "torch" in sys.modules)
         ("qat RUN", None, "cannot be read"),
         ("prune RUN", None, "cannot be read"),
         ("distill RUN", None, "cannot be read"),
-        ("export RUN", None, "cannot be read"),
+        ("quantize RUN", None, "cannot be read"),
         (
             "qat RUN",
             'model="Qwen/Qwen3-0.6B"\ndataset="x"\noutput_dir="y"\nscheme="gguf.q4_0"\n',
