@@ -1,4 +1,4 @@
-"""Benchmarks and examples, which no default test runs to their end, name what there is."""
+"""Benchmarks and examples, most of which no default test runs, import names that exist."""
 
 import ast
 from importlib import import_module
@@ -12,28 +12,28 @@ SCRIPTS = sorted([*ROOT.glob("packages/*/benchmarks/**/*.py"), *ROOT.glob("examp
 
 
 def missing(path: Path) -> list[str]:
-    """What a script imports from our packages, and is not there."""
-    found = []
+    """Names that a script imports from our packages but that do not exist."""
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ms_"):
             module = import_module(str(node.module))
-            found += [
+            names += [
                 f"{node.module}.{alias.name}"
                 for alias in node.names
                 if not hasattr(module, alias.name)
                 and not (hasattr(module, "__path__") and find_spec(f"{node.module}.{alias.name}"))
             ]
-    return found
+    return names
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_script_imports_is_there(path: Path) -> None:
-    """A name that has moved is found before somebody measures."""
+def test_all_imports_of_a_script_exist(path: Path) -> None:
+    """Renames are caught without running the benchmarks."""
     assert missing(path) == []
 
 
-def test_a_name_that_has_moved_is_found(tmp_path: Path) -> None:
-    """Modules of a package count, names that are nowhere do not."""
+def test_a_missing_import_is_reported(tmp_path: Path) -> None:
+    """Submodules exist; unknown names do not."""
     script = tmp_path / "bench.py"
     script.write_text("from ms_data import corpus, nowhere\nfrom ms_data.corpus import gone\n")
     assert missing(script) == ["ms_data.nowhere", "ms_data.corpus.gone"]

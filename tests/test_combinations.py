@@ -1,4 +1,4 @@
-"""The arrays of combinations: every key is in one, every pair is covered, and a sample runs."""
+"""Covering arrays of settings: every key is in one, every pair is covered, and a sample runs."""
 
 import json
 import os
@@ -25,28 +25,28 @@ from run_arrays import (  # noqa: E402
 )
 
 SAMPLE_S = 25
-"""Seconds in which rows start; imports, models, data and the last rows take as long again."""
+"""Seconds in which rows start; imports, inputs and the last rows take the same time again."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_key_is_an_axis_or_left_out_for_a_reason(command: str) -> None:
+def test_every_key_is_an_axis_or_excluded_with_a_reason(command: str) -> None:
     """A new key whose values do not follow from its type needs a line in `axes.py`."""
     assert unknown_keys(command) == []
     assert len(axes_of(command)) >= 9
 
 
-def test_no_reason_is_given_for_a_key_that_is_gone() -> None:
-    """Keys that are left out exist in some command."""
+def test_excluded_keys_exist() -> None:
+    """Each key in `FIXED` belongs to some command."""
     import run_keys
 
-    known = {
+    existing = {
         row.name
         for command in COMMANDS
         for section in run_keys.commands()[command]()
         for row in section.rows
     }
-    gone = {key for key in fixed_keys() if not key.endswith("*")} - known
-    assert gone == set()
+    removed = {key for key in fixed_keys() if not key.endswith("*")} - existing
+    assert removed == set()
 
 
 @settings(max_examples=30, deadline=None)
@@ -72,9 +72,9 @@ def test_every_pair_is_covered_refused_or_impossible(
             array.train(row)
     possible = set()
     for values in product(*(range(size) for size in sizes)):
-        whole: Row = dict(zip(axes, values, strict=True))
-        if not bad & array.pairs(whole):
-            possible |= array.pairs(whole)
+        complete: Row = dict(zip(axes, values, strict=True))
+        if not bad & array.pairs(complete):
+            possible |= array.pairs(complete)
     assert array.trained == possible
     assert array.trained | array.refused | array.impossible >= array.total
     assert not array.trained & (array.refused | array.impossible)
@@ -89,7 +89,7 @@ def test_every_pair_is_covered_refused_or_impossible(
 def test_pairs_of_failing_rows_stay_uncovered(
     sizes: list[int], numbers: set[int], seed: int
 ) -> None:
-    """A pair is covered where a row without a failing combination holds it, and only there."""
+    """A pair is covered if and only if a row without a failing combination contains it."""
     axes = {f"axis {i}": size for i, size in enumerate(sizes)}
     array = Array(axes, seed=seed)
     pairs = sorted(array.total)
@@ -108,7 +108,7 @@ def test_pairs_of_failing_rows_stay_uncovered(
 
 
 def test_rows_that_run_at_once_cover_different_pairs() -> None:
-    """Reserved pairs are open again when their row ends without training."""
+    """Reserved pairs reopen when their row ends without training."""
     array = Array({"a": 3, "b": 3, "c": 2})
     first, second = array.next(), array.next()
     assert first is not None
@@ -122,14 +122,14 @@ def test_rows_that_run_at_once_cover_different_pairs() -> None:
     items=st.lists(st.integers(0, 30).map(str), unique=True, min_size=1, max_size=12),
     data=st.data(),
 )
-def test_the_cause_of_an_ending_is_minimal(items: list[str], data: st.DataObject) -> None:
-    """Any few of the settings may cause it together."""
+def test_the_cause_of_a_result_is_minimal(items: list[str], data: st.DataObject) -> None:
+    """Any subset of the settings may be the cause."""
     cause = set(data.draw(st.lists(st.sampled_from(items), max_size=3)))
     assert set(minimal(items, lambda few: cause <= set(few))) == cause
 
 
-def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """And left aside once the axes have changed."""
+def test_progress_survives_a_round_trip(tmp_path: Path) -> None:
+    """Progress of other axes is ignored."""
     command = "ms-compress prune"
     row = dict.fromkeys(axes_of(command), 0)
     pair = tuple(sorted(row.items())[:2])
@@ -140,7 +140,7 @@ def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_one_of_exit_code_lines_or_losses(tmp_path: Path) -> None:
-    """A refusal is exit code 2 of every rank, one line in all, and no step."""
+    """A refusal is exit code 2 on every rank, one line in total, and no step."""
     line, events = "ms-align: model must be a folder\n", tmp_path / "events.jsonl"
 
     def kind(codes: list[int], errors: list[str]) -> str:
@@ -172,9 +172,9 @@ def test_a_sample_of_combinations_trains_or_is_refused_in_one_line(tmp_path: Pat
     assert "ms-parallel train" in commands
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     seed = os.environ.get("COMBINATIONS_SEED", str(int(commit.stdout[:8] or "0", 16)))
-    words = [sys.executable, "-W", "ignore", str(FOLDER / "run_arrays.py")]
-    words += ["--sample", str(SAMPLE_S), "--seed", seed, *commands]
+    arguments = [sys.executable, "-W", "ignore", str(FOLDER / "run_arrays.py")]
+    arguments += ["--sample", str(SAMPLE_S), "--seed", seed, *commands]
     log = tmp_path / "log"
     with log.open("w") as file:
-        done = subprocess.run(words, stdout=file, stderr=file, cwd=tmp_path, timeout=900)
-    assert done.returncode == 0, f"COMBINATIONS_SEED={seed}\n{log.read_text()[-5000:]}"
+        result = subprocess.run(arguments, stdout=file, stderr=file, cwd=tmp_path, timeout=900)
+    assert result.returncode == 0, f"COMBINATIONS_SEED={seed}\n{log.read_text()[-5000:]}"

@@ -23,11 +23,11 @@ SCRIPT = ROOT / "examples" / "pretrain_stdlib.py"
 SMALL = ["steps=12", "checkpoint_every=2", "eval_every=6", "eval_batches=1"]
 SMALL += ["model_config.hidden_size=32", "model_config.intermediate_size=64", "sample_tokens=8"]
 SMALL += ["model_config.num_hidden_layers=1", "sequence_length=32", "log_every=1"]
-WORDS = [word for setting in SMALL for word in ("--set", setting)]
+ARGUMENTS = [word for setting in SMALL for word in ("--set", setting)]
 
 
 def write_events(folder: Path, losses: list[float]) -> None:
-    """Write the held-out losses of a run, with a line that a killed process left cut off."""
+    """Write the held-out losses of a run and the truncated line of a killed process."""
     lines = [json.dumps({"kind": "evaluate", "held_out_loss": loss}) for loss in losses]
     (folder / "events.jsonl").write_text("\n".join([*lines, '{"kind": "evalu']) + "\n")
 
@@ -36,7 +36,7 @@ def write_events(folder: Path, losses: list[float]) -> None:
 def test_the_result_is_explained_and_three_commands_follow(
     last: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Losses in nats and as numbers of equally likely tokens; exit code 1 without learning."""
+    """Losses in nats and as a number of equally likely tokens; exit code 1 without learning."""
     write_events(tmp_path, [8.0, last])
     assert load("pretrain_stdlib.py").report(tmp_path) == code
     result, _, following = capsys.readouterr().out.partition("Next:")
@@ -50,7 +50,7 @@ def test_the_result_is_explained_and_three_commands_follow(
 def test_an_installer_that_outlives_its_demo_does_not_write_into_the_next_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed run leaves a folder without the name; the next run installs into another."""
+    """A killed run leaves a folder without the final name; the next run uses a new one."""
     pytest.importorskip("nox")
     spec = importlib.util.spec_from_file_location("demo_noxfile", ROOT / "noxfile.py")
     assert spec is not None
@@ -85,39 +85,39 @@ def test_an_installer_that_outlives_its_demo_does_not_write_into_the_next_enviro
 
 
 def processes(marker: str) -> list[int]:
-    """Processes whose command line names the folder of this test."""
+    """Ids of processes whose command line contains `marker`."""
     running = []
-    for each in Path("/proc").iterdir():
-        if each.name.isdigit():
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
             try:
-                words = (each / "cmdline").read_bytes().decode(errors="replace")
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
             except OSError:
                 continue
-            if marker in words:
-                running.append(int(each.name))
+            if marker in command:
+                running.append(int(entry.name))
     return running
 
 
-def wait_for_none(folder: Path) -> None:
-    """Wait until the kernel has ended all processes of the folder."""
-    patience = time.monotonic() + 60
+def wait_for_no_processes(folder: Path) -> None:
+    """Wait until no process of the folder is running."""
+    deadline = time.monotonic() + 60
     while processes(str(folder)):
-        assert time.monotonic() < patience, "orphans hold the folder"
+        assert time.monotonic() < deadline, "orphaned processes use the folder"
         time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with tokenizer and shards of the demo."""
+def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder with the demo's tokenizer and shards."""
     folder = tmp_path_factory.mktemp("demo")
     load("pretrain_stdlib.py").build_shards(folder)
     yield folder
-    wait_for_none(folder)
+    wait_for_no_processes(folder)
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    """Start the demo in a process group of its own."""
-    command = [sys.executable, str(SCRIPT), "--folder", str(folder), *WORDS, *more]
+def start(folder: Path, *extra_arguments: str) -> subprocess.Popen[str]:
+    """Start the demo in its own process group."""
+    command = [sys.executable, str(SCRIPT), "--folder", str(folder), *ARGUMENTS, *extra_arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -126,13 +126,13 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [False, True], ids=["script alone", "whole group"])
 @pytest.mark.parametrize("until", ["Training:", "step 1/", "step 7/"])
-def test_a_killed_demo_leaves_nothing_behind_and_resumes(
-    started: Path, group: bool, until: str
+def test_a_killed_demo_leaves_no_processes_and_resumes(
+    demo_folder: Path, group: bool, until: str
 ) -> None:
-    """Without its script torchrun and its ranks end at once, and the same command resumes."""
-    output = started / "run-data=2"
+    """Without the script, torchrun and its ranks exit at once, and the same command resumes."""
+    output = demo_folder / "run-data=2"
     subprocess.run(["rm", "-rf", str(output)], check=True)
-    killed = start(started)
+    killed = start(demo_folder)
     assert killed.stdout is not None
     assert any(until in line for line in killed.stdout)
     if group:
@@ -141,11 +141,11 @@ def test_a_killed_demo_leaves_nothing_behind_and_resumes(
         killed.kill()
     killed.wait()
     killed.stdout.close()
-    wait_for_none(started)
-    with start(started) as again:
-        text, _ = again.communicate(timeout=300)
-    # Twelve steps of a tiny model teach it nothing, which is the exit code 1.
-    assert again.returncode in (0, 1)
+    wait_for_no_processes(demo_folder)
+    with start(demo_folder) as resumed:
+        text, _ = resumed.communicate(timeout=300)
+    # Twelve steps of a tiny model may teach it nothing: exit code 1.
+    assert resumed.returncode in (0, 1)
     assert "in use by" not in text
     assert "Tokenizer:" not in text
     assert re.search(r"trained 12 steps in ", text), text
@@ -155,12 +155,12 @@ def test_a_killed_demo_leaves_nothing_behind_and_resumes(
 
 
 def test_two_demos_build_the_shards_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second waits for the first, and finds them complete."""
-    demo, calls, seen = load("pretrain_stdlib.py"), [], threading.Event()
+    """The second waits for the first and reuses its shards."""
+    demo, calls, waiting = load("pretrain_stdlib.py"), [], threading.Event()
 
     def train_tokenizer(*_: object, out: Path, **__: object) -> None:
         calls.append("tokenizer")
-        assert seen.wait(60)
+        assert waiting.wait(60)
         out.write_text("{}")
 
     def build(*_: object, out: Path, **__: object) -> SimpleNamespace:
@@ -171,39 +171,39 @@ def test_two_demos_build_the_shards_once(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(demo.ms_data, "train_tokenizer", train_tokenizer)
     monkeypatch.setattr(demo.ms_data, "build", build)
-    # A waiting demo says so, which lets the first one go on.
-    said: list[str] = []
+    # The message of the waiting demo lets the first one continue.
+    messages: list[str] = []
 
     def say(text: str) -> None:
-        said.append(text)
+        messages.append(text)
         if "Waiting" in text:
-            seen.set()
+            waiting.set()
 
     monkeypatch.setattr(demo, "say", say)
-    both = [threading.Thread(target=demo.build_shards, args=[tmp_path]) for _ in range(2)]
-    for thread in both:
+    threads = [threading.Thread(target=demo.build_shards, args=[tmp_path]) for _ in range(2)]
+    for thread in threads:
         thread.start()
-    for thread in both:
+    for thread in threads:
         thread.join()
     assert calls == ["tokenizer", "shards"]
-    assert sum("is complete and will be reused" in text for text in said) == 1
+    assert sum("is complete and will be reused" in text for text in messages) == 1
 
 
 @pytest.mark.slow
-def test_a_second_demo_in_the_folder_of_a_live_one_is_refused(started: Path) -> None:
-    """One line says which process holds the folder."""
-    output = started / "run-data=2"
+def test_a_second_demo_in_the_folder_of_a_live_one_is_refused(demo_folder: Path) -> None:
+    """One line names the process that uses the folder."""
+    output = demo_folder / "run-data=2"
     subprocess.run(["rm", "-rf", str(output)], check=True)
-    first = start(started, "--set", "steps=100000")
+    first = start(demo_folder, "--set", "steps=100000")
     assert first.stdout is not None
     assert any("step 1/" in line for line in first.stdout)
-    with start(started) as second:
-        refused, _ = second.communicate(timeout=300)
+    with start(demo_folder) as second:
+        transcript, _ = second.communicate(timeout=300)
     live = first.poll() is None
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     first.stdout.close()
     assert (second.returncode, live) == (2, True)
-    (line,) = [line for line in refused.splitlines() if "in use by" in line]
+    (line,) = [line for line in transcript.splitlines() if "in use by" in line]
     assert "ms-parallel train, process" in line
-    assert "Traceback" not in refused
+    assert "Traceback" not in transcript

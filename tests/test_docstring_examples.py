@@ -1,4 +1,4 @@
-"""Every example after `>>>` in a docstring runs, and prints what the docstring shows."""
+"""Every `>>>` example in a docstring runs and prints the output that the docstring shows."""
 
 import doctest
 import importlib
@@ -16,8 +16,8 @@ MODULES = [
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_an_example_of_a_docstring_prints_what_it_shows(module: str) -> None:
-    """In a namespace that holds the names of its module."""
+def test_a_docstring_example_prints_the_shown_output(module: str) -> None:
+    """The examples run in the namespace of their module."""
     outcome = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
     assert outcome.attempted > 0
     assert outcome.failed == 0

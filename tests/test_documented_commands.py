@@ -1,7 +1,7 @@
-"""Every command line of ours that a page, docstring or message shows is one that its parser takes.
+"""Parsers accept every command line of ours in pages, docstrings and messages.
 
-What a page shows is also run, by `nox -s readme`; here it is only parsed, which also covers the
-commands that need a GPU, several machines or another program.
+`nox -s readme` also runs the commands of pages. They are only parsed here, which covers commands
+that need a GPU, several machines or another program.
 """
 
 import pytest
@@ -26,31 +26,31 @@ ELSEWHERE = {"--dry", "--update", "--max-restarts", "--layout", "--list", "--try
 """Options of the demo, the examples, the tools of this repository and torchrun."""
 
 
-def test_every_documented_command_line_is_one_that_its_parser_takes() -> None:
+def test_every_documented_command_line_is_valid() -> None:
     """Subcommands, options, values and `--set` keys of all pages, docstrings and messages."""
     lines = documented()
     assert sum(line.complete for line in lines) > 150
     assert sum(not line.complete for line in lines) > 150
-    wrong = {
+    problems = {
         f"{line.place}: {line.program} {' '.join(line.words)}": mistake(line) for line in lines
     }
-    assert {line: why for line, why in wrong.items() if why} == {}
+    assert {line: problem for line, problem in problems.items() if problem} == {}
 
 
 @pytest.mark.parametrize("program", PACKAGES)
-def test_every_command_is_shown_somewhere_with_an_example_of_its_own(program: str) -> None:
+def test_every_command_has_an_example_in_its_help(program: str) -> None:
     """The line after `example:` in each `--help` is among the lines that are checked."""
     helps = {line.place for line in documented() if line.place.endswith("--help")}
     shown = {place.removeprefix(program).split()[0] for place in helps if place.startswith(program)}
-    moved = {"doctor"} if program == "ms-parallel" else set()  # it only names its new place
+    moved = {"doctor"} if program == "ms-parallel" else set()  # it only names its replacement
     assert set(subcommands(program)) - moved <= shown
 
 
-def test_an_option_named_without_its_command_exists() -> None:
-    """In READMEs and guides."""
-    named = list(lone_options())
-    assert len(named) > 50
-    assert [each for each in named if each[1] not in options_of_all() | ELSEWHERE] == []
+def test_an_option_without_a_command_exists() -> None:
+    """Options in READMEs and guides."""
+    options = list(lone_options())
+    assert len(options) > 50
+    assert [entry for entry in options if entry[1] not in options_of_all() | ELSEWHERE] == []
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_an_option_named_without_its_command_exists() -> None:
         ("`ms-align ppo --set stesp=1`", "stesp"),
     ],
 )
-def test_a_wrong_command_line_is_noticed(text: str, reason: str) -> None:
-    """In a block of any language of the shell, and in the parts that prose shows."""
-    refused = [mistake(line) for line in in_markdown(text, "page")]
-    assert any(reason in why for why in refused if why), refused
+def test_an_invalid_command_line_is_reported(text: str, reason: str) -> None:
+    """In shell blocks and in inline code."""
+    problems = [mistake(line) for line in in_markdown(text, "page")]
+    assert any(reason in problem for problem in problems if problem), problems
 
 
-def test_open_tables_take_any_key_and_shell_syntax_is_understood() -> None:
-    """Options of a model are those of its family; pipes, comments and variables are not ours."""
+def test_open_tables_accept_any_key_and_shell_syntax_is_parsed() -> None:
+    """`model_config` accepts any key; pipes, comments and variables are skipped."""
     text = "A=1 ms-parallel train R.toml --set model_config.a=32 --set layout.data=2 | tee x # y"
     (line,) = in_shell(text, "page", complete=True)
     assert line == Line("page", "ms-parallel", line.words, complete=True)
@@ -82,8 +82,8 @@ def test_open_tables_take_any_key_and_shell_syntax_is_understood() -> None:
     assert mistake(line) is None
 
 
-def test_every_toml_block_holds_keys_of_one_command() -> None:
-    """What a page shows of a run file, a cluster file or rules is read by some command."""
+def test_every_toml_block_fits_some_command() -> None:
+    """Some command accepts all keys of each run, cluster or rule file on the pages."""
     blocks = list(run_file_blocks())
     assert len(blocks) > 30
     assert [block for block in blocks if not readers_of(block[1])] == []
@@ -92,8 +92,8 @@ def test_every_toml_block_holds_keys_of_one_command() -> None:
     assert readers_of("[model_config]\nanything = 2")
 
 
-def test_a_block_that_is_not_run_says_why() -> None:
-    """Such as what it needs; the commands in it are parsed by the tests above."""
+def test_a_block_that_is_not_run_states_the_reason() -> None:
+    """Its commands are still parsed by the tests above."""
     reasons = [reason for page in pages() for reason in NOT_RUN.findall(page.read_text())]
     assert len(reasons) > 20
     assert [reason for reason in reasons if len(reason.split()) < 2] == []

@@ -1,7 +1,7 @@
 """Every command with a run file reports trivial mistakes in it before torch is imported.
 
-To import torch takes seconds, more on a busy machine. Imports are counted here and no time is
-taken. The mistakes are made in the file that `init` writes, one at a time.
+Importing torch takes seconds, more on a busy machine. The test checks imports and measures no time.
+Each mistake is made separately in the file that `init` writes.
 """
 
 import json
@@ -26,7 +26,7 @@ COMMANDS = {
     "ms-compress quantize": "rows",
     "ms-compress evaluate": "decode_tokens",
 }
-"""Each command with a key of its run file that takes a number above 0."""
+"""Each command, with a key of its run file that must be a positive number."""
 MISTAKES = {
     "missing file": ("NONE.toml", []),
     "not a file": ("model", []),
@@ -58,18 +58,18 @@ MISTAKES = {
     "unknown pattern": ("RUN.toml", ["pattern=3:2"]),
     "unknown key of a table": ("RUN.toml", ["tuning.stesp=2"]),
 }
-"""The file and the `--set` of each mistake; commands that lack a key are left out of its mistakes,
-but for the ones that are about no single key."""
+"""Run file and `--set` values of each mistake. A command is tested with the mistakes whose keys it
+has, and with those that need no key."""
 ALLOWED = {
-    ("ms-parallel inspect", "missing data"),  # it counts memory, and data may come later
+    ("ms-parallel inspect", "missing data"),  # it estimates memory without data
     ("ms-parallel plan", "missing data"),
     ("ms-parallel inspect", "output in place of a file"),
     ("ms-parallel plan", "output in place of a file"),
     *((f"ms-align {name}", "two lengths") for name in ("ppo", "grpo", "rloo")),  # passes, updates
     *((f"ms-align {name}", "uneven rollouts") for name in ("generate", "evaluate")),
-    ("ms-align evaluate", "missing data"),  # its data are those of the tasks
-    ("ms-compress quantize", "missing data"),  # rounding to nearest looks at none
-    ("ms-compress evaluate", "missing model"),  # it takes a table of models
+    ("ms-align evaluate", "missing data"),  # its data come from the tasks
+    ("ms-compress quantize", "missing data"),  # rounding to nearest needs no data
+    ("ms-compress evaluate", "missing model"),  # it has a table of models
     ("ms-compress evaluate", "missing data"),
 }
 CALL = """
@@ -77,14 +77,14 @@ import contextlib, importlib, io, json, sys
 module, *runs = json.loads(sys.argv[1])
 main = importlib.import_module(module + ".cli").main
 outcomes = []
-for words in runs:
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+for arguments in runs:
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
-            code = main(words)
+            code = main(arguments)
         except SystemExit as ending:
             code = ending.code
-    outcomes.append((code, "torch" in sys.modules, said.getvalue()))
+    outcomes.append((code, "torch" in sys.modules, stderr.getvalue()))
 print(json.dumps(outcomes))
 """
 
@@ -93,14 +93,14 @@ print(json.dumps(outcomes))
 def test_trivial_mistakes_are_reported_before_torch_is_imported(
     command: str, tmp_path: Path
 ) -> None:
-    """Each with one line, which names the file or key, and exit code 2."""
+    """Each is exit code 2 and one line that names the file or key."""
     package, name = command.split()
     init = ["init"] if package == "ms-parallel" else ["init", name]
-    more = ["--cluster", "CLUSTER.toml"] if name == "plan" else []
+    cluster = ["--cluster", "CLUSTER.toml"] if name == "plan" else []
     (tmp_path / "broken.toml").write_text("model = \n")
     (tmp_path / "CLUSTER.toml").write_text('chip = "h100-sxm"\nnodes = 1\ndevices_per_node = 2\n')
-    words = [sys.executable, "-m", module_of(package), *init, "--out", "RUN.toml"]
-    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    command_line = [sys.executable, "-m", module_of(package), *init, "--out", "RUN.toml"]
+    subprocess.run(command_line, cwd=tmp_path, check=True, capture_output=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     text = (tmp_path / "RUN.toml").read_text()
@@ -111,20 +111,20 @@ def test_trivial_mistakes_are_reported_before_torch_is_imported(
     keys = {"NUMBER", "stesp", *re.findall(r"^#? ?(\w+) = ", text, flags=re.MULTILINE)}
     keys |= set(re.findall(r"^#? ?\[(\w+)\]", text, flags=re.MULTILINE))
     mistakes = {
-        mistake: made
-        for mistake, made in MISTAKES.items()
+        mistake: files_and_settings
+        for mistake, files_and_settings in MISTAKES.items()
         if (command, mistake) not in ALLOWED
-        and {re.split(r"\W", setting)[0] for setting in made[1]} <= keys
+        and {re.split(r"\W", setting)[0] for setting in files_and_settings[1]} <= keys
     }
     assert len(mistakes) >= 12
     runs = []
     for file, settings in mistakes.values():
         changes = [setting.replace("NUMBER", COMMANDS[command]) for setting in settings]
-        runs.append([name, file, *more, *(w for change in changes for w in ("--set", change))])
-    words = [sys.executable, "-c", CALL, json.dumps([module_of(package), *runs])]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    outcomes = dict(zip(mistakes, json.loads(done.stdout), strict=True))
+        runs.append([name, file, *cluster, *(w for change in changes for w in ("--set", change))])
+    command_line = [sys.executable, "-c", CALL, json.dumps([module_of(package), *runs])]
+    result = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True, check=True)
+    outcomes = dict(zip(mistakes, json.loads(result.stdout), strict=True))
     assert {mistake: torch for mistake, (_, torch, _) in outcomes.items() if torch} == {}
-    assert {mistake: said for mistake, (code, _, said) in outcomes.items() if code != 2} == {}
-    for mistake, (_, _, said) in outcomes.items():
-        assert said.count("\n") == 1, (mistake, said)
+    assert {mistake: message for mistake, (code, _, message) in outcomes.items() if code != 2} == {}
+    for mistake, (_, _, message) in outcomes.items():
+        assert message.count("\n") == 1, (mistake, message)

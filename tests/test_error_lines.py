@@ -1,4 +1,4 @@
-"""An error says itself that it is reported in a line, so that no package names another's errors."""
+"""Error classes declare their exit code, so packages need not import each other's errors."""
 
 from importlib import import_module
 from inspect import getmembers, isclass
@@ -18,7 +18,7 @@ BASES = {
 
 
 class ExitedError(Exception):
-    """What torch raises where another process ends: the exit code is that process's."""
+    """Like torch's error for a failed process: `exit_code` is that process's exit code."""
 
     __slots__ = ("exit_code",)
 
@@ -27,8 +27,8 @@ class ExitedError(Exception):
         self.exit_code = exit_code
 
 
-def end(package: str, error: Exception) -> int:
-    """The exit code of a command of a package that raises an error."""
+def exit_code_of(package: str, error: Exception) -> int:
+    """Exit code of a command of `package` that raises `error`."""
 
     def run() -> int:
         raise error
@@ -41,9 +41,9 @@ def end(package: str, error: Exception) -> int:
 def test_a_siblings_error_is_one_line_and_exit_code_2(
     package: str, owner: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command of any package reports what any other package raises on purpose."""
+    """Commands of every package report the declared errors of all packages."""
     base = getattr(import_module(module_of(owner)), BASES[owner])
-    assert end(package, base("rows is -1;\ngive 1 or more")) == 2
+    assert exit_code_of(package, base("rows is -1;\ngive 1 or more")) == 2
     assert capsys.readouterr().err == "command: rows is -1; give 1 or more\n"
 
 
@@ -52,19 +52,21 @@ def test_a_siblings_error_is_one_line_and_exit_code_2(
 def test_an_error_that_declares_no_exit_code_keeps_its_traceback(
     package: str, error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bug is not disguised as bad input, and another process's exit code is not the command's."""
+    """Bugs are not disguised as bad input; another process's exit code is not the command's."""
     with pytest.raises(type(error)):
-        end(package, error)
+        exit_code_of(package, error)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_error_of_a_package_declares_its_exit_code(package: str) -> None:
-    """2 is for what the user can mend, which is most; 1 for a run that failed."""
+    """2 for errors that the user can fix (most), 1 for a failed run."""
     errors = import_module(f"{module_of(package)}.errors")
     base = getattr(errors, BASES[package])
     codes = {
-        name: kind.exit_code for name, kind in getmembers(errors, isclass) if issubclass(kind, base)
+        name: error.exit_code
+        for name, error in getmembers(errors, isclass)
+        if issubclass(error, base)
     }
     assert codes[BASES[package]] == 2
     assert set(codes.values()) <= {1, 2}

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on our models: its own `hf` model is the truth, on one folder and task."""
+"""lm-evaluation-harness on our models agrees with its own `hf` model on the same folder."""
 
 import json
 import os
@@ -35,12 +35,12 @@ generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 24, do_sample: false}
 metric_list: [{metric: exact_match}]
 """,
 }
-"""Continuations, whole texts longer than the context, and answers."""
+"""Multiple choice, texts longer than the context, and generation."""
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model that has learnt a little, and three tasks on other text."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a briefly trained model and three tasks on other text."""
     import email
     import textwrap
 
@@ -71,11 +71,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = Path(textwrap.__file__).read_text().splitlines()
     rows = [
         {
-            "context": "\n".join(lines[at - 3 : at]).strip() + "\ndef",
-            "text": "\n".join(lines[at : at + 24]),
-            "choices": [lines[at] or "pass", lines[at * 7 % 300] or "x", " f(a):", " import os"],
+            "context": "\n".join(lines[index - 3 : index]).strip() + "\ndef",
+            "text": "\n".join(lines[index : index + 24]),
+            "choices": [
+                lines[index] or "pass",
+                lines[index * 7 % 300] or "x",
+                " f(a):",
+                " import os",
+            ],
         }
-        for at in range(3, 90, 3)
+        for index in range(3, 90, 3)
     ]
     tasks = folder / "tasks"
     tasks.mkdir()
@@ -88,102 +93,111 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(model: Any, place: Path) -> dict[str, Any]:
-    """All that the harness keeps of the three tasks."""
+def evaluate(model: Any, workspace: Path) -> dict[str, Any]:
+    """Full results of the harness on the three tasks."""
     from lm_eval.tasks import TaskManager
 
-    known = TaskManager(include_path=str(place / "tasks"), include_defaults=False)
-    found: dict[str, Any] = lm_eval.simple_evaluate(
-        model=model, tasks=list(TASKS), task_manager=known, bootstrap_iters=0
+    task_manager = TaskManager(include_path=str(workspace / "tasks"), include_defaults=False)
+    results: dict[str, Any] = lm_eval.simple_evaluate(
+        model=model, tasks=list(TASKS), task_manager=task_manager, bootstrap_iters=0
     )
-    return found
+    return results
 
 
-def responses(found: dict[str, Any], task: str) -> list[Any]:
-    """What the model said, document by document."""
-    samples = sorted(found["samples"][task], key=lambda sample: int(sample["doc_id"]))
-    return [each for sample in samples for each in sample["resps"]]
+def responses(results: dict[str, Any], task: str) -> list[Any]:
+    """The model's responses in document order."""
+    samples = sorted(results["samples"][task], key=lambda sample: int(sample["doc_id"]))
+    return [response for sample in samples for response in sample["resps"]]
 
 
-def numbers(found: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """The metrics."""
+def metrics_of(results: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Metrics of a result by task and name."""
     return {
         (task, metric): float(value)
-        for task, metrics in found["results"].items()
+        for task, metrics in results["results"].items()
         for metric, value in metrics.items()
         if metric.endswith(",none") and "stderr" not in metric
     }
 
 
 @pytest.fixture(scope="module")
-def truth(place: Path) -> dict[str, Any]:
-    """What the harness's own model of transformers says."""
+def reference(workspace: Path) -> dict[str, Any]:
+    """Results of the harness's own transformers model."""
     from lm_eval.models.huggingface import HFLM
 
-    model = HFLM(pretrained=str(place / "run" / "model"), device="cpu", batch_size=8)
-    return asked(model, place)
+    model = HFLM(pretrained=str(workspace / "run" / "model"), device="cpu", batch_size=8)
+    return evaluate(model, workspace)
 
 
 @pytest.mark.parametrize("loaded", ["folder", "engine"])
-def test_our_numbers_are_those_of_the_hf_model(
-    place: Path, truth: dict[str, Any], loaded: str
+def test_our_results_equal_those_of_the_hf_model(
+    workspace: Path, reference: dict[str, Any], loaded: str
 ) -> None:
-    """Log-likelihoods within rounding, the same answers to the letter, the same metrics."""
+    """Log-likelihoods within rounding, identical responses, equal metrics."""
     from ms_align.evaluation import harness_model
     from ms_parallel import Engine
 
-    folder = place / "run" / "model"
+    folder = workspace / "run" / "model"
     if loaded == "folder":
-        found = asked(harness_model(folder), place)
+        results = evaluate(harness_model(folder), workspace)
     else:
-        found = asked(harness_model(Engine(folder, device="cpu"), folder), place)
-    assert responses(found, "lib_answer") == responses(truth, "lib_answer")
-    assert any(answer for (answer,) in responses(found, "lib_answer"))
-    for (ours,), (theirs,) in zip(
-        responses(found, "lib_choice"), responses(truth, "lib_choice"), strict=True
+        results = evaluate(harness_model(Engine(folder, device="cpu"), folder), workspace)
+    assert responses(results, "lib_answer") == responses(reference, "lib_answer")
+    assert any(answer for (answer,) in responses(results, "lib_answer"))
+    for (actual,), (expected,) in zip(
+        responses(results, "lib_choice"), responses(reference, "lib_choice"), strict=True
     ):
-        # Some 20 float32 logarithms near 5, summed in another order.
-        assert float(ours[0]) == pytest.approx(float(theirs[0]), abs=1e-3)
-        assert ours[1] == theirs[1]
-    for name, value in numbers(truth).items():
-        assert numbers(found)[name] == pytest.approx(value, rel=1e-6), name
-    assert numbers(found)["lib_choice", "acc,none"] == numbers(truth)["lib_choice", "acc,none"]
+        # Sums of about 20 float32 log-probabilities near 5, in another order.
+        assert float(actual[0]) == pytest.approx(float(expected[0]), abs=1e-3)
+        assert actual[1] == expected[1]
+    for name, value in metrics_of(reference).items():
+        assert metrics_of(results)[name] == pytest.approx(value, rel=1e-6), name
+    assert (
+        metrics_of(results)["lib_choice", "acc,none"]
+        == metrics_of(reference)["lib_choice", "acc,none"]
+    )
 
 
 @pytest.mark.parametrize("axis", ["data", "tensor"])
-def test_two_processes_say_what_one_does(place: Path, truth: dict[str, Any], axis: str) -> None:
-    """The command under torchrun, with a run file: metrics of the `hf` model."""
-    run = place / f"{axis}.toml"
-    run.write_text(
-        f'model = "{place / "run" / "model"}"\ntasks = {json.dumps(list(TASKS))}\n'
-        f'include_path = "{place / "tasks"}"\nlayout = {{ {axis} = 2 }}\nbatch_size = 8\n'
-        f'output_path = "{place / axis}.json"\n'
+def test_two_processes_give_the_results_of_one(
+    workspace: Path, reference: dict[str, Any], axis: str
+) -> None:
+    """The command under torchrun gives the metrics of the `hf` model."""
+    run_file = workspace / f"{axis}.toml"
+    run_file.write_text(
+        f'model = "{workspace / "run" / "model"}"\ntasks = {json.dumps(list(TASKS))}\n'
+        f'include_path = "{workspace / "tasks"}"\nlayout = {{ {axis} = 2 }}\nbatch_size = 8\n'
+        f'output_path = "{workspace / axis}.json"\n'
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "ms_align", "evaluate", str(run), "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    said = json.loads(ended.stdout[ended.stdout.index("{") :])
-    assert json.loads((place / f"{axis}.json").read_text())["results"] == said["results"]
-    for (task, metric), value in numbers(truth).items():
-        assert said["results"][task][metric.partition(",")[0]] == pytest.approx(value, rel=1e-5)
+    command += ["--nproc-per-node", "2", "-m", "ms_align", "evaluate", str(run_file), "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(result.stdout[result.stdout.index("{") :])
+    assert json.loads((workspace / f"{axis}.json").read_text())["results"] == report["results"]
+    for (task, metric), value in metrics_of(reference).items():
+        assert report["results"][task][metric.partition(",")[0]] == pytest.approx(value, rel=1e-5)
 
 
-def test_an_exported_model_is_asked_in_its_own_runtime(place: Path, truth: dict[str, Any]) -> None:
-    """4 bits in onnxruntime: near the plain model's numbers, and not the same."""
+def test_an_exported_model_is_evaluated_in_its_runtime(
+    workspace: Path, reference: dict[str, Any]
+) -> None:
+    """4 bits in onnxruntime: close to the original model's metrics, but not equal."""
     pytest.importorskip("onnxruntime")
     from ms_align.evaluation import harness_model
     from ms_compress import export, open_runtime, qat
     from ms_parallel import load_model
 
-    folder, source = place / "ort", place / "run" / "model"
+    folder, source = workspace / "ort", workspace / "run" / "model"
     model = load_model(source)
     qat(model, "ort.matmulnbits")
     export(model, folder, target="ort.matmulnbits", tokenizer=source, overwrite=True)
-    found = asked(harness_model(open_runtime(folder, "ort"), folder, context=128), place)
-    ours, theirs = (numbers(each)["lib_text", "bits_per_byte,none"] for each in (found, truth))
-    assert ours != theirs
-    assert ours == pytest.approx(theirs, rel=0.05)
+    results = evaluate(harness_model(open_runtime(folder, "ort"), folder, context=128), workspace)
+    actual, expected = (
+        metrics_of(result)["lib_text", "bits_per_byte,none"] for result in (results, reference)
+    )
+    assert actual != expected
+    assert actual == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -195,15 +209,15 @@ def test_an_exported_model_is_asked_in_its_own_runtime(place: Path, truth: dict[
         ("runtime=nonsense", "unknown target 'nonsense'"),
     ],
 )
-def test_a_mistake_is_one_line(place: Path, setting: str, line: str) -> None:
-    """Exit code 2, and what to do."""
-    run = place / "mistake.toml"
-    run.write_text(
-        f'model = "{place / "run" / "model"}"\ntasks = ["lib_choice"]\n'
-        f'include_path = "{place / "tasks"}"\n'
+def test_a_mistake_is_one_line(workspace: Path, setting: str, line: str) -> None:
+    """Exit code 2 and a line with the remedy."""
+    run_file = workspace / "mistake.toml"
+    run_file.write_text(
+        f'model = "{workspace / "run" / "model"}"\ntasks = ["lib_choice"]\n'
+        f'include_path = "{workspace / "tasks"}"\n'
     )
-    command = [sys.executable, "-m", "ms_align", "evaluate", str(run), "--set", setting]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ended.returncode == 2, ended.stderr
-    (last,) = [text for text in ended.stderr.splitlines() if text.startswith("ms-align")]
-    assert line in last
+    command = [sys.executable, "-m", "ms_align", "evaluate", str(run_file), "--set", setting]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 2, result.stderr
+    (message,) = [text for text in result.stderr.splitlines() if text.startswith("ms-align")]
+    assert line in message

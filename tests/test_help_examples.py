@@ -1,8 +1,8 @@
-"""Every example line of every `--help` runs as it stands and ends with exit code 0.
+"""Every example line of every `--help` runs unchanged, with exit code 0.
 
-So does each line of a page's block that is marked for this file. Each runs in a folder of its own,
-which holds what the line names and nothing else: a run file is the one that `init` writes, with
-smaller sizes; the paths in it and on the line are small inputs.
+So does each line of the page blocks that are marked for this file. Each line runs in its own folder
+with only the files that it names. Run files come from `init` with smaller sizes, and the paths in
+them and on the line are small inputs.
 """
 
 import json
@@ -24,13 +24,13 @@ from packages import PACKAGES, module_of
 RECORDINGS = ("before", "before2", "after", "after2", "A1", "A2", "A3", "B1", "B2", "B3")
 MARK = "<!-- not run: tests/test_help_examples.py runs each line on small inputs -->"
 OUTPUTS = {"--out", "--html", "--output-dir", "--tokenizer-out"}
-"""Options whose value the command writes."""
+"""Options whose value is an output path."""
 NEEDS = {
     "ms-align evaluate": "lm-evaluation-harness and its datasets",
     "ms-kernels bench": "a CUDA device",
     "torchrun --nnodes": "two machines",
 }
-"""Lines that cannot run everywhere, by how they begin, and what they need."""
+"""Prefixes of lines that cannot run everywhere, and their requirement."""
 QUICK = {
     *("ms-data tokenizer", "ms-data inspect", "ms-data verify", "ms-data clean", "ms-data dedup"),
     *("ms-data import", "ms-data export", "ms-data stats", "ms-data init"),
@@ -38,7 +38,7 @@ QUICK = {
     *("ms-parallel init", "ms-parallel generate", "ms-parallel schedule"),
     *("ms-profile report", "ms-profile compare", "ms-profile logs"),
 }
-"""Commands whose examples run in seconds, in the default tests."""
+"""Commands whose examples take seconds and run in the default tests."""
 SMALL = {
     "steps": "4",
     "sequence_length": "32",
@@ -54,7 +54,7 @@ SMALL = {
     "prefill_tokens": "16",
     "decode_tokens": "4",
 }
-"""Sizes in run files: an example shows how to call a command, not how long a training is."""
+"""Smaller sizes for run files."""
 # fmt: off
 NOUNS = (
     "river", "mountain", "engine", "teacher", "letter", "garden", "window", "system", "bridge",
@@ -96,7 +96,7 @@ devices_per_node = 2
 
 
 def examples() -> Iterator[str]:
-    """Every example line of the six commands and their subcommands, each once."""
+    """Yield the example lines of all commands and subcommands, without duplicates."""
     lines = {
         line: None
         for package in PACKAGES
@@ -107,7 +107,7 @@ def examples() -> Iterator[str]:
 
 
 def page_lines() -> Iterator[str]:
-    """Every command line of the blocks that pages mark for this file, without its comment."""
+    """Yield the command lines, without comments, of page blocks marked for this file."""
     for page in pages():
         for part in page.read_text().split(MARK)[1:]:
             block = FENCE.match(part.lstrip("\n"))
@@ -117,22 +117,22 @@ def page_lines() -> Iterator[str]:
 
 
 def command_of(line: str) -> str:
-    """The command and subcommand of a line, under torchrun or not: `ms-parallel train`."""
+    """Command and subcommand of a line, with or without torchrun: `ms-parallel train`."""
     words = shlex.split(line)
-    at = words.index("-m") + 1 if "-m" in words else 0
-    return f"{words[at].replace('_', '-')} {words[at + 1]}"
+    index = words.index("-m") + 1 if "-m" in words else 0
+    return f"{words[index].replace('_', '-')} {words[index + 1]}"
 
 
-def need_of(line: str) -> str | None:
-    """What a line needs that not every machine has."""
+def requirement_of(line: str) -> str | None:
+    """Requirement of a line that not every machine meets, or None."""
     return next((need for start, need in NEEDS.items() if line.startswith(start)), None)
 
 
 def run(line: str, folder: Path) -> None:
-    """Run a line in a folder; fails with what it printed."""
+    """Run a line in a folder; fail with its output."""
     commands = [f'{p}() {{ {sys.executable} -m {module_of(p)} "$@"; }}' for p in PACKAGES]
     commands.append(f'torchrun() {{ {sys.executable} -m torch.distributed.run "$@"; }}')
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", "\n".join([*commands, line])],
         cwd=folder,
         capture_output=True,
@@ -140,15 +140,15 @@ def run(line: str, folder: Path) -> None:
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, f"$ {line}\n{done.stdout[-3000:]}{done.stderr[-4000:]}"
+    assert result.returncode == 0, f"$ {line}\n{result.stdout[-3000:]}{result.stderr[-4000:]}"
 
 
 class Inputs:
-    """Small inputs under the names that the examples and run files use, each made when needed."""
+    """Small inputs under the names in examples and run files, created on first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.makers: dict[str, Callable[[Path], None]] = {
+        self.writers: dict[str, Callable[[Path], None]] = {
             "corpus": self.write_corpus,
             "cleaned": self.write_cleaned,
             "unique": self.write_unique,
@@ -174,14 +174,14 @@ class Inputs:
         }
 
     def __getitem__(self, name: str) -> Path:
-        """The path of an input."""
-        path = self.folder / name.replace("/", "-")  # runs/sft/model is not in runs/sft
+        """Path of an input, created if missing."""
+        path = self.folder / name.replace("/", "-")  # keeps runs/sft/model out of runs/sft
         if not path.exists():
-            self.makers[name](path)
+            self.writers[name](path)
         return path
 
     def copy(self, name: str, path: Path) -> None:
-        """Copy an input; an index comes with its data."""
+        """Copy an input; a Megatron index together with its data."""
         source = self[name]
         path.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
@@ -191,20 +191,20 @@ class Inputs:
             shutil.copy(part, path.with_name(part.name))
 
     def write_corpus(self, path: Path) -> None:
-        """Texts that the cleaning rules keep."""
+        """Texts that pass the cleaning rules."""
         path.mkdir()
-        draw = random.Random(0)
+        rng = random.Random(0)
         for number in range(24):
             sentences = (
-                f"The {draw.choice(NOUNS)} that {draw.choice(VERBS)} the {draw.choice(NOUNS)} of"
-                f" {draw.choice(NOUNS)} {draw.randrange(100)} was {draw.choice(VERBS)} and"
-                f" {draw.choice(VERBS)} with a {draw.choice(NOUNS)} to be {draw.choice(VERBS)}."
+                f"The {rng.choice(NOUNS)} that {rng.choice(VERBS)} the {rng.choice(NOUNS)} of"
+                f" {rng.choice(NOUNS)} {rng.randrange(100)} was {rng.choice(VERBS)} and"
+                f" {rng.choice(VERBS)} with a {rng.choice(NOUNS)} to be {rng.choice(VERBS)}."
                 for _ in range(12)
             )
             (path / f"{number}.txt").write_text("\n".join(sentences))
 
     def write_cleaned(self, path: Path) -> None:
-        """What the default rules keep of the texts."""
+        """The texts cleaned with the default rules."""
         self["corpus"], self["RULES.toml"]
         run("ms-data clean corpus/ RULES.toml --out cleaned", path.parent)
 
@@ -214,7 +214,7 @@ class Inputs:
         run("ms-data dedup cleaned --out unique", path.parent)
 
     def write_tokenizer(self, path: Path) -> None:
-        """A byte-level BPE."""
+        """A byte-level BPE tokenizer."""
         from ms_data import train_tokenizer
 
         train_tokenizer(self["corpus"], vocab_size=320, out=path)
@@ -238,8 +238,8 @@ class Inputs:
         template.write_text(TEMPLATE)
         self["tokenizer.json"]
         files = f"{file.name} --tokenizer tokenizer.json --chat-template {template.name}"
-        more = " ".join(["--held-out-fraction", "0.2", *options])
-        run(f"ms-data build {files} --out {path.name} {more}", path.parent)
+        extra_options = " ".join(["--held-out-fraction", "0.2", *options])
+        run(f"ms-data build {files} --out {path.name} {extra_options}", path.parent)
 
     def write_chats(self, path: Path) -> None:
         """Shards of conversations."""
@@ -257,11 +257,11 @@ class Inputs:
         self.write_rows(path, rows, "--pairs")
 
     def write_prompts(self, path: Path) -> None:
-        """Prompts of text."""
+        """Text prompts."""
         path.write_text("".join(json.dumps({"prompt": f"number {n}"}) + "\n" for n in range(16)))
 
     def write_model(self, path: Path) -> None:
-        """A decoder with its tokenizer, whose matrices every scheme's blocks divide."""
+        """A decoder with its tokenizer; its sizes fit the block size of every scheme."""
         from ms_parallel import save_model
         from ms_parallel.models import architecture, build_model
         from ms_parallel.weights import initialize
@@ -285,37 +285,37 @@ class Inputs:
         shutil.copy(self["tokenizer.json"], path)
 
     def write_quantized(self, path: Path) -> None:
-        """A model as `ms-compress quantize` writes it."""
+        """The output of `ms-compress quantize`."""
         line = "ms-compress quantize RUN.toml --set method=gptq --set scheme=ct.int4_g32"
-        work = path.with_name("quantizing")
-        work.mkdir()
-        bring(line, work, self)
-        run(line, work)
-        shutil.copytree(work / "runs" / "quantize", path)
+        workdir = path.with_name("quantizing")
+        workdir.mkdir()
+        copy_inputs(line, workdir, self)
+        run(line, workdir)
+        shutil.copytree(workdir / "runs" / "quantize", path)
 
     def write_events(self, path: Path) -> None:
-        """The events of a run that has ended."""
+        """The events of a finished run."""
         path.mkdir()
         steps = [{"kind": "step", "step": n, "loss": 4.0 - n, "time": 1.7e9 + n} for n in (1, 2)]
         events = [*steps, {"kind": "finished", "steps": 2, "time": 1.7e9 + 3}]
         (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
     def write_profile(self, path: Path) -> None:
-        """The recording of two processes."""
+        """A recording of two processes."""
         self["train.py"]
         run(f"ms-profile run --nproc-per-node 2 --train-script train.py --output-dir {path.name}"
             " --metrics communication_time,compute_time", path.parent)  # fmt: skip
 
 
 def void(_: object) -> None:
-    """Drop a result."""
+    """Discard a result."""
 
 
-def bring(line: str, folder: Path, inputs: Inputs) -> None:
-    """Put into the folder what the line names, and what the run file that it names names."""
+def copy_inputs(line: str, folder: Path, inputs: Inputs) -> None:
+    """Copy the inputs that the line and its run file name into the folder."""
     words = shlex.split(line)
     names = [
-        word for before, word in zip(["", *words], words, strict=False) if before not in OUTPUTS
+        word for previous, word in zip(["", *words], words, strict=False) if previous not in OUTPUTS
     ]
     if "init" not in words:
         for name in {"RUN.toml", "GENERATE.toml", "REWARD.toml"} & set(names):
@@ -325,12 +325,12 @@ def bring(line: str, folder: Path, inputs: Inputs) -> None:
     rows = {"sft": "chats", "dpo": "pairs", "reward": "pairs"}
     for name in {re.sub(r"^\./|/$", "", name) for name in names}:
         source = rows.get(command_of(line).split()[1], name) if name == "shards" else name
-        if name in inputs.makers:
+        if name in inputs.writers:
             inputs.copy(source, folder / name)
 
 
 def write_run_file(command: str, path: Path) -> None:
-    """Write what `init` writes, at small sizes."""
+    """Write the run file of `init` with small sizes."""
     package, name = command.split()
     line = "ms-parallel init" if package == "ms-parallel" else f"{package} init {name}"
     if package == "ms-profile":
@@ -347,25 +347,29 @@ def write_run_file(command: str, path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    """What examples read; made when an example first names it."""
+    """Inputs of the examples, created on first use."""
     return Inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def marked(line: str) -> object:
-    """A line as a parameter of the test below."""
+def parameter_of(line: str) -> object:
+    """Parameter of the test below; slow unless the command is quick."""
     quick = command_of(line) in QUICK and "stdlib" not in line
     return pytest.param(line, id=line, marks=[] if quick else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("line", [marked(line) for line in examples() if need_of(line) is None])
-def test_an_example_runs_with_only_what_it_names(line: str, tmp_path: Path, inputs: Inputs) -> None:
-    """From an otherwise empty folder, at the first try."""
-    bring(line, tmp_path, inputs)
+@pytest.mark.parametrize(
+    "line", [parameter_of(line) for line in examples() if requirement_of(line) is None]
+)
+def test_an_example_runs_with_only_the_inputs_it_names(
+    line: str, tmp_path: Path, inputs: Inputs
+) -> None:
+    """The folder is otherwise empty."""
+    copy_inputs(line, tmp_path, inputs)
     run(line, tmp_path)
 
 
-def test_few_examples_need_what_is_not_everywhere() -> None:
-    """Each reason is that of one line; all others run."""
-    lines = [line for line in examples() if need_of(line)]
+def test_few_examples_have_special_requirements() -> None:
+    """Each requirement belongs to one line; all other lines run."""
+    lines = [line for line in examples() if requirement_of(line)]
     assert len(lines) == len(NEEDS)
     assert len(list(examples())) > 45
