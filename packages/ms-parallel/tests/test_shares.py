@@ -210,7 +210,7 @@ def test_a_killed_run_of_measured_shares_ends_bit_identical(shards: Path, tmp_pa
         (
             {"shares": (8, 4), "microbatch_size": 2},
             {"data": 2},
-            "different numbers of microbatches, in each of which they exchange",
+            "different numbers of microbatches, but they exchange",
         ),
         (
             {"shares": (8, 4), "sharding": "zero1", "fixed_schedule": True},

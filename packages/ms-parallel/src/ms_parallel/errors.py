@@ -53,8 +53,8 @@ class ScheduleError(ParallelError, ValueError):
 class StageError(ParallelError, RuntimeError):
     """A pipeline stage raised during a step; names stage, rank and microbatch on every rank.
 
-    If the original error is one of this package, the StageError is also an instance of its class,
-    on every rank, and has its exit code.
+    If the original error is a ParallelError, the StageError is also an instance of its class, on
+    every rank, and has its exit code.
     """
 
     exit_code: ClassVar[int] = 1

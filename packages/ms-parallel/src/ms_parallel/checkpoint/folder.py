@@ -50,7 +50,8 @@ def _names(root: Path) -> list[str]:
 def keep_last(root: Path, count: int) -> None:
     """Delete all but the last `count` complete checkpoints.
 
-    Each is renamed before it is deleted, so that a crash leaves no partial one that looks complete.
+    Each is renamed before it is deleted, so that a crash leaves no partial checkpoint that looks
+    complete.
     """
     for step in complete_steps(root)[:-count]:
         folder = step_folder(root, step)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 PACKAGES = str(Path(__file__).resolve().parents[2])
 PROGRAM = ["-P", "-m", "ms_parallel.files.writing_process"]
-"""Arguments of the interpreter; `-P` because a user's module may have the name of one of ours."""
+"""Arguments of the interpreter; `-P` because a user's module may shadow one of ours."""
 KILL_TIMEOUT_S = 5.0
 """Seconds to wait for a killed process."""
 

@@ -290,7 +290,7 @@ class Engine:
         try:
             self.row_check.check_totals(totals.row_terms)
         except ConfigError:
-            # Gradients of wrong rows must not enter a later step if the caller goes on.
+            # Gradients of wrong rows must not enter a later step if the caller continues.
             self.trained.zero_grad()
             raise
         skipped = self._skip_reason(totals, accept)

@@ -118,7 +118,7 @@ def generate(
         tokens = engine.share(sampled).cpu()
         generated.append(tokens)
         if stops:
-            # Finished rows go on until all rows are done; `_truncate` drops their extra tokens.
+            # Finished rows continue until all rows are done; `_truncate` drops their extra tokens.
             finished |= torch.isin(tokens, torch.tensor(sorted(stops)))
             if _all_done(engine, finished):
                 break

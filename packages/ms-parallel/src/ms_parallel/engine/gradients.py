@@ -90,7 +90,7 @@ def sum_over(axis: str, gradients: Sequence[Tensor], groups: Groups) -> None:
         flat = torch.cat([gradient.flatten() for gradient in bucket])  # (elements of the bucket,)
         groups.all_reduce(flat, axis)
         sizes = [gradient.numel() for gradient in bucket]
-        # Copied back, because the gradients' own storage is what the optimizer and FSDP use.
+        # Copied back, because the optimizer and FSDP use the gradients' own storage.
         for gradient, total in zip(bucket, torch.split(flat, sizes), strict=True):
             gradient.copy_(total.view_as(gradient))
 

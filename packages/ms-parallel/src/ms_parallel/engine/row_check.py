@@ -7,9 +7,9 @@ The checks cost no extra messages. Checksums of the data ranks are sent along wi
 targets, and terms that cancel within each data rank along with the gradient norm. Only the first
 update, and any update whose checksums look suspicious, gathers the checksums of all processes.
 
-Data ranks may draw the same rows of a small dataset by chance. That is warned of once, and is an
-error only if there are at least `CERTAIN_ROWS` of them in the first update, or if it happens in
-`MAX_REPEATS` of the last `RECENT` updates.
+Data ranks may draw the same rows of a small dataset by chance. Repeated rows therefore cause one
+warning. They are an error only if at least `CERTAIN_ROWS` different rows repeat in the first
+update, or if rows repeat in `MAX_REPEATS` of the last `RECENT` updates.
 """
 
 import logging
@@ -34,9 +34,9 @@ SHARED = ("tokens", "targets", "documents")
 TERMS = 3
 """Number of values that a step adds to its all-reduce."""
 CERTAIN_ROWS = 4
-"""Number of different rows that two data ranks do not draw alike by chance in the first update."""
+"""Number of different repeated rows in the first update that rules out chance."""
 MAX_REPEATS, RECENT = 8, 16
-"""Number of recent updates with repeated rows that is an error, and of updates that are recent."""
+"""Number of updates with repeated rows that is an error, within this many recent updates."""
 SAMPLED_PATCHES = 64
 """Number of image patches in a checksum; hashing all would cost milliseconds per step."""
 
@@ -71,11 +71,11 @@ def fingerprint(microbatches: Sequence[Batch], weight: float) -> Fingerprint:
     for rows in microbatches:
         for name in SHARED:
             _add(digest, name, rows)
-    # 0 stands for unchecked, so a digest of 0 becomes 1.
+    # 0 means unchecked, so a digest of 0 becomes 1.
     shared = int.from_bytes(digest.digest(), "little") or 1
     if not weight:
         return Fingerprint(shared=shared)
-    # The same digest goes on, so `everything` covers the shared members too.
+    # Continues the same digest, so `everything` covers the shared members too.
     for rows in microbatches:
         for name in sorted(set(rows).difference(SHARED)):
             _add(digest, name, rows)
@@ -125,6 +125,7 @@ class RowCheck:
             self.suspicion = False
             return
         repeated, distinct = _repeated(dict(enumerate(by_data_rank)))
+        # A single repeated row does not count: in a small dataset it is often chance.
         self.repeats.append(distinct > 1)
         is_new = bool(repeated) and not self.warned
         self.suspicion = not self.is_fake and (is_new or sum(self.repeats) >= MAX_REPEATS)

@@ -63,7 +63,7 @@ class ModelConfig:
     bos_token_id: TokenId = None
     """Begin-of-text token; None for none."""
     eos_token_id: TokenId = None
-    """End-of-text token, or several; any one of them ends generation."""
+    """End-of-text token or tokens; any of them ends generation."""
     pad_token_id: TokenId = None
     """Padding token; None for none."""
 

@@ -54,7 +54,8 @@ class RowSplit(Protocol):
 class Context:
     """Inputs shared by all blocks of a forward pass.
 
-    A dataclass, because torch.compile can trace its constructor but not that of an attrs class.
+    A dataclass, because torch.compile traces the constructor of a dataclass but not of an attrs
+    class.
     """
 
     documents: Tensor | None

@@ -61,8 +61,8 @@ class WeightSlice:
 
     def to_tensor(self, values: Tensor) -> Tensor:
         """Permute values of `box` to the dims of the checkpoint tensor."""
-        # The inverse of `to_parameter`: drop dims that the tensor lacks, add those that it alone
-        # has, and permute.
+        # Inverse of `to_parameter`: drop the dims that the tensor lacks, append the dims that only
+        # the tensor has, and permute.
         along = [dim for dim in self.dims if dim is not None]
         squeezed = values.reshape(
             [values.shape[d] for d, dim in enumerate(self.dims) if dim is not None]

@@ -114,7 +114,7 @@ class RunCheckpoints:
             try:
                 self._restore(folder, manifest)
             except DamageError as error:
-                # Raised on all ranks, so all of them pass over it.
+                # Raised on all ranks, so all ranks skip it.
                 self._pass_over(manifest.step, error)
                 continue
             if self.engine.step_count < self.total:

@@ -71,7 +71,7 @@ def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
     # Chunks depend on the global shape alone, never on the layout.
     per_chunk = max(1, _CHUNK_ELEMENTS // math.prod(shape[1:]))  # rows per chunk
     row_start, row_stop = rows_box.start, rows_box.stop
-    # Only chunks that overlap the local rows; each has a generator of its own.
+    # Only chunks that overlap the local rows; each has its own generator.
     for chunk in range(row_start // per_chunk, -(-row_stop // per_chunk)):
         start = chunk * per_chunk
         rows = min(per_chunk, shape[0] - start)

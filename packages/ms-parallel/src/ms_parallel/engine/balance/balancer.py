@@ -146,7 +146,7 @@ class ExpertBalancer:
         # d(coefficient · E · mean over layers of Σ f · P) / d(score of one token) = rate · f.
         rate = (self.balance.coefficient or 0.0) * self.counts.shape[1] / num_terms
         z_rate = self.balance.z_loss_coefficient / num_terms
-        # Before the first update there are no counts to balance by.
+        # The step-wise loss needs the counts of an earlier update.
         has_counts = bool(self.counts.any())
         for row, router in self.rows.items():
             load = None

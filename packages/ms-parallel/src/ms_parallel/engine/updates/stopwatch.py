@@ -26,8 +26,8 @@ class Stopwatch:
 
     If data ranks exchange nothing before gradients are summed, this is the time from start to end.
     If they gather weights for the first microbatch and scatter gradients with the last one, both
-    would include waits for the slowest rank. The computations in between are then timed one by one
-    and extrapolated to all rows.
+    would include waits for the slowest rank. The computations in between are then timed
+    individually and extrapolated to all rows.
 
     Args:
         runtime: pipeline runtime that performs the computations.
@@ -51,7 +51,7 @@ class Stopwatch:
 
     def __enter__(self) -> None:
         """Start the clock, with a recorder if single computations have to be timed."""
-        # A recorder that the caller has installed is used as it is.
+        # A recorder installed by the caller is used unchanged.
         if self.between and self.runtime.recorder is None:
             self._own = self.runtime.recorder = Recorder(self.device)
         self._began = monotonic()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class _ReplayState(local):
-    """Thread-local state, since autograd recomputes in threads of its own."""
+    """Thread-local state, since autograd recomputes in its own threads."""
 
     decisions: "deque[Tensor] | None" = None
     replaying: bool = False

@@ -97,7 +97,7 @@ class TransformerXL(StagedModel):
         ops: Unused; relative attention has no fused operator.
         layers: Global indices of the blocks to build; all by default.
         first: Build the embedding.
-        last: Build the head; there is no final norm, since every block ends with one.
+        last: Build the head; a final norm is not needed, since every block ends with a norm.
     """
 
     def __init__(

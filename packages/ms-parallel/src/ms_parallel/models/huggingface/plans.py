@@ -103,7 +103,7 @@ def plan_of(config: TransformersModel) -> ModelPlan:
 
 
 def _stage_parts(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Return names of the modules before the blocks, of the block list, and of those after it.
+    """Return the names of the modules before the blocks, the block list, and the modules after it.
 
     Without a pipeline plan from transformers only the block list is known.
 

@@ -4,8 +4,9 @@ The layer of depth k combines the previous hidden state at position i with the e
 i+k and runs a regular block; the model's head turns its output into logits for token i+k+1.
 
 Differences from the paper:
-1. The first MTP layer's input is taken after the model's final norm, that of later layers after the
-   previous MTP layer's norm. The paper leaves this open; the released weights require it.
+1. The first MTP layer reads the model's hidden states after the final norm; each later layer reads
+   the previous layer's normalized output. The paper leaves this open; the released weights require
+   it.
 2. The loss of a depth is averaged over its number of targets, not over the sequence length.
 """
 

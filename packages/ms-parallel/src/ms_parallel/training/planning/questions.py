@@ -44,7 +44,7 @@ class RunRecord(
     schedule: ScheduleRecord | None = None
     """Replaces the setting `schedule`."""
     schedule_file: str | None = None
-    """Replaces the setting `schedule` if it is a Path, whatever its suffix."""
+    """Replaces the setting `schedule` if it is a Path, with any suffix."""
 
     @classmethod
     def of(cls, options: Options) -> "RunRecord":

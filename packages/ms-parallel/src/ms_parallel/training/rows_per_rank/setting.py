@@ -88,8 +88,8 @@ def check_rows_per_rank(
             payload = f"weights (sharding={sharding!r})"
             remedy = "set sharding to 'replicate' or 'zero1'"
         raise ConfigError(
-            f"shares={short_repr(shares)} gives data ranks different numbers of microbatches, in"
-            f" each of which they exchange {payload}; {remedy}, or remove microbatch_size"
+            f"shares={short_repr(shares)} gives data ranks different numbers of microbatches, but"
+            f" they exchange {payload} in every microbatch; {remedy}, or remove microbatch_size"
         )
 
 
