@@ -69,6 +69,7 @@ def text_ends(
     by_role: dict[str, int | None] = {}
     sources: list[Mapping[str, Any]] = [config]
     if files is not None:
+        # Reversed, so that the first of several tokens with one text is used.
         ids = {text: token for token, text in reversed(files.texts.items())}
         by_role = {
             f"{role}_id": ids.get(token_text(files.settings.get(role)) or "") for role in ROLES
@@ -76,6 +77,7 @@ def text_ends(
         special = {token.content: token.id for token in files.added.values() if token.special}
         known_end = next((special[text] for text in KNOWN_ENDS if text in special), None)
         generation = read_optional_json(files.path.parent, GENERATION, error=ExportError)
+        # In order of precedence; see the top of this file.
         sources = [generation, config, by_role, {"eos_token_id": known_end}]
 
     def token_ids(key: str) -> tuple[int, ...]:
@@ -95,6 +97,7 @@ def text_ends(
     last = by_role.get("eos_token_id")
     if last is not None and last in ends:  # put the tokenizer's own end token first
         ends = tuple(dict.fromkeys((last, *ends)))
+    # Without a padding token, the end token pads, as in transformers' `generate`.
     pads = token_ids("pad_token_id") or ends
     return TextEnds(
         begin=next(iter(token_ids("bos_token_id")), None), ends=ends, pad=next(iter(pads), None)

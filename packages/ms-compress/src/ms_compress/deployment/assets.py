@@ -47,11 +47,12 @@ def read_assets(
         ExportError: the tokenizer cannot be read, or belongs to another model.
     """
     files = None if tokenizer is None else read_tokenizer(tokenizer)
-    vocabulary = int(config.get("vocab_size") or 2**31)
+    vocabulary = int(config.get("vocab_size") or 2**31)  # without a size in the config, no limit
     if files is not None and must_fit:
         check_tokenizer_fits(files, vocabulary)
     ends = text_ends(files, config, vocabulary)
     for key, value in ends.ids().items():
+        # Ids in the model's own config take precedence; only missing ones are added.
         if config.get(key) is None:
             config[key] = value
     return Assets(tokenizer=files, ends=ends)
@@ -83,6 +84,7 @@ def carry_files(source: Path, folder: Path, *, tokenizer: bool = True) -> None:
         is_asset = LICENSES.fullmatch(path.name) or (tokenizer and path.name in TOKENIZER_FILES)
         if not is_asset or (folder / path.name).exists():
             continue
+        # `additional_chat_templates` is a folder of templates.
         for file in sorted(path.glob("*.jinja")) if path.is_dir() else [path]:
             copy = folder / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)

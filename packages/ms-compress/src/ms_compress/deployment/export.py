@@ -67,6 +67,7 @@ def export(
     check_path("folder", folder, error=ExportError, written="folder")
     check_path("tokenizer", tokenizer, error=ExportError, optional=True)
     folder, whole_model = Path(folder), WholeModel(model, stored_dtypes=stored_dtypes)
+    # Reads are collective, so an error on one rank must end the export on all of them.
     with whole_model.collective:
         whole_model.round_to_stored()
         export_target = find_target(_scheme_of(whole_model, target).target)
@@ -86,6 +87,7 @@ def export(
             if to_verify is not None:
                 verify_folder(to_verify, partial, export_target.name)
             if whole_model.is_first:
+                # Last, as the caller seals the folder, which says that everything else is there.
                 on_written(partial)
     return folder
 

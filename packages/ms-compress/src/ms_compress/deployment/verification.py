@@ -116,6 +116,7 @@ def verify(
     limit = _limit(model, find_target(target))
     if agreement.rounds_inputs:
         limit = max(limit, ROUNDED_INPUTS)
+    # `not <=` instead of `>`, so that NaN is an error too.
     if not agreement.mean <= limit * agreement.spread:
         raise VerifyError(
             f"{folder}: its runtime's logits are off by {agreement.mean:.3g} on average, where the"
@@ -125,6 +126,7 @@ def verify(
         )
     if not (folder / "tokenizer.json").is_file():
         return agreement
+    # A greedy choice may differ where two logits are closer than the runtime's error.
     margin = max(1e-3, 10 * limit) * agreement.spread
     return evolve(agreement, generated=check_text(model, folder, runtime, margin))
 
@@ -156,6 +158,7 @@ def check_layers(
     """
     whole_model = WholeModel(model)
     prepared = {entry.module for entry in whole_model.tensors.values() if entry.scheme is not None}
+    # An embedding has no input to compare, except where it is also the head.
     prepared &= {
         entry.module for entry in whole_model.tensors.values() if entry.kind == "linear"
     } | ({HEAD_EMBEDDING} if whole_model.is_tied else set())
@@ -168,6 +171,7 @@ def check_layers(
             return
         if run.input_group is not None:
             input_groups.add(run.input_group)
+        # Collective: every rank visits the same layers in the same order.
         weight = whole_model.read(entry.name)
         bias = (
             whole_model.read(f"{run.name}.bias")
@@ -202,7 +206,7 @@ def _layer_error(
     """Return the largest difference of a layer's output, as a fraction of the allowed one."""
     x, w = run.x, weight.weight().double()
     rounded = (x if activations is None else round_activations(x, activations)).double()
-    expected = rounded @ w.T
+    expected = rounded @ w.T  # (..., N), in float64
     allowed = sum_bound(rounded, w)
     if isinstance(bias, Tensor) and run.has_bias:
         expected, allowed = expected + bias.double(), allowed + EPS * bias.double().abs()
@@ -264,7 +268,9 @@ def check_text(
     prompt = reference(TEXTS[0])[:PROMPT] or [0]
     generated = runtime.generate(prompt, GENERATED)
     with _in_float32(model):
+        # One forward over prompt and result: the logits at a position choose the next token.
         logits = model_logits(model, torch.tensor([prompt + generated]))[0, len(prompt) - 1 : -1]
+    # How far the logit of each generated token is below the model's highest.
     deficit = logits.max(-1).values - logits.gather(-1, torch.tensor(generated)[:, None])[:, 0]
     if float(deficit.max()) > margin:
         worst = int(deficit.argmax())
@@ -353,6 +359,7 @@ def compare(expected: Tensor, actual: Tensor) -> Agreement:
 def probe(vocabulary: int) -> Tensor:
     """Return tokens (2, 48) spread over a vocabulary, always the same."""
     count = PROBE_ROWS * PROBE_POSITIONS
+    # Knuth's multiplicative hash spreads consecutive numbers over the vocabulary.
     tokens = torch.arange(count, dtype=torch.int64) * 2654435761 % vocabulary
     return tokens.view(PROBE_ROWS, PROBE_POSITIONS)
 

@@ -67,6 +67,7 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
     for _, files in footprints:
         _check(files, text["tokens"], evaluation)
     with _threads(evaluation.threads):
+        # All models stay open, as the timing rounds alternate between them.
         opened = [
             _OpenModel(
                 name=name,
@@ -166,6 +167,7 @@ def _time(opened: Sequence[_OpenModel], tokens: Tensor, evaluation: Evaluation) 
             " lower it, or use a longer held-out set"
         )
     for item in opened:
+        # The first call allocates the caches, and may pack weights for the CPU.
         item.runtime.decode(prompt, 2)
     for _ in range(evaluation.rounds):
         for item in opened:

@@ -43,6 +43,7 @@ def perplexity(
         if isinstance(model, nn.Module):
             check_tokens(model, tokens, "the text")
         logits, name = _logits(model, tokens)
+        # The targets too, as the last target of a row is not among its tokens.
         used_tokens = torch.cat([tokens.flatten(), targets[targets != IGNORED]])
         out_of_range = used_tokens[(used_tokens < 0) | (used_tokens >= logits.shape[-1])]
         if out_of_range.numel():
@@ -50,6 +51,7 @@ def perplexity(
                 f"the text: tokens must be 0 to {logits.shape[-1] - 1} for {name}, got"
                 f" {int(out_of_range[0])}; use the model's own tokenizer"
             )
+        # Summed, as batches may have different numbers of targets.
         total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
         if math.isnan(total):
             raise DataError(f"the model in {name} gives a loss of NaN; check its weights")
@@ -58,7 +60,7 @@ def perplexity(
             progress(first + len(tokens), len(text["tokens"]))
     if not count:
         raise DataError("no held-out token has a target; increase sequence_length")
-    return math.exp(min(total / count, 700.0))
+    return math.exp(min(total / count, 700.0))  # exp of more than 709 overflows
 
 
 def _logits(model: nn.Module | Runtime, tokens: Tensor) -> tuple[Tensor, str]:

@@ -39,6 +39,7 @@ def _report_files(folder: Path) -> Iterator[list[Path]]:
     try:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            # Fails now instead of after the measurements if the folder cannot be written.
             TemporaryFile(dir=folder).close()
         for path in paths:
             if path.is_dir():

@@ -46,7 +46,7 @@ def finish(
     model: nn.Module, options: SchemeRun, output: RunOutput, losses: Sequence[float] = ()
 ) -> Outcome:
     """Export a model and report the folder, size and remaining float layers."""
-    in_float = float_layers(model)
+    in_float = float_layers(model)  # for the report
     keeps_dtypes = find_target(options.scheme.target).keeps_stored_dtypes
 
     def complete(partial: Path) -> None:

@@ -81,6 +81,7 @@ def save(
     check_finite(model, failed=True)
     dtype = _stored_dtype(source)
     with new_folder(folder) as partial, writing(folder):
+        # A model of transformers; ms-parallel's configurations are attrs classes.
         if hasattr(model.config, "to_dict"):
             (model if dtype is None else model.to(dtype)).save_pretrained(partial)  # type: ignore[operator]
         else:

@@ -33,7 +33,7 @@ def calibrate(
         settings: further arguments of the method.
     """
     rows = calibration_rows(options, model, limit=limit)
-    batches = torch.split(rows, options.tuning.batch_size)
+    batches = torch.split(rows, options.tuning.batch_size)  # (B, S) each
     with ProgressDisplay("layer") as display:
         method(
             model,

@@ -97,7 +97,7 @@ def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
     with output_lock(folder):
         output = RunOutput(folder=folder, run=run, steps=options.tuning.steps, finished=False)
         if output.checkpoint.is_file():
-            read_header(output.checkpoint)
+            read_header(output.checkpoint)  # reports damage before a model is loaded
         if os.path.lexists(folder):
             _check_owner(output)
             if output.steps_made() == output.steps:  # killed after its folder was written
@@ -142,6 +142,7 @@ def _run(command: str, options: ModelRun) -> RunSeal:
         if name not in ("output_dir", "tuning")
     }
     settings |= {f"tuning.{name}": value for name, value in attrs.asdict(options.tuning).items()}
+    # Paths are for people; below, the digests of the contents decide whether it is the same run.
     identity = {name: settings.pop(name) for name in ("model", "dataset")}
     for name, value in (*identity.items(), ("teacher", settings.get("teacher"))):
         if value is not None:

@@ -26,7 +26,7 @@ def run(options: QatRun) -> Outcome:
             return output.already_finished()
         check_tokenizers(options)
         model = load(options.model)
-        check_exportable(model, options)
+        check_exportable(model, options)  # before the training, not after it
         teacher = _teacher(model, options)
         if options.sparse:
             _keep_zeros(model, options)
@@ -43,6 +43,7 @@ def run(options: QatRun) -> Outcome:
             after_step=lambda step: keep_zeros(model) if masks(model) else None,
         )
         check_finite(model, failed=True)
+        # Also if this process trained no step, as after resuming a finished training.
         schedule.apply(model, options.float_steps)
         return finish(model, options, output, losses)
 

@@ -235,6 +235,7 @@ def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
 
 def _clamp_to_code(weight: Tensor, rounded: Tensor, scales: Tensor) -> Tensor:
     """Move weights (N, K) just far enough to round to their given codes."""
+    # (N, K): the scale of a group for each of its weights.
     margin = CODE_MARGIN * scales.abs().repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
     return weight.clamp(rounded - margin, rounded + margin).to(weight.dtype)
 
@@ -244,6 +245,7 @@ def _factor(rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
 
     If a signed scale has the other sign, no code is -2^(bits-1), so the codes merely change sign.
     """
+    # A group of zeros has scale 0, and any factor gives the same codes.
     scheme_scales = compute_scales(rounded, scheme, stored=False)
     ratio = torch.where(scheme_scales == 0, 1.0, (scales / scheme_scales).abs())
     return torch.where((ratio > 0) & ratio.isfinite(), ratio, 1.0).log()

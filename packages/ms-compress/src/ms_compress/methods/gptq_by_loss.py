@@ -131,7 +131,7 @@ def round_by_loss(
     scales = compute_scales(masked, scheme, factor)
     rows = outputs.diagonal().argsort(descending=True)  # (N,), most important outputs first
     columns = inputs.diagonal().argsort(descending=True)  # (K,), most important inputs first
-    permuted = (rows.unsqueeze(1), columns)
+    permuted = (rows.unsqueeze(1), columns)  # indexes (N, K)
     rounded = _round(
         masked[permuted],
         scales.repeat_interleave(scheme.group_of(masked.shape[1]), dim=1)[permuted],

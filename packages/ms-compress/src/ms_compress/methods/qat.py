@@ -72,6 +72,7 @@ def qat(
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     _check_wrappers(model, sharded=sharded, learned_scales=learned_scales)
     _check_embeddings(model, quant_scheme, dict(selected), embeddings=embeddings, head=head)
+    # All checks come before the first change, so that an error leaves the model unchanged.
     for name, layer in selected:
         check_layer(layer, name, quant_scheme)
         if not sharded:
@@ -89,6 +90,7 @@ def qat(
         )
         if _runs_as_is_in_transformers(model, name):
             prepared.input_ndim = quant_scheme.input_ndim
+    # ms-parallel multiplies by the head's weight, so no prepared layer rounds that input.
     if head and _is_staged(model) and getattr(model, "last", True):
         _round_head_input(model, dict(selected))
     return model
@@ -115,6 +117,7 @@ def fit_scales(model: nn.Module) -> None:
         assert layer.scheme is not None
         assert layer.factor is not None
         weight, mask = local_part(layer.weight), layer.stored_mask
+        # Pruned weights are stored as zeros and must not influence the scales.
         masked = weight if mask is None else weight * mask
         local_part(layer.factor).copy_(best_factor(masked, layer.scheme))
 
@@ -191,6 +194,7 @@ def _round_head_input(model: nn.Module, selected: Mapping[str, nn.Module]) -> No
     """
     head = selected.get("lm_head", selected.get("model.embed_tokens"))
     norm: nn.Module = model.model.norm  # type: ignore[assignment]
+    # A second call must not round the input twice.
     if head is None or any(isinstance(hook, _HeadInput) for hook in norm._forward_hooks.values()):
         return
     assert isinstance(head, Prepared)

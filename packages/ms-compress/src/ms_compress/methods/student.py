@@ -55,6 +55,7 @@ def cut_student(
             f"inner must be 1 to {width}, the teacher's feed-forward width, got {inner}; use less"
         )
     student = _build_smaller(teacher, depth, inner)
+    # Embedding, final norm and head are copied unchanged, the layers below.
     other_weights = {
         name: value
         for name, value in teacher.state_dict().items()
@@ -84,10 +85,12 @@ def _build_smaller(teacher: nn.Module, depth: list[int], inner: int) -> nn.Modul
     if hasattr(config, "to_dict"):
         sizes = copy.deepcopy(config)
         sizes.num_hidden_layers, sizes.intermediate_size = len(depth), inner
+        # Every layer keeps its attention type, so lists by layer are cut like the layers.
         for name in BY_LAYER:
             if values := getattr(config, name, None):
                 setattr(sizes, name, [values[number] for number in depth])
         if (first := getattr(config, "max_window_layers", None)) is not None:
+            # In Qwen models, layers from this index on use a sliding window.
             sizes.max_window_layers = sum(number < first for number in depth)
     else:
         import attrs
@@ -107,8 +110,9 @@ def _copy_block(source: nn.Module, target: nn.Module, inner: int) -> None:
         name: value for name, value in source.state_dict().items() if not name.endswith(FACTOR)
     }
     gate, up, down = (values[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    # (I,): a neuron has a row in gate and up, and a column in down.
     importance = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
-    kept_neurons = importance.topk(inner).indices.sort().values
+    kept_neurons = importance.topk(inner).indices.sort().values  # in their original order
     for name in list(values):
         module = name.rpartition(".")[0]
         if module in ("mlp.gate_proj", "mlp.up_proj"):

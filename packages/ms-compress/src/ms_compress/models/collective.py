@@ -42,9 +42,11 @@ class CollectiveWork:
         if self._is_over:
             return
         failed = torch.tensor(int(error is not None), device=self._device)
+        # Usually a single number; the reasons are exchanged only after a failure.
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if not failed:
             return
+        # All ranks raise now, so leaving the block must not wait for another exchange.
         self._is_over = True
         own_reason = None if error is None else str(error) or type(error).__name__
         reasons: list[Any] = [None] * dist.get_world_size()

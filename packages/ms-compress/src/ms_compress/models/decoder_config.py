@@ -61,6 +61,7 @@ def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
         raise ExportError(f"{target}: hidden_act must be 'silu', got {act!r}; use a ct scheme")
     heads = document["num_attention_heads"]
     width = document.get("head_dim") or document["hidden_size"] // heads
+    # transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` and `rope_theta`.
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     theta = rope.get("rope_theta", document.get("rope_theta", 10000.0))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -120,15 +121,16 @@ def _windows(family: str, document: Mapping[str, Any], target: str) -> tuple[int
     """Return attention windows as in the transformers model of each family."""
     count: int = document["num_hidden_layers"]
     window: int | None = document.get("sliding_window")
+    # Llama models have no windows, and one as long as the context hides nothing.
     if family == "llama" or window is None or window >= document["max_position_embeddings"]:
         return (None,) * count
     if family == "mistral":
-        return (window,) * count
+        return (window,) * count  # all layers
     if not document.get("use_sliding_window"):
         return (None,) * count
     layer_types = document.get("layer_types")
     if layer_types is None:
-        first = document.get("max_window_layers", 28)
+        first = document.get("max_window_layers", 28)  # transformers' default
         return tuple(None if layer < first else window for layer in range(count))
     window_of = {"full_attention": None, "sliding_attention": window}
     if len(layer_types) != count or not window_of.keys() >= set(layer_types):
@@ -155,5 +157,5 @@ def _rope(
     frequencies = theta ** -(np.arange(0, width, 2) / width)
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    unscaled = ((turns - low) / (high - low)).clip(0, 1)
+    unscaled = ((turns - low) / (high - low)).clip(0, 1)  # (D / 2,): 1 keeps a frequency
     return tuple((1 / (unscaled + (1 - unscaled) / rope["factor"])).tolist()), None

@@ -29,12 +29,14 @@ def fused_names(config: Any) -> Fused:
 
     rows_by_tensor: dict[str, list[tuple[int, str]]] = {}
     for name, pieces in weight_slices(config).items():
+        # Stored under its own name: nothing to fuse.
         if [piece.tensor for piece in pieces] == [name]:
             continue
         piece = pieces[0]
         first, columns = piece.part[0], piece.part[1:]
         all_columns = tuple(slice(0, size) for size in piece.shape[1:])
         in_order = piece.dims == tuple(range(len(piece.shape)))
+        # Only blocks of complete rows can be joined by stacking their codes and scales.
         if len(pieces) > 1 or first.step or columns != all_columns or not in_order:
             raise ExportError(
                 f"cannot export {config.model_type!r}: {name!r} is a slice of {piece.tensor!r},"

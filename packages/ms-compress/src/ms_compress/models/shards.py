@@ -101,19 +101,22 @@ def merge(by_rank: list[dict[str, WholeTensor]]) -> dict[str, WholeTensor]:
     """
     names = {name for tensors in by_rank for name in tensors}
     merged = {}
+    # The order must not depend on the layout, as files are identical for every layout.
     for name in sorted(names, key=_natural_order):
         holders = [tensors[name] for tensors in by_rank if name in tensors]
         shards: dict[tuple[int, ...], Shard] = {}
         for holder in holders:
             (shard,) = holder.shards
+            # Skip empty shards, as with more ranks than rows. A scalar has no sizes.
             if all(shard.sizes) or not shard.sizes:
-                shards.setdefault(shard.offsets, shard)
+                shards.setdefault(shard.offsets, shard)  # replicas have the same offsets
         first = holders[0]
         if nonfinite := sum(shard.nonfinite for shard in shards.values()):
             raise ExportError(
                 f"{name}: {nonfinite} of its values are NaN or infinite and cannot be quantized;"
                 " check the training, or the folder that it was loaded from"
             )
+        # Shards with different offsets do not overlap, so the counts tell if any is missing.
         covered = sum(torch.Size(shard.sizes).numel() for shard in shards.values())
         if covered != torch.Size(first.shape).numel():
             raise ExportError(
@@ -141,5 +144,6 @@ def _offsets(tensor: Tensor) -> tuple[int, ...]:
     """Return the offsets of this process's shard in a tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
+    # torch's own description of a shard for checkpoints, which also covers uneven shards.
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim

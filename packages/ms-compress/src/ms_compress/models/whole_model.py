@@ -46,7 +46,7 @@ class WholeModel:
         stages = [unwrapped(stage) for stage in modules]
         for stage in stages:
             check_merged(stage)
-            drop_gathered(stage)
+            drop_gathered(stage)  # FSDP's copies from the last forward may be outdated
         self.stages = tuple(stages)
         """The stages without wrappers."""
         self.config = _config(stages[0])
@@ -70,6 +70,7 @@ class WholeModel:
             for name, entry in fuse(self._entries, self._fused).items()
         }
         """Tensors of the model's folder, in an order that is independent of the layout."""
+        # A tied head may have been given a weight of its own since.
         if self.config.get("tie_word_embeddings"):
             self.config["tie_word_embeddings"] = self.is_tied
 
@@ -171,8 +172,10 @@ class WholeModel:
         group: int = 1,
     ) -> Tensor | None:
         """Assemble shards on rank 0; `group` features of the tensor are one element of `shape`."""
+        # On the CPU: the complete tensor need not fit on a device.
         full = torch.empty(shape, dtype=dtype) if self.is_first else None
         for shard in entry.shards:
+            # Offsets and sizes count features, of which scales have one element per group.
             ratios = (1, group) if len(shape) == 2 else (1,) * len(shape)
             box = tuple(
                 slice(start // ratio, (start + size) // ratio)
@@ -183,8 +186,10 @@ class WholeModel:
                 if full is not None:
                     full[box] = local.cpu()
                 else:
+                    # As bytes, since not every backend can send every dtype.
                     dist.send(local.contiguous().flatten().view(torch.uint8), 0)
             elif full is not None:
+                # On the device, as NCCL cannot receive into host memory.
                 received = torch.empty(full[box].shape, dtype=dtype, device=self._device)
                 dist.recv(received.flatten().view(torch.uint8), shard.rank)
                 full[box] = received.cpu()

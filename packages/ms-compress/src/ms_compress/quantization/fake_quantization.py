@@ -123,6 +123,7 @@ class FakeLinear(torch.autograd.Function):
         flat = gradient.reshape(-1, gradient.shape[-1])  # (T, N)
         grad_x = grad_weight = grad_factor = grad_bias = None
         if needs_grad[0]:
+            # (..., N) @ (N, K), with the rounded weight as in the forward
             grad_x = gradient @ effective(weight, factor, mask, ctx.rule).to(gradient.dtype)
         if needs_grad[1] or needs_grad[2]:
             product = flat.t() @ rounded.reshape(-1, rounded.shape[-1])  # (N, K)
@@ -147,6 +148,7 @@ class _Inputs:
         # A compiler eliminates the repeated computation; inference tensors have no version.
         if torch.compiler.is_compiling() or x.is_inference():
             return round_activations(x, activations, reduce_max)
+        # An in-place change of the tensor raises its version.
         key = (x._version, activations, reduce_max is None)
         last = self._last
         if last is not None and last[0]() is x and last[1] == key:

@@ -360,12 +360,15 @@ def _split_linear(layer: PreparedLinear, x: Tensor) -> Tensor:
     by_columns = weight.placements[0].is_shard(1)
     by_rows = weight.placements[0].is_shard(0)
     layer.compute_dtype = weight.dtype
+    # Row parallel: a rank has some of the features. Column parallel: it has all of them.
     input_placement = Shard(x.ndim - 1) if by_columns else Replicate()
     grad_placement = Shard(x.ndim - 1) if by_columns else (Partial() if by_rows else Replicate())
     local_x = x.redistribute(placements=[input_placement]).to_local(
         grad_placements=[grad_placement]
     )
+    # With split features, a token's largest value is a maximum over the ranks.
     reduce_max = max_over_group(mesh.get_group()) if by_columns and layer.activations else None
+    # Partial sums are reduced first, or every rank would add the bias.
     adds_bias_later = by_columns and isinstance(layer.bias, DTensor)
     local_bias = None if layer.bias is None or adds_bias_later else local_part(layer.bias)
     out = fake_linear(

@@ -60,6 +60,7 @@ def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -
     """Round a weight to the target's values: `quantize_weight(...).weight()` without the codes."""
     groups = _grouped(weight.float(), scheme.group)
     step, scales = _steps(groups, scheme, factor)
+    # `float()` of a float32 weight is the weight itself, which the rounding below must not change.
     out = groups.clone() if weight.dtype == torch.float32 else groups
     return _cast(_round(out, step, scheme).mul_(scales).view(weight.shape), weight.dtype)
 
@@ -93,7 +94,7 @@ def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None
         importance: (K,) weight of each feature's squared error. None: all 1.
     """
     scales = compute_scales(weight, scheme)
-    best, least_error = torch.zeros_like(scales), torch.full_like(scales, torch.inf)
+    best, least_error = torch.zeros_like(scales), torch.full_like(scales, torch.inf)  # (N, G)
     for multiplier in sorted(SCALE_MULTIPLIERS, key=lambda m: abs(m - 1)):  # ties: closest to 1
         factor = torch.full_like(scales, multiplier).log()
         errors = (round_weight(weight, scheme, factor).float() - weight.float()).square_()

@@ -9,6 +9,7 @@ from html import escape
 
 from attrs import frozen
 
+# Sizes in units of the SVG's view box.
 WIDTH = 720
 ROW = 26
 LEFT = 250
@@ -124,6 +125,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
     span = max(high - low, 1e-6 * abs(high)) if high > low else abs(high) or 1.0
     raw = span / 4
     base = 10.0 ** math.floor(math.log10(raw))
+    # The next larger of 1, 2, 5 and 10 times a power of ten.
     step = base * next((m for m in (1, 2, 5) if m * base >= raw), 10)
     first, last = math.floor(low / step), math.ceil(high / step)
     if first == last:
@@ -145,6 +147,7 @@ def _place_labels(points: Sequence[tuple[float, float]]) -> list[tuple[float, fl
     """Place labels to the right of their points, or at a nearby free position."""
     placed: list[tuple[float, float]] = []
     for i, (x, y) in enumerate(points):
+        # Labels avoid the other points (by their left edges) and the labels placed before.
         occupied = [(a - 6, b) for j, (a, b) in enumerate(points) if j != i] + placed
         choices = [(x + dx, y + dy) for dy in (0, -LABEL_GAP, LABEL_GAP) for dx in (9, -20, -5)]
         free = [position for position in choices[:2] + choices[3:] if _is_free(position, occupied)]

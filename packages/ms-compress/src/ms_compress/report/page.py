@@ -8,7 +8,7 @@ from ms_compress.report.chart import Bar, Point, bars, scatter
 from ms_compress.report.results import Report, Result
 from ms_compress.report.table import HEADINGS, TEXT_COLUMNS, cells
 
-COLORS = 5
+COLORS = 5  # classes r0 to r4 in style.css
 
 
 def render(report: Report) -> str:

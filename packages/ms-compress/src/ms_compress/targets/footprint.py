@@ -35,6 +35,7 @@ def footprint(folder: str | Path) -> Footprint:
     """
     folder = Path(folder)
     with decoding(folder, error=ExportError):
+        # Formats with a unique file come first, as such a folder has a config.json too.
         model_format = next((item for item in all_formats() if item.holds(folder)), None)
         if model_format is None:
             raise ExportError(

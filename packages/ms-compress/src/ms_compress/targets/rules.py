@@ -37,7 +37,7 @@ def scheme(name: str | Scheme) -> Scheme:
         return name
     if name in _SCHEMES:
         return _SCHEMES[name]
-    stem, _, group = name.rpartition("_g")
+    stem, _, group = name.rpartition("_g")  # ct.int4_g64: stem ct.int4, group 64
     if stem in _GROUPED and group.isdecimal():
         return evolve(_GROUPED[stem], name=name, group=int(group))
     raise SchemeError(f"unknown scheme {name!r}; {nearest(name, NAMES)}")

@@ -65,6 +65,7 @@ def contents(folder: Path) -> Contents:
                 view = file.get_slice(name)
                 shape = view.get_shape()
                 if name.endswith(".weight_packed"):
+                    # Packed codes have a shape in words; the weight's own shape is a tensor too.
                     shape = file.get_tensor(name.removesuffix("packed") + "shape").tolist()
                 weights_by_dtype[str(view.get_dtype())] += prod(shape)
     dtype_names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -18,6 +18,7 @@ def encoder(folder: Path) -> Callable[[str], list[int]]:
     path = folder / "tokenizer.json"
     with library_errors(path, "the tokenizers library"):
         model = tokenizers.Tokenizer.from_file(str(path))
+    # The file may turn on the truncation and padding that its training used.
     model.no_truncation()
     model.no_padding()
     return lambda text: list(model.encode(text, add_special_tokens=False).ids)

@@ -57,6 +57,7 @@ class TrainingCheckpoint:
             return []
         with opened(self.path) as (line, payload):
             header = _header(self.path, line)
+            # Before the state is loaded, which may not fit a model with other settings.
             _check_identity(self.path, header.identity, self._identity)
             state = torch.load(payload, weights_only=True)
         model.load_state_dict(state["model"])

@@ -87,6 +87,7 @@ def read_batch(
     """
     with _conversations_in(dataset, chat) as folder:
         if folder is None:
+            # One more token, as the targets are shifted by one.
             tokens = read_tokens(dataset, count=count, length=length + 1)
             return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
         rows_by_name = _conversations(folder, "train", length, count, 0, dataset)
@@ -214,7 +215,7 @@ def _conversations(
         batch_size=1,
         split=split,
         seed=seed,
-        open_rows=0,
+        open_rows=0,  # no packing: one conversation per row
         epochs=1,
     )
     # Skip rows without an answer: a prompt longer than the row has nothing to learn.

@@ -58,6 +58,7 @@ class DistillationLoss:
         total = torch.zeros((), device=targets.device)
         for first in range(0, targets.shape[1], self.chunk):
             part = slice(first, min(first + self.chunk, targets.shape[1]))
+            # Checkpointed, so that the backward has the logits of one chunk at a time as well.
             total = total + checkpoint(self._sum, output, head, targets, part, use_reentrant=False)
         return total
 
@@ -72,6 +73,7 @@ class DistillationLoss:
             skew=self.skew,
             targets=targets[:, part],
         )
+        # Back to a sum, which the engine divides by the targets of the global batch.
         return mean * (targets[:, part] != IGNORED).sum()
 
 

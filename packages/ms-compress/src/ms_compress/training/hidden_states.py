@@ -68,6 +68,7 @@ def hidden_distance(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
     Returns:
         A float32 scalar; 1 for a student that only outputs each layer's mean.
     """
+    # Relative to the variance, so that layers with large and small values count equally.
     distances = [
         (student_states.float() - teacher_states.detach().float()).square().mean()
         / teacher_states.detach().float().var()

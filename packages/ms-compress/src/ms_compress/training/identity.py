@@ -39,6 +39,7 @@ def digest_of(*contents: bytes) -> str:
     """Return a digest of contents that are too large to be shown."""
     digest = hashlib.blake2b(digest_size=16)
     for content in contents:
+        # The lengths separate the contents: ("ab", "c") and ("a", "bc") differ.
         digest.update(len(content).to_bytes(8, "little") + content)
     return DIGEST + digest.hexdigest()
 

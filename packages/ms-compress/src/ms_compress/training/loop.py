@@ -149,6 +149,7 @@ def _train(
     finished_steps = len(losses)
     order = _batches(len(batch["tokens"]), options)
     for step, rows in zip(range(options.steps), order, strict=False):
+        # Done before the restart: only the order of the rows is replayed.
         if step < finished_steps:
             continue
         before_step(step)
@@ -209,6 +210,7 @@ def _loss(
     divergence = distillation_loss(
         logits, teacher_logits, kind=options.divergence, targets=masked_targets
     )
+    # The hidden states have their own weight, added to this mean of two losses.
     loss = options.distill_weight * divergence + (1 - options.distill_weight) * loss
     return loss if states is None else loss + options.hidden_weight * states.distance()
 
@@ -228,6 +230,7 @@ def _batches(rows: int, options: Tuning) -> Iterator[Tensor]:
     queue = torch.empty(0, dtype=torch.int64)
     while True:
         while len(queue) < options.batch_size:
+            # A batch may span the end of one permutation and the start of the next.
             queue = torch.cat((queue, torch.randperm(rows, generator=generator)))
         yield queue[: options.batch_size]
         queue = queue[options.batch_size :]

@@ -46,5 +46,5 @@ class Tuning:
         warmup = max(1, self.steps // 10)
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
-        progress = (step - warmup) / max(1, self.steps - warmup)
+        progress = (step - warmup) / max(1, self.steps - warmup)  # 0 to 1 after the warmup
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))

@@ -34,6 +34,7 @@ def write_sealed(path: Path, header: bytes, write: Callable[[BinaryIO], object])
     """
 
     def write_all(file: BinaryIO) -> None:
+        # A placeholder, as the digest is only known once the payload is written.
         file.write(b"0" * DIGEST_CHARACTERS + b"\n")
         hashing = _Hashing(file)
         hashing.write(header + b"\n")
@@ -61,6 +62,7 @@ def opened(path: Path) -> Iterator[tuple[bytes, BinaryIO]]:
             raise ConfigError(
                 f"{path} is damaged: its contents do not match its digest; remove it to restart"
             )
+        # The digest read the whole file; return to the header.
         file.seek(len(digest_line))
         header = file.readline(HEADER_BYTES)
         yield header.removesuffix(b"\n"), file

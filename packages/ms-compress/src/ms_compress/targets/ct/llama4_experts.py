@@ -30,13 +30,14 @@ def stored_names(name: str, experts: int) -> list[str]:
 
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the shape of these matrices."""
-    _, inputs, outputs = shape
+    _, inputs, outputs = shape  # experts are the first dim
     return outputs // len(FUSED[name.rpartition(".")[2]]), inputs
 
 
 def split(name: str, value: Tensor) -> dict[str, Tensor]:
     """Split a tensor into the matrices in which it is stored."""
     count = len(FUSED[name.rpartition(".")[2]])
+    # The columns of gate and up are the two halves of the last dim.
     matrices = [matrix.T for expert in value for matrix in expert.chunk(count, dim=-1)]
     return dict(zip(stored_names(name, len(value)), matrices, strict=True))
 

@@ -39,6 +39,7 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
             if llama4_experts.is_fused(name, document):
                 expert_names = llama4_experts.stored_names(name, document["num_local_experts"])
                 return llama4_experts.join(name, [_get(file, key) for key in expert_names]).float()
+            # Not quantized: stored as in a plain folder.
             if f"{module}.weight_scale" not in names:
                 return _get(file, name).float()
             if f"{module}.weight_packed" in names:

@@ -54,6 +54,7 @@ class TransformersRuntime:
     @torch.no_grad()
     def visit_layers(self, tokens: Tensor, visit: LayerVisit) -> None:
         """Call `visit` for each linear layer in a forward; see `TextRuntime`."""
+        # `logits` converts errors of the forward, so the hook's own error is raised again below.
         errors: list[Exception] = []
 
         def hook_for(name: str) -> Callable[..., None]:
@@ -83,6 +84,7 @@ class TransformersRuntime:
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
         """Return the seconds for a prefill of `tokens`, and for `steps` greedy tokens after it."""
         start_s = perf_counter()
+        # As in generation, the head runs on the last position only.
         out = self.model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1)
         prefilled_s = perf_counter()
         for _ in range(steps):

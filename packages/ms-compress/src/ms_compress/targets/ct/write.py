@@ -86,11 +86,13 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
     """Write the files into an existing folder; all ranks call it, and rank 0 writes."""
     if model.is_first and any(entry.activations for entry in model.tensors.values()):
         warn_without_vnni()
+    # Reads are collective: every rank makes the same ones in this order.
     passes = list(_passes(model))
     if not model.is_first:
         for entry, _ in passes:
             model.read(entry.name)
         return
+    # The header comes first, so all tensors are declared before any is read.
     with WeightFile(folder / FILE, (tensor for _, stored in passes for tensor in stored)) as file:
         for entry, stored in passes:
             value = model.read(entry.name)
@@ -109,7 +111,8 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes (N, K) int8, offset by 2^(bits-1), into (N, ceil(K · bits / 32)) int32."""
-    unsigned = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).numpy()
+    unsigned = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).numpy()  # (N, K)
+    # (N, K, bits), lowest bit first, then the bit stream of each row, padded to whole words.
     stream = np.unpackbits(unsigned[..., None], axis=-1, bitorder="little")[..., :bits]
     flat = stream.reshape(len(unsigned), -1)
     flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 32)))
@@ -176,6 +179,7 @@ def _quantization(model: WholeModel) -> dict[str, Any]:
             names = llama4_experts.stored_names(entry.name, entry.shape[0])
             ignored += [name.removesuffix(".weight") for name in names]
     if model.is_tied:
+        # A tied head is an nn.Linear as well, but the file has no codes for it.
         ignored.append(HEAD)
     return {
         "quant_method": "compressed-tensors",

@@ -45,7 +45,7 @@ class TorchRuntime:
         token = self._next(torch.tensor([tokens]), cache)
         prefilled_s = perf_counter()
         for _ in range(steps):
-            token = self._next(token, cache)
+            token = self._next(token, cache)  # (1, 1)
         return prefilled_s - start_s, perf_counter() - prefilled_s
 
     def _next(self, tokens: Tensor, cache: Any) -> Tensor:

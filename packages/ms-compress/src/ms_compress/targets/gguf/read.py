@@ -26,6 +26,7 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
         file = gguf.GGUFReader(path)
         tensors = {tensor.name: tensor for tensor in file.tensors}
         architecture = file.fields["general.architecture"].contents()
+        # The library's own table maps Hugging Face's names to llama.cpp's.
         architectures = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(architectures[architecture], config.layers)
     rotated = (
@@ -33,6 +34,7 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
     )
 
     def read(name: str) -> Tensor:
+        # An unknown name gives None, so the lookup raises KeyError as a `Reader` must.
         tensor = tensors[names.get_name(name, (".weight", ".bias"))]
         heads = rotated.get(name.split(".")[-2])
         with library_errors(path, LIBRARY):
@@ -47,6 +49,7 @@ def _halves(rows: int, heads: int) -> Tensor:
     width = rows // heads
     row = torch.arange(rows)
     row_in_head = row % width
+    # Row i of a head's first half is at 2i, and row i of its second half at 2i + 1.
     return row - row_in_head + 2 * (row_in_head % (width // 2)) + row_in_head // (width // 2)
 
 
@@ -61,8 +64,9 @@ def contents(folder: Path) -> Contents:
         file = gguf.GGUFReader(folder / FILE)
         weights_by_type: Counter[str] = Counter()
         for tensor in file.tensors:
-            if tensor.name != "rope_freqs.weight":
+            if tensor.name != "rope_freqs.weight":  # a table, not a weight
                 weights_by_type[tensor.tensor_type.name] += int(tensor.n_elements)
+        # GGUF lists the innermost dim first, so rows are the last.
         rows = (
             int(tensor.shape[-1]) for tensor in file.tensors if tensor.name == "token_embd.weight"
         )

@@ -44,10 +44,11 @@ class LlamaRuntime:
     def _context(self, positions: int) -> Any:
         parameters = self.library.llama_context_default_params()
         parameters.n_ctx = max(positions, 32)
+        # The whole prompt is one batch, so its logits come from a single forward.
         parameters.n_batch = parameters.n_ubatch = max(positions, 32)
         parameters.n_threads = parameters.n_threads_batch = self.threads
-        parameters.type_k = parameters.type_v = FLOAT32
-        parameters.flash_attn_type = 0
+        parameters.type_k = parameters.type_v = FLOAT32  # no rounding of keys and values
+        parameters.flash_attn_type = 0  # disabled
         parameters.no_perf = True
         context = self.library.llama_init_from_model(self.model, parameters)
         if not context:
@@ -61,13 +62,14 @@ class LlamaRuntime:
             batch.n_tokens = len(tokens)
             for i, token in enumerate(tokens):
                 batch.token[i], batch.pos[i] = token, first + i
-                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0  # one sequence, with id 0
                 batch.logits[i] = all_logits or i == len(tokens) - 1
             if self.library.llama_decode(context, batch):
                 raise ExportError(f"{self.path}: llama.cpp could not decode")
         finally:
             self.library.llama_batch_free(batch)
         rows = len(tokens) if all_logits else 1
+        # The library's own buffer, which the next decode overwrites: hence the copy.
         pointer = self.library.llama_get_logits(context)
         return np.ctypeslib.as_array(pointer, shape=(rows, self.vocabulary)).copy()
 
@@ -75,6 +77,7 @@ class LlamaRuntime:
         """Return logits (B, S, V) float32 for tokens (B, S) int64."""
         rows = []
         for row in tokens.tolist():
+            # A new context for each row, as its KV cache would continue the previous row.
             context = self._context(len(row))
             rows.append(torch.from_numpy(self._feed(context, row, 0, all_logits=True)))
             self.library.llama_free(context)
@@ -98,6 +101,7 @@ class LlamaRuntime:
     def encode(self, text: str) -> list[int]:
         """Tokenize a text; special tokens in it are recognized, and none is added."""
         utf8 = text.encode()
+        # Byte-level BPE gives at most one token per byte.
         buffer = (self.library.llama_token * (len(utf8) + 1))()
         count = self.library.llama_tokenize(
             self._vocab_handle, utf8, len(utf8), buffer, len(buffer), False, True

@@ -138,6 +138,7 @@ def _add_tokens(writer: Any, gguf: Any, files: TokenizerSource, vocabulary: int)
     types = gguf.TokenType
     tokens, token_types = [], []
     for token in range(vocabulary):
+        # A model may have more rows than its tokenizer has tokens; each needs a unique text.
         tokens.append(files.texts.get(token, f"[PAD{token}]"))
         if token in files.added:
             special = files.added[token].special
@@ -152,6 +153,7 @@ def _add_tokens(writer: Any, gguf: Any, files: TokenizerSource, vocabulary: int)
 def _add_ends(writer: Any, ends: TextEnds) -> None:
     for name, token in zip(END_KEYS, ends.ends, strict=False):
         getattr(writer, f"add_{name}_token_id")(token)
+    # Without this key, llama.cpp would use an arbitrary default id.
     writer.add_bos_token_id(ends.ends[0] if ends.begin is None else ends.begin)
     if ends.pad is not None:
         writer.add_pad_token_id(ends.pad)

@@ -88,7 +88,10 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
             add_tokenizer(writer, gguf, assets.tokenizer, assets.ends, config.vocabulary)
         divisors = config.frequency_divisors
         if divisors is not None:
+            # Divisors of the rotary frequencies, such as Llama 3's, are a tensor of the file.
             _add_info(writer, gguf, "rope_freqs.weight", (len(divisors),), None)
+        # All names, shapes and offsets precede the data, so they are declared before any tensor is
+        # read, and the data follow in the same order.
         for entry in model.tensors.values():
             _add_info(writer, gguf, tensor_name(entry.name), entry.shape, entry)
         writer.write_header_to_file(path=folder / FILE)
@@ -113,8 +116,8 @@ def tensor_name(name: str) -> str:
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
     """Permute rows (heads · D, ...) of q or k to llama.cpp's order: 0, D/2, 1, D/2 + 1, ..."""
-    split = rows.reshape(heads, 2, -1, *rows.shape[1:])
-    return split.transpose(1, 2).reshape(rows.shape)
+    split = rows.reshape(heads, 2, -1, *rows.shape[1:])  # (heads, 2, D / 2, ...)
+    return split.transpose(1, 2).reshape(rows.shape)  # the halves interleave
 
 
 def pack(value: QuantizedWeight, bits: int) -> Bytes:
@@ -123,14 +126,14 @@ def pack(value: QuantizedWeight, bits: int) -> Bytes:
     With 4 bits, byte j of a block has code j in its low half and code j + 16 in its high half.
     """
     rows, groups = value.scales.shape
-    scales = value.scales.numpy().view(np.uint8).reshape(rows, groups, 2)
-    codes = value.codes.view(rows, groups, 32)
+    scales = value.scales.numpy().view(np.uint8).reshape(rows, groups, 2)  # float16 as 2 bytes
+    codes = value.codes.view(rows, groups, 32)  # (N, G, 32)
     if bits == 8:
         packed = codes.numpy().view(np.uint8)
     else:
-        unsigned = (codes + 8).to(torch.uint8)
+        unsigned = (codes + 8).to(torch.uint8)  # 0 to 15
         packed = (unsigned[..., :16] | (unsigned[..., 16:] << 4)).numpy()
-    return np.concatenate([scales, packed], axis=-1).reshape(rows, -1)
+    return np.concatenate([scales, packed], axis=-1).reshape(rows, -1)  # scale, then codes
 
 
 def _bytes(entry: WholeTensor, value: QuantizedWeight | Tensor, config: DecoderConfig) -> Any:
@@ -160,6 +163,7 @@ def _add_info(
     ggml_type = types.Q8_0 if entry.scheme.bits == 8 else types.Q4_0
     block, size = gguf.GGML_QUANT_SIZES[ggml_type]
     rows, features = shape
+    # The library wants the shape in bytes: `size` bytes for each block of weights.
     stored = (rows, features // block * size)
     writer.add_tensor_info(name, stored, np.dtype(np.uint8), rows * stored[1], raw_dtype=ggml_type)
 

@@ -34,7 +34,7 @@ CONTRIB_OPERATORS = ("GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits
 def pack(value: QuantizedWeight) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     """Pack codes (N, K), offset by 8, into (N, G, group / 2) bytes, even codes in the low half."""
     unsigned = (value.codes + 8).to(torch.uint8)
-    packed = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
+    packed = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)  # (N, K / 2)
     return packed.view(*value.scales.shape, -1).numpy()
 
 
@@ -100,11 +100,12 @@ class Graph:
         config, kinds = self.config, self.onnx.TensorProto
         self._constant("zero", np.array([0], dtype=np.int64))
         self._constant("one", np.array([1], dtype=np.int64))
-        self._constant("end", np.array([2**62], dtype=np.int64))
-        self._constant("scalar", np.array([], dtype=np.int64))
+        self._constant("end", np.array([2**62], dtype=np.int64))  # slice to the end
+        self._constant("scalar", np.array([], dtype=np.int64))  # the shape of a scalar
         self._node("Shape", ["attention_mask"], "rows", start=0, end=1)
         self._node("Shape", ["attention_mask"], "total", start=1, end=2)
         self._node("Shape", ["input_ids"], "sequence", start=1, end=2)
+        # GroupQueryAttention wants the total length as a scalar, and by row the length minus 1.
         self._node("Reshape", ["total", "scalar"], "mask_length")
         self._node("Cast", ["mask_length"], "total_sequence_length", to=kinds.INT32)
         self._node("Sub", ["total", "one"], "last")
@@ -125,6 +126,7 @@ class Graph:
         self._node("Sub", ["numbers", "one"], "all_positions")
         self._node("Neg", ["sequence"], "first")
         self._node("Slice", ["all_positions", "first", "end", "one"], "position_ids")
+        # Bias on the scores of padding keys, expanded to (B, 1, S, P + S).
         self._constant("none", np.array(MASK_BIAS, dtype=np.float32))
         self._constant("nothing", np.array(0, dtype=np.float32))
         self._node("Where", ["is_filled", "none", "nothing"], "bias_of_keys")
@@ -132,6 +134,7 @@ class Graph:
         self._node("Unsqueeze", ["bias_of_keys", "bias_axes"], "bias_of_row")
         self._node("Concat", ["rows", "one", "sequence", "total"], "bias_shape", axis=0)
         self._node("Expand", ["bias_of_row", "bias_shape"], "attention_bias")
+        # Rotary tables of all positions, (positions, D / 2).
         half = torch.arange(0, config.head_width, 2, dtype=torch.float32) / config.head_width
         frequencies = 1.0 / config.theta**half
         if config.frequency_divisors is not None:
@@ -153,6 +156,7 @@ class Graph:
         codes = self._constant(f"{module}.rows", pack(value).reshape(len(value.codes), -1))
         scales = self._constant(f"{module}.scales", value.scales.float())
         inputs = [codes, "input_ids", scales]
+        # Rows (axis 0) are gathered; groups are along the columns (axis 1).
         settings = {"bits": 4, "block_size": width, "gather_axis": 0, "quantize_axis": 1}
         return self._node("GatherBlockQuantized", inputs, "hidden", **settings)
 
@@ -188,6 +192,7 @@ class Graph:
             )
         else:
             weight = f"{module}.transposed"
+            # Tied to the embedding: its rows are stored once and transposed at run time.
             if self._is_stored(f"{module}.rows"):
                 self._node("Transpose", [f"{module}.rows"], weight, perm=[1, 0])
             else:
@@ -217,6 +222,7 @@ class Graph:
         hidden = self._node("Add", [hidden, attention], f"{prefix}.attended")
         x = self._norm(hidden, f"{prefix}.post_attention_layernorm")
         gate = self._linear(x, f"{prefix}.mlp.gate_proj")
+        # SwiGLU: down(silu(gate) * up), where silu(x) = x * sigmoid(x).
         gate_sigmoid = self._node("Sigmoid", [gate], f"{prefix}.mlp.sigmoid")
         silu = self._node("Mul", [gate, gate_sigmoid], f"{prefix}.mlp.silu")
         up = self._linear(x, f"{prefix}.mlp.up_proj")
@@ -240,12 +246,12 @@ class Graph:
             kv_num_heads=config.key_heads,
             do_rotary=1,
             rotary_interleaved=0,
-            local_window_size=config.windows[layer] or -1,
+            local_window_size=config.windows[layer] or -1,  # -1: full attention
         )
         return self._linear(out, f"{prefix}.o_proj")
 
     def _head_norm(self, x: str, module: str, heads: int) -> str:
-        shape = np.array([0, 0, heads, self.config.head_width], dtype=np.int64)
+        shape = np.array([0, 0, heads, self.config.head_width], dtype=np.int64)  # 0 keeps a dim
         split = self._node("Reshape", [x, self._constant(f"{module}.split", shape)], f"{module}.in")
         normed = self._norm(split, module)
         flat = np.array([0, 0, heads * self.config.head_width], dtype=np.int64)

@@ -44,7 +44,7 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
         value = array(stored)
         if value.dtype != torch.uint8:
             return value
-        codes = torch.stack((value & 15, value >> 4), dim=-1).float() - 8
+        codes = torch.stack((value & 15, value >> 4), dim=-1).float() - 8  # low half first
         scales = array(f"{module}.scales")
         with library_errors(path, LIBRARY):  # the shapes may be inconsistent
             return (codes.view(*scales.shape, -1) * scales[..., None]).flatten(1)
@@ -83,6 +83,7 @@ def _check_external(path: Path, graph: Any) -> None:
         if not external:
             continue
         data = path.parent / external["location"]
+        # A model from elsewhere must not make us read files outside its folder.
         if "/" in external["location"] or not data.is_file():
             raise ExportError(
                 f"{path}: {constant.name} is stored in {external['location']!r}, which is not a"

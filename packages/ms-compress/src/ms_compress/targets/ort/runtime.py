@@ -104,6 +104,7 @@ class OnnxRuntime:
             model = onnx.load(self.folder / "model.onnx", load_external_data=False)
             products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
             existing = {output.name for output in model.graph.output}
+            # Each name once and in order, as layers such as q, k and v share an input.
             exposed = dict.fromkeys(
                 name for node in products for name in (node.input[0], node.output[0])
             )
@@ -115,6 +116,7 @@ class OnnxRuntime:
             )
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 4
+            # A model in memory has no folder, so the folder of its data must be named.
             options.add_session_config_entry(
                 "session.model_external_initializers_file_folder_path", str(self.folder.absolute())
             )
@@ -135,6 +137,7 @@ class OnnxRuntime:
             attributes = {item.name: item.i for item in node.attribute}
             rounds = attributes.get("accuracy_level", 0) == ROUNDS_INPUTS
             run = LayerRun(
+                # `Graph` names the codes after the layer.
                 name=node.input[1].removesuffix(".codes").removesuffix(".rows"),
                 x=x,
                 out=out,

@@ -57,7 +57,7 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
         save_as_external_data=True,
         all_tensors_to_one_file=True,
         location=FILE + ".data",
-        size_threshold=1024,
+        size_threshold=1024,  # bytes; smaller constants stay in the model file
     )
     # The library creates it with mode 0600; the model file has the mode set by the umask.
     (folder / (FILE + ".data")).chmod((folder / FILE).stat().st_mode)
