@@ -118,6 +118,7 @@ def end_fsdp_backward(model: FSDPModule) -> None:
 def fsdp_parameters(module: FSDPModule) -> list[Any]:
     """FSDP's records (`FSDPParam`) of the parameters that one module shards."""
     state: Any = module._get_fsdp_state()
+    # Older versions of torch have one group per module, newer ones a list.
     group = getattr(state, "_fsdp_param_group", None)
     groups = getattr(state, "_fsdp_param_groups", [group] if group else [])
     return [parameter for group in groups for parameter in group.fsdp_params]

@@ -96,6 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _decode(path: Path, content: bytes) -> Manifest:
     sealed = msgspec.json.decode(content, type=_Sealed)
+    # `content` is raw, so the checksum is of the bytes as written.
     if zlib.crc32(sealed.content) != sealed.crc32:
         raise DamageError(f"{path}: its checksum does not match; bytes have changed on disk")
     return msgspec.json.decode(sealed.content, type=Manifest)

@@ -58,6 +58,7 @@ def run(options: Namespace) -> int:
     from ms_parallel.training.planning.plan import plan
 
     cluster = read_cluster(options.cluster)
+    # The dataset itself, or shards that an earlier launch has built from it.
     candidates = (Path(run.dataset), run.options.output_dir / "shards")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
     result = plan(

@@ -67,6 +67,7 @@ def resolve_model(
         check_own(model, plan, layout, recompute)
         # OwnModelConfig lacks sizes such as head counts; only our own models are split by those.
         config = OwnModelConfig.of(model, plan)
+        # A pipeline stage may start at any block of a user's module.
         plan = evolve(plan, cuts=tuple(range(config.num_hidden_layers)))
         return cast(ModelConfig, config), plan
     if plan is not None:
@@ -178,6 +179,8 @@ def build_stages(
     if groups.device.type == "cpu":
         _check_memory(config, groups.layout)
     ops = options.ops or operators
+    # In one compiled process, blocks cast their weights inside the compiled code; otherwise FSDP
+    # casts them.
     stage_options["casts_weights"] = (
         compiled
         and bool(options.mixed_precision)
@@ -189,6 +192,7 @@ def build_stages(
         for stage, pipeline_rank in enumerate(placement)
         if pipeline_rank == groups.place.pipeline
     }
+    # Unset weights are filled from a checkpoint later.
     if options.weights != "unset":
         folder = _weights_in(model) if options.weights == "initial" else Path(options.weights)
         for stage in stages.values():
@@ -243,6 +247,7 @@ def _check_memory(config: ModelConfig, layout: Layout) -> None:
     Counts weights, gradients and two moments in float32 for all local processes, a lower bound of
     the actual memory, so a model that fits is never rejected.
     """
+    # The state is divided over all ranks, and this machine stores the parts of its local ranks.
     local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.world_size)
     count = sum(shape.numel() for shape in parameter_shapes(config).values())
     needed = count * STATE_BYTES * local_ranks // layout.world_size

@@ -299,6 +299,7 @@ class Engine:
                 "the first gradient is exactly 0, so the model will not train; check the loss"
                 " weights, frozen parameters and initial weights"
             )
+        # Before the update, since an audit needs the weights that gave these gradients.
         audit = self.auditor.audit(
             self.step_count + 1, microbatches, loss, counts, totals, gradients
         )

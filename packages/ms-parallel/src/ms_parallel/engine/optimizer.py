@@ -71,6 +71,7 @@ def optimizers() -> Mapping[str, OptimizerKind]:
     They take precedence over entries of the same name in a module's `OTHERS`.
     """
     modules = list(_modules("optimizers"))
+    # Later tables win, so our optimizers replace torch's classes of the same name.
     tables = [getattr(module, name, {}) for name in ("OTHERS", "KINDS") for module in modules]
     return {name: entry for table in tables for name, entry in table.items()}
 
@@ -333,6 +334,7 @@ class OptimizerConfig(ABC):
             setting_name = params.settings_name(name)
             pattern = next((p for p in self.groups if fnmatchcase(setting_name, p)), None)
             overrides = self.groups.get(pattern or "", {})
+            # Vectors, such as norm weights and biases, are decayed only if a group asks for it.
             decays = params.parameters[name].dim() > 1 or "weight_decay" in overrides
             names.setdefault((pattern, decays), []).append(name)
         return [

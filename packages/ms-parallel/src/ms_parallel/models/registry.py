@@ -47,6 +47,7 @@ def architecture(
     """
     check_path("model", name_or_folder, error=ConfigError)
     config = _small_config(str(name_or_folder))
+    # An exact name wins over a folder, and a folder over a name that has to be normalized.
     if config is None and os.path.isdir(name_or_folder):
         config = read_config(Path(name_or_folder))
     if config is None:

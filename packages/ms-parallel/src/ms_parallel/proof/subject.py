@@ -139,6 +139,7 @@ def _shrink(config: ModelConfig) -> ModelConfig:
 
 def _from_function(name: str) -> Subject:
     module_name, _, function = name.partition(":")
+    # As with `python -m`, modules in the working directory can be imported.
     if (cwd := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, cwd)
     try:

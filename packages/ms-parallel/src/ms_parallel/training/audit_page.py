@@ -47,7 +47,9 @@ def _losses(audits: Mapping[int, Audit]) -> str:
     if not audits:
         return ""
     alarm_level = next(iter(audits.values())).levels.loss
+    # A floor for the logarithm, since equal losses differ by 0.
     values = [max(audit.loss_difference, 1e-12) for audit in audits.values()]
+    # Half a decade of margin above and below, and at least a decade in between.
     log_max = log10(max(*values, alarm_level, 1e-11)) + 0.5
     span = log_max - min(log10(min(*values, alarm_level)), log_max - 1) + 0.5
     width = COLUMNS * CELL
@@ -94,6 +96,7 @@ def _groups(audits: Mapping[int, Audit]) -> str:
 
 
 def _columns(audits: Sequence[Audit]) -> list[Sequence[Audit]]:
+    # In long runs several audits share a column, which shows the worst of them.
     per_column = -(-len(audits) // COLUMNS) or 1
     return [audits[start : start + per_column] for start in range(0, len(audits), per_column)]
 

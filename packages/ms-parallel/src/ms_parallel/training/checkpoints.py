@@ -212,6 +212,7 @@ class RunCheckpoints:
     def mark(self) -> bytes:
         """Return the stamp of the final model: its step and the digest of its checkpoint."""
         manifest = checkpoint.step_folder(self.root, self.engine.step_count) / MANIFEST
+        # Two runs may end at the same step, but not with the same checkpoint.
         digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
         return msgspec.json.encode({"step": self.engine.step_count, "checkpoint": digest})
 

@@ -164,6 +164,7 @@ def microbatch(options: Options, layout: Layout) -> int | None:
     if layout.pipeline == 1:
         return None
     rows = options.batch_size // layout.readers
+    # A schedule table fixes the number of microbatches.
     if isinstance(options.schedule, Schedule) and rows % options.schedule.microbatches == 0:
         return rows // options.schedule.microbatches
     sizes = [n for n in range(1, rows + 1) if rows % n == 0 and rows // n >= 2 * layout.pipeline]
@@ -205,6 +206,7 @@ def engine_settings(
     options: Options, layout: Layout, total: int, searched: FoundSchedule | None = None
 ) -> dict[str, Any]:
     """Keyword arguments of the run's `Engine`, except for its weights."""
+    # 1F1B stands in until a search has a result.
     schedule: Choice = options.schedule if options.schedule != SEARCH else "1f1b"
     return {
         "optimizer": _optimizer(options, total),

@@ -53,6 +53,7 @@ class HeldOut:
         """
         split = data_package().inspect(shards).splits.get(SPLIT)
         samples = split.tokens // sequence_length if split else 0
+        # The largest multiple of `rows` that the text fills, up to the batch size.
         size = min(batch_size, samples // rows * rows)
         if not size:
             return None

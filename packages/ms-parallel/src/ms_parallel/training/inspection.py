@@ -181,6 +181,7 @@ def _stage_has(name: str, layers: range, config: Any) -> bool:
     is_last = bool(layers.stop == config.num_hidden_layers)
     if "embed" not in name:
         return is_last
+    # A tied embedding is also on the last stage, as its head.
     return layers.start == 0 or bool(config.tie_word_embeddings and is_last)
 
 

@@ -253,12 +253,14 @@ def _write(
                 continue
             try:
                 if writing is None or writing[0] != file:
+                    # Tensors of one file are consecutive, so the previous file is complete.
                     stack.close()
                     weight_file = WeightFile(partial / file, local_files[file].entries)
                     writing = file, stack.enter_context(weight_file)
                 writing[1].write(name, _assemble(sources, used))
             except OSError as error:
                 failure = error
+                # Close the file as failed, then gather the other tensors without writing.
                 stack.pop_all().__exit__(type(error), error, error.__traceback__)
     if failure is not None:
         raise failure

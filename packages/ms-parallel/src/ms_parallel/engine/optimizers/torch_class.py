@@ -48,6 +48,7 @@ class TorchConfig(OptimizerConfig):
                     f" {nearest(str(key), keys)}"
                 )
         try:
+            # Called for its errors: the class may reject the settings.
             is_elementwise(partial(_build, self))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(

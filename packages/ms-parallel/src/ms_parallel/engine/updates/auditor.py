@@ -138,6 +138,7 @@ class Auditor:
 
     def _audit(self, loss: float, groups: Groups, facts: Tensor) -> Audit:
         loss_float32, *sums = groups.all_reduce(facts).tolist()
+        # Three sums per group, as in `_compare`; the minimum avoids a division by 0.
         total = max(sum(sums[2::3]), 1e-60)
         return Audit(
             loss=loss,

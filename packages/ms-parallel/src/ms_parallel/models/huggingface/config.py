@@ -147,6 +147,7 @@ class TransformersModel:
     @property
     def _key(self) -> str:
         ids = [getattr(self, name) for name in TOKENS]
+        # The document is a dict and cannot be hashed, so its text stands in for it.
         return json.dumps([self.document, ids], sort_keys=True, default=str)
 
     @property

@@ -99,10 +99,12 @@ class _SplitModule:
         before = self._row_input()
         for layer in self.columns:
             half = layer.weight.shape[0] // 2
+            # Output features are rows of the weight.
             layer.weight[half:].add_(torch.randn_like(layer.weight[half:]))
         after = self._row_input()
         half = before.shape[-1] // 2
         difference = float((after - before)[..., :half].abs().max())
+        # Also true for NaN.
         return not difference <= TOLERANCE * max(1.0, float(before.abs().max()))
 
     def _row_input(self) -> Tensor:

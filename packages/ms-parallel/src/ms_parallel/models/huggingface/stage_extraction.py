@@ -46,6 +46,7 @@ class _Placeholder(nn.Module):
 
     def __init__(self, original: nn.Module, boundary: StageBoundary) -> None:
         super().__init__()
+        # Model loops read attributes such as `attention_type` from their blocks.
         for name, value in vars(original).items():
             if not name.startswith("_") and isinstance(value, str | int | float | bool | None):
                 self.__dict__[name] = value

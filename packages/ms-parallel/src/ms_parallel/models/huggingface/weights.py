@@ -112,6 +112,7 @@ class _Names:
             # PrefixChange is an optional prefix, written only if the source checkpoint had it.
             if not hasattr(entry, "operations") and type(entry).__name__ != "PrefixChange"
         ]
+        # They map checkpoint names to parameter names, and are undone in reverse order.
         self.renamings = [entry.reverse_transform() for entry in reversed(renamings)]
 
     def sources(self, name: str) -> tuple[list[str], list[str]] | None:

@@ -70,6 +70,7 @@ def rope_section(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         ModelError: both formats are present and differ, or the value is not a mapping.
     """
+    # transformers 5 writes rope_parameters, earlier versions rope_scaling.
     new, old = config_json.get("rope_parameters"), config_json.get("rope_scaling")
     if new and old and new != old:
         raise ModelError(
@@ -98,6 +99,7 @@ def read_rope(rope: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling
         shown = repr(unknown[0])[:60]
         raise ModelError(f"rotary setting {shown} is not supported; known: {sorted(_ROPE)}")
     theta = rope.get("rope_theta", theta)
+    # `type` is the older name of `rope_type`.
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None

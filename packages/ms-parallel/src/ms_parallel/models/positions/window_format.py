@@ -73,6 +73,7 @@ class _ListedLayers:
 
     def read(self, config_json: Mapping[str, Any]) -> WindowSettings:
         """Read the window and its layers: all, unless `layer_types` lists some."""
+        # A missing key means transformers' default, null means no window.
         window = config_json.get("sliding_window", 4096)
         named = _listed_layers(config_json, window)
         return (window, None) if named is None else named

@@ -26,6 +26,7 @@ def divisor_of_shards(candidate: Candidate) -> int:
     layout, divisor = candidate.layout, 1
     if candidate.sharding == "replicate" or layout.replicate > 1:
         return divisor
+    # Halve the data ranks while enough shards remain and the expert axis divides them.
     while layout.data % (2 * divisor) == 0:
         shards = layout.shards // (2 * divisor)
         if shards < MAX_SHARDS or shards % layout.expert:
@@ -75,7 +76,9 @@ def without_pipeline(layout: Layout) -> Layout:
 def working_bytes(split: Split, sizes: ModelSizes, length: int) -> int:
     """Bytes of the largest temporary: one logits chunk of the loss, and its gradient."""
     layout = split.layout
+    # A rank's logits: its context part of each row, its tensor part of the vocabulary.
     logits = split.rows * length // layout.context * -(-sizes.vocabulary // layout.tensor)
+    # Float32 logits and their gradient, at most one chunk each.
     return 2 * min(logits * 4, LOGITS_BYTES)
 
 

@@ -145,6 +145,7 @@ def plan(
         result = _plan(request, objective, best, every)
     if isinstance(result, Plan):
         return _apply_correction(result, history)
+    # Searched only after a failure, for the remedy in the message.
     devices = _sufficient_devices(request)
     raise ConfigError(result if devices is None else f"{result}, or {devices} of these")
 
@@ -227,6 +228,7 @@ class _PlanRequest:
         saved_bytes = self._saved_bytes(config)
         devices = [cluster.devices]
         if objective == "cheapest":
+            # Fewer devices may be cheaper; they fill whole nodes or an even part of one.
             devices = [n for n in divisors(cluster.devices) if _fills_nodes(n, cluster)]
         rows = self.explicit.get("microbatch_size")
         if limit_bytes is None and options.memory_gib is not None:

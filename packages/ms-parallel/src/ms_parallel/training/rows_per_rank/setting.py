@@ -66,7 +66,9 @@ def check_rows_per_rank(
             f"shares={short_repr(shares)} gives data ranks different numbers of microbatches, but"
             " the schedule is fixed to one number; use a named schedule such as 1f1b"
         )
+    # Data ranks do not share weights, so none waits for another within a step.
     independent = sharding == "replicate" or layout.replicate == layout.token_ranks
+    # Weights are gathered for the first microbatch and kept until the last.
     gathers_once = sharding == "zero1" or (sharding == "auto" and layout.pipeline > 1)
     if shares == "measured" and ranks > 1 and not independent:
         too_few = microbatch_size is None or 2 * microbatch_size > batch_size // ranks

@@ -80,6 +80,7 @@ class Qwen3MoeConfig(DecoderConfig):
         """Sizes that a layout must divide, including the experts' width."""
         shape = super().shape
         widths = {self.moe_intermediate_size if self.mixture.layers else shape.intermediate_size}
+        # Dense layers are split as well.
         if len(self.mixture.layers) < self.num_hidden_layers:
             widths.add(self.intermediate_size)
         return evolve(shape, intermediate_size=gcd(*widths))
