@@ -1,6 +1,6 @@
-"""Every path that a user gives goes through the one check, and a new one that does not fails here.
+"""Every path from a user is validated by the shared check, also in new settings and arguments.
 
-Three doors take paths: settings (attrs classes), arguments of commands, and public functions.
+Users pass paths in settings (attrs classes), command arguments, and calls of public functions.
 """
 
 import ast
@@ -16,17 +16,17 @@ import pytest
 
 from packages import PACKAGES, ROOT, module_of, sources_of
 
-BAD = {
-    "a NUL": "a\0b",
-    "a lone surrogate": "a\ud800b",
-    "an endless name": "x" * 5000,
-    "a long name below what is not there": f"not-there/{'x' * 300}",
-    "nothing": "",
+BAD_PATHS = {
+    "NUL character": "a\0b",
+    "lone surrogate": "a\ud800b",
+    "very long name": "x" * 5000,
+    "long name in a missing folder": f"not-there/{'x' * 300}",
+    "empty": "",
 }
-REMEDIES = ("must be a path", "use another path")
-"""Words of the one check."""
+PATH_MESSAGES = ("must be a path", "use another path")
+"""Parts of the messages of the shared check."""
 
-WORDS = {
+TEXT_ARGUMENTS = {
     "ms-data": {
         "text_column",
         "end_of_text",
@@ -51,9 +51,9 @@ WORDS = {
     "ms-align": {"set"},
     "ms-compress": {"scheme", "set"},
 }
-"""Arguments whose text is no path."""
+"""Text arguments that are not paths."""
 
-TEXTS = {
+TEXT_FIELDS = {
     *(
         "stop_strings",
         "stop_token_ids",
@@ -83,9 +83,9 @@ TEXTS = {
     *("chinese_script", "keep", "action", "mask", "words", "form", "priority"),
     *("chip", "peak_tflops", "products", "dtype", "product_dtype", "skip_hint"),
 }
-"""Settings whose text is no path."""
+"""Text settings that are not paths."""
 
-MADE_HERE = {
+INTERNAL = {
     *("RunOutput.folder", "Footprint.folder", "TokenizerFiles.path", "Corpus.files"),
     *("Corpus.names", "Corpus.named", "HeldOut.shards", "Result.model_folder", "FoundTraces.files"),
     *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
@@ -93,75 +93,75 @@ MADE_HERE = {
     *("Run.corpus", "CheckpointJob.folder", "Processor.folder", "ArrayShard.folder"),
     *("_PlanRequest.shards", "RecordedSteps.folder", "Run.shards"),
 }
-"""Values that a package makes of paths that were checked, and no user does; and what is a table of
-numbers where another class of its package has a path of that name."""
+"""Fields that only the package sets, from validated paths, and number fields that share their name
+with a path of another class."""
 
-FITTING = {"sequence_length": 8, "batch_size": 1, "vocab_size": 300, "text_column": "text"}
-"""Other parameters of functions, which some look at first."""
+VALID_ARGUMENTS = {"sequence_length": 8, "batch_size": 1, "vocab_size": 300, "text_column": "text"}
+"""Valid values of parameters that some functions check first."""
 
 
 def parser_of(package: str) -> ArgumentParser:
-    """The parser of a package's command."""
-    make = importlib.import_module(f"{module_of(package)}.cli")._parser
-    names = list(inspect.signature(make).parameters)
-    return cast(ArgumentParser, make(**dict.fromkeys(names, ())))
+    """Argument parser of a package's command."""
+    build_parser = importlib.import_module(f"{module_of(package)}.cli")._parser
+    names = list(inspect.signature(build_parser).parameters)
+    return cast(ArgumentParser, build_parser(**dict.fromkeys(names, ())))
 
 
 def arguments_of(package: str) -> Iterator[tuple[str, Action]]:
-    """Every argument of every subcommand that takes a value, with the subcommand's name."""
+    """Yield (subcommand, argument) for all arguments that take a free value."""
     for action in parser_of(package)._actions:
         if isinstance(action, _SubParsersAction):
             for name, command in action.choices.items():
                 yield from (
-                    (name, each)
-                    for each in command._actions
-                    if each.nargs != 0 and not each.choices
+                    (name, argument)
+                    for argument in command._actions
+                    if argument.nargs != 0 and not argument.choices
                 )
 
 
-def takes_a_path(action: Action) -> bool:
-    """Whether it goes through one of the three converters of `entry.py`."""
+def is_converted(action: Action) -> bool:
+    """Whether one of the three converters in `entry.py` parses the argument."""
     return str(getattr(action.type, "__module__", "")).endswith(".entry")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_an_argument_is_a_path_a_number_or_a_known_word(package: str) -> None:
-    """A new argument that takes a text is one of these, and says which."""
-    unsaid = [
+def test_every_argument_has_a_type_or_is_a_known_text(package: str) -> None:
+    """A new text argument must use a converter or be listed above."""
+    untyped = [
         f"{command} {action.dest}"
         for command, action in arguments_of(package)
-        if action.type in (None, str, Path) and action.dest not in WORDS[package]
+        if action.type in (None, str, Path) and action.dest not in TEXT_ARGUMENTS[package]
     ]
-    assert unsaid == []
+    assert untyped == []
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("case", BAD_PATHS)
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_path_of_a_command_is_refused_in_one_line(
-    package: str, kind: str, capsys: pytest.CaptureFixture[str]
+def test_every_bad_path_argument_is_rejected_in_one_line(
+    package: str, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2 and a remedy, before anything is read."""
+    """Exit code 2 and a remedy, before any file is read."""
     main = importlib.import_module(f"{module_of(package)}.cli").main
-    tried = 0
+    checked = 0
     for command, action in arguments_of(package):
-        if not takes_a_path(action):
+        if not is_converted(action):
             continue
-        first = next(iter(action.option_strings), None)
-        before = ["x"] if (command, action.dest) == ("compare", "after") else []
-        given = [BAD[kind]] if first is None else [f"{first}={BAD[kind]}"]
-        with pytest.raises(SystemExit) as ended:
-            main([command, *before, *given])
-        said = capsys.readouterr().err
-        assert ended.value.code == 2
-        assert said.count("\n") == 1, said
-        assert any(remedy in said for remedy in (*REMEDIES, "is not valid UTF-8")), said
-        assert len(said) < 600
-        tried += 1
-    assert tried
+        option = next(iter(action.option_strings), None)
+        operands = ["x"] if (command, action.dest) == ("compare", "after") else []
+        argument = [BAD_PATHS[case]] if option is None else [f"{option}={BAD_PATHS[case]}"]
+        with pytest.raises(SystemExit) as stop:
+            main([command, *operands, *argument])
+        message = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert message.count("\n") == 1, message
+        assert any(remedy in message for remedy in (*PATH_MESSAGES, "is not valid UTF-8")), message
+        assert len(message) < 600
+        checked += 1
+    assert checked
 
 
 def attrs_classes(package: str) -> Iterator[type]:
-    """The attrs classes of a package that have a field which can hold a text or path."""
+    """Yield the attrs classes of a package."""
     for path, tree in sources_of(package):
         names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         parts = path.relative_to(ROOT / "packages" / package / "src").with_suffix("").parts
@@ -170,31 +170,31 @@ def attrs_classes(package: str) -> Iterator[type]:
             continue
         module = importlib.import_module(".".join(parts))
         for name in names:
-            kind = getattr(module, name, None)
-            if isinstance(kind, type) and attrs.has(kind):
-                yield kind
+            cls = getattr(module, name, None)
+            if isinstance(cls, type) and attrs.has(cls):
+                yield cls
 
 
-def holds_text(attribute: "attrs.Attribute[Any]") -> bool:
-    """Whether its annotation lets it hold a text or path."""
-    words = str(attribute.type).replace("pathlib.", "").replace("typing.", "")
-    if "Callable" in words or "Tensor" in words:
+def accepts_text(attribute: "attrs.Attribute[Any]") -> bool:
+    """Whether the annotation of a field allows text or a path."""
+    annotation = str(attribute.type).replace("pathlib.", "").replace("typing.", "")
+    if "Callable" in annotation or "Tensor" in annotation:
         return False
-    return any(word in words for word in ("Path", "str", "Any"))
+    return any(type_name in annotation for type_name in ("Path", "str", "Any"))
 
 
 def text_fields(package: str) -> Iterator[tuple[type, "attrs.Attribute[Any]"]]:
-    """Fields of settings that can hold a text, and of other values those that hold a path."""
-    for kind in attrs_classes(package):
-        fields = [each for each in attrs.fields(cast(Any, kind)) if each.init]
-        settings = any(each.validator is not None for each in fields)
-        for each in fields:
-            if holds_text(each) and (settings or "Path" in str(each.type)):
-                yield kind, each
+    """Yield text fields of classes with validators, and path fields of other classes."""
+    for cls in attrs_classes(package):
+        fields = [attribute for attribute in attrs.fields(cast(Any, cls)) if attribute.init]
+        settings = any(attribute.validator is not None for attribute in fields)
+        for attribute in fields:
+            if accepts_text(attribute) and (settings or "Path" in str(attribute.type)):
+                yield cls, attribute
 
 
-def refuses(kind: type, attribute: "attrs.Attribute[Any]", value: object) -> str:
-    """What a class says of a value of one of its fields; empty where it takes it."""
+def error_of(cls: type, attribute: "attrs.Attribute[Any]", value: object) -> str:
+    """Error message of a class for a field value; empty if accepted."""
     if "Mapping" in str(attribute.type):
         value = {"a name": value}
     try:
@@ -208,81 +208,86 @@ def refuses(kind: type, attribute: "attrs.Attribute[Any]", value: object) -> str
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_setting_that_can_be_a_path_refuses_what_is_none(package: str) -> None:
-    """When it is built, in one line; what is no path is known by name."""
+def test_every_path_setting_rejects_bad_paths(package: str) -> None:
+    """Building the settings fails with one line."""
     missing = set()
-    for kind, attribute in text_fields(package):
-        name = f"{kind.__name__}.{attribute.name}"
-        if attribute.name in TEXTS or name in MADE_HERE:
+    for cls, attribute in text_fields(package):
+        name = f"{cls.__name__}.{attribute.name}"
+        if attribute.name in TEXT_FIELDS or name in INTERNAL:
             continue
-        for what, value in BAD.items():
-            said = refuses(kind, attribute, value)
-            if not any(remedy in said for remedy in REMEDIES) or "\n" in said or len(said) > 600:
-                missing.add(f"{name} takes {what}")
+        for case, value in BAD_PATHS.items():
+            message = error_of(cls, attribute, value)
+            if (
+                not any(remedy in message for remedy in PATH_MESSAGES)
+                or "\n" in message
+                or len(message) > 600
+            ):
+                missing.add(f"{name} accepts {case}")
     assert sorted(missing) == []
 
 
 def public_functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Public functions, classes and methods by name."""
+    """Yield public functions, classes and methods with their names."""
     module = importlib.import_module(module_of(package))
     for name in module.__all__:
-        thing = getattr(module, name)
-        if inspect.isclass(thing) and not issubclass(thing, Exception):
-            if not attrs.has(thing) and thing.__init__ is not object.__init__:
-                yield name, thing
-            for member, value in vars(thing).items():
+        public_object = getattr(module, name)
+        if inspect.isclass(public_object) and not issubclass(public_object, Exception):
+            if not attrs.has(public_object) and public_object.__init__ is not object.__init__:
+                yield name, public_object
+            for member, value in vars(public_object).items():
                 if not member.startswith("_") and isinstance(value, classmethod):
-                    yield f"{name}.{member}", getattr(thing, member)
+                    yield f"{name}.{member}", getattr(public_object, member)
                 elif not member.startswith("_") and inspect.isfunction(value):
                     yield f"{name}.{member}", value
-        elif inspect.isfunction(thing):
-            yield name, thing
+        elif inspect.isfunction(public_object):
+            yield name, public_object
 
 
-def paths_of(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that take paths."""
+def path_parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters that accept paths."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
     return [
-        each.name
-        for each in parameters
-        if "Path" in str(each.annotation) and "Callable" not in str(each.annotation)
+        parameter.name
+        for parameter in parameters
+        if "Path" in str(parameter.annotation) and "Callable" not in str(parameter.annotation)
     ]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_function_refuses_a_path_before_anything_else(
+def test_every_public_function_rejects_a_bad_path_first(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its other parameters are not looked at: here they are nothing that would do."""
+    """The other arguments are invalid, so the path is checked before them."""
     monkeypatch.chdir(tmp_path)
     missing = []
     for name, function in public_functions(package):
-        own = [] if name in MADE_HERE else paths_of(function)
-        for parameter in own:
-            for what, value in BAD.items():
-                said = said_of(function, {**dict.fromkeys(own, "x"), parameter: value})
-                if not any(remedy in said for remedy in REMEDIES):
-                    missing.append(f"{name}({parameter}=) takes {what}: {said}")
+        parameters = [] if name in INTERNAL else path_parameters(function)
+        for parameter in parameters:
+            for case, value in BAD_PATHS.items():
+                message = call_error(function, {**dict.fromkeys(parameters, "x"), parameter: value})
+                if not any(remedy in message for remedy in PATH_MESSAGES):
+                    missing.append(f"{name}({parameter}=) accepts {case}: {message}")
     assert missing == []
     assert list(tmp_path.iterdir()) == []
 
 
-def said_of(function: Callable[..., Any], given: dict[str, Any]) -> str:
-    """The error of a call in which all else is None."""
+def call_error(function: Callable[..., Any], values: dict[str, Any]) -> str:
+    """Error of a call with `values`; other required arguments are None or `VALID_ARGUMENTS`."""
     parameters = inspect.signature(function).parameters.values()
-    needed = [
-        each.name
-        for each in parameters
-        if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    required = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
-    arguments = {name: FITTING.get(name) for name in needed} | given
+    arguments = {name: VALID_ARGUMENTS.get(name) for name in required} | values
     try:
-        made = function(**arguments)
-        if isinstance(made, Iterator):
-            next(made)
+        result = function(**arguments)
+        if isinstance(result, Iterator):
+            next(result)
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:600]
-    return "taken"
+    return "accepted"

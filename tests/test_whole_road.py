@@ -1,8 +1,8 @@
-"""The whole road in small, by the commands alone: from raw text to an answer from each runtime.
+"""The full pipeline at small scale, with commands only: from raw text to answers in each runtime.
 
-Two processes pre-train on text; conversations tune the model; a reward model and PPO follow; it is
-trained with rounded weights on conversations, and written for three targets. After each step the
-folder opens in transformers, answers through its chat template, and stops by itself.
+Pre-training in two processes, SFT on conversations, a reward model, PPO, quantization-aware
+training and export to three targets. After each step the model folder opens in transformers,
+answers through its chat template, and stops at the end token.
 """
 
 import json
@@ -33,8 +33,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 END = "<|endoftext|>"
-ROOM = 40
-"""Tokens that an answer may have; the longest right one has fewer than ten."""
+MAX_ANSWER_TOKENS = 40
+"""Token limit of an answer; the longest correct one has fewer than ten."""
 
 TRAIN = """
 model = "llama"
@@ -94,12 +94,12 @@ learning_rate = 1e-4
 
 
 def question(thing: str) -> str:
-    """What a user asks."""
+    """The user's question about a thing."""
     return f"What color is {thing}?"
 
 
 def answer(thing: str) -> str:
-    """What the model is to say."""
+    """The expected answer."""
     return f"{thing} is {COLORS[thing]}."
 
 
@@ -113,141 +113,152 @@ def chat(thing: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question(thing)}]
 
 
-def run(place: Path, *words: str, processes: int = 1) -> str:
-    """Run a command of ours as a user does, and return what it printed."""
-    command = [sys.executable, "-m", *words]
+def run(workspace: Path, *arguments: str, processes: int = 1) -> str:
+    """Run one of our commands in a subprocess and return its output."""
+    command = [sys.executable, "-m", *arguments]
     if processes > 1:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-        command = [sys.executable, "-m", *launcher, *words]
+        command = [sys.executable, "-m", *launcher, *arguments]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
 
 
-def run_recorded(place: Path, *words: str, processes: int = 1) -> None:
-    """Run a training command under ms-profile's recorder, which must see its steps."""
-    output = place / "profiles" / words[1]
+def run_recorded(workspace: Path, *arguments: str, processes: int = 1) -> None:
+    """Run a training command under `ms-profile run`, which must detect its steps."""
+    output = workspace / "profiles" / arguments[1]
     launcher = ["--nproc-per-node", str(processes)] if processes > 1 else []
     script = ["--train-script", str(MODULE), "--output-dir", str(output), "--overwrite"]
-    run(place, "ms_profile", "run", *script, *launcher, "--", *words)
+    run(workspace, "ms_profile", "run", *script, *launcher, "--", *arguments)
     ranks = [json.loads(path.read_text()) for path in (output / "ranks").iterdir()]
     assert len(ranks) == processes
     assert all(rank["steps"] > 2 for rank in ranks), ranks
 
 
-def settings(place: Path, name: str, text: str) -> str:
+def settings(workspace: Path, name: str, text: str) -> str:
     """Write a run file and return its name."""
-    (place / name).write_text(text)
+    (workspace / name).write_text(text)
     return name
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The raw material: texts, conversations, pairs, prompts, and a chat template."""
-    place = tmp_path_factory.mktemp("road")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with texts, conversations, pairs, prompts, and a chat template."""
+    workspace = tmp_path_factory.mktemp("road")
     things = random.Random(0).choices(list(COLORS), k=400)
-    write_lines(place / "corpus.jsonl", [{"text": f"{question(t)} {answer(t)}"} for t in things])
-    said = [{"role": "assistant", "content": answer(t)} for t in things]
-    chats = [{"messages": [*chat(t), s]} for t, s in zip(things, said, strict=True)]
-    write_lines(place / "chats.jsonl", chats)
+    write_lines(
+        workspace / "corpus.jsonl", [{"text": f"{question(t)} {answer(t)}"} for t in things]
+    )
+    replies = [{"role": "assistant", "content": answer(t)} for t in things]
+    chats = [{"messages": [*chat(t), reply]} for t, reply in zip(things, replies, strict=True)]
+    write_lines(workspace / "chats.jsonl", chats)
     pairs = [
         {"prompt": question(t), "chosen": answer(t), "rejected": f"{t} is {COLORS[w]}."}
         for t, w in pairwise(things[:80])
         if t != w
     ]
-    write_lines(place / "pairs.jsonl", pairs)
-    write_lines(place / "prompts.jsonl", [{"prompt": chat(t)} for t in COLORS])
-    (place / "chat.jinja").write_text(TEMPLATE)
-    return place
+    write_lines(workspace / "pairs.jsonl", pairs)
+    write_lines(workspace / "prompts.jsonl", [{"prompt": chat(t)} for t in COLORS])
+    (workspace / "chat.jinja").write_text(TEMPLATE)
+    return workspace
 
 
 @pytest.fixture(scope="module")
-def base(place: Path) -> Path:
-    """Text, tokenized and pre-trained on by two processes."""
-    run(place, "ms_data", "tokenizer", "corpus.jsonl", "--vocab-size=400", "--out=tokenizer.json")
+def base(workspace: Path) -> Path:
+    """Model pre-trained on the text by two processes."""
+    run(
+        workspace,
+        "ms_data",
+        "tokenizer",
+        "corpus.jsonl",
+        "--vocab-size=400",
+        "--out=tokenizer.json",
+    )
     shards = ("--tokenizer=tokenizer.json", "--out=shards")
-    run(place, "ms_data", "build", "corpus.jsonl", *shards)
-    run_recorded(place, "ms_parallel", "train", settings(place, "train.toml", TRAIN), processes=2)
-    return place / "runs" / "base" / "model"
+    run(workspace, "ms_data", "build", "corpus.jsonl", *shards)
+    run_recorded(
+        workspace, "ms_parallel", "train", settings(workspace, "train.toml", TRAIN), processes=2
+    )
+    return workspace / "runs" / "base" / "model"
 
 
 @pytest.fixture(scope="module")
-def tuned(place: Path, base: Path) -> Path:
-    """The model, tuned on conversations."""
+def tuned(workspace: Path, base: Path) -> Path:
+    """The model after SFT on conversations."""
     assert base.is_dir()
     template = ("--tokenizer=tokenizer.json", "--chat-template=chat.jinja")
-    run(place, "ms_data", "build", "chats.jsonl", *template, "--out=chats")
-    run_recorded(place, "ms_align", "sft", settings(place, "sft.toml", SFT))
-    return place / "runs" / "sft" / "model"
+    run(workspace, "ms_data", "build", "chats.jsonl", *template, "--out=chats")
+    run_recorded(workspace, "ms_align", "sft", settings(workspace, "sft.toml", SFT))
+    return workspace / "runs" / "sft" / "model"
 
 
 @pytest.fixture(scope="module")
-def judge(place: Path, tuned: Path) -> Path:
-    """A reward model of pairs."""
+def reward_model(workspace: Path, tuned: Path) -> Path:
+    """Reward model trained on the pairs."""
     assert tuned.is_dir()
     template = ("--tokenizer=tokenizer.json", "--chat-template=chat.jinja")
-    run(place, "ms_data", "build", "pairs.jsonl", "--pairs", *template, "--out=pairs")
-    run(place, "ms_align", "reward", settings(place, "reward.toml", REWARD))
-    return place / "runs" / "reward" / "model"
+    run(workspace, "ms_data", "build", "pairs.jsonl", "--pairs", *template, "--out=pairs")
+    run(workspace, "ms_align", "reward", settings(workspace, "reward.toml", REWARD))
+    return workspace / "runs" / "reward" / "model"
 
 
 @pytest.fixture(scope="module")
-def optimized(place: Path, judge: Path) -> Path:
-    """The tuned model, optimized for the reward model by PPO."""
-    assert judge.is_dir()
-    run_recorded(place, "ms_align", "ppo", settings(place, "ppo.toml", PPO))
-    return place / "runs" / "optimized" / "model"
+def optimized(workspace: Path, reward_model: Path) -> Path:
+    """The tuned model after PPO with the reward model."""
+    assert reward_model.is_dir()
+    run_recorded(workspace, "ms_align", "ppo", settings(workspace, "ppo.toml", PPO))
+    return workspace / "runs" / "optimized" / "model"
 
 
-def deployed(place: Path, scheme: str, *, verify: bool) -> Path:
-    """The model, trained with rounded weights on conversations, and written for its runtime."""
+def quantized_export(workspace: Path, scheme: str, *, verify: bool) -> Path:
+    """Run QAT on conversations and export the model for its runtime."""
     text = QAT.format(scheme=scheme, verify=str(verify).lower())
-    run_recorded(place, "ms_compress", "qat", settings(place, f"{scheme}.toml", text))
-    return place / "deploy" / scheme
+    run_recorded(workspace, "ms_compress", "qat", settings(workspace, f"{scheme}.toml", text))
+    return workspace / "deploy" / scheme
 
 
 def answers(folder: Path) -> dict[str, str]:
-    """What transformers generates through the folder's template, up to its end or `ROOM`."""
+    """Answers generated by transformers through the folder's template, with end tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    said = {}
+    responses = {}
     for thing in COLORS:
         prompt = tokenizer.apply_chat_template(
             chat(thing), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         with torch.no_grad():
-            out = model.generate(**prompt, max_new_tokens=ROOM)
-        said[thing] = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :])
-    return said
+            output = model.generate(**prompt, max_new_tokens=MAX_ANSWER_TOKENS)
+        responses[thing] = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+    return responses
 
 
 EXPECTED = {thing: answer(thing) + END for thing in COLORS}
 
 
-def test_a_pretrained_model_continues_a_text_and_ends_it(base: Path) -> None:
-    """It answers a question that stood in its corpus, and then gives the end of text."""
+def test_a_pretrained_model_continues_a_text_and_stops(base: Path) -> None:
+    """It answers a question from its corpus and generates the end token."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     model = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
     prompt = tokenizer(question("snow"), return_tensors="pt")
-    out = model.generate(**prompt, max_new_tokens=ROOM)
-    assert out.shape[1] < prompt["input_ids"].shape[1] + ROOM
-    assert tokenizer.decode(out[0]).endswith(END)
+    output = model.generate(**prompt, max_new_tokens=MAX_ANSWER_TOKENS)
+    assert output.shape[1] < prompt["input_ids"].shape[1] + MAX_ANSWER_TOKENS
+    assert tokenizer.decode(output[0]).endswith(END)
 
 
 def test_a_tuned_model_answers_through_its_template_and_stops(tuned: Path) -> None:
-    """Every question is answered rightly, and nothing follows the answer's end."""
+    """Every answer is correct and ends with the end token."""
     assert answers(tuned) == EXPECTED
 
 
-def test_a_reward_model_prefers_what_is_right(judge: Path) -> None:
-    """Its folder opens in transformers, which scores right answers above wrong ones."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(judge)
-    kind = transformers.AutoModelForSequenceClassification
-    model = kind.from_pretrained(judge).eval()
+def test_a_reward_model_prefers_correct_answers(reward_model: Path) -> None:
+    """In transformers it scores correct answers above wrong ones."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(reward_model)
+    model_class = transformers.AutoModelForSequenceClassification
+    model = model_class.from_pretrained(reward_model).eval()
 
-    def score(thing: str, said: str) -> float:
-        turns = [*chat(thing), {"role": "assistant", "content": said}]
+    def score(thing: str, response: str) -> float:
+        turns = [*chat(thing), {"role": "assistant", "content": response}]
         row = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             return float(model(**row).logits)
@@ -256,68 +267,74 @@ def test_a_reward_model_prefers_what_is_right(judge: Path) -> None:
     assert score("coal", answer("coal")) > score("coal", "coal is white.")
 
 
-def test_a_model_optimized_by_ppo_still_answers_and_stops(place: Path, optimized: Path) -> None:
-    """It opens as the tuned one does, and its rollouts ended by themselves."""
+def test_a_model_optimized_by_ppo_still_answers_and_stops(workspace: Path, optimized: Path) -> None:
+    """Its answers are correct, and its rollouts ended with the end token."""
     assert answers(optimized) == EXPECTED
-    events = (place / "runs" / "optimized" / "events.jsonl").read_text().splitlines()
+    events = (workspace / "runs" / "optimized" / "events.jsonl").read_text().splitlines()
     rollouts = [event for event in map(json.loads, events) if event.get("kind") == "rollout"]
     assert rollouts
     assert all(event["stopped"] > 0.9 for event in rollouts)
 
 
-def test_compressed_tensors_answer_in_transformers(place: Path, optimized: Path) -> None:
-    """The rounded model's folder opens and chats as the float one's does."""
+def test_a_compressed_tensors_folder_answers_in_transformers(
+    workspace: Path, optimized: Path
+) -> None:
+    """The quantized model gives the answers of the float model."""
     assert optimized.is_dir()
-    assert answers(deployed(place, "ct.int4_g32", verify=True)) == EXPECTED
+    assert answers(quantized_export(workspace, "ct.int4_g32", verify=True)) == EXPECTED
 
 
-def test_an_onnx_file_answers_in_onnxruntime(place: Path, optimized: Path) -> None:
-    """Greedy steps through its key-value inputs give the answer and the end of text."""
+def test_an_onnx_file_answers_in_onnxruntime(workspace: Path, optimized: Path) -> None:
+    """Greedy decoding with its key-value inputs gives the answer and the end token."""
     onnxruntime = pytest.importorskip("onnxruntime")
     assert optimized.is_dir()
-    folder = deployed(place, "ort.matmulnbits", verify=True)
+    folder = quantized_export(workspace, "ort.matmulnbits", verify=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    end_ids = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
     for thing, expected in EXPECTED.items():
         ids = tokenizer.apply_chat_template(
             chat(thing), add_generation_prompt=True, return_tensors="np", return_dict=True
         )["input_ids"]
-        said = greedy(session, ids, {ends} if isinstance(ends, int) else set(ends))
-        assert tokenizer.decode(said) == expected
+        tokens = greedy(session, ids, {end_ids} if isinstance(end_ids, int) else set(end_ids))
+        assert tokenizer.decode(tokens) == expected
 
 
-def greedy(session: Any, ids: Any, ends: set[int]) -> list[int]:
-    """Decode one row until an end token, or `ROOM` tokens, feeding each step's keys and values."""
+def greedy(session: Any, ids: Any, end_ids: set[int]) -> list[int]:
+    """Decode one sequence greedily with a key-value cache; stop at an end token."""
     import numpy as np
 
-    names = [each.name for each in session.get_inputs()]
-    outputs = [each.name for each in session.get_outputs()]
-    held = {
-        each.name: np.zeros([1, each.shape[1], 0, each.shape[3]], np.float32)
-        for each in session.get_inputs()
-        if each.name.startswith("past_key_values")
+    names = [node.name for node in session.get_inputs()]
+    outputs = [node.name for node in session.get_outputs()]
+    cache = {
+        node.name: np.zeros([1, node.shape[1], 0, node.shape[3]], np.float32)
+        for node in session.get_inputs()
+        if node.name.startswith("past_key_values")
     }
-    said: list[int] = []
+    tokens: list[int] = []
     total = ids.shape[1]
-    while len(said) < ROOM and not (said and said[-1] in ends):
-        fed = {"input_ids": ids, "attention_mask": np.ones((1, total), np.int64), **held}
-        given = dict(zip(outputs, session.run(None, {n: fed[n] for n in names}), strict=True))
-        said.append(int(given["logits"][0, -1].argmax()))
-        held = {n: given[n.replace("past_key_values", "present")] for n in held}
-        ids, total = np.array([[said[-1]]]), total + 1
-    return said
+    while len(tokens) < MAX_ANSWER_TOKENS and not (tokens and tokens[-1] in end_ids):
+        feeds = {"input_ids": ids, "attention_mask": np.ones((1, total), np.int64), **cache}
+        step_outputs = dict(
+            zip(outputs, session.run(None, {n: feeds[n] for n in names}), strict=True)
+        )
+        tokens.append(int(step_outputs["logits"][0, -1].argmax()))
+        cache = {n: step_outputs[n.replace("past_key_values", "present")] for n in cache}
+        ids, total = np.array([[tokens[-1]]]), total + 1
+    return tokens
 
 
-def test_a_gguf_file_chats_in_llama_cpp(place: Path, optimized: Path) -> None:
-    """llama.cpp's own chat completion applies the file's template, and stops by itself."""
+def test_a_gguf_file_chats_in_llama_cpp(workspace: Path, optimized: Path) -> None:
+    """llama.cpp's chat completion applies the file's template and stops at the end token."""
     llama_cpp = pytest.importorskip("llama_cpp")
     assert optimized.is_dir()
-    folder = deployed(place, "gguf.q4_0", verify=True)
+    folder = quantized_export(workspace, "gguf.q4_0", verify=True)
     llama = llama_cpp.Llama(model_path=str(folder / "model.gguf"), n_ctx=128, verbose=False)
     for thing in COLORS:
-        done = llama.create_chat_completion(chat(thing), temperature=0.0, max_tokens=ROOM)
-        (choice,) = done["choices"]
+        completion = llama.create_chat_completion(
+            chat(thing), temperature=0.0, max_tokens=MAX_ANSWER_TOKENS
+        )
+        (choice,) = completion["choices"]
         assert choice["message"]["content"].strip() == answer(thing)
         assert choice["finish_reason"] == "stop"
 
@@ -364,34 +381,34 @@ for _ in range(16):
 """
 
 
-def run_script(place: Path, name: str, text: str, *, processes: int = 1) -> None:
-    """Run a user's script, alone or under torchrun."""
-    (place / name).write_text(text)
+def run_script(workspace: Path, name: str, text: str, *, processes: int = 1) -> None:
+    """Run a user's script directly or under torchrun."""
+    (workspace / name).write_text(text)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *(launcher if processes > 1 else ()), name]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_the_trainers_face_trains_a_transformer_xl_on_raw_text(place: Path) -> None:
-    """As ARCHITECTURE writes it, in the paper's spelling of the name, on two processes."""
-    run_script(place, "xl.py", XL, processes=2)
-    assert (place / "runs" / "xl" / "model" / "model.safetensors").is_file()
+def test_distributed_trainer_trains_a_transformer_xl_on_raw_text(workspace: Path) -> None:
+    """`model_arch` accepts the paper's spelling; runs on two processes."""
+    run_script(workspace, "xl.py", XL, processes=2)
+    assert (workspace / "runs" / "xl" / "model" / "model.safetensors").is_file()
 
 
-def test_the_face_of_ppo_takes_folders(place: Path, judge: Path) -> None:
-    """Policy and reward model by path, the tokenizer from the policy's folder, known responses."""
-    assert judge.is_dir()
-    run_script(place, "align.py", ALIGN)
-    assert answers(place / "runs" / "ppo" / "model").keys() == COLORS.keys()
+def test_ppo_trainer_accepts_folders(workspace: Path, reward_model: Path) -> None:
+    """Policy and reward model by path, tokenizer from the policy's folder, given responses."""
+    assert reward_model.is_dir()
+    run_script(workspace, "align.py", ALIGN)
+    assert answers(workspace / "runs" / "ppo" / "model").keys() == COLORS.keys()
 
 
-def test_the_profilers_face_profiles_a_script_that_knows_nothing_of_it(place: Path) -> None:
-    """A page is written for the metrics that were asked for."""
-    (place / "steps.py").write_text(STEPS)
+def test_ms_profile_profiles_an_unmodified_script(workspace: Path) -> None:
+    """It writes a page for the requested metrics."""
+    (workspace / "steps.py").write_text(STEPS)
     metrics = "--metrics=communication_time,compute_time"
-    places = ("--train-script", "steps.py", "--output-dir", "./profile_results")
-    run(place, "ms_profile", "run", *places, metrics)
-    run(place, "ms_profile", "report", "./profile_results")
-    assert list((place / "profile_results").rglob("*.html"))
+    paths = ("--train-script", "steps.py", "--output-dir", "./profile_results")
+    run(workspace, "ms_profile", "run", *paths, metrics)
+    run(workspace, "ms_profile", "report", "./profile_results")
+    assert list((workspace / "profile_results").rglob("*.html"))
