@@ -76,7 +76,7 @@ class SummedReduction:
         """Count the global batch and gather its checksums; every process calls it."""
         local = measure(microbatches, loss).sum(0)
         rows = fingerprint(microbatches, float(local[0]))
-        # Columns: loss weight, tokens, and the two checksums of `Fingerprint.numbers`.
+        # Columns: loss weight, tokens, then `Fingerprint.numbers`.
         numbers = torch.cat((local, local.new_tensor(rows.numbers)))
         gathered = gather_over_rows(numbers, self.groups)
         weight, tokens, *_ = gathered.sum(0).tolist()

@@ -104,8 +104,8 @@ class Auditor:
                 microbatches, loss, counts.weight, SummedReduction(trained)
             )
         balancer.expert_load(counts.tokens)
-        # The same reductions as in the step, so both gradients are sharded alike.
         groups = trained.groups
+        # The same reductions as in the step, so both gradients are sharded alike.
         exact = reduce_gradients(
             {name: parameters[name] for name in trained.parameters},
             trained.replicated,
