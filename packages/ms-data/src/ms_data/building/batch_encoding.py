@@ -70,6 +70,7 @@ def _make_encode(
 def pack_batch(texts: Sequence[str], encoded: EncodedDocs) -> bytes:
     """Serialize the encoded documents of a batch as msgpack."""
     media = [np.zeros(0, np.uint32) if doc.media is None else doc.media for doc in encoded]
+    # The empty array makes an empty batch possible.
     words = np.concatenate([*(doc.words for doc in encoded), *media, np.zeros(0, np.uint32)])
     words = words.astype("<u4")
     content = zstandard.ZstdCompressor(level=1).compress(words.tobytes())
@@ -84,7 +85,9 @@ def unpack_batch(content: bytes) -> EncodedDocs:
     batch = msgspec.msgpack.decode(content, type=EncodedBatch)
     sizes = [*batch.sizes, *batch.media_sizes]
     total = sum(sizes)
+    # The sizes limit the output, so damaged content cannot exhaust the memory.
     raw = zstandard.ZstdDecompressor().decompress(batch.words, max_output_size=4 * total)
+    # Documents, then media, then a rest of length 0.
     parts = np.split(np.frombuffer(raw, "<u4"), np.cumsum(sizes))
     count = len(batch.sizes)
     media = parts[count : len(sizes)]

@@ -136,7 +136,7 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = msgspec.json.decode(tools)
+            tools = msgspec.json.decode(tools)  # ShareGPT datasets store the schemas as JSON text
         except msgspec.DecodeError as error:
             raise ValueError(f"tools is a string but not JSON: {error}") from error
     if not tools:
@@ -233,6 +233,7 @@ def _message(value: dict[str, Any], location: str) -> Message:
     if "role" not in value:
         raise ValueError(f"{location} must have a `role` and a `content`, got {_shorten(value)}")
     _role(value["role"], _ROLES, f"{location}.role")
+    # Tables fill the keys that a row lacks with null.
     message = {key: item for key, item in value.items() if item is not None}
     content = message.get("content")
     if isinstance(content, list):
@@ -267,6 +268,7 @@ def _check_message(message: Message, location: str) -> Message:
     """Return the message after checking that it is not empty and that its weight is 0 or 1."""
     if message.get("weight", 0) not in (0, 1):
         raise ValueError(f"{location}.weight must be 0 or 1, got {_shorten(message['weight'])}")
+    # System messages and tool results may be empty strings, but need a content.
     filled = message.get("content") or message.get("tool_calls")
     if message["role"] in ("assistant", "user") and not filled:
         raise ValueError(f"{location} is an empty {message['role']} message; add content")

@@ -28,7 +28,7 @@ from ms_data.errors import DataError, SettingError, TokenizerError, printable
 from ms_data.files.untrusted import check_path, decoding, read_json, read_text
 
 TEMPLATE_LIMIT_BYTES = 1 << 20
-_PROBE = "quartz"
+_PROBE = "quartz"  # a word that templates do not print themselves
 
 
 class Rendered(NamedTuple):
@@ -77,6 +77,7 @@ class ChatTemplate:
         self.asks_date = "strftime_now" in source
         """Whether the template prints the date."""
         inputs = [source, self.special_tokens, str(today) if self.asks_date else ""]
+        # The date counts only if the template prints it, or the digest would change every day.
         content = json.dumps(inputs, sort_keys=True).encode()
         self.digest = xxhash.xxh3_128_hexdigest(content)
         """xxh3-128 of everything that affects its output besides the messages, hexadecimal."""
@@ -208,9 +209,11 @@ class ChatTemplate:
         trained: Sequence[int],
     ) -> Rendered:
         """Render a conversation, and find the spans of the messages in `trained`."""
+        # `weight` is for training only; the template sees what transformers would pass.
         plain = [{key: message[key] for key in message if key != "weight"} for message in messages]
         reply = self._ask("train", plain, tools, turns=list(turns), wanted=list(trained))
         text: str = reply["text"]
+        # A span of white space alone has nothing to learn.
         spans = [(start, stop) for start, stop in reply["spans"] if text[start:stop].strip()]
         if not spans:
             raise ValueError(
@@ -234,6 +237,7 @@ class ChatTemplate:
         except ValueError:  # the template needs other messages; every conversation is checked alone
             return
         if not any(_PROBE in text[start:stop] for start, stop in spans):
+            # Probed again for the next conversation, which is then rejected as well.
             self._probed = False
             raise ValueError(
                 "the template prints no assistant text, so there is nothing to train on; fix the "
@@ -295,6 +299,7 @@ def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     """Read the template and the special tokens of a tokenizer folder."""
     path = folder / "tokenizer_config.json"
     config = _read_config(path) if path.exists() else {}
+    # Template files take precedence over the template in tokenizer_config.json, as in transformers.
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").exists():
         files = {"default": folder / "chat_template.jinja", **files}
@@ -333,6 +338,7 @@ def _is_text(value: Any) -> bool:
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens of a tokenizer_config.json by role, such as `bos_token`."""
     values_by_role = {key: value for key, value in config.items() if key.endswith("_token")}
+    # A token is a string, or an `AddedToken` saved as an object.
     texts = {
         key: value.get("content") if isinstance(value, dict) else value
         for key, value in values_by_role.items()

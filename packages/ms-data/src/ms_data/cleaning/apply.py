@@ -65,6 +65,7 @@ def clean_batch(
             entry.value = near[number]
             excerpt, text = shorten(text), None
         if text is not None:
+            # A row is written as it was read, a text with its columns.
             row_rules = isinstance(rules[0], RowRule)
             line = text.encode() if row_rules else document_line(text, item.location, item.columns)
             documents.append(line)
@@ -94,11 +95,13 @@ def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Ve
             if outcome.text != text.text:
                 entry.changes = entry.changes | {rule.name: size}
             cuts += [_cut_tally(entry, rule, *cut) for cut in outcome.cuts]
+            # A new object, as words and language of the changed text are computed again.
             old_text, text = text, Text(outcome.text, split)
             if not outcome.text.strip():
+                # The excerpt shows the text before.
                 outcome, text = Drop("nothing_left", 0, 1), old_text
         if isinstance(outcome, Drop):
-            entry.fate, entry.changes = "dropped", {}
+            entry.fate, entry.changes = "dropped", {}  # dropped with all of its bytes
             entry.reason = f"{rule.name}.{outcome.setting}"
             entry.value, entry.limit = outcome.value, outcome.limit
             return Verdict(None, entry, shorten(text.text) if rule.shown else "", [])

@@ -117,6 +117,7 @@ def _recipe(rule_set: RuleSet) -> dict[str, object]:
     return {
         "words": rule_set.words,
         "rules": [name for name, _ in settings],
+        # Numbered, as the order matters and a rule may be applied twice.
         **{f"rule {n} ({name})": _plain(values) for n, (name, values) in enumerate(settings, 1)},
         **{
             f"{rule.name}: made with": using

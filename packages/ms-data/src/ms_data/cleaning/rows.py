@@ -38,6 +38,7 @@ class RowRule(Rule):
         Raises:
             ValueError: a file is missing, or outside the base folder.
         """
+        # Files of the other kind are not read: their own rule reports them.
         other_types = {name for name, media in MEDIA_TYPES.items() if media != media_kind}
         messages = [dict(message) for message in row["messages"]]
         for message in messages:

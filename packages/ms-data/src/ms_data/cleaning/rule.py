@@ -97,7 +97,8 @@ def fractions(*, count: int) -> Any:
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         fits = isinstance(value, tuple) and len(value) == count
-        if not fits or not all(type(item) in (int, float) and 0 <= item <= 1 for item in value):  # type: ignore[attr-defined]
+        # Type: ignore[attr-defined].
+        if not fits or not all(type(item) in (int, float) and 0 <= item <= 1 for item in value):
             raise ConfigError(
                 f"{attribute.name} must be {count} numbers from 0 to 1, got {short_repr(value)}"
             )

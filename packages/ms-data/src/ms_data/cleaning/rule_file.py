@@ -30,6 +30,7 @@ _ENABLED = (
     "chinese_quality",
     "personal_data",
 )
+# Repairs come before the rules that measure the text, and masking comes after them.
 _ORDER = (*_ENABLED, "c4_paragraphs", "decontaminate", "pictures", "sound")
 _INITIAL_SETTINGS: dict[str, dict[str, Any]] = {
     "unicode": {"form": "NFC"},

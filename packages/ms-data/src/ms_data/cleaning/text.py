@@ -82,7 +82,7 @@ def count_sentences(words: list[str]) -> int:
         elif ended and not _is_punctuation(word):
             sentences += 1
             ended = False
-    return sentences + bool(words)
+    return sentences + bool(words)  # the last sentence, ended or not
 
 
 def repeats(parts: list[str]) -> tuple[int, int]:

@@ -13,6 +13,7 @@ HANGUL = "\uac00-\ud7af\u1100-\u11ff"
 
 Splitter = Callable[[str], list[str]]
 
+# A word with its apostrophe; dots; dashes; one Chinese or Japanese character; another sign.
 _PLAIN = re.compile(
     rf"[^\W{HAN}{KANA}]+(?:['\u2019][^\W\d_]+)?|\.{{2,}}|-{{2,}}|[{HAN}{KANA}]|[^\w\s]"
 )

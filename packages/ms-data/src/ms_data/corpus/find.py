@@ -77,6 +77,7 @@ def find_corpus(
         name=strip_credentials(" ".join(map(str, entries))),
         files=tuple(file for _, file, _ in files),
         names=tuple(name for name, _, _ in files),
+        # A file that the user names must be text; in a folder, other files are skipped.
         named=frozenset(file for _, file, folder in files if not folder),
         reader=READERS["python_source"] if is_stdlib else None,
         options=ReadOptions(
@@ -147,6 +148,7 @@ def _find_entry(corpus: str | Path) -> _CorpusEntry:
 
 
 def _sort_key(name: str) -> tuple[str, ...]:
+    # By components, as Paths are sorted: comparing strings would put `a-b` before `a/b`.
     return PurePosixPath(name).parts
 
 
@@ -173,6 +175,7 @@ def _visible_files(folder: Path) -> list[Path]:
             inner = sorted(Path(folder_path, name) for name in folders if not name.startswith("."))
             # visited after all real folders
             pending += [path for path in inner if path.is_symlink()]
+            # In place: `_walk` enters the folders that remain in its list.
             folders[:] = [path.name for path in inner if not path.is_symlink()]
             files += [Path(folder_path, name) for name in names if not name.startswith(".")]
     for path in files:

@@ -143,6 +143,7 @@ class FileReader:
 
     def claims(self, name: str, head: bytes, /) -> bool:
         """Return whether a file has this format."""
+        # A text may start with the letters of a binary format's magic, but has no NUL bytes.
         if head.startswith(self.signatures) and (self.text or b"\0" in head):
             return True
         if not name.lower().endswith(self.suffixes):

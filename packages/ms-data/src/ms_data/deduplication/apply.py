@@ -33,7 +33,7 @@ class Decisions:
         self._spans: NDArray[Any] = np.empty(0, SPAN)
         if location.substrings:
             self._starts = np.memmap(folder / "spans.starts", np.uint64, "r")
-            if (folder / "spans.bin").stat().st_size:
+            if (folder / "spans.bin").stat().st_size:  # an empty file cannot be mapped
                 self._spans = np.memmap(folder / "spans.bin", SPAN, "r")
 
     def keeper(self, document: int) -> int:
@@ -92,7 +92,7 @@ def _judge(number: int, item: Item, decisions: Decisions) -> tuple[str | None, E
         return None, entry
     if spans := decisions.spans(number):
         text = cut_words(text, spans)
-        if not any(map(str.isalnum, text)):
+        if not any(map(str.isalnum, text)):  # only signs and spaces remain
             entry.fate, entry.reason = "dropped", "substrings"
             return None, entry
         entry.changes = {"substrings": entry.bytes_in - len(text.encode())}

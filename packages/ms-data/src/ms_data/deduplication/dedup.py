@@ -92,6 +92,7 @@ def dedup(
         on_progress=on_progress,
     )
     job = None if shard is None else ArrayShard.parse(shard, out, corpus)
+    # The first run writes its hashes to a scratch folder of the last one; see `_choose_documents`.
     first = make_run(
         "dedup signatures",
         [],
@@ -110,6 +111,7 @@ def dedup(
         extra=(CLUSTERS,),
     )
     if job is not None and not job.merges:
+        # A job of an array only hashes its part, unless the merge has been done already.
         return last.finished(out) or first.publish(job.folder / "signatures")
     summary = last.publish(out)
     if job is not None:
@@ -136,6 +138,7 @@ def _choose_documents(first: LedgerRun, options: DedupOptions, folder: Path) -> 
     signatures = scratch / "signatures"
     first.publish(signatures)
     record = read_record(signatures)
+    # On disk, by document number, as the corpus may have billions of documents.
     facts = np.memmap(scratch / "facts", FACTS, "w+", shape=(record.tally.documents,))
     for frame in read_frames(signatures, record):
         frame_facts = np.frombuffer(frame.facts, FACTS)
@@ -171,13 +174,13 @@ def _keepers(
         "alike",
         _records(signatures, record, "exact", "near"),
         documents=count,
-        size_bytes=size * (options.bands + 1),
+        size_bytes=size * (options.bands + 1),  # one exact key and one key per band
     )
     # (documents,) kept document for each document
     keeper = np.memmap(scratch / "keeper", np.uint32, "w+", shape=(count,))
     # (documents,) exact duplicate of it
     same = np.memmap(scratch / "same", np.bool_, "w+", shape=(count,))
-    keeper[:] = np.arange(count, dtype=np.uint32)
+    keeper[:] = np.arange(count, dtype=np.uint32)  # a document outside all clusters keeps itself
     with (folder / CLUSTERS).open("wb") as file:
         for cluster in choose(scratch, similar.labels, facts, options):
             file.writelines(cluster.lines())

@@ -45,7 +45,8 @@ class SignatureSetup(msgspec.Struct, frozen=True):
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that hashes a batch; request and result are msgpack."""
-    options = DedupOptions(**msgspec.msgpack.decode(setup, type=SignatureSetup).options)  # type: ignore[arg-type]
+    # Type: ignore[arg-type].
+    options = DedupOptions(**msgspec.msgpack.decode(setup, type=SignatureSetup).options)
     decoder = msgspec.msgpack.Decoder(Batch)
     signer = Signer(options)
 
@@ -89,6 +90,7 @@ class Signer:
     def _exact(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
         digests = [xxhash.xxh3_128_intdigest(text.encode()) for text in texts]
         records = np.zeros(len(texts), RECORD)
+        # Key and check have 96 of the 128 bits, so different texts practically never match.
         records["key"] = [digest >> 64 for digest in digests]
         records["check"] = [digest & 0xFFFFFFFF for digest in digests]
         records["document"] = numbers
@@ -96,7 +98,7 @@ class Signer:
 
     def _near(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
         keys, checks = self._minhash.keys(self._minhash.signatures(texts))
-        records = np.zeros(keys.shape, RECORD)
+        records = np.zeros(keys.shape, RECORD)  # (documents, bands)
         records["key"], records["check"] = keys, checks
         records["document"] = numbers[:, None]
         return records.tobytes()
@@ -130,6 +132,7 @@ def read_frames(folder: Path, record: LedgerRecord) -> Iterator[SignatureFrame]:
         path, hasher = folder / entry.name, xxhash.xxh3_128()
         with path.open("rb") as file:
             while prefix := file.read(_PREFIX_BYTES):
+                # A damaged length must not make us allocate more than the file has.
                 content = file.read(min(int.from_bytes(prefix, "little"), entry.size_bytes))
                 hasher.update(prefix + content)
                 try:

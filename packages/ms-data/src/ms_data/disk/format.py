@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 MAGIC = b"ms-data shard 1\n"
-TRAILER = struct.Struct("<QI4s")
+TRAILER = struct.Struct("<QI4s")  # footer's checksum, footer's size, end mark
 TRAILER_MARK = b"end\n"
 
 FRAME = np.dtype([("size", "<u4"), ("ends", "<u4"), ("position", "<u8"), ("checksum", "<u8")])
@@ -216,6 +216,7 @@ def is_intact(content: bytes) -> bool:
     match = _CHECKSUM_FIELD.search(content)
     if match is None:
         return False
+    # The checksum is of the encoding in which the field is empty.
     unsealed = content[: match.start(1)] + content[match.end(1) :]
     return xxhash.xxh3_128_hexdigest(unsealed) == match[1].decode()
 
@@ -232,6 +233,7 @@ def decode_index(content: bytes) -> Index:
         ValueError: the bytes differ from the output of `encode_index`.
     """
     index = msgspec.json.decode(content, type=Index)
+    # The encoding is deterministic, so every changed byte makes a difference.
     if encode_index(index) != content:
         raise ValueError("the fingerprint does not match the content")
     return index

@@ -98,8 +98,9 @@ class SharedFrameCache:
         # Frame n always uses slot n modulo the number of slots.
         self._slots = max(1, size_bytes // self._slot_bytes)
         self._frame_tokens = frame_tokens
-        self._last: tuple[int, Frame] | None = None
+        self._last: tuple[int, Frame] | None = None  # consecutive rows often need the same frame
         self._writable = True
+        # With another number of slots, frames are at other offsets, so the name includes it.
         path = folder / f"{name}.{self._slots}.frames"
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
@@ -112,6 +113,7 @@ class SharedFrameCache:
         self._finalizer = weakref.finalize(
             self, _close_and_unlink, self._descriptor, path, os.getpid()
         )
+        # In a folder for all users, such as /dev/shm, another user may have created the file.
         info = os.fstat(self._descriptor)
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
             raise SettingError(
@@ -135,6 +137,7 @@ class SharedFrameCache:
                 return None
             expected, cached_number, position, tokens, ends = _HEADER.unpack(header)
             size = tokens * self._token_type.itemsize + ends * 8
+            # Before the body is read: the header of a slot being written may claim any size.
             if cached_number != number or not tokens or size > self._slot_bytes - _HEADER.size:
                 return None
             body = np.empty(size, np.uint8)

@@ -119,7 +119,7 @@ class Samples(Sequence[Sample | PairSample]):
 
     def __getitem__(self, number: int) -> Sample | PairSample:  # type: ignore[override]
         words = self._words(number)
-        floats = words[:2].view(np.float32)
+        floats = words[:2].view(np.float32)  # weight, and the margin of a pair
         if self.kind != "preferences":
             return _unpack_sample(words[self._header :], float(floats[0]))
         size, body = int(words[2]), words[self._header :]
@@ -176,6 +176,7 @@ class Samples(Sequence[Sample | PairSample]):
         """
         if self.kind != "media":
             return None
+        # The last group ends with the processor's settings; its checksum covers all of its files.
         names, expected = checksummed_files(self.dataset_index)[-1]
         contents = [read_bytes(self.folder / name, error=SettingError) for name in names]
         path = self.folder / MEDIA_FILE
@@ -190,7 +191,7 @@ class Samples(Sequence[Sample | PairSample]):
 
 
 def _float_words(*values: float) -> _Words:
-    return np.array(values, "<f4").view(np.uint32)
+    return np.array(values, "<f4").view(np.uint32)  # the same bits
 
 
 def _words_with_loss_bit(sample: Sample) -> _Words:

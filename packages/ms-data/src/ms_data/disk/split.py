@@ -99,8 +99,10 @@ class Split:
         if not self._entries:
             have = ", ".join(self.index.splits)
             raise SettingError(f"{folder} has no split {name!r}; the splits are: {have}")
+        # First token of every shard within the split, then the total.
         self._starts = [0, *accumulate(entry.tokens for entry in self._entries)]
         self._shards: OrderedDict[int, Shard] = OrderedDict()
+        # Caches number the frames of all shards in sequence.
         self._frames_before = [
             0,
             *accumulate(
@@ -128,6 +130,7 @@ class Split:
         ends: list[NDArray[np.int64]] = []
         for number, start in enumerate(self._starts[:-1]):
             shard = self._open(number)
+            # First token by frame.
             starts = range(start, self._starts[number + 1], self.index.frame_tokens)
             ends += [shard.read(frame).ends + first for frame, first in enumerate(starts)]
         return np.concatenate(ends)
@@ -198,6 +201,6 @@ class Split:
             shard = Shard(self.folder, self._entries[number], self.index.frame_tokens)
             self._shards[number] = shard
             if len(self._shards) > OPEN_SHARDS:
-                self._shards.popitem(last=False)[1].close()
+                self._shards.popitem(last=False)[1].close()  # the least recently used
         self._shards.move_to_end(number)
         return shard

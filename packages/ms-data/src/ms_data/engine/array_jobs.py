@@ -115,7 +115,7 @@ class ArrayShard:
                 _lock(file, partial)
                 yield ResultWriter(self, file, settings_key)
                 os.fsync(file.fileno())
-                publish(partial, self.path())
+                publish(partial, self.path())  # the final name means that all results are there
             sync_folder(self.folder)
 
 
@@ -130,6 +130,7 @@ class ResultWriter:
 
     def __init__(self, shard: ArrayShard, file: FileIO, settings_key: bytes) -> None:
         self._shard, self._file = shard, file
+        # Reading stops after the last valid result; a torn one after it is cut off below.
         self._stored_keys = {key for key, _, _ in _read_valid(file, settings_key)}
         size = file.tell() if self._stored_keys else 0
         file.seek(size)
@@ -139,6 +140,7 @@ class ResultWriter:
 
     def wants(self, index: int, key: bytes) -> bool:
         """Return whether a batch belongs to this job and has no result yet."""
+        # Batches are dealt out in turn, so every job gets a similar amount of text.
         return index % self._shard.count == self._shard.number - 1 and key not in self._stored_keys
 
     def add(self, key: bytes, result: bytes) -> None:
@@ -199,6 +201,7 @@ def read_results(path: Path, settings_key: bytes) -> Iterator[tuple[bytes, int, 
                 "settings, or remove it and run its shard again"
             )
         yield from _read_valid(file, settings_key)
+        # Only an unfinished file may end with a torn result.
         if file.tell() != path.stat().st_size:
             raise OutputError(f"{printable(path)}: damaged; remove it and run its shard again")
 

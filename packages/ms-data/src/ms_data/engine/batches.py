@@ -102,4 +102,5 @@ def read_batches(
         if size >= BATCH_CHARACTERS:
             yield make_batch(position, document.read_bytes)
             items, size, first = [], 0, first + len(items)
+    # Possibly empty: it carries the final progress.
     yield make_batch(Position(len(source.files)), source.size_bytes)

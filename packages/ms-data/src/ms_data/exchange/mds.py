@@ -95,6 +95,7 @@ class MdsReader:
     def _check(self, shard: _Shard) -> None:
         files = [shard.raw_data, *([shard.zip_data] if shard.zip_data else [])]
         for file in files:
+            # An index must not make us read files outside its folder.
             if Path(file.basename).name != file.basename or file.basename in ("", ".", ".."):
                 raise self._damage_error(f"names the file {file.basename!r}, not a plain file name")
             if not 0 <= file.bytes <= MAX_SHARD_BYTES:
@@ -121,6 +122,7 @@ class MdsReader:
         """Return the decompressed content of a shard after checking it."""
         compressed = shard.zip_data
         plain = self._folder / shard.raw_data.basename
+        # Some tools leave the decompressed shard next to the compressed one.
         if compressed is None or plain.is_file():
             content = self._read_verified(shard.raw_data)
         else:
@@ -164,10 +166,11 @@ class MdsReader:
 
     def _rows(self, shard: _Shard, content: bytes) -> Iterator[bytes]:
         count = int.from_bytes(content[:4], "little")
-        if count != shard.samples or len(content) < 4 * (count + 2):
+        if count != shard.samples or len(content) < 4 * (count + 2):  # u32: count, offsets, end
             raise self._damage_error(
                 f"{shard.raw_data.basename} has {count} rows, not {shard.samples}"
             )
+        # Start of every row, and the end.
         bounds = np.frombuffer(content, "<u4", count + 1, 4).tolist()
         if sorted(bounds) != bounds or bounds[0] < 4 * (count + 2) or bounds[-1] > len(content):
             raise self._damage_error(f"rows of {shard.raw_data.basename} are outside the file")
@@ -189,6 +192,7 @@ class MdsReader:
         raise AssertionError(column)
 
     def _value(self, encoding: str, cell: bytes, location: str) -> Value:
+        # Tokens in `bytes` are int64 by convention; `ndarray` names its type, `ndarray:TYPE:SHAPE`.
         type_name: Any = "<i8" if encoding == "bytes" else encoding.split(":")[1:2]
         try:
             if encoding == "str":

@@ -32,7 +32,7 @@ def resolve_output(out: str | Path) -> Path:
     with writing(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise OutputError(f"{out} is not empty; choose another folder, or remove it")
-    if folder.is_mount():
+    if folder.is_mount():  # nothing can be renamed to it
         raise OutputError(f"{out} is a mount point; choose a folder inside it")
     return folder
 
@@ -74,6 +74,7 @@ def work_folder(folder: Path, expected_files: re.Pattern[str]) -> Iterator[None]
             with writing(folder):
                 yield
         except BaseException as error:
+            # Without a journal, nothing could be resumed.
             if (folder / JOURNAL).exists():
                 error.add_note(f"progress is saved in {folder}; the same command resumes there")
             else:
@@ -117,6 +118,7 @@ def _lock(descriptor: int, folder: Path) -> None:
     """Lock the folder, and check that its path still names it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The previous holder may have renamed or removed the folder while we waited to open it.
         same = os.path.samestat(os.fstat(descriptor), folder.stat())
     except (BlockingIOError, FileNotFoundError):
         same = False

@@ -50,6 +50,7 @@ class MeasuredValues:
         low, high = (0.0, 1.0) if self.are_fractions else (min(self.samples), max(self.samples))
         if high == low:
             return [(low, len(self.samples))]
+        # Labels are spread so that the first and the last bin are labeled with the extremes.
         width = (high - low) / count
         counts = Counter(min(count - 1, int((value - low) / width)) for value in self.samples)
         return [

@@ -108,6 +108,7 @@ def read_record(folder: Path, *, error: type[Exception] = SettingError) -> Ledge
         )
     content = read_bytes(path, error=error, limit_bytes=LIMIT_BYTES)
     record = decode_json(content, LedgerRecord, where=path, error=error)
+    # A record whose totals do not add up is as useless as a damaged one.
     if encode_sealed(record, "checksum") != content or record.tally.faults():
         raise error(f"{printable(path)}: damaged; run the command again")
     return record
@@ -126,6 +127,7 @@ def finished_summary(
         return None
     record = read_record(folder, error=OutputError)
     same_command = record.kind == command
+    # The settings of another command cannot be compared, only the corpus.
     changes = changes_since(path, record, recipe if same_command else record.recipe, source)
     if not same_command:
         changes.insert(0, f"it was written by `ms-data {record.kind}`, not `ms-data {command}`")

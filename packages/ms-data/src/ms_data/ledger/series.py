@@ -54,6 +54,7 @@ class SeriesWriter:
         self._size = 0
         self._hasher = xxhash.xxh3_128()
         (parent / folder).mkdir(exist_ok=True)
+        # All files are checked before the first one is changed.
         for entry, hasher in [(entry, self._verify(entry)) for entry in entries]:
             self._resume(entry, hasher)
 
@@ -77,6 +78,7 @@ class SeriesWriter:
         unfinished = () if self._file is None else (self._entry(),)
         if self._file is not None:
             os.fsync(self._file.fileno())
+        # The name of a new file must survive a power cut too.
         sync_folder(self._parent / self._folder)
         return (*self._done, *unfinished)
 
@@ -127,6 +129,7 @@ class SeriesWriter:
             self._done.append(entry)
             return
         self._file = (self._parent / entry.name).open("r+b", buffering=0)
+        # Frames after the last saved progress are removed, as they will be written again.
         self._file.truncate(entry.size_bytes)
         self._file.seek(entry.size_bytes)
         self._size, self._hasher = entry.size_bytes, hasher

@@ -89,7 +89,7 @@ class Tally(msgspec.Struct, kw_only=True):
         self.documents += 1
         self.bytes_in += entry.bytes_in
         self.bytes_out += entry.bytes_out
-        if entry.fate == "quarantined":
+        if entry.fate == "quarantined":  # unreadable, so without a size
             self.quarantined += 1
             return
         self.sizes_in = _count_size(self.sizes_in, entry.bytes_in)
@@ -137,9 +137,10 @@ class Tally(msgspec.Struct, kw_only=True):
 
 def shorten(text: str) -> str:
     """Return the beginning of a text as one line."""
+    # Twice the length, as runs of white space shrink to one space.
     head = " ".join(text[: 2 * EXCERPT_CHARACTERS].split())
     cut = head if len(head) <= EXCERPT_CHARACTERS else f"{head[:EXCERPT_CHARACTERS]}..."
-    return cut.encode(errors="replace").decode()
+    return cut.encode(errors="replace").decode()  # lone surrogates have no UTF-8
 
 
 def _get_or_create(tallies: dict[str, ReasonTally], reason: str) -> ReasonTally:

@@ -124,7 +124,7 @@ def _decode_data_url(url: str, location: str) -> bytes:
         raise ValueError(
             f"{location} must be a `data:...;base64,` URL; encode the file with base64"
         )
-    if len(body) > FILE_BYTES * 4 // 3 + 4:
+    if len(body) > FILE_BYTES * 4 // 3 + 4:  # base64 has 4 characters for 3 bytes
         raise ValueError(f"{location} is larger than {FILE_BYTES >> 20} MiB; make the file smaller")
     try:
         return base64.b64decode(body, validate=True)
@@ -148,6 +148,7 @@ def _read(name: str, location: str, folder: Path | None) -> bytes:
                 child_fd = os.open(part, _OPEN_FLAGS | os.O_DIRECTORY, dir_fd=parent_fd)
                 os.close(parent_fd)
                 parent_fd = child_fd
+            # O_NONBLOCK: opening a pipe would wait for a writer.
             descriptor = os.open(parts[-1], _OPEN_FLAGS | os.O_NONBLOCK, dir_fd=parent_fd)
         finally:
             os.close(parent_fd)

@@ -24,7 +24,7 @@ SOUND_SAMPLES = 1 << 25
 _PICTURE_CLASSES = tuple(f"Qwen2VLImageProcessor{end}" for end in ("", "Fast", "Pil"))
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_BICUBIC = 3
+_BICUBIC = 3  # PIL's number
 
 
 class PictureSettings(
@@ -50,6 +50,7 @@ class PictureSettings(
         _require(self.factor <= 1024, "patch_size x merge_size", self.factor)
         _require(0 < self.min_pixels <= self.max_pixels, "min_pixels", self.min_pixels)
         _require(self.max_pixels <= PICTURE_PIXELS, "max_pixels", self.max_pixels)
+        # Room for a token.
         _require(self.factor**2 <= self.max_pixels, "max_pixels", self.max_pixels)
         _require(all(0 < value < 1e6 for value in self.std), "image_std", self.std)
         _require(all(abs(value) < 1e6 for value in self.mean), "image_mean", self.mean)
@@ -63,7 +64,7 @@ class PictureSettings(
     @property
     def width(self) -> int:
         """Values per patch."""
-        return 3 * self.temporal_patch_size * self.patch_size**2
+        return 3 * self.temporal_patch_size * self.patch_size**2  # RGB
 
 
 class SoundSettings(
@@ -87,6 +88,7 @@ class SoundSettings(
         _require(2 <= self.window_samples <= 1 << 16, "n_fft", self.window_samples)
         _require(self.window_samples % 2 == 0, "n_fft", self.window_samples)
         _require(0 < self.chunk_s <= SOUND_SAMPLES // self.rate_hz, "chunk_length", self.chunk_s)
+        # Full frames.
         _require(self.samples % self.hop_samples == 0, "hop_length", self.hop_samples)
         _require(self.samples > self.window_samples, "chunk_length", self.chunk_s)
 
@@ -154,6 +156,7 @@ _REMEDY = "use the folder of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen2-Audio pro
 
 def _settings(config: Mapping[str, Any]) -> MediaSettings:
     """Parse either form of the file."""
+    # In older folders, the file is one of the two objects itself.
     picture = config.get("image_processor") or config
     sound = config.get("feature_extractor") or config
     settings: dict[str, Any] = {}
@@ -181,6 +184,7 @@ def _picture(config: Mapping[str, Any], token: str) -> PictureSettings:
         "patch_size": config.get("patch_size", 14),
         "temporal_patch_size": config.get("temporal_patch_size", 2),
         "merge_size": config.get("merge_size", 2),
+        # The "edges" of `size` are pixel counts as well, under transformers' common names.
         "min_pixels": config.get("min_pixels") or size.get("shortest_edge", 56 * 56),
         "max_pixels": config.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
         "rescale_factor": config.get("rescale_factor", 1 / 255),

@@ -101,6 +101,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
         )
         _check(open_rows, {"long": long, "packing": packing, "weighting": weighting})
         self._weighting: Weighting = weighting
+        # What determines the rows; batch size and number of processes do not, so they may change.
         self._settings = {
             "sources": {},
             **self._settings,
@@ -153,6 +154,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
         # All ranks draw and pack everything, but read only their rows from disk.
         while len(self._ready) < self.batch_size and not self._flushed:
             if self._end is not None and self._mixture.position >= self._end:
+                # All samples are drawn: deliver the rows that still have space.
                 for number, source in enumerate(self._sources):
                     self._ready.extend((number, row) for row in source.flush())
                 self._flushed = True
@@ -194,6 +196,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
         self._rows += len(rows)
         self._tokens += sum(stop - start for _, row in rows for _, start, stop in row)
         local_rows = self._rank_rows.of(rows)
+        # The last batch may be short; its padding rows have no targets, and task 0.
         task = np.zeros(self._rank_rows.rows, np.int64)
         task[: len(local_rows)] = [source for source, _ in local_rows]
         batch = fill_rows(
@@ -213,6 +216,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
         """Prepare the images and audio of these rows."""
         if self._processor is None:
             return cast(InstructionBatch, {})
+        # (length, media) of every segment, by row.
         parts = [
             [
                 (segment.stop - segment.start, self._sources[source].media(segment))
@@ -231,6 +235,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
         return {
             **self._mixture_state(),
             "sources": [source.state() for source in self._sources],
+            # Only the segments: the tokens are read again from disk.
             "ready": [[task, [list(segment) for segment in row]] for task, row in self._ready],
             "rows": self._rows,
             "tokens": self._tokens,

@@ -171,7 +171,7 @@ def _phases_to_json(phases: Iterable[Phase]) -> list[list[Any]]:
 
 
 def _is_plan(value: Any, sources: int) -> bool:
-    """Return whether a JSON value has the format of `_planned`."""
+    """Return whether a JSON value has the format of `_phases_to_json`."""
     return (
         isinstance(value, list)
         and len(value) > 0

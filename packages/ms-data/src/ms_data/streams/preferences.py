@@ -127,6 +127,7 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
         ]
         end_of_text = self.samples.dataset_index.end_of_text
         margin = np.zeros(rows, np.float32)
+        # (2 * pairs,): chosen and rejected rows alternate.
         margin[: 2 * len(local_pairs)] = np.repeat([pair.margin for pair in local_pairs], 2)
         self._drawn += len(pairs)
         return {
@@ -142,6 +143,7 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
 
     def _fits(self, number: int) -> bool:
         """Return whether both responses have targets within a row; count the pair if truncated."""
+        # Both responses together are no longer than a row, so each fits; this reads nothing.
         if int(self.samples.sizes[number]) <= self.sequence_length:
             return True
         # A row of S tokens has S targets, so it uses S + 1 tokens of a sample.

@@ -166,6 +166,7 @@ class BatchStream(Iterator[B]):
                 f"{STATE_VERSION}; resume with the ms-data that wrote it"
             )
         settings = state.get("settings")
+        # Batch size and number of processes are not among these, so both may change on resume.
         for name, value in self._settings.items():
             saved = settings.get(name) if isinstance(settings, Mapping) else None
             if saved != value:

@@ -73,6 +73,7 @@ class TokenSource:
                 f"{length}; lower sequence_length or build from more text"
             )
         if chunk_samples is None:
+            # Rounded up.
             chunk_samples = -(-CHUNK_FRAMES * self._split.index.frame_tokens // length)
         check_counts(chunk_samples=chunk_samples, window_chunks=window_chunks)
         self.order = Order(
@@ -101,7 +102,7 @@ class TokenSource:
         return parts[0] if len(parts) == 1 else _concatenate(parts)
 
     def _rows(self, start: int, limit: int) -> Batch:
-        """Read up to `most` samples from `start`, at most to the end of the window."""
+        """Read up to `limit` samples from `start`, at most to the end of the window."""
         epoch, position = divmod(start, self.order.samples)
         number, offset = divmod(position, self.order.window_samples)
         key = (epoch, number)

@@ -76,6 +76,7 @@ class C4Quality(Rule):
 
     def _judge(self, line: str, words: int) -> Drop | str:
         """Return the reason for cutting a line ("" keeps it), or a Drop of its document."""
+        # In the order of C4: the first reason counts.
         if self.ended_lines and (not line.endswith(_ENDS) or line.endswith("...")):
             return "ended_lines"
         if words < self.min_words_a_line:

@@ -55,7 +55,8 @@ class ChineseQuality(Rule):
         body = text.text
         han = len(_HAN.findall(body))
         letters = sum(map(len, _LETTERS.findall(body)))
-        dense = "".join(body.split())
+        dense = "".join(body.split())  # without white space
+        # Counting each sign that occurs is faster than testing every character.
         signs = sum(map(dense.count, SIGNS.intersection(dense)))
         ends = len(_SENTENCE.findall(body))
         lines = [line.strip() for line in text.lines if line.strip()]
@@ -85,7 +86,7 @@ class ChineseQuality(Rule):
 
     def _repeated(self, body: str) -> int:
         ngrams = Ngrams(plain_words(body))
-        for _ in range(self.repeated_ngram_characters - 1):
+        for _ in range(self.repeated_ngram_characters - 1):  # n-grams start with one word
             ngrams.grow()
         return ngrams.repeated_characters()
 

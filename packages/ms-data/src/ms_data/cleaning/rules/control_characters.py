@@ -8,11 +8,14 @@ from ms_data.cleaning.rule import Change, Outcome, Rule
 from ms_data.cleaning.text import Text
 from ms_data.settings import flag
 
-_LINE_ENDS = re.compile("\r\n?|[\x85\u2028\u2029]")
+_LINE_ENDS = re.compile("\r\n?|[\x85\u2028\u2029]")  # CR LF, CR, NEL, line and paragraph separator
+# ANSI escape sequences: CSI (colors), OSC up to BEL or ST (titles), and two-character ones.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_OVERSTRIKES = re.compile("[^\n]\b")
+_OVERSTRIKES = re.compile("[^\n]\b")  # a character and a backspace, as in man pages
+# C0 without tab and line feed, DEL, C1, noncharacters, and interlinear annotations.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufdd0-\ufdef\ufff9-\ufffb\ufffe\uffff]")
-_ZERO_WIDTH = re.compile("[\u00ad\u200b\u2060\ufeff]")
+_ZERO_WIDTH = re.compile("[\u00ad\u200b\u2060\ufeff]")  # soft hyphen, space, word joiner, BOM
+# Everything above in one pattern, as most documents contain none of it.
 _ALL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u200b\u2028\u2029\u2060\ufdd0-\ufdef\ufeff"
     "\ufff9-\ufffb\ufffe\uffff]"

@@ -45,6 +45,7 @@ class Decontaminate(Rule):
 
     def identity(self) -> str:
         """Return a hash of the benchmark n-grams."""
+        # With other benchmarks, an interrupted run must not be resumed.
         parts = [hashes.tobytes() for _, hashes in sorted(self._benchmark_hashes().items())]
         return f"{super().identity()} {xxhash.xxh3_128_hexdigest(b'|'.join(parts))}".strip()
 
@@ -54,6 +55,7 @@ class Decontaminate(Rule):
         hashes = _HASHES(words)
         for size, benchmark_hashes in self._benchmark_hashes().items():
             windows = window_hashes(hashes, size)
+            # Binary search of every window among the sorted hashes, (windows,).
             nearest = np.minimum(
                 np.searchsorted(benchmark_hashes, windows), len(benchmark_hashes) - 1
             )

@@ -11,6 +11,7 @@ from ms_data.settings import number
 
 _PARAGRAPHS = re.compile(r"\n{2,}")
 _LINES = re.compile(r"\n+")
+# Table A1, n = 2 to 4, 5 to 10.
 _TOP, _REPEATED = (0.20, 0.18, 0.16), (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
 
 
@@ -57,7 +58,7 @@ class GopherRepetition(Rule):
         """Drop a document with repeated words; `size` is the length of the text."""
         ngrams = Ngrams(words)
         for limit in self.max_top_ngrams:
-            ngrams.grow()
+            ngrams.grow()  # from n = 1, by one word at a time
             share = ngrams.top_characters() / size
             if share > limit:
                 return Drop("max_top_ngrams", round(share, 6), limit)

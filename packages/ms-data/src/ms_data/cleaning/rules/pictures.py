@@ -66,6 +66,7 @@ class Pictures(RowRule):
         row_text = " ".join(_texts(row["messages"]))  # without the paths of media
         if self.match_size and len(images) == 1 and (sizes := _SIZE.findall(row_text)):
             size = images[0].size
+            # In any order.
             if not any({int(width), int(height)} == set(size) for width, height in sizes):
                 return Drop("match_size", "x".join(sizes[0]), "x".join(map(str, size)))
         expected = row.get("language")

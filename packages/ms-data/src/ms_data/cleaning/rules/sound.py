@@ -12,7 +12,7 @@ from ms_data.cleaning.text import Text
 from ms_data.media.sound import check_soundfile, decode_sound
 from ms_data.settings import number
 
-_FULL = 0.999
+_FULL = 0.999  # full scale, with a margin for rounding
 
 
 @frozen(kw_only=True)
@@ -54,7 +54,7 @@ class Sound(RowRule):
     def _judge(self, samples: NDArray[np.float32], rate_hz: int) -> Drop | None:
         seconds = len(samples) / rate_hz
         power = float(np.square(samples, dtype=np.float64).mean())
-        level_db = -10 * math.log10(max(power, 1e-30))
+        level_db = -10 * math.log10(max(power, 1e-30))  # decibels below full scale
         return (
             under("min_s", seconds, self.min_s)
             or over("max_s", seconds, self.max_s)

@@ -36,7 +36,7 @@ class Unicode(Rule):
     def apply(self, text: Text, /) -> Outcome:
         """Return the repaired and normalized text."""
         body = text.text
-        if body.isascii():
+        if body.isascii():  # neither damaged nor denormalized
             return None
         if self.repair:
             ftfy = _ftfy()
@@ -58,6 +58,7 @@ def _ftfy() -> Any:
 
 
 def _config(ftfy: Any) -> Any:
+    # Only wrong decodings are repaired: the other fixes would change correct text.
     return ftfy.TextFixerConfig(
         unescape_html=False,
         remove_terminal_escapes=False,

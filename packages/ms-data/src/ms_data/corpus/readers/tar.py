@@ -107,10 +107,12 @@ def _samples(file: OpenFile, limit: int) -> Iterator[_Sample]:
 
 def _members(content: ByteReader, file: OpenFile) -> Iterator[_Member]:
     """Yield the regular members; read or skip a member's content before requesting the next one."""
+    # Long names and sizes, from extended headers before the member that they describe.
     overrides: dict[str, str] = {}
     ended = True
     while block := content.read(_BLOCK):
         if not block.strip(b"\0"):
+            # Blocks of zeros end an archive; concatenated archives have more members after them.
             ended = True
             continue
         ended = False
@@ -177,6 +179,7 @@ def _pax_records(header: bytes, file: OpenFile) -> dict[str, str]:
         valid_length = length.isdigit() and len(length) < 8
         if not (valid_length and len(length) + 3 < int(length) <= len(header)):
             raise damaged_file(file, "tar archive", "a pax header with an invalid record length")
+        # The length includes its own digits, the space and the newline.
         record, header = header[: int(length)], header[int(length) :]
         name, _, value = record[len(length) + 1 : -1].partition(b"=")
         records[name.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
