@@ -97,8 +97,7 @@ def fractions(*, count: int) -> Any:
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         fits = isinstance(value, tuple) and len(value) == count
-        # Type: ignore[attr-defined].
-        if not fits or not all(type(item) in (int, float) and 0 <= item <= 1 for item in value):
+        if not fits or not all(type(item) in (int, float) and 0 <= item <= 1 for item in value):  # type: ignore[attr-defined]
             raise ConfigError(
                 f"{attribute.name} must be {count} numbers from 0 to 1, got {short_repr(value)}"
             )

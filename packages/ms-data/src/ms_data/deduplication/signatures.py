@@ -45,8 +45,7 @@ class SignatureSetup(msgspec.Struct, frozen=True):
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that hashes a batch; request and result are msgpack."""
-    # Type: ignore[arg-type].
-    options = DedupOptions(**msgspec.msgpack.decode(setup, type=SignatureSetup).options)
+    options = DedupOptions(**msgspec.msgpack.decode(setup, type=SignatureSetup).options)  # type: ignore[arg-type]
     decoder = msgspec.msgpack.Decoder(Batch)
     signer = Signer(options)
 
