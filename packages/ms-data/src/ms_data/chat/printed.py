@@ -38,6 +38,7 @@ def check_printed(
         ValueError: a text is missing; names its location.
     """
     remaining = _without_spaces(text)  # text without the occurrences found so far
+    # NUL separates the spans, so that no text matches across two of them.
     trained_text = _without_spaces("\0".join(text[start:stop] for start, stop in spans))
     expected: list[tuple[str, str]] = []
     for index, message in enumerate(messages):
@@ -62,6 +63,7 @@ def check_printed(
             description = function.get(key) if isinstance(function, Mapping) else None
             if isinstance(description, str):
                 expected.append((description, f"tools[{index}].{key}"))
+    # Longest first: a short text must not use up a part of a longer one.
     for content, location in sorted(expected, key=lambda pair: -len(pair[0])):
         occurrence = next(iter(_occurring_forms(content, remaining)), None)
         if occurrence is None:

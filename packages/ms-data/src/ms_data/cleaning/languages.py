@@ -37,7 +37,7 @@ def identify(text: str) -> str:
     others = letters - han - kana - hangul
     if LETTERS_PER_CHARACTER * (han + kana + hangul) < others:  # mostly other scripts
         return _identify_by_letters(sample)
-    if hangul > han + kana:
+    if hangul > han + kana:  # Korean text may contain Chinese characters
         return "ko"
     return "ja" if 10 * kana > han + kana else "zh"  # Japanese text nearly always has kana
 

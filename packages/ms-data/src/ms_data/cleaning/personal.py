@@ -18,14 +18,15 @@ _MAIL = re.compile(
 )
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)", re.ASCII)
 _IPV6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?![\w:.])", re.ASCII)
+# Anything that may be a number of these types; `classify_number` decides.
 _NUMBER = re.compile(r"(?<![\w.,@/#=:-])[+(]?\d[\d ().-]{5,30}[\dXx](?![\w-]|[.,]\d)", re.ASCII)
 _CHINESE_MOBILE = re.compile(r"(?:\+?86[ -]?)?1[3-9]\d[ -]?\d{4}[ -]?\d{4}")
 _CHINESE_LANDLINE = re.compile(r"\(?0(?:10|2\d|[3-9]\d{2})\)?[ -]?[2-8]\d{2,3}[ -]?\d{4}")
 _INTERNATIONAL = re.compile(r"\+[1-9]\d{0,2}(?:[ .-]?\(?\d{1,4}\)?){2,6}")
 _NORTH_AMERICAN = re.compile(r"(?:1[ .-])?(?:\([2-9]\d{2}\) ?|[2-9]\d{2}[.-])[2-9]\d{2}[ .-]\d{4}")
 _US_IDENTITY = re.compile(r"(?!000|666|9\d\d)\d{3}-(?!00)\d{2}-(?!0000)\d{4}")
-_WEIGHTS = (7, 9, 10, 5, 8, 4, 2, 1, 6, 3, 7, 9, 10, 5, 8, 4, 2)
-_CHECKS = "10X98765432"
+_WEIGHTS = (7, 9, 10, 5, 8, 4, 2, 1, 6, 3, 7, 9, 10, 5, 8, 4, 2)  # powers of 2 modulo 11
+_CHECKS = "10X98765432"  # check digit by the weighted sum modulo 11
 
 
 class PersonalItem(NamedTuple):
@@ -93,15 +94,16 @@ def _is_card(digits: str) -> bool:
     """Return whether digits are a card number: known issuer, valid length and check digit."""
     size = len(digits)
     issued = (
-        (digits[0] == "4" and size in (13, 16, 19))
-        or ("51" <= digits[:2] <= "55" and size == 16)
+        (digits[0] == "4" and size in (13, 16, 19))  # Visa
+        or ("51" <= digits[:2] <= "55" and size == 16)  # Mastercard
         or ("2221" <= digits[:4] <= "2720" and size == 16)
-        or (digits[:2] in ("34", "37") and size == 15)
-        or (digits[:2] in ("36", "38") and size == 14)
-        or ("3528" <= digits[:4] <= "3589" and size == 16)
-        or (digits[:2] == "62" and 16 <= size <= 19)
-        or ((digits[:4] == "6011" or digits[:2] == "65") and size == 16)
+        or (digits[:2] in ("34", "37") and size == 15)  # American Express
+        or (digits[:2] in ("36", "38") and size == 14)  # Diners Club
+        or ("3528" <= digits[:4] <= "3589" and size == 16)  # JCB
+        or (digits[:2] == "62" and 16 <= size <= 19)  # UnionPay
+        or ((digits[:4] == "6011" or digits[:2] == "65") and size == 16)  # Discover
     )
+    # Few different digits: a placeholder such as 4444 4444 4444 4448.
     return issued and len(set(digits)) > 2 and passes_luhn(digits)
 
 
@@ -129,7 +131,7 @@ def _telephone(number: str) -> int:
         return len(number)
     if _INTERNATIONAL.fullmatch(number):
         digits = sum(map(str.isdigit, number))
-        return len(number) if 9 <= digits <= 15 else 0
+        return len(number) if 9 <= digits <= 15 else 0  # ITU-T E.164 allows 15 digits
     return 0
 
 
@@ -150,5 +152,5 @@ def _addresses(text: str) -> Iterator[PersonalItem]:
                 address = ipaddress.ip_address(match[0])
             except ValueError:
                 continue
-            if address.is_global and len(match[0]) > 4:
+            if address.is_global and len(match[0]) > 4:  # `::1` and the like are too short to tell
                 yield PersonalItem("ip_address", *match.span())

@@ -78,6 +78,7 @@ def select_data_files(files: dict[str, CorpusFile], folder: object) -> dict[str,
     for name in files:
         folder_path = _parent(name)
         if folder_path in shards:
+            # The folder may have files of an earlier, longer version: only listed shards count.
             data_files |= shards[folder_path]
             processed.add(name)
         elif name == _SPLITS and saved_datasets:
@@ -100,6 +101,7 @@ def _drop_ledger_files(files: dict[str, CorpusFile]) -> dict[str, CorpusFile]:
         name
         for folder in ledger_folders
         for name in files
+        # Kept documents are data; the ledger, clusters and reports are not.
         if name.startswith(_join(folder, "")) and not name.startswith(_join(folder, "documents/"))
     }
     return {name: file for name, file in files.items() if name not in excluded}
@@ -131,6 +133,7 @@ def _listed_shards(folder: str, files: Mapping[str, CorpusFile]) -> dict[str, Co
     shards = {}
     for shard in state.files:
         name = _join(folder, shard.filename)
+        # A list from elsewhere must not name files outside its folder.
         if PurePosixPath(shard.filename).name != shard.filename or name not in files:
             raise CorpusError(
                 f"{state_file}: lists {shard.filename!r}, but it is missing; copy the complete "
@@ -161,7 +164,7 @@ def _is_card(file: CorpusFile | None) -> bool:
 
 
 def _decode_json(file: CorpusFile, struct_type: type[Any]) -> Any:
-    content = _read_head(file, _LIMIT_BYTES + 1)
+    content = _read_head(file, _LIMIT_BYTES + 1)  # one more byte shows that it is too large
     if len(content) > _LIMIT_BYTES:
         raise CorpusError(f"{file}: too large for a list of shards; download it again")
     try:

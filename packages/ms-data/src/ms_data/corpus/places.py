@@ -89,7 +89,7 @@ class _RemoteStream(RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         with remote_errors(self._url):
-            content = self._file.read(len(buffer))
+            content = self._file.read(len(buffer))  # may be shorter than the buffer
         buffer[: len(content)] = content
         return len(content)
 

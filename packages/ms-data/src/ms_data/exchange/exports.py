@@ -60,6 +60,7 @@ def export_dataset(
     for path in files:
         check_path("out", path, error=OutputError, written="file")
     with writing(out_path):
+        # The two Megatron files cannot appear at once, so a killed export leaves a mark.
         is_resume = target == "megatron" and was_interrupted(out_path)
         for path in files:
             if path.exists() and not is_resume:
@@ -104,7 +105,7 @@ def _write_parquet(
         size = 0
 
         def flush() -> None:
-            lengths = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
+            lengths = np.cumsum([0, *map(len, tokens)], dtype=np.int64)  # offsets, (documents + 1,)
             flat = np.concatenate([*tokens, np.zeros(0, np.uint32)]).astype(np.uint32)
             # Offsets and values, without a Python object per token.
             lists = pa.LargeListArray.from_arrays(pa.array(lengths), pa.array(flat))

@@ -99,7 +99,7 @@ def _write(
     counts = {"read": 0, "empty": 0, "further": 0}
     token_type = token_type_for(tokenizer.vocabulary_size)
     frame_tokens = FRAME_BYTES // np.dtype(token_type).itemsize
-    for path in folder.iterdir():
+    for path in folder.iterdir():  # an interrupted import cannot be resumed
         path.unlink()
     writer = DatasetWriter(
         folder, token_type=token_type, frame_tokens=frame_tokens, shard_size_bytes=shard_size_bytes
@@ -109,6 +109,7 @@ def _write(
         for location, tokens, size in _encode_documents(reader.documents(), tokenizer):
             written = 0
             for document in _split_documents(tokens, tokenizer, location):
+                # Other formats have no held-out documents, so all go into one split.
                 writer.append("train", document)
                 written += 1
             counts["read"] += 1
@@ -118,7 +119,7 @@ def _write(
             on_progress(bytes_done, reader.size_bytes)
         shards = writer.close()
     finally:
-        writer.abandon()
+        writer.abandon()  # does nothing after `close`
     if not shards:
         raise CorpusError("the dataset is empty: it holds no documents; use a dataset with text")
     write_file(folder / "tokenizer.json", tokenizer.content)
@@ -146,6 +147,7 @@ def _encode_documents(
         for (location, text), tokens in zip(
             texts, tokenizer.encode_documents([text for _, text in texts]), strict=True
         ):
+            # An empty text would become a document of the end-of-text token alone.
             yield location, tokens if text else tokens[:0], len(text.encode())
 
     for location, value in documents:
@@ -173,10 +175,11 @@ def _split_documents(
             f"{printable(location)} has the token {invalid}, but the tokenizer has only "
             f"{tokenizer.vocabulary_size} tokens; pass the tokenizer that encoded it"
         )
-    ends = np.flatnonzero(tokens == tokenizer.end_of_text) + 1
+    ends = np.flatnonzero(tokens == tokenizer.end_of_text) + 1  # one past every end-of-text token
     for part in np.split(tokens, ends):
         if not len(part):
             continue
         if part[-1] != tokenizer.end_of_text:
+            # Only the last part can lack its end-of-text token.
             part = np.append(part, np.array(tokenizer.end_of_text, part.dtype))
         yield part

@@ -110,7 +110,7 @@ class Processor:
             ValueError: an image changed since it was measured.
         """
         settings = self._pictures()
-        parts = [np.empty((0, settings.width), np.float32)]
+        parts = [np.empty((0, settings.width), np.float32)]  # also for a batch without images
         for item in items:
             parts.append(image_patches(decode_picture(item.content), settings))
             if len(parts[-1]) != item.grid[0] * item.grid[1] * item.grid[2]:
@@ -130,7 +130,7 @@ class Processor:
             ValueError: a clip changed since it was measured.
         """
         settings = self._sound()
-        features = np.zeros((len(items), settings.mels, settings.frames), np.float32)
+        features = np.zeros((len(items), settings.mels, settings.frames), np.float32)  # padded
         mask = np.zeros((len(items), settings.frames), np.int64)
         for index, item in enumerate(items):
             samples, rate_hz = decode_sound(item.content)

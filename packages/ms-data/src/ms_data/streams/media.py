@@ -81,7 +81,7 @@ def _iterate_items(
     rows: Sequence[Sequence[tuple[int, Sequence[PlacedItem]]]],
 ) -> Iterator[_BatchItem]:
     for row_index, row in enumerate(rows):
-        offset = 0
+        offset = 0  # of the part within its row
         for tokens, items in row:
             for placed in items:
                 span = (row_index, offset + placed.start, offset + placed.stop)
@@ -103,6 +103,7 @@ def _positions_thw(
     """
     positions_thw = np.tile(positions, (3, 1, 1))
     for item, (row, start, stop) in images:
+        # In tokens.
         time, height, width = item.grid[0], item.grid[1] // merge, item.grid[2] // merge
         first = positions_thw[:, row, start : start + 1].copy()  # (3, 1)
         positions_thw[:, row, start:stop] = first + np.indices((time, height, width)).reshape(3, -1)
@@ -110,5 +111,6 @@ def _positions_thw(
         # The document ends where the next position is 0.
         ends = np.flatnonzero(after == 0)
         end = stop + (int(ends[0]) if len(ends) else len(after))
+        # The image has stop - start tokens but spans fewer positions; shift the text after it.
         positions_thw[:, row, stop:end] += max(time, height, width) - (stop - start)
     return positions_thw

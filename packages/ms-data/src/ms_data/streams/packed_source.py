@@ -47,6 +47,7 @@ class PackedSource:
             )
         self._draws, self._packer = draws, packer
         self._length, self._long = length, long
+        # Otherwise drawing would never complete a row and never end.
         if not any(self._segments(number)[0] for number in range(len(samples))):
             raise SettingError(
                 f"{samples.folder}: no sample of split {samples.split!r} has a target within "
@@ -79,7 +80,10 @@ class PackedSource:
         # Reading the sample is only needed if it was cut, or has a single token.
         mask = self.samples.conversation(number).loss_mask
         with_targets = [
-            segment for segment in segments if mask[segment.start + 1 : segment.stop + 1].any()
+            # A target is the next token, so a segment's targets are one position later.
+            segment
+            for segment in segments
+            if mask[segment.start + 1 : segment.stop + 1].any()
         ]
         return with_targets, len(segments) - len(with_targets)
 
@@ -90,7 +94,7 @@ class PackedSource:
         ]
         # A partly included image could not be encoded.
         stop = min([segment.stop, *(item.start for item in cut_items)])
-        return segment._replace(stop=max(1, stop))
+        return segment._replace(stop=max(1, stop))  # a segment has at least one token
 
     def media(self, segment: Segment) -> list[PlacedItem]:
         """Return the images and audio of a segment, with positions relative to its first token."""
@@ -108,6 +112,7 @@ class PackedSource:
         sample = self.samples.conversation(segment.sample)
         targets = 1
         if weighting == "sample":
+            # The other parts of a split sample have the remaining targets.
             stop = None if self._long == "split" else segment.stop + 1
             targets = max(1, int(np.count_nonzero(sample.loss_mask[1:stop])))
         return RowPart.of(sample, segment.start, segment.stop, sample.weight / targets)

@@ -70,6 +70,7 @@ class TokenizerFolder:
         if not isinstance(numbered, Mapping):
             raise TokenizerError(f"{CONFIG}: added_tokens_decoder must be an object")
         try:
+            # In the order of their ids, as the library numbers new tokens in the order of addition.
             for _, fields in sorted(numbered.items(), key=lambda item: int(item[0])):
                 if fields["content"] not in added:
                     new_tokens.append(tokenizers.AddedToken(**fields))
@@ -82,6 +83,7 @@ class TokenizerFolder:
         while roles and next(reversed(roles)) in _UNUSED:
             roles.popitem()
         names = {token.content for token in new_tokens}
+        # transformers adds the tokens of roles first, then the others.
         names_in_order = dict.fromkeys([*roles.values(), *_extra_tokens(self.settings)])
         new_tokens += [
             tokenizers.AddedToken(token, special=True, normalized=False)
@@ -111,6 +113,7 @@ def set_begin_tokens(content: bytes, begin: tuple[tuple[str, int], ...]) -> byte
         if old_processor
         else []
     )
+    # ByteLevel only trims offsets; templates add tokens and are replaced.
     processors = [part for part in parts if part["type"] == "ByteLevel"]
     if begin:
         single_begin = [{"SpecialToken": {"id": name, "type_id": 0}} for name, _ in begin]

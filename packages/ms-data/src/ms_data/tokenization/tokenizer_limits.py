@@ -19,8 +19,8 @@ LIMIT_BYTES = 128 << 20
 GROWTH = 16
 """Maximum growth of a text by normalization, far above any common normalizer."""
 
-_ID_SLACK = 1 << 16
-_CHAIN_GROWTH = 1 << 12
+_ID_SLACK = 1 << 16  # some vocabularies leave gaps for special tokens
+_CHAIN_GROWTH = 1 << 12  # from here, even a short text is dangerous
 _PIECE_CHARACTERS = 256
 
 
@@ -67,6 +67,7 @@ def check_file(content: bytes) -> TokenizerFile:
     count = len(vocab) + len(added)
     if count > MAX_TOKENS:
         raise TokenizerError(f"has {count:,} tokens; a tokenizer must not exceed {MAX_TOKENS:,}")
+    # In a Unigram list, the position is the id.
     numbers = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     largest = max([max(numbers, default=0), *(token.id for token in added)])
     if largest > 2 * count + _ID_SLACK:
@@ -130,5 +131,5 @@ def _static_growth(normalizer: Any) -> float:
                 growth *= 1.0 + len(content)
         if isinstance(text, str):
             growth *= 1.0 + len(text) / _PIECE_CHARACTERS  # prepended once per piece
-        growth = min(growth, math.exp2(64))
+        growth = min(growth, math.exp2(64))  # a long chain would overflow
     return growth

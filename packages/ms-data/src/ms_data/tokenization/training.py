@@ -75,7 +75,7 @@ def train_tokenizer(
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer: Any = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT],  # gets id 0
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
