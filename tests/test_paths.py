@@ -71,6 +71,7 @@ TEXT_FIELDS = {
     *(
         "loss_type",
         "f_divergence_type",
+        "importance_sampling_level",
         "groups",
         "adamw",
         "fused",

@@ -69,6 +69,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "stop_strings": [[], ["e"]],
         "missing_eos_penalty": [0.0, 0.1],
         "length_penalty": [0.0, 0.1],
+        "soft_punish_cache": [UNSET, 2],
         "reward_clip": [UNSET, 0.5],
         "kl_estimator": ["k1", "k2", "k3"],
         "value_model": [UNSET, "copy"],
@@ -108,7 +109,15 @@ VALUES: dict[str, dict[str, list[Any]]] = {
     },
     "ms-align reward": {"microbatch_size": [UNSET, 1, 2], "layout": LAYOUTS[:4]},
     # k1 needs kl_in = "reward", so it cannot be the plain value.
-    "ms-align grpo": {"kl_estimator": ["k3_weighted", "k1", "k2", "k3", "k1_to_go"]},
+    "ms-align grpo": {
+        "kl_estimator": ["k3_weighted", "k1", "k2", "k3", "k1_to_go"],
+        "loss_type": ["dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo"],
+        "importance_sampling_level": ["token", "sequence", "sequence_token"],
+        "delta": [UNSET, 2.0],
+        "dual_clip": [UNSET, 3.0],
+        "sapo_temperature_pos": [1.0],
+        "sapo_temperature_neg": [1.05],
+    },
     "ms-compress": {
         "model": ["@llama", "@qwen3_moe", "@pruned_llama"],
         "tokenizer": [UNSET],

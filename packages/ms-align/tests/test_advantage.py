@@ -103,3 +103,10 @@ def test_a_skipped_response_does_not_count_in_its_group(scale: str) -> None:
     by = {"group": kept.std() + 1e-4, "batch": rewards[[0, 2, 4]].std() + 1e-4, "none": 1.0}
     torch.testing.assert_close(got[[0, 2]], (kept - 0.5) / by[scale], **EXACT)
     assert not got[[1, 3, 4, 5, 6, 7]].any()
+
+
+def test_maxrl_divides_by_the_mean_of_the_group() -> None:
+    """Rewards 1, 0, 0, 0 have mean 1/4: advantages 3, -1, -1, -1; zeros teach nothing."""
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    advantages = group_relative(rewards, 4, scale="mean")
+    assert advantages.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]

@@ -9,9 +9,17 @@ from torch import Tensor
 
 from ms_align.errors import ConfigError
 from ms_align.losses import token_statistics
-from ms_align.losses.policy import PolicyLoss, clipped_surrogate, loss_divisor, per_response
+from ms_align.losses.policy import PolicyLoss, loss_divisor, per_response
 from ms_align.losses.ppo import PPOLoss, ValueLoss, value_loss
 from ms_align.losses.protocol import Loss
+from ms_align.losses.surrogates import (
+    LEVELS,
+    LOSS_TYPES,
+    SurrogateOptions,
+    Terms,
+    at_level,
+    clipped,
+)
 from ms_align.losses.token_statistics import (
     Scratch,
     losses_and_entropies,
@@ -136,12 +144,128 @@ def test_rloo_uses_one_ratio_per_response() -> None:
     assert found["loss"] == pytest.approx((-0.75 * 0.5 + 1.1 * 3) / 2, abs=WORKED)
 
 
+def terms(ratios: Tensor, advantages: Tensor, **options: Any) -> Terms:
+    """Build a surrogate's terms from ratios; log-probabilities are log(ratio / 2)."""
+    return Terms(
+        log_ratios=ratios.log(),
+        logprobs=(ratios / 2).log(),
+        advantages=advantages,
+        clip_low=0.2,
+        clip_high=0.2,
+        options=SurrogateOptions(**options),
+    )
+
+
+RATIOS = (1.5, 0.5, 1.1)
+"""Ratios of the tokens of `NEW`; advantages 2, -1 and -3. The first two are one response."""
+SEQUENCE = math.sqrt(1.5 * 0.5)
+"""Geometric mean of the first response's ratios."""
+
+
+def gate(ratio: float, temperature: float) -> float:
+    """Compute SAPO's weight of an advantage."""
+    return 4 / temperature / (1 + math.exp(-temperature * (ratio - 1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({"loss_type": "grpo"}, ((-2.4 + 0.8) / 2 + 3.3) / 2),
+        ({"loss_type": "dapo"}, (-2.4 + 0.8 + 3.3) / 3),
+        ({"loss_type": "dr_grpo"}, (-2.4 + 0.8 + 3.3) / (2 * 4)),
+        ({"loss_type": "luspo"}, (-2.4 + 0.8 + 3.3) / 2),
+        (
+            {"loss_type": "cispo"},
+            -(1.2 * 2 * LOG(0.75) - 0.5 * LOG(0.1) - 1.1 * 3 * LOG(0.44)) / 3,
+        ),
+        (
+            {"loss_type": "sapo"},
+            ((-2 * gate(1.5, 1.0) + gate(0.5, 1.05)) / 2 + 3 * gate(1.1, 1.05)) / 2,
+        ),
+        ({"loss_type": "dapo", "dual_clip": 1.05}, (-2.4 + 0.8 + 3 * 1.05) / 3),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+            ((-2 * SEQUENCE + SEQUENCE) / 2 + 3.3) / 2,
+        ),
+    ],
+    ids=str,
+)
+def test_losses_of_the_grpo_family_have_their_values(options: dict[str, Any], want: float) -> None:
+    """Worked by hand from the formulas of the papers; ratios are clipped to 0.8 and 1.2."""
+    loss = policy_loss(**options)
+    assert told(loss, Given(NEW))["loss"] == pytest.approx(want, abs=1e-5)
+
+
+def policy_loss(**options: Any) -> PolicyLoss:
+    """Build a loss as GRPO's trainer does."""
+    settings = SurrogateOptions(**options)
+    function, aggregation = LOSS_TYPES[settings.loss_type]
+
+    def ratio(log_ratios: Tensor, mask: Tensor) -> Tensor:
+        return at_level(log_ratios, mask, settings.importance_sampling_level)
+
+    return PolicyLoss(
+        function=function, aggregation=aggregation, options=settings, ratio=ratio, longest=4
+    )
+
+
+def test_the_two_sided_clip_bounds_large_ratios_of_negative_advantages() -> None:
+    """Ratio 3, A = -1, delta 2: the loss is 2 instead of 3 and has no gradient."""
+    ratios = torch.tensor([3.0], requires_grad=True)
+    losses, is_clipped = clipped(terms(ratios, torch.tensor([-1.0]), delta=2.0))
+    losses.sum().backward()
+    assert losses.item() == 2.0
+    assert ratios.grad is not None
+    assert ratios.grad.item() == 0.0
+    assert is_clipped.item()
+
+
+def test_gspos_token_form_has_the_values_of_its_sequence_form() -> None:
+    """At equal advantages in a response, the gradients are equal too (section 4.3 of its paper)."""
+    mask = torch.tensor([[True, True, False]])
+    gradients = []
+    for level in LEVELS[1:]:
+        log_ratios = torch.tensor([[0.1, -0.05, 0.0]], requires_grad=True)
+        losses, _ = clipped(
+            Terms(
+                log_ratios=at_level(log_ratios, mask, level),
+                logprobs=log_ratios,
+                advantages=torch.full((1, 3), 2.0),
+                clip_low=0.2,
+                clip_high=0.2,
+                options=SurrogateOptions(),
+            )
+        )
+        value = (losses * mask).sum() / 2
+        assert value.item() == pytest.approx(-2 * math.exp(0.025), abs=1e-6)
+        value.backward()
+        gradients.append(log_ratios.grad)
+    assert torch.allclose(gradients[0], gradients[1], atol=1e-7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "gropo"}, "did you mean 'grpo'"),
+        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "must be 'token' for"),
+        ({"loss_type": "sapo", "delta": 2.0}, "delta cannot be used with sapo"),
+        ({"dual_clip": 0.5}, "dual_clip must be a number of at least 1"),
+    ],
+)
+def test_losses_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    """One line that says what to change."""
+    with pytest.raises(ConfigError, match=message):
+        SurrogateOptions(**options)
+
+
 def test_clipping_removes_the_gradient_only_beyond_the_range() -> None:
     """Ratio 1.5: no gradient with a positive advantage, the full one with a negative."""
     ratios = torch.tensor([1.5, 1.5, 0.5, 0.5], requires_grad=True)
-    clipped_surrogate(ratios, torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.2, 0.2).sum().backward()
+    losses, is_clipped = clipped(terms(ratios, torch.tensor([1.0, -1.0, 1.0, -1.0])))
+    losses.sum().backward()
     assert ratios.grad is not None
     assert ratios.grad.tolist() == [0.0, 1.0, -1.0, 0.0]
+    assert is_clipped.tolist() == [True, False, False, True]
     with pytest.raises(ConfigError, match="'row'"):
         loss_divisor(torch.ones(1, 1), "row", None)
 

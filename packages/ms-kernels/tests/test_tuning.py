@@ -97,7 +97,7 @@ def test_a_truncated_absent_or_huge_table_is_refused(tmp_path):
     with pytest.raises(TableError, match="not a tuning table"):
         read_table(path)
     path.write_bytes(b" " * (tables.LIMIT_BYTES + 1))
-    with pytest.raises(TableError, match="larger than 4 MiB"):
+    with pytest.raises(TableError, match="larger than the limit of 4 MiB"):
         read_table(path)
 
 

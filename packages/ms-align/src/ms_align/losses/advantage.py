@@ -85,7 +85,8 @@ def group_relative(
             statistics, and their advantage is 0.
         num_generations: responses per prompt; divides B.
         scale: divisor: `"group"`, the group's standard deviation + ε (Shao et al., 2024);
-            `"batch"`, the batch's; `"none"` (Liu et al., 2025, "Dr. GRPO").
+            `"batch"`, the batch's; `"mean"`, the group's mean reward (Tajwar et al., 2026,
+            "MaxRL"), for rewards of at least 0; `"none"` (Liu et al., 2025, "Dr. GRPO").
         epsilon: added to the standard deviation.
 
     Returns:
@@ -104,8 +105,11 @@ def group_relative(
         centered = centered / (variance.sqrt() + epsilon)
     elif scale == "batch":
         centered = centered / (groups[valid].std() + epsilon) if valid.sum() > 1 else centered
+    elif scale == "mean":
+        mean = groups.sum(dim=1, keepdim=True) / count.clamp(min=1)
+        centered = torch.where(mean > 0, centered / mean.clamp(min=1e-12), 0.0)
     elif scale != "none":
-        raise ValueError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
+        raise ValueError(f"scale must be 'group', 'batch', 'mean' or 'none', got {scale!r}")
     return centered.flatten()
 
 

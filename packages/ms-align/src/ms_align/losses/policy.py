@@ -1,16 +1,14 @@
-"""The clipped surrogate loss of PPO, GRPO and RLOO.
+"""The policy loss of PPO, GRPO and RLOO; the formulas are in `losses/surrogates.py`.
 
-Schulman et al., 2017, equation 7. The algorithms differ as follows:
+The algorithms differ as follows:
 1. PPO: one ratio per token, mean over tokens.
-2. GRPO (Shao et al., 2024, equation 3): one ratio per token. `aggregation="token"` with a separate
-   upper clip range is DAPO (Yu et al., 2025), `"constant"` is Dr. GRPO (Liu et al., 2025).
+2. GRPO (Shao et al., 2024, equation 3): the losses of `LOSS_TYPES`.
 3. RLOO (Ahmadian et al., 2024): one ratio per response, mean over responses. In the first update
    the gradient equals the gradient of -A·log π.
 Shapes: B rows, S positions. A mask is True where the target is a response token.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from attrs import field, frozen
@@ -19,9 +17,8 @@ from torch import Tensor
 from ms_align.errors import ConfigError
 from ms_align.losses import kl
 from ms_align.losses.protocol import IGNORED, Batch, Output
+from ms_align.losses.surrogates import Aggregation, Surrogate, SurrogateOptions, Terms, clipped
 from ms_align.settings import integer, number, one_of
-
-Aggregation = Literal["token", "sequence", "constant"]
 
 
 def per_token(log_ratios: Tensor, mask: Tensor) -> Tensor:
@@ -50,12 +47,14 @@ class PolicyLoss:
     """Coefficient of the KL term in the loss; 0 if the KL penalty is in the reward."""
     kl_estimator: str = "k3_weighted"
     aggregation: Aggregation = field(
-        default="token", validator=one_of("token", "sequence", "constant")
+        default="token", validator=one_of("token", "sequence", "constant", "sum")
     )
     longest: int | None = field(default=None, validator=integer(optional=True))
     """Maximum response length in tokens, for `constant`."""
     ratio: Callable[[Tensor, Tensor], Tensor] = per_token
     """Maps the log-ratios of tokens (B, S), with their mask (B, S), to the surrogate's (B, S)."""
+    function: Surrogate = clipped
+    options: SurrogateOptions = field(factory=SurrogateOptions)
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -81,8 +80,17 @@ class PolicyLoss:
         logprobs = -output.token_losses(batch["targets"], temperature=self.temperature)
         # log π/μ; masked positions get ratio 1, so that exp cannot overflow there.
         log_ratios = torch.where(mask, logprobs - old_logprobs, 0.0)
-        ratios = self.ratio(log_ratios, mask).exp()  # (B, S)
-        losses = policy_loss = clipped_surrogate(ratios, advantages, self.clip_low, self.clip_high)
+        losses, is_clipped = self.function(
+            Terms(
+                log_ratios=self.ratio(log_ratios, mask),
+                logprobs=torch.where(mask, logprobs, 0.0),
+                advantages=advantages,
+                clip_low=self.clip_low,
+                clip_high=self.clip_high,
+                options=self.options,
+            )
+        )
+        policy_loss = losses
         has_bonus = self.entropy_coeff > 0
         # Without a bonus the entropy is only a statistic and needs no graph.
         with torch.set_grad_enabled(has_bonus and torch.is_grad_enabled()):
@@ -92,12 +100,11 @@ class PolicyLoss:
         with torch.no_grad():
             # k3 estimate of the KL from the sampling policy to the current one
             kl_old = self.ratio(torch.expm1(log_ratios) - log_ratios, mask)
-            is_clipped = clip_indicator(ratios, advantages, self.clip_low, self.clip_high)
         terms = {
             "policy_loss": policy_loss,
             "entropy": entropy,
             "kl_old": kl_old,
-            "clip_fraction": is_clipped,
+            "clip_fraction": is_clipped.float(),
         }
         if self.kl_coeff:
             reference = batch["reference_logprobs"]
@@ -113,31 +120,10 @@ def target_mask(batch: Batch) -> Tensor:
     return batch["targets"] != IGNORED
 
 
-def clipped_surrogate(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Compute -min(r·A, clip(r, 1 - low, 1 + high)·A).
-
-    Args:
-        ratios: π/μ, any shape; receives the gradient.
-        advantages: same shape.
-        low: lower clip range.
-        high: upper clip range.
-    """
-    # A loss is minimized, so the pessimistic minimum of the surrogate becomes a maximum.
-    return torch.maximum(-ratios * advantages, -ratios.clamp(1 - low, 1 + high) * advantages)
-
-
-def clip_indicator(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return 1 where clipping removes the gradient, 0 elsewhere; same shape as `ratios`."""
-    # The clip only stops moves that the advantage rewards: up if A > 0, down if A < 0.
-    above = (ratios > 1 + high) & (advantages > 0)
-    below = (ratios < 1 - low) & (advantages < 0)
-    return (above | below).float()
-
-
 def token_weights(mask: Tensor, aggregation: str) -> Tensor:
     """Return the weight of each token in the loss, (B, S) float32.
 
-    `token` and `constant`: 1 per token. `sequence`: 1 per response, split among its tokens.
+    `sequence`: 1 per response, split among its tokens. Otherwise 1 per token.
     """
     weights = mask.float()
     if aggregation == "sequence":
@@ -158,10 +144,11 @@ def loss_divisor(mask: Tensor, aggregation: str, longest: int | None) -> float:
     """
     if aggregation == "token":
         return float(mask.sum())
-    if aggregation == "sequence":
+    if aggregation in ("sequence", "sum"):
         return float(mask.any(1).sum())
     if aggregation == "constant" and longest:
         return float(mask.any(1).sum() * longest)
     raise ConfigError(
-        f"aggregation must be 'token', 'sequence' or 'constant', got {aggregation!r}; use one"
+        "aggregation must be 'token', 'sequence', 'constant' or 'sum', got "
+        f"{aggregation!r}; use one"
     )

@@ -75,12 +75,27 @@ def shaped_scores(
     *,
     missing_eos_penalty: float,
     length_penalty: float,
+    overlong: tuple[int, int | None] = (0, None),
     clip: float | None,
 ) -> Tensor:
-    """Clip scores (N,), then subtract the penalties for a missing stop and for length."""
+    """Clip scores (N,), then subtract the penalties for a missing stop and for length.
+
+    Args:
+        scores: (N,).
+        responses: N responses.
+        missing_eos_penalty: for a response that was cut.
+        length_penalty: per token.
+        overlong: maximum length and the tokens before it over which a penalty grows from 0 to 1
+            (Yu et al., 2025, "DAPO", equation 13); None for no such penalty.
+        clip: limit of the scores' absolute value.
+    """
     shaped = scores if clip is None else scores.clamp(-clip, clip)
     shaped = shaped - missing_eos_penalty * (~responses.stopped).float()
-    return shaped - length_penalty * responses.lengths.float()
+    lengths = responses.lengths.float()
+    longest, cache = overlong
+    if cache is not None:
+        shaped = shaped - ((lengths - (longest - cache)) / cache).clamp(0, 1)
+    return shaped - length_penalty * lengths
 
 
 def token_rewards(experience: Experience, kl_coeff: float, estimator: str) -> Tensor:

@@ -176,6 +176,7 @@ class RolloutLearner:
             all_responses,
             missing_eos_penalty=options.missing_eos_penalty,
             length_penalty=options.length_penalty,
+            overlong=(options.max_new_tokens, options.soft_punish_cache),
             clip=options.reward_clip,
         )
         skipped = ~shaped.isfinite()  # (N,)

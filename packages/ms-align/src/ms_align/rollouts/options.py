@@ -47,6 +47,9 @@ class RolloutOptions(Sampling):
     """Penalty for a response that was cut at its maximum length."""
     length_penalty: float = field(default=0.0, validator=number())
     """Penalty per token of a response."""
+    soft_punish_cache: int | None = field(default=None, validator=integer(optional=True))
+    """DAPO's soft overlong penalty: over this many tokens before max_new_tokens, it grows from 0
+    to 1. None: no penalty."""
     reward_clip: float | None = field(default=None, validator=number(optional=True))
     """Clip rewards to plus or minus this value."""
     on_reward_failure: Literal["stop", "skip", "penalize"] = field(
@@ -75,6 +78,11 @@ class RolloutOptions(Sampling):
                 f"batch_size {self.batch_size} must be divisible by num_generations"
                 f" {self.num_generations}; "
                 "change num_generations"
+            )
+        if self.soft_punish_cache is not None and self.soft_punish_cache > self.max_new_tokens:
+            raise ConfigError(
+                f"soft_punish_cache must be at most max_new_tokens, {self.max_new_tokens}, got "
+                f"{self.soft_punish_cache}; lower it"
             )
         allowed = ("k1", "k2", "k3") if self.kl_in == "reward" else IN_LOSS
         if self.kl_estimator not in allowed:

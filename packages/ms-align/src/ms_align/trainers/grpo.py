@@ -1,20 +1,22 @@
 """GRPO: advantages relative to the other responses to the same prompt; no value model."""
 
+from functools import partial
 from typing import Literal
 
 from attrs import field, frozen
 from torch import Tensor
 
 from ms_align.losses.advantage import group_relative
-from ms_align.losses.policy import Aggregation, PolicyLoss
+from ms_align.losses.policy import PolicyLoss
+from ms_align.losses.surrogates import LOSS_TYPES, SurrogateOptions, at_level
 from ms_align.rollouts.experience import Experience, response_scores, spread_over_tokens
 from ms_align.settings import integer, one_of
 from ms_align.trainers.frame.online import OnlineTrainer
 
 
 @frozen(kw_only=True, slots=False)
-class GRPOTrainer(OnlineTrainer):
-    """Optimize a reward with GRPO.
+class GRPOTrainer(SurrogateOptions, OnlineTrainer):
+    """Optimize a reward with GRPO, or with another loss of its family (`loss_type`).
 
     Raises:
         ConfigError: a setting has the wrong type or is out of range.
@@ -27,20 +29,22 @@ class GRPOTrainer(OnlineTrainer):
     """Responses per prompt, at least 2."""
     kl_in: Literal["reward", "loss"] = field(default="loss", validator=one_of("reward", "loss"))
     kl_estimator: str = "k3_weighted"
-    scale_rewards: Literal["group", "batch", "none"] = field(
-        default="group", validator=one_of("group", "batch", "none")
+    scale_rewards: Literal["group", "batch", "mean", "none"] = field(
+        default="group", validator=one_of("group", "batch", "mean", "none")
     )
-    """Divide centered rewards by the `group`'s or `batch`'s standard deviation, or `none`."""
-    aggregation: Aggregation = field(
-        default="token", validator=one_of("token", "sequence", "constant")
-    )
-    """Loss averaging: per `token`, per response (`sequence`), or `constant`, which divides each
-    response's loss by max_new_tokens."""
+    """Divide centered rewards by the `group`'s or `batch`'s standard deviation, by the group's
+    `mean` (MaxRL), or `none`."""
 
     def loss(self, kl_coeff: float) -> PolicyLoss:
-        """Build the clipped surrogate loss with one ratio per token."""
+        """Build the loss of `loss_type`."""
+        function, aggregation = LOSS_TYPES[self.loss_type]
         return PolicyLoss(
-            **self.surrogate(kl_coeff), aggregation=self.aggregation, longest=self.max_new_tokens
+            **self.surrogate(kl_coeff),
+            aggregation=aggregation,
+            longest=self.max_new_tokens,
+            ratio=partial(at_level, level=self.importance_sampling_level),
+            function=function,
+            options=self.subset(SurrogateOptions),
         )
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
