@@ -1,4 +1,7 @@
-"""Compare our preference losses with TRL's: loss and gradient of a small Llama on the same pairs.
+"""Compare our preference and policy losses with TRL's.
+
+Preference losses: loss and gradient of all weights of a small Llama on the same pairs.
+Policy losses of GRPO: loss and gradient of random log-probabilities.
 
     nox -s "peers(ms-align)"      or, with TRL installed,  python peers_losses.py
 
@@ -13,11 +16,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 from ms_align.losses.dpo import DPOLoss
+from ms_align.losses.policy import PolicyLoss
 from ms_align.losses.preference import F_DIVERGENCES, LOSSES, WITHOUT_REFERENCE
+from ms_align.losses.surrogates import LOSS_TYPES, SurrogateOptions, at_level
 
 TOLERANCE = 1e-5
 """Relative; both sides compute in float32 and sum in another order."""
@@ -45,6 +50,14 @@ CPO_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"loss_type": "hinge", "cpo_alpha": 0.0}, {"loss_type": "hinge", "reference_free": True}),
 ]
 """TRL's settings and ours."""
+GRPO_CASES: list[dict[str, Any]] = [
+    *({"loss_type": name} for name in LOSS_TYPES),
+    {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    {"loss_type": "dapo", "delta": 1.5},
+    {"loss_type": "sapo", "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
+]
+MAX_TOKENS = 7
 COMMON: dict[str, Any] = {
     "beta": 0.3,
     "per_device_train_batch_size": 8,
@@ -201,6 +214,94 @@ def compare_cpo(case: dict[str, Any], our_case: dict[str, Any], folder: str) -> 
     return difference(theirs, ours)
 
 
+class FixedLogprobs(GRPOTrainer):
+    """TRL's trainer on given log-probabilities (B, S) instead of a model's."""
+
+    logprobs: Tensor
+
+    def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        return self.logprobs, torch.zeros_like(self.logprobs), None
+
+
+class FixedOutput:
+    """Our view of the same log-probabilities."""
+
+    def __init__(self, logprobs: Tensor) -> None:
+        self.logprobs = logprobs
+
+    def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """Return -log p at targets."""
+        return -self.logprobs * (targets != -100)
+
+    def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(self.logprobs)
+
+
+def compare_grpo(case: dict[str, Any], folder: str) -> float:
+    """Compare one setting of TRL's GRPOTrainer on 8 responses of 1 to 7 tokens."""
+    draw = torch.Generator().manual_seed(3)
+    old = -torch.rand(8, MAX_TOKENS, generator=draw) * 3 - 0.1
+    logprobs = old + torch.randn(8, MAX_TOKENS, generator=draw) * 0.4
+    lengths = torch.randint(1, MAX_TOKENS + 1, (8,), generator=draw)
+    mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
+    advantages = torch.randn(8, generator=draw)
+    bounds = {"epsilon": 0.2, "epsilon_high": 1.28 if case["loss_type"] == "cispo" else 0.28}
+    config = GRPOConfig(
+        output_dir=folder,
+        max_completion_length=MAX_TOKENS,
+        num_generations=8,
+        **{**COMMON, "beta": 0.0},
+        **bounds,
+        **case,
+    )
+    trainer = FixedLogprobs(
+        small_model(0),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": "w2 w3"}] * 8),
+        processing_class=tokenizer(),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.eval()
+    values = logprobs.clone().requires_grad_()
+    trainer.logprobs = values
+    inputs = {
+        "prompt_ids": torch.full((8, 2), 2),
+        "prompt_mask": torch.ones(8, 2, dtype=torch.long),
+        "completion_ids": torch.full((8, MAX_TOKENS), 3),
+        "completion_mask": mask,
+        "advantages": advantages,
+        "old_per_token_logps": old,
+        "num_items_in_batch": mask.sum(),
+    }
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    theirs = (loss.item(), values.grad.flatten())
+    options = SurrogateOptions(**case)
+    function, aggregation = LOSS_TYPES[options.loss_type]
+    ours = PolicyLoss(
+        clip_low=0.2,
+        clip_high=0.28,
+        aggregation=aggregation,
+        longest=MAX_TOKENS,
+        ratio=lambda ratios, at: at_level(ratios, at, options.importance_sampling_level),
+        function=function,
+        options=options,
+    )
+    values = logprobs.clone().requires_grad_()
+    batch = {
+        "targets": torch.where(mask.bool(), 3, -100),
+        "old_logprobs": old,
+        "advantages": advantages[:, None].expand_as(old) * mask,
+    }
+    output: Any = FixedOutput(values)
+    total, _ = ours(output, batch)
+    value = total / ours.weight(batch)
+    value.backward()
+    return difference(theirs, (value.item(), values.grad.flatten()))
+
+
 def main() -> int:
     """Print a line per setting; 1 if one differs."""
     worst = 0.0
@@ -215,7 +316,12 @@ def main() -> int:
             value = compare_cpo(case, our_case, folder)
             worst = max(worst, value)
             print(f"{value:8.1e}  CPOTrainer {case}", flush=True)
-    print(f"largest relative difference of {len(DPO_CASES) + len(CPO_CASES)} settings: {worst:.1e}")
+        for case in GRPO_CASES:
+            value = compare_grpo(case, folder)
+            worst = max(worst, value)
+            print(f"{value:8.1e}  GRPOTrainer {case}", flush=True)
+    count = len(DPO_CASES) + len(CPO_CASES) + len(GRPO_CASES)
+    print(f"largest relative difference of {count} settings: {worst:.1e}")
     return int(worst > TOLERANCE)
 
 
