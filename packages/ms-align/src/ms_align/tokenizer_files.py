@@ -127,9 +127,10 @@ def merge_tokenizers(
     """
     if base is None or data is None:
         return data if base is None else base
+    # The base's tokenizer.json is replaced only if the data has tokens that it lacks.
     adds_tokens = bool(data.ids.keys() - base.ids.keys())
     dataset_roles = {role: data.roles[role] for role in ROLES if data.config.get(role) is not None}
-    config = {**data.config, **base.config}
+    config = {**data.config, **base.config}  # the base's settings take precedence
     base_decoder, data_decoder = (
         settings.get("added_tokens_decoder") for settings in (base.config, data.config)
     )
@@ -258,6 +259,7 @@ def _special_token_ids(
     if tokenizer is None:
         return token_ids
     from_tokenizer = {f"{role}_id": tokenizer.id_of(role) for role in ROLES}
+    # The tokenizer's ids take precedence over the model's.
     token_ids |= {
         name: token_id for name, token_id in from_tokenizer.items() if token_id is not None
     }
@@ -374,7 +376,7 @@ def _byte_tokenizer() -> bytes:
             "version": "1.0",
             "added_tokens": [end],
             "normalizer": None,
-            "pre_tokenizer": {**level, "use_regex": False},
+            "pre_tokenizer": {**level, "use_regex": False},  # no splitting into words
             "post_processor": None,
             "decoder": {**level, "use_regex": True},
             "model": {

@@ -38,6 +38,7 @@ def render_chat(
     content = chat[-1].get("content") if chat else None
     if not isinstance(content, str):
         raise DataError("the last message must have a text to continue; add its `content`")
+    # The space after the mark shows whether the template strips messages.
     chat[-1]["content"] = f"{content}{_TO_BE_CONTINUED} "
     text = _render(tokenizer, chat, prompt=False)
     start, mark, end = text.rpartition(_TO_BE_CONTINUED)

@@ -134,7 +134,7 @@ def _check_options(
 
 
 def _validator(source: str) -> Check | None:
-    """Build a validator from its source, such as `whole(least=0)`; None for a class's own function.
+    """Build a validator, such as from `integer(minimum=0)`; None for the function of a class.
 
     Arguments must be literals, as `Key.check` inserts the values of constants; a computed limit is
     left to the class.
@@ -156,6 +156,7 @@ def _validator(source: str) -> Check | None:
 
 def _is_module(name: str) -> bool:
     loaded = name in sys.modules or name in sys.builtin_module_names
+    # `PathFinder` finds the module without importing it.
     return loaded or PathFinder.find_spec(name, [os.getcwd(), *sys.path]) is not None
 
 

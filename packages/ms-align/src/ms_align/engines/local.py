@@ -115,6 +115,7 @@ class LocalEngine:
                 raise ModelError(
                     "no parameter requires a gradient; unfreeze some, or add an adapter"
                 )
+            # Norms and biases are not decayed.
             matrices = [p for p in self.parameters.values() if p.ndim > 1]
             vectors = [p for p in self.parameters.values() if p.ndim <= 1]
             groups = [
@@ -132,6 +133,7 @@ class LocalEngine:
                 # Created now, so that a checkpoint before the first step has the same tensors.
                 state = self._optimizer.state[parameter]
                 state["step"] = torch.zeros((), dtype=torch.float32)
+                # The fused CUDA kernel reads the step count on the device.
                 if self.device.type == "cuda":
                     state["step"] = state["step"].to(self.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
@@ -271,6 +273,7 @@ class LocalEngine:
         Raises:
             CheckpointError: names or shapes differ.
         """
+        # All names and shapes are checked before the first tensor is changed.
         current = self.state_dict()
         for name in current.keys() | state.keys():
             if name not in current or name not in state or current[name].shape != state[name].shape:
@@ -309,11 +312,12 @@ class LocalEngine:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not grads:
             return 0.0
+        # The norm of the tensors' norms is that of all gradients, with a single synchronization.
         norms = torch.stack(torch._foreach_norm(grads)).float()
         norm = float(torch.linalg.vector_norm(norms))
         limit = self.options.max_grad_norm
         if limit is not None and norm > limit:
-            torch._foreach_mul_(grads, limit / (norm + 1e-6))
+            torch._foreach_mul_(grads, limit / (norm + 1e-6))  # as clip_grad_norm_ does
         return norm
 
 
@@ -326,10 +330,10 @@ def _trim(batch: Batch) -> Batch:
     targets = batch.get("targets")
     if targets is None:
         return batch
-    needed = targets != IGNORED
+    needed = targets != IGNORED  # (B, S)
     if "documents" in batch:
         needed |= batch["documents"] == 0
-    columns = needed.any(0).nonzero()
+    columns = needed.any(0).nonzero()  # columns that any row needs
     width, full_width = (int(columns[-1]) + 1 if len(columns) else 1), targets.shape[1]
     if width == full_width:
         return batch

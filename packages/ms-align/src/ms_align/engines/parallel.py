@@ -150,6 +150,7 @@ class StageAdapters:
             for model in self.models
             for name, layer in model.adapters().items()
         }
+        # Stages have different layers; data ranks repeat the same adapters.
         gathered = [local] * processes.count()
         if processes.count() > 1:
             dist.all_gather_object(gathered, local)

@@ -34,6 +34,7 @@ class ExportedScorer:
 
     def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
         """Score each row's continuation, in the order of the rows; rows of equal length batch."""
+        # Longest first: if memory is short, it shows at once.
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
         scores: dict[int, ContinuationScore] = {}
         while order:
@@ -42,6 +43,7 @@ class ExportedScorer:
             indices = [i for i in order[: self._size] if len(rows[i].tokens) == length]
             order = order[len(indices) :]
             tokens = torch.tensor([rows[index].tokens for index in indices])
+            # (b, S - 1, V): position i predicts token i + 1.
             logprobs = log_softmax(self.model.logits(tokens[:, :-1]), dim=-1)
             for row, index in enumerate(indices):
                 count = rows[index].scored

@@ -101,7 +101,7 @@ class LoraLinear(nn.Module):
     def initialize(self, seed: int) -> None:
         """Sample A uniformly from ±1/√I, as peft does, and set B to 0."""
         generator = torch.Generator().manual_seed(seed)
-        bound = 1.0 / math.sqrt(self.in_features)
+        bound = 1.0 / math.sqrt(self.in_features)  # Kaiming uniform with a = √5, as in nn.Linear
         # Drawn on the CPU, so that all devices get the same values.
         self.lora_A.copy_(torch.rand(self.lora_A.shape, generator=generator) * 2 * bound - bound)
         self.lora_B.zero_()
@@ -151,9 +151,11 @@ class LoraLinear(nn.Module):
         """Merge the adapter into the weight, keeping a copy of the original."""
         if not self.merged:
             weight, delta = self.base_layer.weight, self.delta()
+            # Kept, as subtracting the delta again would not restore every bit.
             original = weight.clone()
             if isinstance(weight, DTensor):  # this rank's shard
                 layout = weight.device_mesh, weight.placements
+                # Every rank computes the same delta and takes its shard without communication.
                 delta = distribute_tensor(delta, *layout, src_data_rank=None)
             weight += delta
             self._original_weight = original
@@ -234,6 +236,7 @@ class AdaptedModel(nn.Module):
         already_merged = {name for name, layer in layers.items() if layer.merged}
         self.merge()
         for name, layer in layers.items():
+            # Savers expect plain linear layers under the original names.
             _replace(self.base, name, layer.base_layer)
         try:
             yield self.base
@@ -268,6 +271,7 @@ def plain_model(module: nn.Module) -> Iterator[nn.Module]:
         with module.as_merged() as plain:
             yield plain
     elif hasattr(module, "merge_and_unload") and hasattr(module, "peft_config"):
+        # peft merges in place and removes its layers, so a copy is merged.
         yield cast(Any, copy.deepcopy(module)).merge_and_unload()
     else:
         yield module
@@ -381,6 +385,7 @@ def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
 
 def _check_rank(model: nn.Module, names: list[str], rank: int) -> None:
     """Check the rank against the adapted matrices, before memory is allocated."""
+    # A matrix (O, I) has at most rank min(O, I).
     largest = max(min(cast(nn.Linear, model.get_submodule(name)).weight.shape) for name in names)
     if rank > largest:
         raise ConfigError(

@@ -55,7 +55,7 @@ def row_scores(output: Output, batch: Batch, head: str) -> Tensor:
             "a batch of pairs must have `documents` to find the end of each answer, got none; add "
             "them: 0 at a row's tokens and 1 after its end"
         )
-    scores = output.head(head)[..., 0]
+    scores = output.head(head)[..., 0]  # (B, S)
     # Document 0 is the answer, from the start of the row.
     last = (batch["documents"] == 0).sum(1) - 1
     if bool((last < 0).any()):
@@ -88,7 +88,7 @@ class PairwiseLoss:
         weights = pair_weights(batch)
         # rows alternate: chosen, rejected
         chosen, rejected = row_scores(output, batch, self.head).view(-1, 2).T
-        margin = batch["margin"].view(-1, 2)[:, 0] if "margin" in batch else 0.0
+        margin = batch["margin"].view(-1, 2)[:, 0] if "margin" in batch else 0.0  # (P,)
         losses = pairwise_loss(
             chosen,
             rejected,

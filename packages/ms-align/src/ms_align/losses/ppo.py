@@ -38,7 +38,7 @@ def value_loss(
 
 
 def _value_loss_of_batch(output: Output, batch: Batch, clip: float | None) -> tuple[Tensor, Tensor]:
-    values = output.head(VALUE_HEAD).squeeze(-1)
+    values = output.head(VALUE_HEAD).squeeze(-1)  # (B, S)
     return value_loss(values, batch["old_values"], batch["returns"], clip)
 
 

@@ -111,6 +111,7 @@ def ipo(pairs: Pairs, options: "DPOOptions") -> "Tensor":
 def exo_pair(pairs: Pairs, options: "DPOOptions") -> "Tensor":
     """KL of (σ(βΔ), σ(-βΔ)) from (1 - ε, ε): EXO, Ji et al., 2024, equation 16."""
     logits, epsilon = options.beta * score_difference(pairs, options), options.label_smoothing
+    # KL(p ‖ q) = Σ p·(log p - log q), with p from the model and q = (1 - ε, ε).
     chosen = logits.sigmoid() * (log_sigmoid(logits) - math.log1p(-epsilon))
     rejected = (-logits).sigmoid() * (log_sigmoid(-logits) - math.log(epsilon))
     return chosen + rejected
@@ -126,6 +127,7 @@ def robust(pairs: Pairs, options: "DPOOptions") -> "Tensor":
     """The unbiased loss if a fraction ε of the pairs is swapped: Chowdhury et al., 2024."""
     logits, epsilon = options.beta * score_difference(pairs, options), options.label_smoothing
     swapped = epsilon * log_sigmoid(-logits) - (1 - epsilon) * log_sigmoid(logits)
+    # Normalized so that the expected loss on swapped labels is that on clean ones.
     return swapped / (1 - 2 * epsilon)
 
 
@@ -190,6 +192,7 @@ def orpo(pairs: Pairs, options: "DPOOptions") -> "Tensor":
     """Sft - β·log σ(log odds ratio), odds of token means: ORPO, Hong et al., 2024, equation 6."""
     chosen = pairs.chosen / pairs.chosen_tokens
     rejected = pairs.rejected / pairs.rejected_tokens
+    # odds(p) = p / (1 - p), where p is the geometric mean of the token probabilities.
     log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
     return -chosen - options.beta * log_sigmoid(log_odds)
 
@@ -202,8 +205,9 @@ def log_sigmoid(x: "Tensor") -> "Tensor":
 def log1mexp(x: "Tensor") -> "Tensor":
     """Compute log(1 - exp(x)) for x < 0 without cancellation (Mächler, 2012)."""
     x = x.clamp(max=-1e-7)  # a probability of 1 would give an infinite loss
-    switch = -math.log(2)
+    switch = -math.log(2)  # above it, expm1 is accurate; below it, log1p is
     near_zero = (-x.clamp(min=switch).expm1()).log()
+    # Both branches are clamped, so that the unused one has a finite gradient.
     return near_zero.where(x > switch, (-x.clamp(max=switch).exp()).log1p())
 
 

@@ -20,7 +20,9 @@ from ms_align.rewards.sandbox import Limits, judge
 from ms_align.rewards.scoring import Sample
 from ms_align.settings import flag, number, text
 
+# Sign, digits with thousands separators, decimals, exponent, denominator.
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
+# The closing fence may be missing, as in a response that was cut off.
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -91,7 +93,7 @@ class PythonParses(_BinaryReward):
         """Return True if the response's code parses and is not empty."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+                warnings.simplefilter("ignore")  # such as invalid escape sequences
                 tree = ast.parse(code_of(sample.response))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return False

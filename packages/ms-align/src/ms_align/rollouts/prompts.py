@@ -101,6 +101,7 @@ def _entries(dataset: str | Path | Iterable[Any], name: str, *, prompts: bool = 
         decode_json(line, Any, where=f"{path} line {number}", error=DataError)
         for number, line in lines
     ]
+    # A single line may be the list of all prompts, or one prompt that is a list.
     only: Any = entries[0] if len(entries) == 1 else None
     return only if isinstance(only, list) and not (prompts and _is_prompt(only)) else entries
 
@@ -120,6 +121,7 @@ def _unpacked(content: bytes, path: Path) -> bytes:
         parts: list[bytes] = []
         try:
             while content:
+                # A file may have several frames, for example after concatenation.
                 frame = zstandard.ZstdDecompressor().decompressobj()
                 parts.append(frame.decompress(content))
                 if not frame.eof:
@@ -251,6 +253,7 @@ class PromptOrder:
         while len(indices) < count:
             # A request may span the end of an epoch.
             epoch, start = divmod(position + len(indices), self.count)
+            # The order depends only on seed and epoch, so a run can resume at any position.
             generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, stride=1_000_003))
             order = torch.randperm(self.count, generator=generator).tolist()
             indices += order[start : start + count - len(indices)]

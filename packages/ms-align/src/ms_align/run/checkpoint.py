@@ -88,18 +88,21 @@ def write(root: Path, step: int, state: State) -> Path:
     rank = processes.rank()
     if rank == 0:
         with writing(folder):
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)  # left by a crash
             partial.mkdir(parents=True)
+    # The folder exists on every rank.
     processes.barrier()
     with writing(folder):
         content = save({name: _local(value) for name, value in state.tensors.items()})
         write_synced(partial / f"rank-{rank:05d}.safetensors", content)
+    # All files are written, so rank 0 can list them in the manifest.
     processes.barrier()
     if rank == 0:
         with writing(folder):
             write_synced(partial / MANIFEST, _manifest(partial, step, state.facts))
             sync_folder(partial)
             replace_folder(folder, partial)
+    # No rank continues before the checkpoint is complete.
     processes.barrier()
     return folder
 
@@ -158,6 +161,7 @@ def _file_name(rank: int) -> str:
 def _local(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # safetensors rejects tensors that share memory, as tied weights do.
     return local.cpu().contiguous().clone() if local.device.type == "cpu" else local.cpu()
 
 
@@ -177,6 +181,7 @@ def _manifest(folder: Path, step: int, facts: Mapping[str, Any]) -> bytes:
 
 def _read_manifest(path: Path) -> _Manifest:
     manifest = read_json(path, _Manifest, error=DamageError, limit_bytes=LARGEST_MANIFEST_BYTES)
+    # The folder's name must match too, as a renamed checkpoint has another step.
     if digest_of(manifest) != manifest.digest or path.parent != step_folder(
         path.parents[1], manifest.step
     ):

@@ -214,6 +214,7 @@ class Loop:
             log.note(notice.line)
         if self.progress.step == 0:
             self._evaluate(log)
+        # Collective: all ranks stop after the same step, whichever of them got the signal.
         while self.progress.step < self.steps and not self.stop.agreed():
             start = monotonic()
             update, statistics = self.learner.update(log)
@@ -234,6 +235,7 @@ class Loop:
                 self._evaluate(log)
             if last or _due(self.progress.step, self.options.checkpoint_every):
                 self._save(log)
+            # Evaluation and checkpoints are not training time.
             throughput.pause(monotonic() - start)
         finished = self.progress.step == self.steps
         if not finished:
@@ -331,6 +333,7 @@ class Loop:
         folder = checkpoint.write(
             self.checkpoints, progress.step, State(tensors=state.tensors, facts=facts)
         )
+        # Older checkpoints are deleted only once the new one is complete.
         checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints)
         seconds = round(monotonic() - start, 3)
         log.event("checkpoint", {"step": progress.step, "folder": str(folder), "seconds": seconds})
@@ -383,6 +386,7 @@ class Loop:
                 "raise steps or set another output_dir"
             )
         self.progress = progress
+        # A run killed between its last checkpoint and its model is opened again to write the model.
         self.already_done = progress.step == self.steps and not self._result_is_missing()
         self.learner.load(State(tensors=state.tensors, facts=state.facts["learner"]))
 
@@ -397,6 +401,7 @@ class Loop:
         if processes.rank() == 0:
             shutil.rmtree(backup, ignore_errors=True)
             folder.rename(backup)
+        # No rank may look for checkpoints before the folder is renamed.
         processes.barrier()
         if processes.rank() == 0:
             logger.warning(

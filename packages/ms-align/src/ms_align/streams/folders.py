@@ -86,6 +86,7 @@ def held_out_prompts(dataset: Folders, count: int) -> tuple[list[list[int]], Any
         for index in range(min(len(samples), -(-count // len(folders)))):
             sample = samples[index]
             conversation = sample.chosen if isinstance(sample, PairSample) else sample
+            # argmax of the mask is its first True, where the answer starts.
             prompts.append(conversation.tokens[: int(conversation.loss_mask.argmax())].tolist())
     return [prompt for prompt in prompts if prompt][:count], Tokenizer.load(folders[0])
 

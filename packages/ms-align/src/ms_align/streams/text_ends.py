@@ -52,6 +52,7 @@ class TextEnds:
         if "documents" in batch:
             documents = torch.as_tensor(batch["documents"])
             continues[:, :-1] &= documents[:, 1:] == documents[:, :-1]
+        # The last target of every answer.
         for row, end in (learned & ~continues).nonzero().tolist():
             tail = targets[row, max(0, end - TAIL + 1) : end + 1].tolist()
             last = next((token for token in reversed(tail) if token in self.special), None)

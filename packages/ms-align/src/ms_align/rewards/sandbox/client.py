@@ -39,13 +39,14 @@ class ZygoteClient:
                 ",".join(protections),
             ]
             self._process = subprocess.Popen(
+                # Isolated and without site-packages: judged code finds only the standard library.
                 [sys.executable, "-I", "-S", "-c", _START, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=[zygote_end.fileno()],
-                env={"PATH": "", "MALLOC_ARENA_MAX": "1"},
-                start_new_session=True,
+                env={"PATH": "", "MALLOC_ARENA_MAX": "1"},  # one arena needs little address space
+                start_new_session=True,  # a process group, which `stop` can kill
             )
         assert self._process.stderr is not None
         self._errors = self._process.stderr
@@ -83,6 +84,7 @@ class ZygoteClient:
         client_end, process_end = socket.socketpair()
         request = REQUEST.pack(role.encode(), cpu_s, memory_bytes)
         try:
+            # One request at a time, so that descriptors arrive with their own request.
             with process_end, self._lock:
                 socket.send_fds(self._control, [request], [process_end.fileno(), *descriptors])
         except OSError:
@@ -127,9 +129,10 @@ def zygote() -> ZygoteClient:
 
 def _after_fork() -> None:
     global _start_lock
+    # Another thread of the parent may have held the old lock during the fork.
     _start_lock = threading.Lock()
     while _clients:
-        _clients.pop().close()
+        _clients.pop().close()  # the zygote belongs to the parent
 
 
 def _at_exit() -> None:

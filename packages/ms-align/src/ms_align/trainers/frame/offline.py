@@ -215,10 +215,12 @@ class OfflineTrainer(Trainer):
         data = evolve(data, lacking=without_held_out(folders))
         if data.lacking:
             return data
+        # The same rows in the same order at every evaluation.
         split = {"split": "held_out", "shuffle": False, "epochs": 1}
         return evolve(
             data,
             held_out_left_out=getattr(self.stream(folders, engine, **split), "left_out", 0),
+            # A new stream for every evaluation.
             held_out=lambda: first_batches(
                 self.stream(folders, engine, **split), self.eval_batches
             ),

@@ -195,7 +195,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
         self, policy: Engine, prompts: list[Prompt], tokenizer: Tokenizer | None
     ) -> RolloutLearner:
         _check_vocabulary(tokenizer, policy, "the model")
-        rows = self.batch_size // self.num_generations
+        rows = self.batch_size // self.num_generations  # prompts per rollout
         if rows % policy.data_ranks:
             raise ConfigError(
                 f"the {rows} prompts of a rollout must divide evenly among {policy.data_ranks} "
@@ -259,6 +259,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
         if not self.kl_coeff:
             return None
         reference = self.reference_model
+        # Without its adapters, the policy is the initial model, so no second copy is loaded.
         if reference is None and self.lora is not None:
             reference = ADAPTER_OFF
         if reference is None and self.layout is not None:

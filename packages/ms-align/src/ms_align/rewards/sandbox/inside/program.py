@@ -79,6 +79,7 @@ def names_used(tree: ast.AST) -> tuple[list[str], list[str]]:
                 assigned.add(node.id)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owners.add(node.value.id)
+    # A variable of the tests may have the name of a module.
     modules = (owners & sys.stdlib_module_names) - assigned
     builtin_names = {name for name in names if hasattr(builtins, name) or name.startswith("__")}
     return sorted(names - builtin_names - modules), sorted(modules)
@@ -110,6 +111,6 @@ def perform(role: str) -> int:
 def _exit_code(end: SystemExit) -> int:
     code: Any = end.code
     if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
+        return (code or 0) & 0xFF  # the kernel passes on 8 bits
     sys.stderr.write(f"{code}\n")
     return 1

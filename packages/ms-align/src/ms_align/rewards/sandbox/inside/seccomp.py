@@ -10,9 +10,11 @@ from .syscalls import ALLOWED, ANSWERED_AS_MISSING, Call, Check
 Instruction = tuple[int, int, int, int]
 """BPF instruction: opcode, jump if true, jump if false, operand."""
 
+# BPF opcodes: load a 32-bit word, and, jump if equal, jump if at least, return.
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+# SECCOMP_RET_ALLOW, ERRNO with EPERM (1) and with ENOSYS (38), KILL_PROCESS.
 _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH of linux/audit.h
 _X32 = 0x40000000
 """First number of the x32 ABI's system calls."""
 _PR_SET_SECCOMP, _FILTER = 22, 2
@@ -27,10 +29,10 @@ def filter_program(machine: str) -> list[Instruction]:
     if machine not in _ARCHITECTURES:
         raise MissingError(f"a system call table for {machine}")
     program: list[Instruction] = [
-        (_LOAD, 0, 0, 4),
+        (_LOAD, 0, 0, 4),  # seccomp_data.arch
         (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),
+        (_LOAD, 0, 0, 0),  # seccomp_data.nr
     ]
     if machine == "x86_64":
         program += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
@@ -52,13 +54,14 @@ def _checked(checks: tuple[Check, ...]) -> list[Instruction]:
     """Build instructions that reject the call unless all checks pass."""
     program: list[Instruction] = []
     for check in checks:
-        low = 16 + 8 * check.argument
+        low = 16 + 8 * check.argument  # seccomp_data.args
         # seccomp loads 32-bit words: the upper half of an argument is at `low + 4`.
         if check.upper_zero:
             program += [(_LOAD, 0, 0, low + 4), (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM)]
         program += [(_LOAD, 0, 0, low), (_AND, 0, 0, check.mask)]
         remaining = len(check.values)
         for index, value in enumerate(check.values):
+            # A match jumps over the remaining comparisons and the rejection.
             program.append((_EQUAL, remaining - index, 0, value))
         program.append((_RETURN, 0, 0, _EPERM))
     return program
@@ -74,6 +77,7 @@ def install() -> None:
         struct.pack("HBBI", *instruction) for instruction in filter_program(platform.machine())
     )
     instructions = ctypes.create_string_buffer(code, len(code))
+    # struct sock_fprog: number of instructions, padding, pointer.
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(instructions))
     program = ctypes.create_string_buffer(header, len(header))
     call("seccomp filters", libc().prctl, _PR_SET_SECCOMP, _FILTER, program, 0, 0)

@@ -57,6 +57,7 @@ class Codec:
         if isinstance(value, int):
             # JSON numbers are exact up to 2^53.
             return int(value) if -_SMALL < value < _SMALL else {"int": hex(value)}
+        # A subclass may override anything, so only its plain value is sent.
         if isinstance(value, float | str):
             return float(value) if isinstance(value, float) else str.__str__(value)
         if isinstance(value, dict):
@@ -77,8 +78,9 @@ class Codec:
         if isinstance(value, type) and issubclass(value, Exception):
             return {"error": [item.__name__ for item in value.__mro__]}
         if value_type is self._remote:
+            # A proxy forwards attributes to the other process; this reads the proxy's own number.
             return {"yours": object.__getattribute__(value, "_number")}
-        return {"mine": self._keep(value)}
+        return {"mine": self._keep(value)}  # stays here; the other process gets a proxy
 
     def load(self, value: Any) -> Any:
         """Decode a value.
@@ -91,7 +93,7 @@ class Codec:
         if not isinstance(value, dict):
             return value
         try:
-            ((name, content),) = value.items()
+            ((name, content),) = value.items()  # exactly one member
             return self._load(name, content)
         except (TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise UnreadableError(f"the other process sent an invalid value: {error}") from None
