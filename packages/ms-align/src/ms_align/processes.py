@@ -50,6 +50,7 @@ def rows_of_rank(count: int, rank: int, ranks: int) -> slice:
 def exchange_device() -> torch.device:
     """Return the device for collectives: the CPU if the process group supports it."""
     accelerator = torch.accelerator.current_accelerator()
+    # NCCL alone cannot exchange CPU tensors.
     if accelerator is None or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     return accelerator

@@ -113,7 +113,7 @@ def _trainer(name: str) -> Command:
     summary = (ast.get_docstring(trainer_class) or "").partition("\n")[0].rstrip(".")
     settings = f"trainers.{name}:{trainer_class.name}"
     keys = {key.name for group in groups_of(settings) for key in group.keys}
-    online = "policy_model" in keys
+    online = "policy_model" in keys  # only online trainers generate responses
     placeholders: dict[str, Any] = {"model": "path/to/model", "dataset": "shards"}
     placeholders |= {"sequence_length": 512, "epochs": 1}
     if online:

@@ -81,6 +81,7 @@ def evaluate(
         options.model
         if options.runtime is None
         else _open_exported(options.model, options.runtime),
+        # An exported model does not know its folder, which has the tokenizer.
         options.tokenizer or (None if options.runtime is None else options.model),
         layout=options.layout,
         context=options.max_length,

@@ -105,6 +105,7 @@ def open_model(folder: str | Path, *, device: str | None = None) -> nn.Module:
     base = adapter_base(Path(folder))
     if base is None:
         return load_model(folder, device=device)
+    # The base may be an adapter's folder itself.
     return load_lora(open_model(base, device=device), folder).merged_model()
 
 

@@ -56,6 +56,7 @@ def harness_model(
     try:
         from ms_align.evaluation.harness import HarnessModel
     except ModuleNotFoundError as error:
+        # With lm-eval installed, another missing module is a different problem.
         if not str(error.name).startswith("lm_eval"):
             raise
         raise ConfigError(
@@ -64,6 +65,7 @@ def harness_model(
         ) from error
     codec = _codec(model, tokenizer)
     scorer: Scorer
+    # `ExportedModel` is a protocol, whose methods a module or an engine may have as well.
     if isinstance(model, ExportedModel) and not isinstance(model, nn.Module | Engine):
         scorer = ExportedScorer(model, context=context, batch_size=batch_size, decode=codec.decode)
     else:

@@ -104,6 +104,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             rows.append(Row(tokens=truncated, scored=len(continuation)))
         scores = [(score.logprob, score.greedy) for score in self.scorer.score(rows)]
         for (texts, _, _), score in zip(requests, scores, strict=True):
+            # Windows have no texts; `loglikelihood_rolling` caches their sum.
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, score)
         return scores
@@ -120,6 +121,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 max_seq_len=self.max_length,
                 context_len=1,
             )
+            # Disjoint, so that every token is scored in exactly one window.
             for window in map(utils.make_disjoint_window, token_windows):
                 owners.append(index)
                 windows.append((None, *window))
@@ -148,7 +150,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             ):
                 answers[number] = answer
                 self.cache_hook.add_partial("generate_until", request.args, answer)
-        return [answers[number] for number in range(len(requests))]
+        return [answers[number] for number in range(len(requests))]  # as requested
 
     def _generate(self, texts: list[str], settings: Mapping[str, Any]) -> list[str]:
         until = settings.get("until") or []
@@ -180,11 +182,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         sampling = {
             name: settings[name] for name in SAMPLING_KEYS if settings.get(name) is not None
         }
+        # Without do_sample, a temperature above 0 means sampling.
         do_sample = settings.get("do_sample", bool(sampling.get("temperature")))
         sampling["temperature"] = float(sampling.get("temperature", 1.0)) if do_sample else 0.0
         max_new_tokens = int(
             settings.get("max_gen_toks") or settings.get("max_new_tokens") or DEFAULT_MAX_NEW_TOKENS
         )
+        # The end of text stops generation by its id and does not appear in decoded text.
         visible = [string for string in strings if string and string != self.codec.end_text]
         return Sampling(
             **sampling,

@@ -27,6 +27,7 @@ class TextCodec:
             tokenizer.tokenizer if isinstance(tokenizer, HuggingFaceTokenizer) else None
         )
         end = getattr(tokenizer, "end_of_text", None)
+        # A dict keeps the order and drops duplicates.
         all_ends = dict.fromkeys([*([] if end is None else [int(end)]), *ends])
         if not all_ends:
             raise ConfigError("the tokenizer has no end-of-text token; set its eos_token")
@@ -44,6 +45,7 @@ class TextCodec:
         """
         if self.inner is None:
             return self.tokenizer.encode(text)
+        # A rendered chat may start with the token already.
         if special is None and text.startswith(self.inner.decode([self.prefix])):
             special = False
         options = {} if special is None else {"add_special_tokens": special}

@@ -45,4 +45,5 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 def is_finite(tensor: Tensor) -> bool:
     """Return True if this process's shard of a tensor has neither NaN nor infinity."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Integers are always finite.
     return not local.is_floating_point() or bool(torch.isfinite(local).all())

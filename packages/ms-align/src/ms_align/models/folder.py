@@ -67,6 +67,7 @@ def adapter_base(folder: Path) -> Path | None:
 
 def _base_in_config(folder: Path) -> Path | None:
     path = folder / ADAPTER
+    # With a config.json too, the folder holds a complete model.
     if not path.is_file() or (folder / "config.json").is_file():
         return None
     name = read_json(path, dict[str, Any], error=ModelError).get("base_model_name_or_path")
@@ -209,6 +210,7 @@ def save_model(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = No
             folder.mkdir(parents=True, exist_ok=True)
             unique = {}
             for name, tensor in _converted(model, dtype).items():
+                # safetensors rejects tensors that share memory.
                 unique[name] = tensor.detach().cpu().contiguous().clone()
             save_file(unique, folder / "model.safetensors")
 
@@ -239,6 +241,7 @@ def experts_of(model: Any) -> int | None:
     if isinstance(model, str | Path):
         path = Path(model) / "config.json"
         config = read_json(path, dict[str, Any], error=ModelError) if path.is_file() else None
+    # Multimodal models have the language model's settings in text_config.
     for section in (config, _value(config, "text_config")):
         for name in ("n_routed_experts", "num_local_experts", "num_experts"):
             count = _value(section, name)
@@ -256,6 +259,7 @@ def _converted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.T
     state = model.state_dict()
     if dtype is None:
         return state
+    # With duplicates, as tied parameters appear in the state dict under every name.
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     converted = {
         name: tensor.to(dtype) if name in names and tensor.is_floating_point() else tensor

@@ -96,6 +96,7 @@ def check_tokens(
         return
     if token_ids.is_floating_point() or (token_ids.amin() >= 0 and token_ids.amax() < vocabulary):
         return
+    # Only ids outside the vocabulary, which `ignored` may explain, get here.
     invalid = token_ids[((token_ids < 0) | (token_ids >= vocabulary))]
     invalid = invalid if ignored is None else invalid[invalid != ignored]
     if invalid.numel():
@@ -201,6 +202,7 @@ class HuggingFaceModel:
         tokens = torch.arange(4, device=head.weight.device)[None] % max(
             self.vocabulary_size or 1, 1
         )
+        # Dropout would make the results differ.
         training = self._inner.training
         self._inner.eval()
         expected = self._inner(input_ids=tokens, use_cache=False).logits.float()
@@ -263,6 +265,7 @@ class HuggingFaceModel:
     def _cached_mask(self, visible: Tensor | None) -> Tensor | dict[str, Tensor] | None:
         if visible is None:
             return None
+        # With one new token, its row of the mask is the padding mask (B, W + 1).
         if _is_alibi(self._inner) and visible.shape[1] == 1:
             return visible[:, 0].long()
         return attention_masks(self._inner, visible)
@@ -288,7 +291,7 @@ def _unpack_documents(tokens: Tensor, documents: Tensor) -> tuple[Tensor, tuple[
     # Row number of each position's document, and its position in the document.
     row = starts.flatten().cumsum(0).view(documents.shape) - 1
     columns = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    first = torch.where(starts, columns, 0).cummax(1).values
+    first = torch.where(starts, columns, 0).cummax(1).values  # start of each document
     index = row, columns - first
     unpacked = tokens.new_zeros(int(row.max()) + 1, int(index[1].max()) + 1)
     unpacked[index] = tokens
@@ -313,9 +316,11 @@ def attention_masks(inner: Any, visible: Tensor) -> Tensor | dict[str, Tensor]:
 
     def additive(visible: Tensor) -> Tensor:
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        # Not -inf, as softmax of a row without visible columns would be NaN.
         return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
     window = _window(inner)
+    # Such a window hides nothing.
     if window is None or window >= visible.shape[2]:
         return additive(visible)
     ones = torch.ones(visible.shape[1:], dtype=torch.bool, device=visible.device)
@@ -336,6 +341,7 @@ def _window(inner: Any) -> int | None:
     if model_type in WINDOW_IN_ALL_LAYERS or (model_type in WINDOW_BY_LAYER and layer_types):
         return window
     context = getattr(config, "max_position_embeddings", None)
+    # A window as long as the context has no effect.
     if layer_types - {"sliding_attention"} or (window and (context is None or window < context)):
         raise ModelError(
             f"{type(inner).__name__} ({model_type}) has sliding windows in a mask format that is "

@@ -74,6 +74,7 @@ class ModuleReward:
     def __init__(self, module: nn.Module, *, batch_size: int = 32) -> None:
         self.module = module
         self.batch_size = batch_size
+        # torch.compile hides the signature; `_orig_mod` is the original module.
         names = inspect.signature(getattr(module, "_orig_mod", module).forward).parameters
         self.vocabulary_size = _vocabulary_of(module)
         """Vocabulary size of the module; None if unknown."""
@@ -100,6 +101,7 @@ class ModuleReward:
     def _score(self, samples: Sequence[Sample]) -> Tensor:
         rows = [[*sample.prompt_tokens, *sample.response_tokens] for sample in samples]
         lengths = torch.tensor([len(row) for row in rows])
+        # Without a padding token there is a single row, or the module knows the lengths.
         tokens = torch.full((len(rows), int(lengths.max())), self._pad or 0)  # (B, S)
         for row, values in zip(tokens, rows, strict=True):
             row[: len(values)] = torch.tensor(values)
@@ -235,6 +237,7 @@ def _call_per_sample(
         value, failure = _call(name, reward, [sample], per_sample=keep_going)
         values[index] = value[0]
         if failure:
+            # The call had one sample, so its message has index 0.
             failed[index] = failure[0].replace("sample 0", f"sample {index}", 1)
             if not keep_going:
                 break

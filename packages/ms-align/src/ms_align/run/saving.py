@@ -91,6 +91,7 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
     if engine.module is not None:
         return dict(engine.module.named_parameters())
     state = engine.state_dict()
+    # The state of an engine also holds its optimizer and counters.
     return {n: t for n, t in state.items() if not n.startswith(("optimizer.", "engine."))}
 
 
