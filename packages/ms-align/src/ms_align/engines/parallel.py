@@ -45,6 +45,7 @@ def start_parallel(
         ModelError: the model cannot be loaded from its folder.
     """
     ranks = layout_of(layout)
+    # `layout_of` has checked that ms-parallel is installed.
     from ms_parallel import AdamWConfig, Engine
 
     training: dict[str, Any] = {}

@@ -52,7 +52,7 @@ def run_tasks(
             num_fewshot=num_fewshot,
             apply_chat_template=chat,
             limit=limit,
-            bootstrap_iters=1000,
+            bootstrap_iters=1000,  # for standard errors; the default of 100,000 is slow
             random_seed=seed,
             numpy_random_seed=seed,
             torch_random_seed=seed,

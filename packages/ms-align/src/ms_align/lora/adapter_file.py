@@ -119,6 +119,7 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
 def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
     for key, value in raw.items():
         allowed = NEUTRAL_VALUES.get(key, UNSET_VALUES)
+        # peft ignores the case of some of these names.
         text = value.lower() if key == "init_lora_weights" and isinstance(value, str) else value
         if (
             key in SUPPORTED_KEYS

@@ -87,6 +87,7 @@ class Ownership:
         """Remove the run record of a run that ended before it saved anything."""
         if not folder.is_dir() or {path.name for path in folder.iterdir()} - UNSAVED_RUN_FILES:
             return
+        # Raises if that run is still active.
         with locked(folder / "lock", resource=str(folder), command=self.command):
             (folder / "run.json").unlink(missing_ok=True)
 
@@ -119,6 +120,7 @@ def _value(value: Any) -> Any:
         }
     if isinstance(value, list | tuple | set | frozenset):
         return [_value(item) for item in value]
+    # Fields of other packages' classes may hold secrets.
     if has(type(value)) and type(value).__module__.partition(".")[0] in ("ms_align", "ms_parallel"):
         attributes = fields(type(value))
         return {item.name: _value(getattr(value, item.name)) for item in attributes}

@@ -106,6 +106,7 @@ class SFTTrainer(SFTOptions, OfflineTrainer):
 
     def count_steps(self, dataset: Any, engine: Engine) -> int:
         """Count the updates in `epochs` passes over the dataset folders."""
+        # The number of rows is known only after packing.
         return sum(1 for _ in self.stream(dataset, engine, epochs=self.epochs))
 
 
@@ -123,6 +124,7 @@ class SFTLearner(OfflineLearner):
         super().__init__(engine, data, ends)
         self.options = options
         self.names: tuple[str, ...] = tuple(getattr(data.stream, "names", ()))
+        # 0: the loss reports no sums by task.
         self._tasks = len(self.names) if len(self.names) > 1 else 0
         self.sampler = self._sampler(seed)
         self._probabilities: Sequence[float] = ()
@@ -243,6 +245,7 @@ class SFTLearner(OfflineLearner):
         metrics = {"held_out_loss": float(totals[0].sum() / totals[1].sum())}
         if len(self.names) > 1:
             for name, (total, count) in zip(self.names, totals.T.tolist(), strict=True):
+                # A task may have no held-out rows.
                 if count:
                     metrics[f"held_out_loss.{name}"] = total / count
         return metrics
