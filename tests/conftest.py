@@ -1,4 +1,4 @@
-"""Helper modules of these tests are imported by name, also by the processes that tests start."""
+"""Make the helper modules in this folder importable by name."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the whole-repository tests know of the packages: their folders, modules and metadata."""
+"""Folders, modules and metadata of the packages, for the tests of the whole repository."""
 
 import ast
 import tomllib
@@ -11,18 +11,18 @@ PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is
 
 
 def module_of(package: str) -> str:
-    """The import name of a package's folder."""
+    """Import name of a package."""
     return package.replace("-", "_")
 
 
 def project_of(package: str) -> dict[str, Any]:
-    """The `[project]` table of a package."""
+    """`[project]` table of a package's pyproject.toml."""
     text = (ROOT / "packages" / package / "pyproject.toml").read_text()
     project: dict[str, Any] = tomllib.loads(text)["project"]
     return project
 
 
 def sources_of(package: str) -> Iterator[tuple[Path, ast.Module]]:
-    """Each source file of a package with its syntax tree."""
+    """Yield each source file of a package with its syntax tree."""
     for path in sorted((ROOT / "packages" / package / "src").rglob("*.py")):
         yield path, ast.parse(path.read_text())

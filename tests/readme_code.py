@@ -1,14 +1,14 @@
-"""A pytest plugin that executes the code of Markdown pages, each page in a folder of its own.
+"""A pytest plugin that executes the code of Markdown pages, each page in its own folder.
 
-Blocks run in order, in a folder that is empty at first: `python` and `py` in one namespace;
-`bash` and `sh` in a shell that stops at the first failure; of `console` each line after `$ `, and
-the lines below it are compared with what it prints, where `...` stands for anything. A `toml`,
-`jinja` or `jsonl` block whose first line is a comment with a file's name is written to that file.
+Blocks run in order in an initially empty folder: `python` and `py` in one namespace; `bash` and
+`sh` in a shell that stops at the first failure; in `console`, the lines after `$ `, whose output is
+compared with the lines below (`...` matches anything). A `toml`, `jinja` or `jsonl` block whose
+first line is a comment with a file name is written to that file.
 
-A block that cannot run as it stands follows a comment that says why: `<!-- not run: REASON -->`.
-tests/test_documented_commands.py parses its commands all the same.
+A block that cannot run has a comment with the reason before it: `<!-- not run: REASON -->`.
+tests/test_documented_commands.py still parses its commands.
 
-Below `README_FOLDERS`, where that is set, folders are kept, so that a page can be run again.
+If `README_FOLDERS` is set, the folders are kept in it, so that a page can be run again.
 """
 
 import fnmatch
@@ -29,11 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
 NAME = re.compile(r"\A(?:# |\{# ?|// )([\w./-]+\.\w+)")
 NOT_RUN = re.compile(r"<!-- not run: (\S[^>]*) -->\s*\Z")
-LONGEST_S = 300
+TIMEOUT_S = 300
 
 
 class Page(Document):
-    """A page that knows its path."""
+    """A page with its path in the namespace."""
 
     def __init__(self, text: str, path: str) -> None:
         super().__init__(text, path)
@@ -41,7 +41,7 @@ class Page(Document):
 
 
 def enter_folder(namespace: dict[str, Any]) -> None:
-    """Start a page in its own folder, empty at first."""
+    """Change to the page's own folder."""
     namespace["_before"] = os.getcwd()
     cached = os.environ.get("README_FOLDERS")
     if cached:
@@ -55,24 +55,24 @@ def enter_folder(namespace: dict[str, Any]) -> None:
 
 
 def leave_folder(namespace: dict[str, Any]) -> None:
-    """Go back, and remove what the page wrote unless it is to stay."""
+    """Change back, and delete the page's folder unless it is kept."""
     os.chdir(namespace["_before"])
     if "_page" in namespace:
         namespace["_page"].cleanup()
 
 
 def unless_marked(run: Callable[[Example], str | None]) -> Callable[[Example], str | None]:
-    """Leave out a block that the page says is not run."""
+    """Skip a block that the page marks as not run."""
 
     def evaluate(example: Example) -> str | None:
-        before = example.document.text[: example.region.start]
-        return None if NOT_RUN.search(before) else run(example)
+        preceding_text = example.document.text[: example.region.start]
+        return None if NOT_RUN.search(preceding_text) else run(example)
 
     return evaluate
 
 
-def in_shell(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a piece of shell with the commands of this environment and these sources."""
+def run_shell(script: str) -> subprocess.CompletedProcess[str]:
+    """Run shell code with the commands of this environment and these sources."""
     commands = [
         f'{name}() {{ {sys.executable} -m {name.replace("-", "_")} "$@"; }}' for name in OURS
     ]
@@ -81,7 +81,7 @@ def in_shell(script: str) -> subprocess.CompletedProcess[str]:
         ["bash", "-c", "\n".join(["set -e", *commands, script])],
         capture_output=True,
         text=True,
-        timeout=LONGEST_S,
+        timeout=TIMEOUT_S,
         check=False,
         env={**os.environ, "PATH": path, "COLUMNS": "100"},
     )
@@ -89,26 +89,26 @@ def in_shell(script: str) -> subprocess.CompletedProcess[str]:
 
 @unless_marked
 def run_commands(example: Example) -> str | None:
-    """Run a shell block; returns what it printed if it failed."""
-    done = in_shell(str(example.parsed))
-    return f"{done.stdout}{done.stderr}" if done.returncode else None
+    """Run a shell block; return its output if it failed."""
+    result = run_shell(str(example.parsed))
+    return f"{result.stdout}{result.stderr}" if result.returncode else None
 
 
 @unless_marked
 def run_console(example: Example) -> str | None:
-    """Run the commands after `$ ` and compare what they print; returns the first difference."""
+    """Run the commands after `$ ` and compare their output; return the first difference."""
     for part in re.split(r"^\$ ", str(example.parsed), flags=re.MULTILINE)[1:]:
         command, _, shown = re.match(r"((?:.*\\\n)*.*)(\n|\Z)((?s:.*))", part).groups()  # type: ignore[union-attr]
-        done = in_shell(command)
-        if done.returncode:
-            return f"$ {command}\n{done.stdout}{done.stderr}"
-        if shown.strip() and not same_output(shown, done.stdout):
-            return f"$ {command}\nthe page shows\n{shown}\nand it prints\n{done.stdout}"
+        result = run_shell(command)
+        if result.returncode:
+            return f"$ {command}\n{result.stdout}{result.stderr}"
+        if shown.strip() and not same_output(shown, result.stdout):
+            return f"$ {command}\nthe page shows\n{shown}\nbut the output is\n{result.stdout}"
     return None
 
 
 def same_output(shown: str, printed: str) -> bool:
-    """Compare line by line; `...` in a line that is shown stands for any text, alone for lines."""
+    """Compare line by line; `...` matches any text in a line, and any lines on its own."""
     pattern = "\n".join(line.rstrip() for line in shown.strip().splitlines())
     lines = "\n".join(line.rstrip() for line in printed.strip().splitlines())
     escaped = re.sub(r"([\[\]?*])", r"[\1]", pattern).replace("...", "*")
@@ -118,10 +118,10 @@ def same_output(shown: str, printed: str) -> bool:
 @unless_marked
 def write_named_file(example: Example) -> None:
     """Write a block to the file that its first line names."""
-    named = NAME.match(str(example.parsed))
-    if named:
-        Path(named[1]).parent.mkdir(parents=True, exist_ok=True)
-        Path(named[1]).write_text(str(example.parsed))
+    match = NAME.match(str(example.parsed))
+    if match:
+        Path(match[1]).parent.mkdir(parents=True, exist_ok=True)
+        Path(match[1]).write_text(str(example.parsed))
 
 
 run_python = unless_marked(PythonEvaluator())
@@ -139,7 +139,7 @@ pytest_collect_file = Sybil(
         CodeBlockParser("jsonl", write_named_file),
     ],
     pattern="*.md",
-    excludes=["**/*.zh.md", "*.zh-CN.md"],  # their code is that of the English pages, to the letter
+    excludes=["**/*.zh.md", "*.zh-CN.md"],  # their code is identical to the English pages'
     document_types={".md": Page},
     setup=enter_folder,
     teardown=leave_folder,

@@ -1,7 +1,7 @@
-"""Freeze the seams between packages: members and signatures, beside their owner's version.
+"""Freeze the seams between packages: members and signatures, with their owner's version.
 
-`python tests/seam_signatures.py` writes tests/seams.toml anew. It refuses where a seam changed
-since a version that was released, until the owner's second number is raised: see docs/versions.md.
+`python tests/seam_signatures.py` rewrites tests/seams.toml. It fails if a seam changed since a
+released version and the owner's minor version was not raised: see docs/versions.md.
 """
 
 import importlib
@@ -30,52 +30,58 @@ SEAMS = {
     "tuning stream": ("ms-align", "ms_align.streams.protocol:Stream"),
     "tuning events": ("ms-align", "ms_align.events:OnEvent"),
 }
-"""Each seam's owner, and where its Protocol stands."""
+"""Owner and location of each seam's Protocol."""
 
 
-def members_of(place: str) -> list[str]:
-    """Write a Protocol's members, each with its signature or type, in order of name."""
-    module, _, name = place.partition(":")
-    kind = getattr(importlib.import_module(module), name)
-    found: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
-        if each.__module__ in ("typing", "builtins", "collections.abc"):
+def members_of(location: str) -> list[str]:
+    """Members of a Protocol with their signatures or types, sorted by name."""
+    module, _, name = location.partition(":")
+    protocol = getattr(importlib.import_module(module), name)
+    members: dict[str, str] = {}
+    for base in reversed(protocol.__mro__):
+        if base.__module__ in ("typing", "builtins", "collections.abc"):
             continue
-        for member, given in inspect.get_annotations(each).items():
-            found[member] = f"{member}: {shown(given)}"
-        for member, value in vars(each).items():
+        for member, annotation in inspect.get_annotations(base).items():
+            members[member] = f"{member}: {short_name(annotation)}"
+        for member, value in vars(base).items():
             if isinstance(value, property) and value.fget is not None:
                 returned = inspect.get_annotations(value.fget).get("return", "")
-                found[member] = f"{member}: {shown(returned)}"
+                members[member] = f"{member}: {short_name(returned)}"
             elif inspect.isfunction(value) and not is_private(member):
-                found[member] = f"{member}{signature_of(value)}"
-    return [found[member] for member in sorted(found) if not is_private(member)]
+                members[member] = f"{member}{signature_of(value)}"
+    return [members[member] for member in sorted(members) if not is_private(member)]
 
 
 def is_private(member: str) -> bool:
-    """Whether a name is Python's or nobody's business."""
-    spoken = {"__call__", "__iter__", "__next__", "__len__"}
-    return member.startswith("_") and member not in spoken
+    """Whether a member is private; special methods of protocols are not."""
+    special = {"__call__", "__iter__", "__next__", "__len__"}
+    return member.startswith("_") and member not in special
 
 
 def signature_of(function: Any) -> str:
-    """Write a signature so that neither Python's version nor imports change it."""
+    """Format a signature independently of Python's version and of imports."""
     signature = inspect.signature(function)
     parts, star = [], False
-    for each in signature.parameters.values():
-        if each.kind is each.KEYWORD_ONLY and not star:
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
             parts.append("*")
             star = True
-        star = star or each.kind is each.VAR_POSITIONAL
-        default = "" if each.default is each.empty else " = ..."
-        given = "" if each.annotation is each.empty else f": {shown(each.annotation)}"
-        mark = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
-        parts.append(f"{mark}{each.name}{given}{default}")
-    return f"({', '.join(parts)}) -> {shown(signature.return_annotation)}"
+        star = star or parameter.kind is parameter.VAR_POSITIONAL
+        default = "" if parameter.default is parameter.empty else " = ..."
+        annotation = (
+            ""
+            if parameter.annotation is parameter.empty
+            else f": {short_name(parameter.annotation)}"
+        )
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(
+            parameter.kind, ""
+        )
+        parts.append(f"{prefix}{parameter.name}{annotation}{default}")
+    return f"({', '.join(parts)}) -> {short_name(signature.return_annotation)}"
 
 
-def shown(annotation: Any) -> str:
-    """Write a type by the last parts of its names."""
+def short_name(annotation: Any) -> str:
+    """Format a type with unqualified names."""
     if annotation is None:
         return "None"
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
@@ -83,46 +89,60 @@ def shown(annotation: Any) -> str:
 
 
 def version_of(package: str) -> tuple[int, int]:
-    """The first two numbers of a package's version."""
+    """Major and minor version of a package."""
     first, second = str(project_of(package)["version"]).split(".")[:2]
     return int(first), int(second)
 
 
 def is_released(package: str, version: tuple[int, int]) -> bool:
-    """Whether a package's changelog holds a release of these numbers."""
+    """Whether a package's changelog has a release of this version."""
     text = (ROOT / "packages" / package / "CHANGELOG.md").read_text()
     return bool(re.search(rf"^## {version[0]}\.{version[1]}\.", text, re.MULTILINE))
 
 
 def frozen() -> dict[str, Any]:
-    """What tests/seams.toml holds."""
+    """Content of tests/seams.toml."""
     return tomllib.loads(FILE.read_text()) if FILE.exists() else {}
 
 
-def complaint(seam: str, was: dict[str, Any], now: list[str], *, released: bool) -> str:
-    """Say why a seam cannot be frozen as it is; empty where it can."""
+def version_error(
+    seam: str, frozen_seam: dict[str, Any], members: list[str], *, released: bool
+) -> str:
+    """Reason why a seam cannot be frozen; empty if it can."""
     package, _ = SEAMS[seam]
-    if was["members"] == now or not released or version_of(package) > tuple(was["version"]):
+    if (
+        frozen_seam["members"] == members
+        or not released
+        or version_of(package) > tuple(frozen_seam["version"])
+    ):
         return ""
-    numbers = ".".join(map(str, was["version"]))
+    numbers = ".".join(map(str, frozen_seam["version"]))
     return f"the seam {seam!r} changed since {package} {numbers} was released; raise its version"
 
 
 def main() -> int:
-    """Write the file; exit with 1 where a version has to be raised first."""
-    known, lines = frozen(), ["# Members of the seams, by tests/seam_signatures.py."]
-    for seam, (package, place) in SEAMS.items():
+    """Write the file; return 1 if a version must be raised first."""
+    frozen_seams, lines = frozen(), ["# Members of the seams, by tests/seam_signatures.py."]
+    for seam, (package, location) in SEAMS.items():
         importlib.import_module(module_of(package))
-        now, was = members_of(place), known.get(seam)
-        released = was is not None and is_released(package, tuple(was["version"]))
-        why = complaint(seam, was, now, released=released) if was is not None else ""
-        if why:
-            sys.stderr.write(f"{why}\n")
+        members, frozen_seam = members_of(location), frozen_seams.get(seam)
+        released = frozen_seam is not None and is_released(package, tuple(frozen_seam["version"]))
+        error = (
+            version_error(seam, frozen_seam, members, released=released)
+            if frozen_seam is not None
+            else ""
+        )
+        if error:
+            sys.stderr.write(f"{error}\n")
             return 1
-        version = list(was["version"]) if was and was["members"] == now else [*version_of(package)]
+        version = (
+            list(frozen_seam["version"])
+            if frozen_seam and frozen_seam["members"] == members
+            else [*version_of(package)]
+        )
         lines += ["", f"[{json.dumps(seam)}]", f"owner = {json.dumps(package)}"]
         lines += [f"version = {version}", "members = ["]
-        lines += [f"    {json.dumps(member, ensure_ascii=False)}," for member in now] + ["]"]
+        lines += [f"    {json.dumps(member, ensure_ascii=False)}," for member in members] + ["]"]
     FILE.write_text("\n".join(lines) + "\n")
     return 0
 

@@ -1,6 +1,6 @@
-"""Never run: mypy --strict proves on this file that the packages fit each other's Protocols.
+"""Type checks only: mypy --strict proves here that the packages fit each other's Protocols.
 
-The consumer owns the Protocol; a line here is one producer handed to one consumer.
+The consumer owns the Protocol; each line passes one producer to one consumer.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ pairs: ms_align.streams.protocol.Stream = PreferenceStream("pairs", sequence_len
 
 
 class Reader:
-    """What `TokenStream` asks of its place: two numbers."""
+    """The two numbers that `TokenStream` needs from its place."""
 
     rank = 0
     count = 1
@@ -49,7 +49,7 @@ place: ms_data.StreamPlace = Reader()
 
 
 def on_event(kind: str, fields: Mapping[str, int | float | str]) -> None:
-    """Any callable of this shape takes events."""
+    """Any callable with this signature accepts events."""
 
 
 def engine_takes_either_operators() -> tuple[Engine, Engine]:
@@ -57,10 +57,10 @@ def engine_takes_either_operators() -> tuple[Engine, Engine]:
     return Engine("llama", Layout(), ops=ms_parallel.operators), Engine("llama", ops=ms_kernels)
 
 
-def arguments_are_checked_where_they_are_given(groups: Groups) -> None:
-    """Names and types of every option, though the constructors take them as a class's fields.
+def constructor_arguments_are_checked(groups: Groups) -> None:
+    """Names and types of all options are checked, although constructors forward them as fields.
 
-    An unknown name or a wrong type that passed would leave a comment here without use, which fails.
+    If mypy accepted an unknown name or a wrong type, the unused `type: ignore` would be an error.
     """
     Engine("llama", Layout(), seed=1, groups=groups)
     Engine("llama", layout=Layout(), recompute="full", on_nonfinite="raise")
@@ -75,12 +75,12 @@ def arguments_are_checked_where_they_are_given(groups: Groups) -> None:
 def align_takes_either_engine(
     local: LocalEngine, parallel: Engine
 ) -> tuple[ms_align.engines.protocol.Engine, ms_align.engines.protocol.Engine]:
-    """Its own of one process, and ms-parallel's under any layout."""
+    """Its own single-process engine, and ms-parallel's with any layout."""
     return local, parallel
 
 
-def align_draws_from_an_engine(engine: Engine) -> Generator:
-    """What an engine under a layout offers of generation is enough."""
+def align_generates_with_an_engine(engine: Engine) -> Generator:
+    """An engine with a layout can generate."""
     return EngineGenerator(engine)
 
 
@@ -90,7 +90,7 @@ align_tracked: ms_align.events.OnEvent = Tracker(TensorBoard("tensorboard"))
 exported: ExportedModel = ms_compress.open_runtime("deploy", "ort")
 
 
-def a_stream_takes_the_place_of_the_layout(groups: Groups) -> TokenStream:
-    """ms-data asks a place for `rank` and `count`; ms-parallel's processes have one."""
-    asked: ms_data.StreamPlace = groups.place
-    return TokenStream("shards", sequence_length=1, batch_size=1, place=asked)
+def a_stream_accepts_the_place_of_a_layout(groups: Groups) -> TokenStream:
+    """ms-data needs `rank` and `count`, which ms-parallel's `place` has."""
+    stream_place: ms_data.StreamPlace = groups.place
+    return TokenStream("shards", sequence_length=1, batch_size=1, place=stream_place)

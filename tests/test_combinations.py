@@ -18,7 +18,7 @@ from axes import COMMANDS, axes_of, fixed_keys, unknown_keys  # noqa: E402
 from pairwise import Array, Row  # noqa: E402
 from run_arrays import (  # noqa: E402
     Progress,
-    judged,
+    classify,
     minimal,
     read_progress,
     write_progress,
@@ -144,7 +144,7 @@ def test_a_failure_is_one_of_exit_code_lines_or_losses(tmp_path: Path) -> None:
     line, events = "ms-align: model must be a folder\n", tmp_path / "events.jsonl"
 
     def kind(codes: list[int], errors: list[str]) -> str:
-        return judged("ms-align sft", codes, errors, events).kind
+        return classify("ms-align sft", codes, errors, events).kind
 
     assert kind([2, 2], [line, ""]) == "refused"
     assert kind([2, 2], [line, line]) == "failed"

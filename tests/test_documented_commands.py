@@ -10,10 +10,10 @@ from documented_commands import (
     NOT_RUN,
     Line,
     documented,
-    in_markdown,
-    in_shell,
+    error_of,
+    lines_in_markdown,
+    lines_in_shell,
     lone_options,
-    mistake,
     options_of_all,
     pages,
     readers_of,
@@ -32,7 +32,7 @@ def test_every_documented_command_line_is_valid() -> None:
     assert sum(line.complete for line in lines) > 150
     assert sum(not line.complete for line in lines) > 150
     problems = {
-        f"{line.place}: {line.program} {' '.join(line.words)}": mistake(line) for line in lines
+        f"{line.source}: {line.program} {' '.join(line.words)}": error_of(line) for line in lines
     }
     assert {line: problem for line, problem in problems.items() if problem} == {}
 
@@ -40,8 +40,10 @@ def test_every_documented_command_line_is_valid() -> None:
 @pytest.mark.parametrize("program", PACKAGES)
 def test_every_command_has_an_example_in_its_help(program: str) -> None:
     """The line after `example:` in each `--help` is among the lines that are checked."""
-    helps = {line.place for line in documented() if line.place.endswith("--help")}
-    shown = {place.removeprefix(program).split()[0] for place in helps if place.startswith(program)}
+    helps = {line.source for line in documented() if line.source.endswith("--help")}
+    shown = {
+        source.removeprefix(program).split()[0] for source in helps if source.startswith(program)
+    }
     moved = {"doctor"} if program == "ms-parallel" else set()  # it only names its replacement
     assert set(subcommands(program)) - moved <= shown
 
@@ -69,17 +71,17 @@ def test_an_option_without_a_command_exists() -> None:
 )
 def test_an_invalid_command_line_is_reported(text: str, reason: str) -> None:
     """In shell blocks and in inline code."""
-    problems = [mistake(line) for line in in_markdown(text, "page")]
+    problems = [error_of(line) for line in lines_in_markdown(text, "page")]
     assert any(reason in problem for problem in problems if problem), problems
 
 
 def test_open_tables_accept_any_key_and_shell_syntax_is_parsed() -> None:
     """`model_config` accepts any key; pipes, comments and variables are skipped."""
     text = "A=1 ms-parallel train R.toml --set model_config.a=32 --set layout.data=2 | tee x # y"
-    (line,) = in_shell(text, "page", complete=True)
+    (line,) = lines_in_shell(text, "page", complete=True)
     assert line == Line("page", "ms-parallel", line.words, complete=True)
     assert line.words[-1] == "layout.data=2"
-    assert mistake(line) is None
+    assert error_of(line) is None
 
 
 def test_every_toml_block_fits_some_command() -> None:

@@ -1,4 +1,4 @@
-"""The driver of `nox -s fuzz` sees what it is there to see."""
+"""The driver of `nox -s fuzz` detects every type of failure."""
 
 import random
 import subprocess
@@ -12,31 +12,31 @@ import torch
 
 from .fuzz import worker
 from .fuzz.case import Case, output
-from .fuzz.mutations import BY_KIND, BYTES, mutate
+from .fuzz.mutations import BY_SUFFIX, BYTES, mutate
 
 
-def case(run: object, **more: object) -> Case:
-    """A case that reads one file."""
+def case(run: object, **fields: object) -> Case:
+    """A case with one input file."""
 
     def make(folder: Path) -> None:
         (folder / "a.json").write_text('{"a": [1, 2, 3]}')
 
-    return Case(name="toy", make=make, files=("*",), run=run, **more)  # type: ignore[arg-type]
+    return Case(name="toy", make=make, files=("*",), run=run, **fields)  # type: ignore[arg-type]
 
 
-def ends(tmp_path: Path, run: object, **more: object) -> tuple[str, str]:
-    """How a command's run is judged."""
-    outcome = worker.invoke(case(run, **more), tmp_path)
+def failure_of(tmp_path: Path, run: object, **fields: object) -> tuple[str, str]:
+    """Failure and cause of running a command."""
+    outcome = worker.invoke(case(run, **fields), tmp_path)
     return outcome.failure, outcome.cause
 
 
-def test_each_way_to_fail_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And exit codes 0, 1 and 2 with a word are none."""
+def test_every_type_of_failure_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit codes 0, 1 and 2 with a message are not failures."""
 
     def raises() -> int:
         raise RecursionError
 
-    def leaves() -> int:
+    def exits() -> int:
         raise SystemExit(3)
 
     def prints() -> int:
@@ -52,7 +52,7 @@ def test_each_way_to_fail_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         while True:
             pass
 
-    def tells() -> int:
+    def explains() -> int:
         import sys
 
         print("a.json: not JSON; write it again", file=sys.stderr)  # noqa: T201
@@ -60,25 +60,25 @@ def test_each_way_to_fail_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(worker, "MEMORY_BYTES", 32 << 20)
     monkeypatch.setattr(worker, "CPU_LIMIT_S", 0.2)
-    monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)  # this process goes on
-    kept = worker.signal.signal(worker.signal.SIGPROF, worker.hang)
+    monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)  # this process continues
+    previous = worker.signal.signal(worker.signal.SIGPROF, worker.hang)
     try:
-        assert ends(tmp_path, raises)[0] == "traceback"
-        assert ends(tmp_path, leaves) == ("exit code", "3")
-        assert ends(tmp_path, prints)[0] == "traceback"
-        assert ends(tmp_path, grows)[0] == "memory"
-        began = time.process_time()
-        assert ends(tmp_path, hangs)[0] == "hang"
-        assert time.process_time() - began < 2
-        assert ends(tmp_path, lambda: 2) == ("exit code", "2 without a word")
-        for fine in (lambda: 0, lambda: 1, tells):
-            assert ends(tmp_path, fine)[0] == ""
+        assert failure_of(tmp_path, raises)[0] == "traceback"
+        assert failure_of(tmp_path, exits) == ("exit code", "3")
+        assert failure_of(tmp_path, prints)[0] == "traceback"
+        assert failure_of(tmp_path, grows)[0] == "memory"
+        start_s = time.process_time()
+        assert failure_of(tmp_path, hangs)[0] == "hang"
+        assert time.process_time() - start_s < 2
+        assert failure_of(tmp_path, lambda: 2) == ("exit code", "2 without a message")
+        for fine in (lambda: 0, lambda: 1, explains):
+            assert failure_of(tmp_path, fine)[0] == ""
     finally:
-        worker.signal.signal(worker.signal.SIGPROF, kept)
+        worker.signal.signal(worker.signal.SIGPROF, previous)
 
 
-def trains(steps: int, step_s: float, behind: str = "") -> int:
-    """A training of so many steps, which prints and writes, and may then hang."""
+def trains(steps: int, step_s: float, then: str = "") -> int:
+    """A training of `steps` steps that prints and writes, and then may hang."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     Path("out").mkdir(exist_ok=True)
     Path("out/events").touch()
@@ -88,7 +88,7 @@ def trains(steps: int, step_s: float, behind: str = "") -> int:
             pass
         optimizer.step()
         print(f"step {step}/{steps}  loss 5.7", file=sys.stderr)  # noqa: T201
-    while behind:
+    while then:
         pass
     return 0
 
@@ -96,7 +96,7 @@ def trains(steps: int, step_s: float, behind: str = "") -> int:
 @pytest.mark.parametrize(
     ("run", "failure"),
     [
-        (lambda: trains(2**32, 0.01), ""),  # its settings are large, and nobody's fault
+        (lambda: trains(2**32, 0.01), ""),  # large settings are not a fault
         (lambda: trains(2**32, 0.3), ""),
         (lambda: trains(3, 0.01), ""),
         (lambda: trains(0, 0.0, "hangs"), "hang"),
@@ -104,35 +104,35 @@ def trains(steps: int, step_s: float, behind: str = "") -> int:
         (lambda: trains(3, 0.1, "hangs"), "hang"),
     ],
 )
-def test_a_training_at_its_limit_must_be_making_steps_still(
+def test_a_training_at_its_limit_must_still_be_making_steps(
     run: Callable[[], int], failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that has made a step, or has written files, and then hangs is no training that goes on.
+    """A training that hangs after a step, or after writing files, has failed.
 
-    As a command that is not to train, all of them but the short one hang.
+    As a command that does not train, all but the short one hang.
     """
-    for name, seconds in (("RUN_LIMIT_S", 0.5), ("CPU_LIMIT_S", 0.5), ("LOOK_S", 0.05)):
+    for name, seconds in (("RUN_LIMIT_S", 0.5), ("CPU_LIMIT_S", 0.5), ("CHECK_INTERVAL_S", 0.05)):
         monkeypatch.setattr(worker, name, seconds)
-    monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)  # this process goes on
-    kept = worker.signal.signal(worker.signal.SIGPROF, worker.hang)
+    monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)  # this process continues
+    previous = worker.signal.signal(worker.signal.SIGPROF, worker.hang)
     monkeypatch.chdir(tmp_path)
-    trains(1, 0.0)  # what a first step of torch's imports takes seconds
+    trains(1, 0.0)  # the first step imports parts of torch, which takes seconds
     try:
-        began = time.process_time()
+        start_s = time.process_time()
         outcome = worker.invoke(case(run, trains=True), tmp_path)
-        took = time.process_time() - began
+        elapsed_s = time.process_time() - start_s
         assert outcome.failure == failure
-        assert outcome.goes_on == (not failure and took > 0.3)
-        assert took < 0.5 + 3 * 0.5 + 1, "the longest that the next step was waited for"
-        assert (worker.invoke(case(run), tmp_path).failure == "hang") == (took > 0.3)
+        assert outcome.still_training == (not failure and elapsed_s > 0.3)
+        assert elapsed_s < 0.5 + 3 * 0.5 + 1, "limit plus the wait for the next step"
+        assert (worker.invoke(case(run), tmp_path).failure == "hang") == (elapsed_s > 0.3)
     finally:
-        worker.signal.signal(worker.signal.SIGPROF, kept)
+        worker.signal.signal(worker.signal.SIGPROF, previous)
 
 
-def test_damage_that_a_sealed_format_accepts_is_seen(
+def test_damage_that_a_sealed_format_accepts_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 0 with another result than the sound input's."""
+    """Exit code 0 with a result that differs from the valid input's."""
     monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)
 
     def reads() -> int:
@@ -151,7 +151,7 @@ def test_damage_that_a_sealed_format_accepts_is_seen(
 
 
 def test_a_mutant_is_a_function_of_its_seed() -> None:
-    """The same bytes again, and nearly always other ones than the sound file's."""
+    """The same bytes each time, which nearly always differ from the valid file's."""
     sound = {
         ".json": b'{"a": [1, {"b": "c"}], "d": 2.5}',
         ".jsonl": b'{"a": 1}\n{"a": 2}\n',
@@ -162,26 +162,29 @@ def test_a_mutant_is_a_function_of_its_seed() -> None:
     for suffix, data in sound.items():
         changed = 0
         for index in range(80):
-            first, again = (mutate(f"x{suffix}", data, random.Random(index)) for _ in range(2))
-            assert first == again
+            first, second = (mutate(f"x{suffix}", data, random.Random(index)) for _ in range(2))
+            assert first == second
             changed += first[1] != data
         assert changed > 70
-    for mutation in {*BYTES, *(one for kind in BY_KIND.values() for one in kind)}:
+    for mutation in {
+        *BYTES,
+        *(mutation for mutations in BY_SUFFIX.values() for mutation in mutations),
+    }:
         assert mutation.__doc__
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("arguments", "message"),
     [
-        (("--case", "nothing/such", "--seconds", "1"), "no case's PACKAGE/NAME holds"),
-        (("--case", "data_cases/learn", "--index", "1", "--seconds", "1"), "leave one of them out"),
+        (("--case", "nothing/such", "--seconds", "1"), "no PACKAGE/NAME contains"),
+        (("--case", "data_cases/learn", "--index", "1", "--seconds", "1"), "drop one of them"),
     ],
 )
-def test_a_call_that_would_damage_nothing_is_refused(words: tuple[str, ...], why: str) -> None:
-    """A misspelt case is exit code 2 and no success of nothing."""
+def test_a_call_without_mutants_is_rejected(arguments: tuple[str, ...], message: str) -> None:
+    """A misspelled case is exit code 2, not an empty success."""
     driver = Path(__file__).parent / "fuzz" / "driver.py"
-    done = subprocess.run(
-        [sys.executable, str(driver), *words], capture_output=True, text=True, check=False
+    result = subprocess.run(
+        [sys.executable, str(driver), *arguments], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2
-    assert why in done.stderr
+    assert result.returncode == 2
+    assert message in result.stderr

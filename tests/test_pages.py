@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 250
+MAX_LINES = 250
 GENERATED = {"docs/reference/refused-combinations.md", "docs/reference/transformers.md"}
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -37,13 +37,13 @@ PAGES = written_pages()
 
 
 def text_of(page: Path) -> str:
-    """Text of a page with its includes."""
+    """Text of a page with its includes expanded."""
     text = page.read_text(encoding="utf-8")
     return INCLUDE.sub(lambda match: (ROOT / match[1]).read_text(encoding="utf-8"), text)
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Ids of a page's headings, as GitHub and mkdocs make them."""
+    """Ids that GitHub and mkdocs generate for a page's headings."""
     anchors = set()
     for heading in HEADING.findall(FENCE.sub("", text_of(page))):
         explicit = EXPLICIT_ID.search(heading)
@@ -67,10 +67,10 @@ def dead_links(page: Path) -> list[str]:
         linked = (page.parent / path).resolve() if path else page
         # A link to a key or an API name leads to an anchor that the site generates.
         generated = "." in anchor or linked.parent.name in {"reference", "api"}
-        known = linked.exists() and (
+        exists = linked.exists() and (
             not anchor or generated or linked.suffix != ".md" or anchor in anchors_of(linked)
         )
-        if not known:
+        if not exists:
             dead.append(target)
     return dead
 
@@ -79,7 +79,7 @@ def dead_links(page: Path) -> list[str]:
 def test_a_page_has_at_most_250_lines(page: str) -> None:
     """A longer page has several subjects and is split."""
     lines = (ROOT / page).read_text(encoding="utf-8").count("\n")
-    assert lines <= MOST_LINES, f"{page} has {lines} lines"
+    assert lines <= MAX_LINES, f"{page} has {lines} lines"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -88,8 +88,8 @@ def test_every_link_of_a_page_resolves(page: str) -> None:
     assert dead_links(ROOT / page) == []
 
 
-def test_a_dead_link_is_found(tmp_path: Path) -> None:
-    """A missing file, a missing heading, and neither in code."""
+def test_a_dead_link_is_reported(tmp_path: Path) -> None:
+    """Missing files and headings, except in code."""
     page = tmp_path / "page.md"
     page.write_text("# One: two\n\n[a](#one-two) [b](page.md#none) [c](no.md) `[d](no.md)`\n")
     assert dead_links(page) == ["page.md#none", "no.md"]
@@ -97,7 +97,7 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["align", "compress", "data", "kernels", "parallel", "profile"])
 def test_every_page_of_a_package_is_linked_from_its_readme(package: str) -> None:
-    """So it is two clicks from the first page, which links to the READMEs."""
+    """Every page is then two clicks from the front page, which links to the READMEs."""
     readme = (ROOT / "packages" / f"ms-{package}" / "README.md").read_text(encoding="utf-8")
     chinese = (ROOT / "docs" / f"{package}.zh.md").read_text(encoding="utf-8")
     pages = [path for path in PAGES if path.startswith(f"docs/{package}/")]

@@ -1,4 +1,4 @@
-"""The names that users type are frozen: a change to them shows in review, in one file."""
+"""Public names are frozen in one file, so that every change is visible in review."""
 
 import importlib
 import tomllib
@@ -11,23 +11,23 @@ FROZEN: dict[str, list[str]] = tomllib.loads((ROOT / "tests" / "public_names.tom
 
 
 def test_every_package_has_its_frozen_names() -> None:
-    """The frozen list speaks of exactly the modules that exist."""
+    """The frozen list has exactly the modules of the packages."""
     assert {name.split(".")[0] for name in FROZEN} == {module_of(package) for package in PACKAGES}
 
 
 @pytest.mark.parametrize("module", FROZEN)
 def test_the_public_names_are_the_frozen_ones(module: str) -> None:
-    """`__all__` equals the frozen list, in its order (which ruff keeps sorted), and is there."""
-    found = importlib.import_module(module)
-    assert list(found.__all__) == FROZEN[module]
-    assert all(hasattr(found, name) for name in found.__all__)
+    """`__all__` equals the frozen list in the same (sorted) order, and all names exist."""
+    imported = importlib.import_module(module)
+    assert list(imported.__all__) == FROZEN[module]
+    assert all(hasattr(imported, name) for name in imported.__all__)
 
 
 @pytest.mark.parametrize("module", FROZEN)
 def test_every_public_name_is_documented(module: str) -> None:
-    """What users type has a docstring."""
-    found = importlib.import_module(module)
-    for name in found.__all__:
-        thing = getattr(found, name)
-        if callable(thing):
-            assert (thing.__doc__ or "").strip(), f"{module}.{name} has no docstring"
+    """Every public callable has a docstring."""
+    imported = importlib.import_module(module)
+    for name in imported.__all__:
+        value = getattr(imported, name)
+        if callable(value):
+            assert (value.__doc__ or "").strip(), f"{module}.{name} has no docstring"

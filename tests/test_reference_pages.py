@@ -1,4 +1,4 @@
-"""The reference pages show every key of every run file, and messages that are in the source."""
+"""The reference pages list every key of every run file and the messages in the source."""
 
 import re
 import subprocess
@@ -19,18 +19,18 @@ COMMANDS = commands()
 
 
 def rows_of(command: str) -> list[Row]:
-    """All keys of a command."""
+    """All keys of a command's run file."""
     return [row for section in COMMANDS[command]() for row in section.rows]
 
 
 def marks_of(page: str) -> list[tuple[str, str]]:
-    """What a reference page asks for."""
+    """Marks of a reference page, which tables replace."""
     return MARK.findall((REFERENCE / page).read_text())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_key_says_what_it_means_and_what_it_takes(command: str) -> None:
-    """A key without a docstring or a type would leave a hole in the table."""
+def test_every_key_has_a_meaning_and_a_type(command: str) -> None:
+    """A key without a docstring or type would leave an empty cell in the table."""
     rows = rows_of(command)
     assert rows
     assert [row.name for row in rows if not row.meaning] == []
@@ -38,31 +38,31 @@ def test_every_key_says_what_it_means_and_what_it_takes(command: str) -> None:
 
 
 def test_reading_every_key_imports_no_torch() -> None:
-    """`--help` answers at once, and the site is built where no torch is."""
+    """`--help` is fast, and the site builds without torch."""
     script = (
         "import sys; sys.path.insert(0, 'docs/extensions'); import generated\n"
         "for read in generated.commands().values(): read()\n"
         "print('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("page", ["run-files.md", "run-files.zh.md"])
-def test_every_command_that_takes_a_file_is_on_the_page(page: str) -> None:
-    """Once each; a new trainer, method or rule file without its section fails here."""
+def test_every_command_with_a_run_file_is_on_the_page(page: str) -> None:
+    """Exactly once; a new trainer, method or rule file needs a section."""
     assert sorted(marks_of(page)) == sorted(("keys", name) for name in COMMANDS)
 
 
 @pytest.mark.parametrize("page", ["errors.md", "errors.zh.md"])
-def test_every_package_shows_its_errors(page: str) -> None:
-    """Once each."""
+def test_every_package_has_a_table_of_errors(page: str) -> None:
+    """Exactly once."""
     assert sorted(marks_of(page)) == sorted(("errors", package) for package in PACKAGES)
 
 
-def test_limits_choices_and_defaults_are_those_of_the_source() -> None:
-    """A few of each kind, as a reader would look them up."""
+def test_limits_choices_and_defaults_match_the_source() -> None:
+    """Check a few of each."""
     train = {row.name: row for row in rows_of("ms-parallel train")}
     assert train["sharding"].accepted == "`auto`, `replicate`, `zero1`, `zero2`, `zero3`"
     assert train["sequence_length"].accepted == "from 2"
@@ -74,8 +74,8 @@ def test_limits_choices_and_defaults_are_those_of_the_source() -> None:
     assert (ppo["lora.rank"].types, ppo["lora.rank"].default) == (("whole number",), "8")
 
 
-def test_a_page_shows_every_key_of_the_file_that_init_writes() -> None:
-    """What people begin with holds no key that the reference lacks."""
+def test_the_reference_has_every_key_of_the_file_that_init_writes() -> None:
+    """No key in the file of `init` is missing in the reference."""
     from ms_align.commands.command import COMMANDS as ALIGN
 
     for command in ALIGN:
@@ -88,21 +88,25 @@ def test_a_page_shows_every_key_of_the_file_that_init_writes() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_most_messages_tell_a_remedy(package: str) -> None:
-    """Messages are found, and of those that users meet most say what to do."""
+def test_most_messages_have_a_remedy(package: str) -> None:
+    """More than half of the messages say how to fix the problem."""
     messages = messages_of(package)
-    told = [message for message in messages if message.remedy]
+    with_remedy = [message for message in messages if message.remedy]
     assert len(messages) > 20
-    assert len(told) > len(messages) / 2
+    assert len(with_remedy) > len(messages) / 2
 
 
-def test_every_message_is_shown_with_a_remedy_in_both_languages() -> None:
-    """Its own, or that of `remedies.toml`, which knows no other; but for a few just written."""
+def test_every_message_has_a_remedy_in_both_languages() -> None:
+    """Its own or one in `remedies.toml`, which has no others; a few new ones may be missing."""
     messages = [message for package in PACKAGES for message in messages_of(package)]
-    alone = {message.wrong for message in messages if not message.remedy}
-    few = 0.01 * len(messages)
-    assert len(alone - set(remedies())) < few, sorted(alone - set(remedies()))
-    assert len(set(remedies()) - alone) < few, sorted(set(remedies()) - alone)
+    without_remedy = {message.wrong for message in messages if not message.remedy}
+    allowance = 0.01 * len(messages)
+    assert len(without_remedy - set(remedies())) < allowance, sorted(
+        without_remedy - set(remedies())
+    )
+    assert len(set(remedies()) - without_remedy) < allowance, sorted(
+        set(remedies()) - without_remedy
+    )
     for english, chinese in remedies().values():
         assert english
         assert re.search(r"[\u4e00-\u9fff]", chinese) or chinese == english
@@ -112,17 +116,17 @@ def test_every_message_is_shown_with_a_remedy_in_both_languages() -> None:
 
 
 @pytest.mark.parametrize("page", ["errors.md", "errors.zh.md"])
-def test_the_commonest_messages_are_in_the_source(page: str) -> None:
-    """The table at the top quotes messages word for word."""
+def test_the_quoted_common_messages_are_in_the_source(page: str) -> None:
+    """The table at the top quotes messages verbatim."""
     text = (REFERENCE / page).read_text().partition("\n## ms-")[0]
     quoted = re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE)
-    known = {message.wrong for package in PACKAGES for message in messages_of(package)}
+    existing = {message.wrong for package in PACKAGES for message in messages_of(package)}
     assert len(quoted) > 10
-    assert set(quoted) <= known
+    assert set(quoted) <= existing
 
 
-def test_tables_hold_a_row_a_key_in_both_languages() -> None:
-    """The Chinese page shows the same rows under Chinese heads."""
+def test_tables_have_one_row_per_key_in_both_languages() -> None:
+    """The Chinese page has the same rows under Chinese column heads."""
     texts = [with_tables("<!-- keys: ms-align ppo -->", language) for language in ("en", "zh")]
     rows = [re.findall(r"^\| \[`(.+?)`\]\(#ms-align-ppo\.", text, re.MULTILINE) for text in texts]
     assert rows[0] == rows[1] == [row.name for row in rows_of("ms-align ppo")]
@@ -130,8 +134,8 @@ def test_tables_hold_a_row_a_key_in_both_languages() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_key_has_an_anchor_of_its_own(command: str) -> None:
-    """Its link leads to itself, so that a key can be linked to."""
+def test_every_key_has_a_unique_anchor(command: str) -> None:
+    """Each key links to its own anchor."""
     anchors = re.findall(
         r"\]\(#(\S+)\)\{: id=\"(\S+)\" \}", with_tables(f"<!-- keys: {command} -->", "en")
     )
@@ -141,15 +145,15 @@ def test_every_key_has_an_anchor_of_its_own(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_meaning_speaks_of_what_a_run_file_can_hold(command: str) -> None:
-    """TOML has no None, and writes true and false."""
+def test_meanings_use_toml_spelling(command: str) -> None:
+    """TOML has no None, and spells true and false in lower case."""
     words = re.compile(r"\b(None|True|False)\b")
     assert [row.meaning for row in rows_of(command) if words.search(row.meaning)] == []
 
 
-def test_the_meanings_of_keys_are_told_in_chinese() -> None:
+def test_meanings_are_translated_to_chinese() -> None:
     """Keys without a translation are shown in English; `nox -s translations` lists them."""
-    known = chinese_meanings()
+    translations = chinese_meanings()
     text = with_tables("<!-- keys: ms-align ppo -->", "zh")
-    assert known["Discount factor per token."] in text
+    assert translations["Discount factor per token."] in text
     assert "Discount factor per token." not in text

@@ -1,4 +1,4 @@
-"""What a remedy names is there: commands, flags, extras, keys; and both languages name the same."""
+"""Remedies name existing commands, flags, extras and keys, the same in both languages."""
 
 import ast
 import functools
@@ -16,25 +16,25 @@ from run_keys import commands
 
 from packages import PACKAGES, module_of, project_of, sources_of
 
-BESIDE = {
+EXTERNAL_NAMES = {
     *("--nproc-per-node", "--standalone", "aoti_load_package", "named_modules"),
     *("generation_config", "tokenizer_config", "eos_token", "max_gen_toks", "self_attn"),
     *("full_attention", "sliding_attention", "partial_rotary_factor", "quant_method"),
     *("flatten_indices", "merge_and_unload", "stdlib", "post_processor", "kv_b_proj"),
 }
-"""What torch, torchrun, other libraries, their files and the corpus of ms-data call so."""
+"""Names from torch, torchrun, other libraries and their files, and ms-data's corpus."""
 QUOTED = re.compile(r"`([^`]+)`")
 
 
 @functools.cache
-def told() -> tuple[str, ...]:
-    """All that tells what to do: the ends of messages, and `remedies.toml` in both languages."""
+def remedy_texts() -> tuple[str, ...]:
+    """All remedies: from messages, and from `remedies.toml` in both languages."""
     ends = [message.remedy for package in PACKAGES for message in messages_of(package)]
     return (*ends, *(text for pair in remedies().values() for text in pair))
 
 
-def found(pattern: str, texts: Iterable[str]) -> list[str]:
-    """What matches a pattern somewhere, each once."""
+def matches(pattern: str, texts: Iterable[str]) -> list[str]:
+    """Unique matches of a pattern in the texts, sorted."""
     return sorted({match for text in texts for match in re.findall(pattern, text)})
 
 
@@ -45,8 +45,8 @@ def sources() -> tuple[ast.Module, ...]:
 
 
 @functools.cache
-def names_of_python() -> set[str]:
-    """Names of functions and of what they take, and of fields of classes."""
+def python_names() -> set[str]:
+    """Names of functions, classes, parameters and fields."""
     names = set()
     for node in (node for tree in sources() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -66,35 +66,37 @@ def flags() -> set[str]:
     return {word for word in words if isinstance(word, str) and word.startswith("--")}
 
 
-def test_flags_are_those_of_a_parser() -> None:
-    """Whether a message names them in quotes or not."""
-    named = found(r"(?<![\w-])--[a-z][a-z-]+", told())
+def test_flags_exist_in_a_parser() -> None:
+    """Both quoted and unquoted flags."""
+    named = matches(r"(?<![\w-])--[a-z][a-z-]+", remedy_texts())
     assert len(named) > 10
-    assert [flag for flag in named if flag not in flags() | BESIDE] == []
+    assert [flag for flag in named if flag not in flags() | EXTERNAL_NAMES] == []
 
 
-def test_keys_are_those_of_a_run_file_or_of_python() -> None:
-    """Whatever stands in quotes alone, a table in its brackets; and all that is joined by `_`."""
+def test_keys_exist_in_a_run_file_or_in_python() -> None:
+    """Checks single quoted words, table names in brackets, and words with underscores."""
     keys = {row.name for read in commands().values() for part in read() for row in part.rows}
-    known = {part for key in keys for part in key.split(".")} | names_of_python() | BESIDE
-    known |= {module_of(package) for package in PACKAGES}
-    named = found(r"`\[?([a-z_]+)\]?`", told()) + found(r"\b([a-z]+_[a-z_]+)\b", told())
-    assert len(named) > 50
-    assert [name for name in named if name not in known] == []
+    existing = {part for key in keys for part in key.split(".")} | python_names() | EXTERNAL_NAMES
+    existing |= {module_of(package) for package in PACKAGES}
+    names = matches(r"`\[?([a-z_]+)\]?`", remedy_texts()) + matches(
+        r"\b([a-z]+_[a-z_]+)\b", remedy_texts()
+    )
+    assert len(names) > 50
+    assert [name for name in names if name not in existing] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_commands_answer_and_extras_are_declared(package: str) -> None:
+def test_commands_exist_and_extras_are_declared(package: str) -> None:
     """`ms-data build` is a command, and `ms-data[clean]` can be installed."""
     extras = project_of(package)["optional-dependencies"]
-    assert set(found(rf"{package}\[([a-z]+)\]", told())) <= set(extras)
-    for command in found(rf"`{package} ([a-z]+)", told()):
-        words = (sys.executable, "-m", module_of(package), command, "--help")
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{package} {command}: {done.stderr}"
+    assert set(matches(rf"{package}\[([a-z]+)\]", remedy_texts())) <= set(extras)
+    for command in matches(rf"`{package} ([a-z]+)", remedy_texts()):
+        arguments = (sys.executable, "-m", module_of(package), command, "--help")
+        result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, f"{package} {command}: {result.stderr}"
 
 
-def test_both_languages_name_the_same() -> None:
-    """Commands, keys and values stand in quotes, and are not translated."""
-    for wrong, (english, chinese) in remedies().items():
-        assert sorted(QUOTED.findall(english)) == sorted(QUOTED.findall(chinese)), wrong
+def test_both_languages_quote_the_same_names() -> None:
+    """Commands, keys and values are in backquotes and are not translated."""
+    for problem, (english, chinese) in remedies().items():
+        assert sorted(QUOTED.findall(english)) == sorted(QUOTED.findall(chinese)), problem

@@ -21,27 +21,27 @@ PAGES = pages()
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
-def names(page: Path) -> str:
-    """A page as tests name it."""
+def page_id(page: Path) -> str:
+    """Test id of a page."""
     return page.relative_to(DOCS).as_posix()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_page_has_a_translation(page: Path) -> None:
     """`nox -s translations` reports which of its sections lag behind the English page."""
     assert translations.translation_of(page).exists(), f"{page} has no translation"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_the_translation_is_in_chinese(page: Path) -> None:
-    """Every section of prose holds Chinese characters; the English page holds none."""
+    """Every section of prose has Chinese characters."""
     for heading, text in sections_of(translations.translation_of(page).read_text()):
         prose = FENCE.sub("", text)
         assert CHINESE.search(prose) or len(prose.split()) < 12, heading
 
 
-def test_a_changed_section_is_found(tmp_path: Path) -> None:
-    """The changed section alone of a page whose translation was accepted is stale."""
+def test_a_changed_section_is_stale(tmp_path: Path) -> None:
+    """After `accept`, only the changed section is stale."""
     page = tmp_path / "page.md"
     page.write_text("# A: page\n\nOne.\n\n```bash\n# no heading\n```\n\n## Two\n\nWords.\n")
     page.with_name("page.zh.md").write_text("# 页\n\n一。\n\n## 二\n\n字。\n")
@@ -55,10 +55,10 @@ def test_a_changed_section_is_found(tmp_path: Path) -> None:
     assert stale_sections(page) == ["# A: page", "## Two"]
 
 
-def test_a_guide_is_held_by_the_sections_of_its_readme(
+def test_a_guide_is_stale_if_a_section_of_its_readme_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change of one section of the README makes that section stale."""
+    """Only the changed section is stale."""
     monkeypatch.setattr(translations, "ROOT", tmp_path)
     readme = "# Guide\n\nOne.\n\n## Limits\n\nNone.\n"
     (tmp_path / "README.md").write_text(readme)
@@ -71,10 +71,10 @@ def test_a_guide_is_held_by_the_sections_of_its_readme(
     assert stale_sections(page) == ["## Limits"]
 
 
-def test_a_meaning_without_chinese_is_stale_too(
+def test_an_untranslated_meaning_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is printed, and the exit code says so."""
+    """It is printed, and the exit code is 1."""
     monkeypatch.setattr(sys, "argv", ["translations"])
     monkeypatch.setattr(translations, "pages", list)
     monkeypatch.setattr(translations, "new_meanings", lambda: ["Rows of a step."])

@@ -1,4 +1,4 @@
-"""What all packages' reader of untrusted files promises; each has the same copy of it."""
+"""Guarantees of the shared readers of untrusted files."""
 
 import ast
 import os
@@ -32,73 +32,75 @@ DIGITS = "9" * 400
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("kind", [Any, dict[str, float], dict[str, list[int]]])
+@pytest.mark.parametrize("type_", [Any, dict[str, float], dict[str, list[int]]])
 @pytest.mark.parametrize("text", [f'{{"a": [1, {DIGITS}]}}', f'{{"a": [-{DIGITS}]}}'])
-def test_no_whole_number_is_longer_than_128_bits(kind: Any, text: str) -> None:
-    """It would end as an OverflowError wherever it is first made a float."""
+def test_integers_of_more_than_128_bits_are_rejected(type_: Any, text: str) -> None:
+    """They would raise OverflowError when converted to float."""
     for content in (text, text.encode()):
         with pytest.raises(KeyError, match=r"a file: a\.\d is an integer of more than 128 bits"):
-            decode_json(content, kind, where="a file", error=KeyError)
+            decode_json(content, type_, where="a file", error=KeyError)
 
 
-def test_texts_and_fractions_may_have_as_many_digits_as_they_like() -> None:
-    """Only whole numbers are without an end in Python."""
+def test_strings_and_fractions_may_have_any_number_of_digits() -> None:
+    """Only integers are unbounded in Python."""
     text = f'{{"a": "{DIGITS}", "b": {2**128 - 1}, "c": 0.{DIGITS}}}'
-    found: dict[str, Any] = decode_json(text, dict, where="a file", error=KeyError)
-    assert found == {"a": DIGITS, "b": 2**128 - 1, "c": 1.0}
+    decoded: dict[str, Any] = decode_json(text, dict, where="a file", error=KeyError)
+    assert decoded == {"a": DIGITS, "b": 2**128 - 1, "c": 1.0}
 
 
-def test_run_files_hold_no_longer_ones(tmp_path: Path) -> None:
-    """In a table of a table too."""
+def test_run_files_with_longer_integers_are_rejected(tmp_path: Path) -> None:
+    """In nested tables too."""
     path = tmp_path / "RUN.toml"
     path.write_text(f'[a]\nb = [{{c = {DIGITS}}}]\nd = "{DIGITS}"\n')
     with pytest.raises(KeyError, match=r"RUN\.toml: a\.b\.0\.c is an integer of more than 128"):
         read_toml(path, error=KeyError)
 
 
-PICKLING = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
-"""Modules that make of bytes whatever these say."""
-ONLY_WRITES = {"packages/ms-parallel/src/ms_parallel/cluster/agreement.py"}
-"""Asks beforehand whether torch will be able to send a result to the other ranks; reads none."""
+UNPICKLING_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
+"""Modules whose loaders can execute code from the input."""
+PICKLES_ONLY = {"packages/ms-parallel/src/ms_parallel/cluster/agreement.py"}
+"""Checks whether torch can send a result to other ranks; never unpickles."""
 
 
-def pickling(path: str, source: str) -> list[str]:
-    """The lines of a source file that could unpickle, each as `path:line`."""
-    found = []
+def unpickling_lines(path: str, source: str) -> list[str]:
+    """Lines of a source file that could unpickle, as `path:line`."""
+    lines = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                bad = any(each.name.partition(".")[0] in PICKLING for each in names)
-                bad = bad and path not in ONLY_WRITES
+                unsafe = any(alias.name.partition(".")[0] in UNPICKLING_MODULES for alias in names)
+                unsafe = unsafe and path not in PICKLES_ONLY
             case ast.ImportFrom(module=str(module)):
-                bad = module.partition(".")[0] in PICKLING
+                unsafe = module.partition(".")[0] in UNPICKLING_MODULES
             case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)):
-                bad = (module in PICKLING and name != "dumps") or _loads(module, name, node)
+                unsafe = (module in UNPICKLING_MODULES and name != "dumps") or _loads(
+                    module, name, node
+                )
             case _:
-                bad = False
-        if bad:
-            found.append(f"{path}:{node.lineno}")  # type: ignore[attr-defined]  # all of them have one
-    return found
+                unsafe = False
+        if unsafe:
+            lines.append(f"{path}:{node.lineno}")  # type: ignore[attr-defined]  # all have a line number
+    return lines
 
 
 def _loads(module: str, name: str, call: ast.Call) -> bool:
-    """Whether a call of torch or numpy reads a file that may hold pickles."""
-    given = {each.arg: each.value for each in call.keywords}
+    """Whether a torch or numpy call may load pickles."""
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     if (module, name) == ("torch", "load"):
-        return getattr(given.get("weights_only"), "value", None) is not True
+        return getattr(keywords.get("weights_only"), "value", None) is not True
     if (module, name) in (("np", "load"), ("numpy", "load")):
-        return getattr(given.get("allow_pickle"), "value", False) is not False
+        return getattr(keywords.get("allow_pickle"), "value", False) is not False
     return False
 
 
 def test_no_package_unpickles() -> None:
-    """Whatever comes from a file or out of a pipe is checked against a type; a test has its own."""
+    """Input from files and pipes is validated against a type instead."""
     sources = sorted(ROOT.glob("packages/*/src/**/*.py")) + sorted(
         ROOT.glob("shared_source/**/*.py")
     )
-    found = {str(each.relative_to(ROOT)): each.read_text() for each in sources}
-    assert len(found) > 500
-    assert [line for path, text in found.items() for line in pickling(path, text)] == []
+    texts = {str(source.relative_to(ROOT)): source.read_text() for source in sources}
+    assert len(texts) > 500
+    assert [line for path, text in texts.items() for line in unpickling_lines(path, text)] == []
 
 
 @pytest.mark.parametrize(
@@ -115,27 +117,27 @@ def test_no_package_unpickles() -> None:
         "np.load(path, allow_pickle=True)",
     ],
 )
-def test_what_unpickles_is_found(line: str) -> None:
-    """Also within a function; what only writes is let be where it is known."""
-    assert pickling("a.py", f"def read():\n    {line}\n") == ["a.py:2"]
-    for known in ONLY_WRITES:
-        assert pickling(known, "import pickle\nfound = pickle.dumps(1)\n") == []
-        assert pickling(known, "import pickle\npickle.loads(content)\n") == [f"{known}:2"]
-    right = "torch.load(path, weights_only=True)\nnp.load(path)\njson.load(file)\n"
-    assert pickling("a.py", right) == []
+def test_code_that_unpickles_is_reported(line: str) -> None:
+    """Also inside functions; known modules may call `dumps`."""
+    assert unpickling_lines("a.py", f"def read():\n    {line}\n") == ["a.py:2"]
+    for path in PICKLES_ONLY:
+        assert unpickling_lines(path, "import pickle\nfound = pickle.dumps(1)\n") == []
+        assert unpickling_lines(path, "import pickle\npickle.loads(content)\n") == [f"{path}:2"]
+    safe = "torch.load(path, weights_only=True)\nnp.load(path)\njson.load(file)\n"
+    assert unpickling_lines("a.py", safe) == []
 
 
 def shards_with_a_pipe(folder: Path, name: str) -> Path:
-    """A small dataset, one of whose files is a pipe without a writer."""
+    """Build a small dataset and replace one of its files by a pipe without a writer."""
     (folder / "corpus").mkdir()
     (folder / "corpus" / "a.txt").write_text("one two three " * 100)
     train_tokenizer(folder / "corpus", vocab_size=260, out=folder / "tokenizer.json")
     build(folder / "corpus", tokenizer=folder / "tokenizer.json", out=folder / "shards")
-    return piped(folder / "shards", name)
+    return replace_by_pipe(folder / "shards", name)
 
 
-def piped(folder: Path, name: str) -> Path:
-    """Put a pipe in the place of a file."""
+def replace_by_pipe(folder: Path, name: str) -> Path:
+    """Replace a file by a named pipe."""
     folder.mkdir(exist_ok=True)
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
@@ -143,9 +145,9 @@ def piped(folder: Path, name: str) -> Path:
 
 
 def megatron_without_tokens(folder: Path) -> Path:
-    """A Megatron dataset whose .bin is a pipe."""
+    """Write a Megatron dataset whose .bin is a pipe."""
     write_megatron(folder / "x", iter([np.array([1, 2])]), [2], vocabulary_size=10)
-    return piped(folder, "x.bin")
+    return replace_by_pipe(folder, "x.bin")
 
 
 OPENERS: dict[str, Callable[[Path], object]] = {
@@ -153,33 +155,33 @@ OPENERS: dict[str, Callable[[Path], object]] = {
     "shards' build.json": lambda p: verify(shards_with_a_pipe(p, "build.json")).faults[0],
     "shards' tokenizer": lambda p: verify(shards_with_a_pipe(p, "tokenizer.json")).faults[0],
     "shard": lambda p: verify(shards_with_a_pipe(p, "shard-00000.msd")).faults[0],
-    "Megatron's index": lambda p: MegatronReader(piped(p, "x.idx") / "x"),
+    "Megatron's index": lambda p: MegatronReader(replace_by_pipe(p, "x.idx") / "x"),
     "Megatron's tokens": lambda p: MegatronReader(megatron_without_tokens(p) / "x"),
-    "compressed weights": lambda p: contents(piped(p, "model.safetensors")),
-    "sealed file": lambda p: opened(piped(p, "state") / "state").__enter__(),
-    "model's weights": lambda p: stored_dtype(piped(p, "model.safetensors")),
-    "trace": lambda p: next(TraceText(piped(p, "t.json") / "t.json").records()),
-    "events": lambda p: next(read_json_lines(piped(p, "e.jsonl") / "e.jsonl")),
-    "ring": lambda p: read_ring(piped(p, "ring") / "ring"),
+    "compressed weights": lambda p: contents(replace_by_pipe(p, "model.safetensors")),
+    "sealed file": lambda p: opened(replace_by_pipe(p, "state") / "state").__enter__(),
+    "model's weights": lambda p: stored_dtype(replace_by_pipe(p, "model.safetensors")),
+    "trace": lambda p: next(TraceText(replace_by_pipe(p, "t.json") / "t.json").records()),
+    "events": lambda p: next(read_json_lines(replace_by_pipe(p, "e.jsonl") / "e.jsonl")),
+    "ring": lambda p: read_ring(replace_by_pipe(p, "ring") / "ring"),
 }
-"""Readers of files that users name, each given a pipe that nobody writes to."""
+"""Readers of user files, each called with a pipe without a writer."""
 
 
 @pytest.mark.parametrize("name", OPENERS)
-def test_a_pipe_in_place_of_a_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
-    """A plain open would wait forever for somebody to write; the alarm ends the test then."""
+def test_a_pipe_instead_of_a_file_is_rejected_immediately(name: str, tmp_path: Path) -> None:
+    """A plain open would block forever; the alarm then ends the test."""
     signal.alarm(60)
     try:
-        found = OPENERS[name](tmp_path)
+        result = OPENERS[name](tmp_path)
     except (AlignError, CompressError, DataError, ProfileError) as error:
-        found = error
+        result = error
     finally:
         signal.alarm(0)
-    assert "not a file" in str(found) or "has 0 bytes" in str(found)
+    assert "not a file" in str(result) or "has 0 bytes" in str(result)
 
 
 def test_planted_links_under_temporary_names_are_not_followed(tmp_path: Path) -> None:
-    """What a link under a predictable name points to is neither overwritten nor cut off."""
+    """The target of a link with a predictable name is neither overwritten nor truncated."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "library.new").symlink_to(victim)

@@ -17,8 +17,8 @@ def test_the_module_states_the_version_of_its_project(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_an_extra_that_names_a_sibling_admits_the_one_in_this_tree(package: str) -> None:
-    """Bounds such as `ms-data>=0.1,<0.2` hold for what stands beside it."""
+def test_an_extra_with_a_sibling_allows_its_current_version(package: str) -> None:
+    """Bounds such as `ms-data>=0.1,<0.2` include the version in this tree."""
     for lines in project_of(package).get("optional-dependencies", {}).values():
         for requirement in map(Requirement, lines):
             if requirement.name in PACKAGES:
@@ -28,18 +28,18 @@ def test_an_extra_that_names_a_sibling_admits_the_one_in_this_tree(package: str)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_package_asks_for_the_same_torch(package: str) -> None:
-    """One range of torch for all, the one that the documentation promises."""
+def test_every_package_requires_the_same_torch(package: str) -> None:
+    """All packages require the range of torch in the documentation."""
     project = project_of(package)
     optional = project.get("optional-dependencies", {}).values()
     lines = project["dependencies"] + [line for extra in optional for line in extra]
-    found = {str(r.specifier) for r in map(Requirement, lines) if r.name == "torch"}
-    assert found <= {"<2.16,>=2.11"}
+    specifiers = {str(r.specifier) for r in map(Requirement, lines) if r.name == "torch"}
+    assert specifiers <= {"<2.16,>=2.11"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_towncrier_version_is_the_projects(package: str) -> None:
-    """The changelog is headed by the version that is built."""
+    """The changelog heading has the built version."""
     text = (ROOT / "packages" / package / "pyproject.toml").read_text()
     versions = set(re.findall(r'^version = "(.+)"$', text, flags=re.MULTILINE))
     assert versions == {project_of(package)["version"]}

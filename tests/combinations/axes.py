@@ -1,8 +1,8 @@
-"""The axes of each command's array: every key of its run file, and the values that are tried.
+"""Axes of each command's array: the keys of its run file with the values to test.
 
-Keys and choices are read from the options, as `--help` and the reference page read them, so a new
-key is an axis by itself: true and false, or all of its choices. Where no values follow from the
-type, `VALUES` names some; `FIXED` lists the keys that are left out, each with the reason.
+Keys and choices come from the options, as in `--help` and the reference page, so a new key becomes
+an axis automatically: true and false, or all of its choices. `VALUES` has the values of keys whose
+type implies none, and `FIXED` the excluded keys with the reasons.
 """
 
 import json
@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "docs" / "extensions"))
 import run_keys  # noqa: E402
 
 UNSET = None
-"""The key is not in the run file."""
+"""Leaves the key out of the run file."""
 COMMANDS = (
     "ms-parallel train",
     *(f"ms-align {name}" for name in ("sft", "reward", "dpo", "ppo", "grpo", "rloo")),
@@ -108,7 +108,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "cpo_alpha": [1.0],
     },
     "ms-align reward": {"microbatch_size": [UNSET, 1, 2], "layout": LAYOUTS[:4]},
-    # k1 needs kl_in = "reward", so it cannot be the plain value.
+    # k1 needs kl_in = "reward", so it cannot be the default value.
     "ms-align grpo": {
         "kl_estimator": ["k3_weighted", "k1", "k2", "k3", "k1_to_go"],
         "loss_type": ["dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo"],
@@ -134,48 +134,48 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "tuning.hidden_weight": [0.0, 1.0],
     },
 }
-"""Values of keys that no type or list of choices gives; the first is the plain one."""
+"""Values of keys without choices; the first is the default value of the rows."""
 
 FIXED = {
     "set by every run": "steps batch_size sequence_length output_dir seed resume progress log_every"
     " device vocab_size held_out_fraction num_generations max_new_tokens rows eval_batches"
     " reward_model"
     " tuning.steps tuning.batch_size tuning.sequence_length tuning.seed timeout_s",
-    "a number in one formula, which no other key reads": "learning_rate warmup_steps betas eps"
+    "a number in one formula that no other key uses": "learning_rate warmup_steps betas eps"
     " final_learning_rate_ratio weight_decay spike_factor spike_window"
     " balance_bias_rate mtp_weight beta center_rewards_coefficient margin_scale gamma lam"
     " value_coeff value_clip"
     " clip_low clip_high min_p kl_horizon reward_failure_penalty equal_rewards_limit decay_steps"
     " uncertainty_rate tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"
     " lora.rank lora.alpha lora.target_modules lora.use_rslora tasks.* layout.*",
-    "how much is kept or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
-    "a file or table of a kind that its own tests cover": "model_config cluster devices text_column"
+    "only how much is saved or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
+    "a file or table with its own tests": "model_config cluster devices text_column"
     " task_weights held_out response_dataset stop_token_ids tuning",
     "a limit on the choice of another key": "memory_gib schedule_memory_gib",
-    "another way to give the length of a run, refused beside steps": "epochs",
+    "another way to set the length of a run, exclusive with steps": "epochs",
 }
-"""Keys that are no axis, by the reason."""
+"""Excluded keys by reason."""
 
 
 def package_of(command: str) -> str:
-    """The package of a command: `ms-align sft` -> `ms-align`."""
+    """Package of a command: `ms-align sft` -> `ms-align`."""
     return command.partition(" ")[0]
 
 
 def fixed_keys() -> dict[str, str]:
-    """The reason for each key, or pattern of keys of one table, that is no axis."""
+    """Reason for each excluded key or pattern of keys of a table."""
     return {key: reason for reason, keys in FIXED.items() for key in keys.split()}
 
 
 def is_fixed(key: str) -> bool:
-    """Return whether a key is left out, by its name or its table's."""
+    """Whether a key is excluded, by its name or its table's name."""
     fixed = fixed_keys()
     table, dot, _ = key.partition(".")
     return key in fixed or (bool(dot) and f"{table}.*" in fixed)
 
 
 def values_of(command: str, row: Any) -> list[Any] | None:
-    """List the values of a key; None where nothing says which there are."""
+    """Values of a key; None if they are unknown."""
     tables = (VALUES.get(command, {}), VALUES.get(package_of(command), {}))
     for table in tables:
         if row.name in table:
@@ -183,14 +183,14 @@ def values_of(command: str, row: Any) -> list[Any] | None:
     if row.accepted.startswith("`"):
         choices = [word.strip("` ") for word in row.accepted.split(",")]
         default = json.loads(row.default) if row.default else UNSET
-        return [default, *(each for each in choices if each != default)]
+        return [default, *(choice for choice in choices if choice != default)]
     if row.types == ("true or false",):
         return [row.default == "true", row.default != "true"]
     return None
 
 
 def axes_of(command: str) -> dict[str, list[Any]]:
-    """The values of each axis of a command."""
+    """Values of each axis of a command."""
     axes = {}
     for section in run_keys.commands()[command]():
         for row in section.rows:
@@ -203,6 +203,6 @@ def axes_of(command: str) -> dict[str, list[Any]]:
 
 
 def unknown_keys(command: str) -> list[str]:
-    """List the keys that are neither an axis nor left out for a reason."""
+    """Keys that are neither an axis nor excluded."""
     rows = [row for section in run_keys.commands()[command]() for row in section.rows]
     return [row.name for row in rows if not is_fixed(row.name) and values_of(command, row) is None]

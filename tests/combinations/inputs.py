@@ -1,4 +1,4 @@
-"""Tiny models and data that the runs of the arrays read."""
+"""Tiny models and data for the runs of the arrays."""
 
 import json
 import shutil
@@ -52,13 +52,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 FEW_LAYERS = {"num_hidden_layers": 2}
-"""Layers of models that no schedule cuts into chunks."""
+"""Layers of models without pipeline chunks."""
 VOCABULARY = 320
 BYTES = 258
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write all of them; `@name` in a table of values is a path in `folder`."""
+    """Write all inputs; `@name` in `axes.VALUES` is a path in `folder`."""
     import transformers as t
     from instruction_sets import write_sets
 
@@ -73,7 +73,7 @@ def write_inputs(folder: Path) -> Path:
     train_tokenizer(texts, vocab_size=VOCABULARY, out=tokenizer)
     build(texts, tokenizer=tokenizer, out=folder / "shards", held_out_fraction=0.2)
     prompts = [{"prompt": word * (1 + i % 3)} for i, word in enumerate(("ab", "cde", "fgh", "ij"))]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     torch.manual_seed(0)
     for name in ("llama", "qwen3_moe"):
         sizes = {**MODELS[name], **FEW_LAYERS}
@@ -83,17 +83,17 @@ def write_inputs(folder: Path) -> Path:
         wider = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
         model = build_model(architecture(name, {**sizes, **wider, "vocab_size": VOCABULARY}))
         initialize(model, seed=0)
-        for kind in ("", "pruned_"):
-            save_model(model, folder / f"compress_{kind}{name}")  # type: ignore[arg-type]
-            shutil.copy(tokenizer, folder / f"compress_{kind}{name}" / "tokenizer.json")
+        for prefix in ("", "pruned_"):
+            save_model(model, folder / f"compress_{prefix}{name}")  # type: ignore[arg-type]
+            shutil.copy(tokenizer, folder / f"compress_{prefix}{name}" / "tokenizer.json")
             for module in model.modules():
                 if isinstance(module, torch.nn.Linear):
                     module.weight.data.reshape(-1, 4)[:, :2] = 0  # two of four
     sizes = {"vocab_size": BYTES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
     ids = {"bos_token_id": 1, "eos_token_id": 2}
     t.GPT2LMHeadModel(t.GPT2Config(**sizes, **ids)).save_pretrained(folder / "gpt2")
-    other = t.Olmo2Config(**SIZES, vocab_size=VOCABULARY, pad_token_id=0, **ids)
-    t.Olmo2ForCausalLM(other).save_pretrained(folder / "foreign")
+    olmo = t.Olmo2Config(**SIZES, vocab_size=VOCABULARY, pad_token_id=0, **ids)
+    t.Olmo2ForCausalLM(olmo).save_pretrained(folder / "foreign")
     rows = torch.randint(0, BYTES, (16, 33), generator=torch.Generator().manual_seed(0))
     (folder / "tokens.json").write_text(json.dumps(rows.tolist()))
     return folder

@@ -1,4 +1,4 @@
-"""One process of one run: a command's `main`, called in a forked process of its own."""
+"""One process of a run: calls a command's `main` in a forked process."""
 
 import json
 import os
@@ -23,7 +23,7 @@ WARM = (
     *("ms_data", "ms_kernels", "ms_parallel.training.trainer", "ms_parallel.commands.train"),
     *("torch.distributed.fsdp", "torch.distributed.checkpoint"),
 )
-"""What the commands import, imported once for all forked processes."""
+"""Modules that the commands need, imported once for all forked processes."""
 for _name in WARM:
     import_module(_name)
 
@@ -31,7 +31,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def vowels(samples: Sequence[Any]) -> list[float]:
-    """A reward: the share of vowels among the bytes of a response."""
+    """A reward: the fraction of vowels among the bytes of a response."""
     return [
         sum(token < 256 and token in b"aeiou" for token in sample.response_tokens)
         / max(1, len(sample.response_tokens))
@@ -44,18 +44,18 @@ def perform(command: str, run_file: str, log: str, kill_at: str | None = None) -
 
     Args:
         command: package and subcommand, such as `ms-align sft`.
-        run_file: the run file.
-        log: where standard output and error go, with the rank as suffix.
-        kill_at: events of the run; the process kills itself once they tell of a checkpoint.
+        run_file: path of the run file.
+        log: prefix of the files for standard output and error; the rank is appended.
+        kill_at: event log of the run; the process kills itself at the first checkpoint event.
     """
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
     if os.environ["WORLD_SIZE"] == "1":
         for name in LAUNCHER:
             os.environ.pop(name, None)
-    for number, name in ((1, "out"), (2, "err")):
-        handle = os.open(f"{log}.{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(handle, number)
+    for descriptor, name in ((1, "out"), (2, "err")):
+        file = os.open(f"{log}.{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
     if kill_at is not None:
         threading.Thread(target=_kill_at_checkpoint, args=(Path(kill_at),), daemon=True).start()
     package, name = command.split()
@@ -63,8 +63,8 @@ def perform(command: str, run_file: str, log: str, kill_at: str | None = None) -
     sys.argv = [package, name, run_file]
     try:
         code = import_module(f"{module}.cli").main([name, run_file])
-    except SystemExit as ended:
-        code = ended.code
+    except SystemExit as stop:
+        code = stop.code
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -81,7 +81,7 @@ def _kill_at_checkpoint(events: Path) -> None:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of a run; none where it wrote none."""
+    """Events of a run; empty if there is no log."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]

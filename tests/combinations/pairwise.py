@@ -1,8 +1,8 @@
 """Greedy pairwise covering arrays that learn from outcomes which pairs are refused.
 
 After AETG (Cohen et al. 1997, IEEE TSE 23(7)): each row starts from a pair that no row covers yet
-and adds, one axis at a time, the value that covers most. Unlike AETG no constraints are declared:
-a refused row teaches the combination that caused it, and its other pairs are tried again.
+and adds, one axis at a time, the value that covers most. Unlike in AETG, constraints are not
+declared: a refused row reveals the combination that caused it, and its other pairs are retried.
 """
 
 import random
@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 
 Row = dict[str, int]
-"""The index of the value of each axis."""
+"""Index of the value of each axis."""
 Pair = tuple[tuple[str, int], ...]
-"""One, two or more (axis, index of its value), sorted."""
+"""Sorted tuple of one or more (axis, index of its value)."""
 Rank = Callable[[Row, str, int], tuple[float, float]]
 CANDIDATES = 8
 
 
 class Array:
-    """Pairs of values that are still to be covered, and rows that cover them.
+    """Uncovered pairs of values, and rows that cover them.
 
     Args:
         axes: number of values of each axis.
-        refused: combinations that are known to be refused.
-        seed: of the choices among equals.
+        refused: combinations known to be refused.
+        seed: random seed of tie breaks.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class Array:
         self.reserved: list[set[Pair]] = []
         """Pairs of rows that are running."""
         self.failed: set[Pair] = set()
-        """Combinations that fail: no further row holds one, and their pairs stay uncovered."""
+        """Failing combinations: no later row contains one, and their pairs stay uncovered."""
         self.impossible: set[Pair] = set()
-        """Pairs that no allowed row can hold: they are, or force, a refused combination."""
+        """Pairs in no allowed row: they are, or force, a refused combination."""
         self.refused: set[Pair] = set()
-        for each in refused:
-            self.refuse(each)
+        for combination in refused:
+            self.refuse(combination)
 
     def pairs(self, row: Row) -> set[Pair]:
-        """List the pairs of a row."""
+        """Pairs of a row."""
         return set(combinations(sorted(row.items()), 2))
 
     def train(self, row: Row) -> None:
@@ -61,32 +61,32 @@ class Array:
         self.open -= pairs
 
     def refuse(self, items: Iterable[tuple[str, int]]) -> None:
-        """Learn a refused combination."""
-        found = tuple(sorted(items))
-        self.refused.add(found)
-        if len(found) == 2:
-            self.open.discard(found)
-        if len(found) == 1:
-            self.open = {pair for pair in self.open if found[0] not in pair}
+        """Add a refused combination."""
+        combination = tuple(sorted(items))
+        self.refused.add(combination)
+        if len(combination) == 2:
+            self.open.discard(combination)
+        if len(combination) == 1:
+            self.open = {pair for pair in self.open if combination[0] not in pair}
 
     def allow(self, items: Pair) -> None:
-        """Forget a refused combination, and cover the pairs that it made impossible."""
+        """Remove a refused combination, and reopen the pairs that it made impossible."""
         self.refused.discard(items)
         covered = self.trained | self.refused
         blocked = {pair for pair in self.total if len(items) == 1 and items[0] in pair}
         self.open |= (blocked | self.impossible | ({items} & self.total)) - covered
         self.impossible.clear()
 
-    def allowed(self, row: Row, but: Pair = ()) -> bool:
-        """Return whether a (partial) row holds no combination that is refused, except `but`."""
+    def allowed(self, row: Row, ignored: Pair = ()) -> bool:
+        """Whether a (partial) row contains no refused or failing combination except `ignored`."""
         return not any(
-            all(row.get(a) == i for a, i in each)
-            for each in (*self.refused, *self.failed)
-            if each != but
+            all(row.get(a) == i for a, i in combination)
+            for combination in (*self.refused, *self.failed)
+            if combination != ignored
         )
 
     def next(self) -> Row | None:
-        """Return a row that covers open pairs, and reserve them until `release`; None for none."""
+        """Return a row that covers open pairs, reserved until `release`; None if none is left."""
         reserved = set().union(*self.reserved)
         while available := self.open - reserved:
             first = self.random.choice(sorted(available))
@@ -100,23 +100,23 @@ class Array:
         return None
 
     def release(self, row: Row) -> None:
-        """Release the pairs of a row that has ended, whatever its outcome."""
+        """Release the pairs of a finished row, regardless of its outcome."""
         self.reserved.remove(self.pairs(row))
 
-    def beside(self, items: Pair) -> Row | None:
-        """Return a row with a refused combination and no other one; None where there is none.
+    def row_with(self, items: Pair) -> Row | None:
+        """Return a row whose only refused combination is `items`; None if there is no such row.
 
-        Its other values differ from the plain ones where they can.
+        Its other values differ from the defaults if possible.
         """
         return self._filled(
             dict(items),
             self._order(dict(items)),
-            but=items,
+            ignored=items,
             rank=lambda _, __, i: (i == 0, self.random.random()),
         )
 
     def uncovered(self) -> set[Pair]:
-        """List the pairs that are neither trained nor refused, but for combinations that fail."""
+        """Pairs that are neither trained nor refused, ignoring failing combinations."""
         failed, self.failed = self.failed, set()
         blocked = {pair for pair in self.impossible if self._row(pair) is not None}
         self.failed = failed
@@ -127,35 +127,35 @@ class Array:
         return self._filled(row, self._order(row))
 
     def _order(self, row: Row) -> list[str]:
-        """Order the axes to fill in: those in most refused combinations first, the rest by chance.
+        """Order the free axes: most refused combinations first, ties at random.
 
-        A conflict of theirs then shows before the other axes are filled in; in any other order the
-        search for a row that does not exist takes a time that is exponential in the axes.
+        Conflicts then appear before the other axes are filled in. In any other order, the search
+        for a row that does not exist takes time exponential in the number of axes.
         """
         counts = Counter(axis for items in (*self.refused, *self.failed) for axis, _ in items)
         noise = {axis: self.random.uniform(0.7, 1.3) for axis in self.axes}
-        rest = [axis for axis in self.axes if axis not in row]
-        return sorted(rest, key=lambda axis: (-counts[axis] * noise[axis], noise[axis]))
+        free_axes = [axis for axis in self.axes if axis not in row]
+        return sorted(free_axes, key=lambda axis: (-counts[axis] * noise[axis], noise[axis]))
 
     def _filled(
-        self, row: Row, rest: Sequence[str], but: Pair = (), rank: Rank | None = None
+        self, row: Row, free_axes: Sequence[str], ignored: Pair = (), rank: Rank | None = None
     ) -> Row | None:
-        """Fill in the axes, best values first, and step back where none is allowed.
+        """Fill in the free axes, best values first, and backtrack if none is allowed.
 
         Args:
-            row: values that are fixed.
-            rest: axes to fill in.
-            but: refused combination that the row may hold.
-            rank: sort key of an axis's value; by default, values with most open pairs come first.
+            row: fixed values.
+            free_axes: axes to fill in.
+            ignored: refused combination that the row may contain.
+            rank: sort key of an axis's value; default: most open pairs first.
         """
-        if not self.allowed(row, but):
+        if not self.allowed(row, ignored):
             return None
-        if not rest:
+        if not free_axes:
             return row
-        axis, others = rest[0], rest[1:]
+        axis, remaining = free_axes[0], free_axes[1:]
         rank = rank or (lambda row, axis, i: (-self._gain(row, axis, i), self.random.random()))
         for value in sorted(range(self.axes[axis]), key=lambda i: rank(row, axis, i)):
-            filled = self._filled({**row, axis: value}, others, but, rank)
+            filled = self._filled({**row, axis: value}, remaining, ignored, rank)
             if filled is not None:
                 return filled
         return None

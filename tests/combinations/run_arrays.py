@@ -1,11 +1,12 @@
 """Run the arrays: `nox -s combinations [-- ms-parallel] [-- --only KEY] [-- --sample SECONDS]`.
 
-Each row trains, with a finite loss that equals the plain run's where settings must not change it,
-or is refused before the first step: exit code 2 and one line. Anything else is a failure, and its
-pairs stay uncovered. Some rows are killed with SIGKILL at their first checkpoint and resumed.
+Each row either trains, with a finite loss that equals the baseline's if its settings must not
+change the loss, or is refused before the first step with exit code 2 and one line. Anything else is
+a failure, and its pairs stay uncovered. Some rows are killed with SIGKILL at their first checkpoint
+and resumed.
 
-A full array saves its progress after each row: the same command resumes it, and only tries pairs
-that are not covered yet.
+A full array saves its progress after each row: the same command resumes it with the uncovered
+pairs.
 """
 
 import argparse
@@ -36,21 +37,21 @@ from processes import ProcessesFailedError, run_processes  # noqa: E402
 
 LAUNCH = HERE / "launch.py"
 REFUSED = HERE / "refused"
-"""What is known to be refused, a file for each command."""
+"""Known refusals, one file per command."""
 COVERAGE = HERE / "coverage.json"
-"""Counts of the last whole run of each command."""
+"""Counts of the last full run of each command."""
 PROGRESS = ROOT / ".nox" / "combinations"
-"""Progress of full arrays that have not ended, a file for each command."""
+"""Progress of unfinished full arrays, one file per command."""
 PAGE = ROOT / "docs" / "reference" / "refused-combinations.md"
-TIMEOUT_S = 900.0  # compile=true takes minutes where other jobs keep the cores busy
-RESUMED_SHARE = 8
+TIMEOUT_S = 900.0  # compile=true takes minutes on a busy machine
+RESUME_INTERVAL = 8
 """Every eighth row is also killed and resumed."""
 WORKERS = 2
-"""Rows that run at once."""
+"""Number of rows that run concurrently."""
 CONFIRMATIONS = {1: 6}
-"""Number of other rows in which a combination of this many values must be refused as well."""
+"""Number of other rows that must also refuse a combination, by its number of values."""
 SAMPLED_REFUSALS = 2
-"""Known refusals of each command that a sample compares."""
+"""Number of known refusals per command that a sample checks."""
 
 NEUTRAL = {
     *("layout", "sharding", "schedule", "context_attention", "context_balance", "shares"),
@@ -59,7 +60,7 @@ NEUTRAL = {
     *("eval_every", "checkpoint_every", "async_checkpoints", "record_every", "sample_prompt"),
     "save_dtype",
 }
-"""Keys that must not change the loss, beside rounding."""
+"""Keys that must not change the loss, except for rounding."""
 BASE: dict[str, dict[str, Any]] = {
     "ms-parallel train": {
         "steps": 3,
@@ -92,23 +93,23 @@ BASE: dict[str, dict[str, Any]] = {
 
 @frozen(kw_only=True)
 class Outcome:
-    """How one run ended."""
+    """Outcome of one run."""
 
     kind: str
     """`trained`, `refused` or `failed`."""
     line: str = ""
-    """The refusal or the failure."""
+    """Message of the refusal or failure."""
     losses: tuple[float, ...] = ()
     skipped: bool = False
-    """Whether an update was skipped for an overflow."""
+    """Whether an update was skipped after an overflow."""
 
     def like(self, other: "Outcome") -> bool:
-        """Return whether two runs ended for the same reason."""
+        """Whether two runs ended for the same reason."""
         return self.kind == other.kind and shape(self.line) == shape(other.line)
 
 
 def base_of(command: str, inputs: Path) -> dict[str, Any]:
-    """The settings that every run of a command has."""
+    """Settings of every run of a command."""
     name = command.split()[1]
     if command == "ms-parallel train":
         return BASE[command]
@@ -122,9 +123,9 @@ def base_of(command: str, inputs: Path) -> dict[str, Any]:
     return BASE["online"] | group | {key: str(path) for key, path in files.items()}
 
 
-def settings_of(command: str, row: Row, inputs: Path) -> dict[str, Any]:
-    """The run file of a row."""
-    axes, found = axes_of(command), base_of(command, inputs)
+def run_settings(command: str, row: Row, inputs: Path) -> dict[str, Any]:
+    """Settings of a row."""
+    axes, settings = axes_of(command), base_of(command, inputs)
     for axis, index in row.items():
         value = axes[axis][index]
         if value is UNSET:
@@ -132,13 +133,13 @@ def settings_of(command: str, row: Row, inputs: Path) -> dict[str, Any]:
         if isinstance(value, str) and value.startswith("@"):
             value = str(inputs / path_of(command, value[1:]))
         if axis == "model" and value in MODELS:
-            found = found | {"model_config": MODELS[value]}
-        found = found | {axis: value}
-    return found
+            settings = settings | {"model_config": MODELS[value]}
+        settings = settings | {axis: value}
+    return settings
 
 
 def path_of(command: str, name: str) -> str:
-    """The file or folder of a `@name`."""
+    """File or folder of a `@name`."""
     if package_of(command) == "ms-compress" and name in (*MODELS, "pruned_llama"):
         return f"compress_{name}"
     names = {"tokenizer": "text_tokenizer.json", "tokens": "tokens.json"}
@@ -146,19 +147,19 @@ def path_of(command: str, name: str) -> str:
 
 
 def toml(value: Any) -> str:
-    """A value as TOML writes it, tables inline."""
+    """Format a value as TOML, with inline tables."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
     return json.dumps(value)
 
 
 class Runner:
-    """Runs rows of one command and remembers plain runs.
+    """Runs rows of one command and caches the outcomes of baseline runs.
 
     Args:
         command: package and subcommand.
         inputs: folder of models and data.
-        folder: for run files and output.
+        folder: folder for run files and output.
     """
 
     def __init__(self, command: str, inputs: Path, folder: Path) -> None:
@@ -169,22 +170,22 @@ class Runner:
         self.plain: dict[str, Outcome] = {}
 
     def outcome(self, row: Row, *, resumed: bool = False) -> Outcome:
-        """Run a row, from its beginning, and again after SIGKILL if `resumed`."""
+        """Run a row; if `resumed`, kill it at its first checkpoint and run it again."""
         number = next(self.numbers)
         self.count = max(self.count, number)
-        place = self.folder / f"{number}"
-        settings = settings_of(self.command, row, self.inputs)
+        run_folder = self.folder / f"{number}"
+        settings = run_settings(self.command, row, self.inputs)
         layout = settings.get("layout") or {}
         # Replicas and expert ranks are among the data ranks.
         world = math.prod(n for axis, n in layout.items() if axis not in ("replicate", "expert"))
-        out, log = place / "out", place / "log"
+        out, log = run_folder / "out", run_folder / "log"
         if resumed:
             settings |= {"checkpoint_every": 1}
         settings |= {"output_dir": str(out)}
-        place.mkdir()
+        run_folder.mkdir()
         lines = (f"{key} = {toml(value)}" for key, value in settings.items())
-        (place / "run.toml").write_text("\n".join(lines) + "\n")
-        job = {"command": self.command, "run_file": str(place / "run.toml"), "log": str(log)}
+        (run_folder / "run.toml").write_text("\n".join(lines) + "\n")
+        job = {"command": self.command, "run_file": str(run_folder / "run.toml"), "log": str(log)}
         events = out / "events.jsonl"
         try:
             if resumed:
@@ -200,81 +201,87 @@ class Runner:
             codes = run_processes(world, LAUNCH, "perform", timeout_s=TIMEOUT_S, **job)
         except ProcessesFailedError as error:
             return Outcome(kind="failed", line=" ".join(str(error).split())[-400:])
-        errors = [(place / f"log.{rank}.err").read_text(errors="replace") for rank in range(world)]
-        found = judged(self.command, codes, errors, events)
-        shutil.rmtree(place)
-        return found
+        errors = [
+            (run_folder / f"log.{rank}.err").read_text(errors="replace") for rank in range(world)
+        ]
+        outcome = classify(self.command, codes, errors, events)
+        shutil.rmtree(run_folder)
+        return outcome
 
     def check(self, row: Row) -> Outcome:
-        """Run a row and compare its losses with the plain run's."""
-        found = self.outcome(row)
-        if found.kind != "trained" or package_of(self.command) == "ms-compress":
-            return found
+        """Run a row and compare its losses with the baseline's."""
+        outcome = self.outcome(row)
+        if outcome.kind != "trained" or package_of(self.command) == "ms-compress":
+            return outcome
         neutral = {axis: 0 for axis in row if axis in NEUTRAL}
-        plain_row = {**row, **neutral}
-        key = json.dumps(plain_row, sort_keys=True)
-        if plain_row != row:
+        baseline_row = {**row, **neutral}
+        key = json.dumps(baseline_row, sort_keys=True)
+        if baseline_row != row:
             if key not in self.plain:
-                self.plain[key] = self.outcome(plain_row)
-            plain = self.plain[key]
-            if plain.kind == "failed":
-                return Outcome(kind="failed", line=f"the plain run: {plain.line}")
-            if plain.kind == "trained":
-                difference = compared(self.value(row, "mixed_precision"), found, plain, self.online)
+                self.plain[key] = self.outcome(baseline_row)
+            baseline = self.plain[key]
+            if baseline.kind == "failed":
+                return Outcome(kind="failed", line=f"the baseline run: {baseline.line}")
+            if baseline.kind == "trained":
+                difference = loss_difference(
+                    self.value(row, "mixed_precision"), outcome, baseline, self.uses_rollouts
+                )
                 if difference:
                     return Outcome(kind="failed", line=difference)
-        return found
+        return outcome
 
     @property
-    def online(self) -> bool:
-        """Whether responses are drawn from the model, so that one rounding may change them."""
+    def uses_rollouts(self) -> bool:
+        """Whether the model generates responses, which rounding can change."""
         return self.command.split()[1] in ("ppo", "grpo", "rloo")
 
     def value(self, row: Row, axis: str) -> Any:
-        """The value of an axis in a row; its plain one where the row has none."""
+        """Value of an axis in a row; the default if the row has none."""
         return self.axes[axis][row.get(axis, 0)] if axis in self.axes else UNSET
 
-    def resume(self, row: Row, whole: Outcome) -> Outcome:
-        """Run a row that is killed and resumed; compare its last loss with the whole run's."""
-        again = self.outcome(row, resumed=True)
-        steady = again.losses and math.isclose(again.losses[-1], whole.losses[-1], rel_tol=1e-6)
-        if again.kind == "trained" and (steady or whole.skipped):
-            return whole
-        return Outcome(kind="failed", line=f"resumed after SIGKILL: {again}, not {whole}")
+    def resume(self, row: Row, uninterrupted: Outcome) -> Outcome:
+        """Kill and resume a row; compare its last loss with the uninterrupted run's."""
+        resumed = self.outcome(row, resumed=True)
+        equal = resumed.losses and math.isclose(
+            resumed.losses[-1], uninterrupted.losses[-1], rel_tol=1e-6
+        )
+        if resumed.kind == "trained" and (equal or uninterrupted.skipped):
+            return uninterrupted
+        return Outcome(kind="failed", line=f"resumed after SIGKILL: {resumed}, not {uninterrupted}")
 
     def examine(self, row: Row, *, resumed: bool, causes: bool) -> tuple[Outcome, Pair]:
-        """Run a row, and find the values that its refusal or failure comes from."""
-        found = self.check(row)
-        if found.kind == "trained" and resumed and package_of(self.command) != "ms-compress":
-            found = self.resume(row, found)
-        if found.kind == "trained" or not causes:
-            return found, ()
-        return found, self.cause(row, found)
+        """Run a row, and find the values that cause a refusal or failure."""
+        outcome = self.check(row)
+        if outcome.kind == "trained" and resumed and package_of(self.command) != "ms-compress":
+            outcome = self.resume(row, outcome)
+        if outcome.kind == "trained" or not causes:
+            return outcome, ()
+        return outcome, self.cause(row, outcome)
 
-    def cause(self, row: Row, ended: Outcome) -> Pair:
-        """Find the few values of a row that end it in the same way by themselves, the rest plain.
+    def cause(self, row: Row, result: Outcome) -> Pair:
+        """Find a minimal set of a row's values that causes the same outcome with default values.
 
-        Values of keys that the line names are tried first. A plain value is part of the cause where
-        another value of its key lets the run train, as where one setting needs another.
+        Keys named in the message are tried first. A default value is part of the cause if another
+        value of its key lets the run train, for example when one setting requires another.
         """
-        plain = dict.fromkeys(row, 0)
-        outcomes: dict[str, Outcome] = {json.dumps(row, sort_keys=True): ended}
+        defaults = dict.fromkeys(row, 0)
+        outcomes: dict[str, Outcome] = {json.dumps(row, sort_keys=True): result}
 
         def outcome(items: Mapping[str, int]) -> Outcome:
-            trial = plain | items
+            trial = defaults | items
             key = json.dumps(trial, sort_keys=True)
             if key not in outcomes:
-                run = self.outcome if ended.kind == "refused" else self.check
+                run = self.outcome if result.kind == "refused" else self.check
                 outcomes[key] = run(trial)
             return outcomes[key]
 
         pinned: dict[str, int] = {}
 
         def same(items: Mapping[str, int]) -> bool:
-            return outcome(pinned | items).like(ended)
+            return outcome(pinned | items).like(result)
 
         active = {axis: i for axis, i in row.items() if i}
-        named = {axis: i for axis, i in active.items() if self.names(ended.line, axis, i)}
+        named = {axis: i for axis, i in active.items() if self.names(result.line, axis, i)}
         common = {axis: active[axis] for axis in ("layout", "model") if axis in active}
         while True:
             choices = (named, common | named, active)
@@ -282,13 +289,13 @@ class Runner:
             free = [axis for axis in start if axis not in pinned]
             axes = minimal(free, lambda few: same({axis: row[axis] for axis in few}))
             items = pinned | {axis: row[axis] for axis in axes}
-            # A plain value that the row does not have may refuse these values as well: the cause
-            # must do so with the row's own.
+            # A default value that the row does not have may also refuse these values: the cause
+            # must do so with the row's own value.
             escapes = (
                 axis
                 for axis in active
                 if axis not in items
-                and (axis == "model" or self.names(ended.line, axis, 0))
+                and (axis == "model" or self.names(result.line, axis, 0))
                 and not same(items | {axis: row[axis]})
             )
             escape = next(escapes, None)
@@ -296,42 +303,42 @@ class Runner:
                 break
             pinned[escape] = row[escape]
         for axis, values in self.axes.items():
-            if axis in items or not (axis == "model" or self.names(ended.line, axis, 0)):
+            if axis in items or not (axis == "model" or self.names(result.line, axis, 0)):
                 continue
-            others = [i for i in range(len(values)) if i != row[axis]]
-            if any(outcome(items | {axis: i}).kind == "trained" for i in others):
+            alternatives = [i for i in range(len(values)) if i != row[axis]]
+            if any(outcome(items | {axis: i}).kind == "trained" for i in alternatives):
                 items |= {axis: row[axis] if same(items | {axis: row[axis]}) else 0}
         return tuple(sorted(items.items()))
 
     def names(self, line: str, axis: str, index: int) -> bool:
-        """Return whether a line names a key or its value."""
+        """Whether a message names a key or its value."""
         value = self.axes[axis][index]
         words = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else [str(value)]
         return axis in line or any(len(word) > 2 and word in line for word in words)
 
     def narrowed(self, items: Pair, row: Row) -> Pair:
-        """Find which plain values belong to a refusal that `row`, with other values, escapes."""
-        plain = dict.fromkeys(row, 0) | dict(items)
-        others = [axis for axis in row if row[axis] != plain[axis]]
+        """Extend a refusal by the default values without which `row` trains."""
+        defaults = dict.fromkeys(row, 0) | dict(items)
+        others = [axis for axis in row if row[axis] != defaults[axis]]
 
-        def escapes(few: Sequence[str]) -> bool:  # another refusal would be no escape
-            return self.outcome(plain | {axis: row[axis] for axis in few}).kind == "trained"
+        def escapes(few: Sequence[str]) -> bool:  # must train, not be refused for another reason
+            return self.outcome(defaults | {axis: row[axis] for axis in few}).kind == "trained"
 
         return tuple(sorted([*items, *((axis, 0) for axis in minimal(others, escapes))]))
 
 
 def minimal(items: list[str], holds: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Shrink a list for which `holds` is true until no item can be left out.
+    """Shrink a list for which `holds` is true until no item can be removed.
 
     Halves are tried first: ddmin (Zeller and Hildebrandt 2002, IEEE TSE 28(2)).
     """
     parts = 2
     while len(items) > 1:
         size = -(-len(items) // parts)
-        chunks = [items[at : at + size] for at in range(0, len(items), size)]
-        rests = [[each for each in items if each not in chunk] for chunk in chunks]
+        chunks = [items[start : start + size] for start in range(0, len(items), size)]
+        complements = [[item for item in items if item not in chunk] for chunk in chunks]
         smaller = next(
-            (few for few in (*chunks, *rests) if len(few) < len(items) and holds(few)), None
+            (few for few in (*chunks, *complements) if len(few) < len(items) and holds(few)), None
         )
         if smaller is not None:
             items, parts = smaller, 2
@@ -343,67 +350,69 @@ def minimal(items: list[str], holds: Callable[[Sequence[str]], bool]) -> list[st
 
 
 def shape(line: str) -> str:
-    """A refusal without its numbers and quoted values, to compare causes."""
+    """Message without numbers and remedy, to compare causes."""
     return "".join(c for c in line.partition(";")[0] if not c.isdigit())[:80]
 
 
-def judged(command: str, codes: list[int], errors: list[str], events: Path) -> Outcome:
-    """Judge a run by its exit codes, what it printed, and its events."""
+def classify(command: str, codes: list[int], errors: list[str], events: Path) -> Outcome:
+    """Classify a run by its exit codes, standard error and events."""
     from launch import read_events
 
-    happened = read_events(events)
-    steps = [each for each in happened if each.get("kind") == "step"]
-    begin = f"{package_of(command)}: "
-    lines = [line for each in errors for line in each.splitlines()]
-    told = [line.removeprefix(begin) for line in lines if line.startswith(begin)]
+    logged = read_events(events)
+    steps = [event for event in logged if event.get("kind") == "step"]
+    prefix = f"{package_of(command)}: "
+    lines = [line for stderr in errors for line in stderr.splitlines()]
+    messages = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     text = "\n".join(errors)
     if "Traceback" in text:
         return Outcome(kind="failed", line=" | ".join(text.strip().splitlines()[-3:])[-500:])
     if set(codes) == {2}:
-        if len(told) != 1:
-            return Outcome(kind="failed", line=f"refused in {len(told)} lines: {text[-300:]}")
-        line = told[0]
+        if len(messages) != 1:
+            return Outcome(kind="failed", line=f"refused in {len(messages)} lines: {text[-300:]}")
+        line = messages[0]
         if steps:
             return Outcome(kind="failed", line=f"refused after {len(steps)} steps: {line}")
         return Outcome(kind="refused", line=line)
     if set(codes) != {0}:
         return Outcome(kind="failed", line=f"exit codes {codes}: {text.strip()[-400:]}")
-    losses = tuple(float(each["loss"]) for each in steps if each.get("loss") is not None)
+    losses = tuple(float(event["loss"]) for event in steps if event.get("loss") is not None)
     if any(not math.isfinite(loss) for loss in losses):
         return Outcome(kind="failed", line=f"losses {losses}")
     if not steps and package_of(command) != "ms-compress":
         return Outcome(kind="failed", line="exit code 0 without a step")
-    skipped = any("skip" in str(each.get("kind")) or each.get("skipped") for each in happened)
+    skipped = any("skip" in str(event.get("kind")) or event.get("skipped") for event in logged)
     return Outcome(kind="trained", losses=losses, skipped=skipped)
 
 
-def compared(precision: Any, found: Outcome, plain: Outcome, online: bool) -> str:
-    """Compare losses with the plain run's, in float32 and on one process; "" where they agree.
+def loss_difference(
+    precision: Any, outcome: Outcome, baseline: Outcome, uses_rollouts: bool
+) -> str:
+    """Compare losses with the baseline's (float32, one process); "" if they agree.
 
-    Sums in another order move the first loss by some 2^-24 and AdamW's first steps, which are
-    nearly signs of gradients, the third by up to 1e-3. bfloat16 has 8 bits: logits near 1 are
-    within 2^-8 of float32's, and a loss near 5 within 1%; three steps later within 3%.
+    Another summation order changes the first loss by about 2^-24, and the third by up to 1e-3,
+    because AdamW's first steps are nearly the signs of the gradients. bfloat16 has 8 bits: logits
+    near 1 are within 2^-8 of float32's, and a loss near 5 within 1%; three steps later within 3%.
     """
     half = bool(precision)
-    if (half and online) or not found.losses or not plain.losses:
+    if (half and uses_rollouts) or not outcome.losses or not baseline.losses:
         return ""
     first, last = (0.01, 0.03) if half else (2e-5, 2e-3)
-    pairs = [(found.losses[0], plain.losses[0], first)]
-    if not (found.skipped or plain.skipped or online):
-        pairs.append((found.losses[-1], plain.losses[-1], last))
-    for ours, theirs, bound in pairs:
-        if abs(ours - theirs) > bound * max(abs(theirs), 0.1):
-            return f"losses {found.losses}, and of the plain run {plain.losses}"
+    pairs = [(outcome.losses[0], baseline.losses[0], first)]
+    if not (outcome.skipped or baseline.skipped or uses_rollouts):
+        pairs.append((outcome.losses[-1], baseline.losses[-1], last))
+    for actual, expected, bound in pairs:
+        if abs(actual - expected) > bound * max(abs(expected), 0.1):
+            return f"losses {outcome.losses}, but the baseline has {baseline.losses}"
     return ""
 
 
 def without_paths(line: str, inputs: Path) -> str:
-    """A refusal without the folders of one run."""
+    """Message without the folders of one run."""
     return re.sub(r"^\S*run\.toml: ", "", line.replace(str(inputs), "DIR"))
 
 
-def labelled(axes: Mapping[str, list[Any]], items: Any) -> str:
-    """A combination in words."""
+def label(axes: Mapping[str, list[Any]], items: Any) -> str:
+    """Readable form of a combination."""
 
     def word(value: Any) -> str:
         return "unset" if value is UNSET else toml(value).replace("@", "")
@@ -411,8 +420,8 @@ def labelled(axes: Mapping[str, list[Any]], items: Any) -> str:
     return ", ".join(f"{axis} = {word(axes[axis][i])}" for axis, i in items)
 
 
-def listed(axes: Mapping[str, list[Any]], reasons: Mapping[Any, str]) -> list[dict[str, Any]]:
-    """Refused combinations by their values, for a file."""
+def to_records(axes: Mapping[str, list[Any]], reasons: Mapping[Any, str]) -> list[dict[str, Any]]:
+    """Convert refused combinations to records for a file."""
     return [
         {"values": [[a, axes[a][i]] for a, i in items], "reason": reason}
         for items, reason in sorted(reasons.items())
@@ -421,14 +430,14 @@ def listed(axes: Mapping[str, list[Any]], reasons: Mapping[Any, str]) -> list[di
 
 @frozen(kw_only=True)
 class Progress:
-    """What has been learned of a command's array.
+    """Results so far for a command's array.
 
     Args:
         rows: rows that trained.
         refused: reason of each refused combination.
-        confirmed: combinations that are refused in other rows as well.
-        runs: processes or groups of processes that ran.
-        seconds: of all runs.
+        confirmed: combinations that other rows refuse too.
+        runs: number of launches.
+        seconds: total run time.
     """
 
     rows: tuple[Row, ...] = ()
@@ -439,14 +448,14 @@ class Progress:
 
 
 def read_progress(command: str, path: Path) -> Progress:
-    """Read saved progress; rows of other axes or values are left out."""
+    """Read saved progress; empty if the axes or values have changed."""
     if not path.exists():
         return Progress()
     saved, axes = json.loads(path.read_text()), axes_of(command)
     if saved["axes"] != json.loads(json.dumps(axes)):
         return Progress()
-    refused = indexed(axes, saved["refused"])
-    confirmed = indexed(axes, saved["confirmed"])
+    refused = from_records(axes, saved["refused"])
+    confirmed = from_records(axes, saved["confirmed"])
     return Progress(
         rows=tuple(saved["rows"]),
         refused=refused,
@@ -457,14 +466,14 @@ def read_progress(command: str, path: Path) -> Progress:
 
 
 def write_progress(command: str, path: Path, progress: Progress) -> None:
-    """Save progress, all of it or none."""
+    """Save progress atomically."""
     axes = axes_of(command)
     confirmed = dict.fromkeys(progress.confirmed, "")
     saved = {
         "axes": axes,
         "rows": progress.rows,
-        "refused": listed(axes, progress.refused),
-        "confirmed": listed(axes, confirmed),
+        "refused": to_records(axes, progress.refused),
+        "confirmed": to_records(axes, confirmed),
         "runs": progress.runs,
         "seconds": progress.seconds,
     }
@@ -473,28 +482,30 @@ def write_progress(command: str, path: Path, progress: Progress) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def indexed(axes: Mapping[str, list[Any]], known: Iterable[Mapping[str, Any]]) -> dict[Pair, str]:
-    """Read refused combinations of a file; those of values that are gone are left out."""
-    found = {}
-    for each in known:
-        if all(value in axes.get(axis, ()) for axis, value in each["values"]):
-            items = sorted((axis, axes[axis].index(value)) for axis, value in each["values"])
-            found[tuple(items)] = each["reason"]
-    return found
+def from_records(
+    axes: Mapping[str, list[Any]], records: Iterable[Mapping[str, Any]]
+) -> dict[Pair, str]:
+    """Convert records of a file to combinations; skip values that no longer exist."""
+    reasons = {}
+    for record in records:
+        if all(value in axes.get(axis, ()) for axis, value in record["values"]):
+            items = sorted((axis, axes[axis].index(value)) for axis, value in record["values"])
+            reasons[tuple(items)] = record["reason"]
+    return reasons
 
 
 class ArrayRun:
-    """Runs rows of one command until every pair is covered or the time is over.
+    """Runs rows of one command until every pair is covered or the time budget is used.
 
     Args:
         command: package and subcommand.
         inputs: folder of models and data.
-        folder: for run files and output.
+        folder: folder for run files and output.
         before: saved progress.
         seed: random seed of the array.
-        only: key whose pairs are covered; None for all.
-        budget_s: time for rows.
-        save: called with the progress after each row.
+        only: cover only the pairs of this key; None for all.
+        budget_s: seconds in which rows may start.
+        save: callback for the progress after each row.
     """
 
     def __init__(
@@ -510,7 +521,7 @@ class ArrayRun:
         save: Callable[[Progress], None] = lambda _: None,
     ) -> None:
         self.command, self.inputs, self.save, self.before = command, inputs, save, before
-        self.axes, self.began, self.budget_s = axes_of(command), time.monotonic(), budget_s
+        self.axes, self.start_time, self.budget_s = axes_of(command), time.monotonic(), budget_s
         self.seed = seed
         self.runner = Runner(command, inputs, folder)
         self.reasons = dict(before.refused)
@@ -523,7 +534,7 @@ class ArrayRun:
         for row in self.rows:
             self.array.train(row)
         if self.is_sample and "compile" in self.axes:
-            # Compiling takes longer than all of the sample.
+            # Compiling takes longer than the sample.
             self.array.refuse([("compile", self.axes["compile"].index(True))])
         if only is not None:
             self.array.open = {pair for pair in self.array.open if only in dict(pair)}
@@ -531,38 +542,38 @@ class ArrayRun:
 
     @property
     def is_sample(self) -> bool:
-        """Whether only some rows run."""
+        """Whether only a sample of rows runs."""
         return self.budget_s < math.inf
 
     @property
     def in_time(self) -> bool:
         """Whether another row may start."""
-        return time.monotonic() - self.began < self.budget_s
+        return time.monotonic() - self.start_time < self.budget_s
 
     @property
     def progress(self) -> Progress:
-        """What is known now."""
+        """Progress including this run."""
         return evolve(
             self.before,
             rows=tuple(self.rows),
             refused=self.reasons,
             confirmed=frozenset(self.confirmed & set(self.reasons)),
             runs=self.before.runs + self.runner.count,
-            seconds=self.before.seconds + time.monotonic() - self.began,
+            seconds=self.before.seconds + time.monotonic() - self.start_time,
         )
 
     def run(self) -> dict[str, Any]:
-        """Compare known refusals, cover the pairs, and confirm refusals in other rows."""
+        """Check known refusals, cover the pairs, and confirm refusals in other rows."""
         with ThreadPoolExecutor(WORKERS) as pool:
             if self.is_sample:
-                known = random.Random(self.seed).sample(
+                combinations = random.Random(self.seed).sample(
                     sorted(self.reasons), min(SAMPLED_REFUSALS, len(self.reasons))
                 )
-            elif self.rows:  # resumed: they were compared when it began
-                known = []
+            elif self.rows:  # resumed: the first run checked them
+                combinations = []
             else:
-                known = sorted(self.reasons)
-            self.compare_known(pool, known)
+                combinations = sorted(self.reasons)
+            self.check_known(pool, combinations)
             self.cover(pool)
             while not self.is_sample and self.confirm(pool):
                 self.cover(pool)
@@ -574,39 +585,39 @@ class ArrayRun:
             "pairs": len(self.total),
             "covered": len(self.total) - len(uncovered),
             "trained": len(self.array.trained & self.total),
-            "refused": listed(self.axes, self.reasons),
+            "refused": to_records(self.axes, self.reasons),
             "failures": self.failures,
             "seconds": round(self.progress.seconds),
         }
 
-    def compare_known(self, pool: ThreadPoolExecutor, known: Sequence[Pair]) -> None:
-        """Run known refusals by themselves; each must still be refused, with the recorded line."""
-        plain = dict.fromkeys(self.axes, 0)
-        for items, found in zip(
-            known,
-            pool.map(self.runner.outcome, [plain | dict(items) for items in known]),
+    def check_known(self, pool: ThreadPoolExecutor, combinations: Sequence[Pair]) -> None:
+        """Run known refusals with default values; each must still give the recorded message."""
+        defaults = dict.fromkeys(self.axes, 0)
+        for items, outcome in zip(
+            combinations,
+            pool.map(self.runner.outcome, [defaults | dict(items) for items in combinations]),
             strict=True,
         ):
-            line = without_paths(found.line, self.inputs)
-            hidden = not self.array.allowed(plain | dict(items), but=items)
+            line = without_paths(outcome.line, self.inputs)
+            hidden = not self.array.allowed(defaults | dict(items), ignored=items)
             if self.is_sample:
-                if found.kind != "refused" or line != self.reasons[items]:
-                    self.fail(items, f"recorded as {self.reasons[items]!r}, and {found}")
-            elif found.kind == "refused" and not hidden:
+                if outcome.kind != "refused" or line != self.reasons[items]:
+                    self.fail(items, f"recorded as {self.reasons[items]!r}, but got {outcome}")
+            elif outcome.kind == "refused" and not hidden:
                 if line != self.reasons[items]:
                     self.say(f"  reworded: {self.words(items)}: {line}")
                 self.reasons[items] = line
-            else:  # it trains, or the plain values are refused for another reason
+            else:  # it trains, or the default values are refused for another reason
                 del self.reasons[items]
                 self.array.allow(items)
 
     def cover(self, pool: ThreadPoolExecutor) -> None:
-        """Run rows until no pair is open."""
+        """Run rows until all pairs are covered."""
         running: dict[Future[tuple[Outcome, Pair]], Row] = {}
         while True:
             while self.in_time and len(running) < WORKERS and (row := self.array.next()):
                 self.count += 1
-                resumed = (self.count + self.seed) % RESUMED_SHARE == 0
+                resumed = (self.count + self.seed) % RESUME_INTERVAL == 0
                 job = pool.submit(
                     self.runner.examine, row, resumed=resumed, causes=not self.is_sample
                 )
@@ -620,93 +631,93 @@ class ArrayRun:
                 self.save(self.progress)
                 self.say_progress()
 
-    def learn(self, row: Row, found: Outcome, items: Pair) -> None:
-        """Count the pairs of a row that trained, or exclude what was refused or fails."""
-        if found.kind == "trained":
+    def learn(self, row: Row, outcome: Outcome, items: Pair) -> None:
+        """Count the pairs of a row that trained, or exclude a refused or failing combination."""
+        if outcome.kind == "trained":
             self.array.train(row)
             self.rows.append(row)
-        elif found.kind == "failed":
-            self.fail(items or tuple(sorted(row.items())), found.line)
+        elif outcome.kind == "failed":
+            self.fail(items or tuple(sorted(row.items())), outcome.line)
         elif items:
-            self.reasons[items] = without_paths(found.line, self.inputs)
+            self.reasons[items] = without_paths(outcome.line, self.inputs)
             self.array.refuse(items)
             self.say(f"  refused: {self.words(items)}: {self.reasons[items]}")
-        else:  # in a sample, whose causes nobody searches: the row does not come again
+        else:  # samples do not search for causes: exclude only this row
             self.array.refuse(row.items())
 
-    def fail(self, items: Pair, why: str) -> None:
-        """Record a failure; no further row holds the combination."""
+    def fail(self, items: Pair, reason: str) -> None:
+        """Record a failure; later rows do not contain the combination."""
         self.array.failed.add(items)
-        self.failures.append({"row": self.words(items), "why": why})
-        self.say(f"  FAILED: {self.words(items)}\n    {why}")
+        self.failures.append({"row": self.words(items), "why": reason})
+        self.say(f"  FAILED: {self.words(items)}\n    {reason}")
 
     def confirm(self, pool: ThreadPoolExecutor) -> bool:
-        """Try refused combinations in other rows; return whether one depends on a plain value."""
-        known = [items for items in sorted(self.reasons) if items not in self.confirmed]
+        """Try refused combinations in other rows; return whether one needs a default value."""
+        unconfirmed = [items for items in sorted(self.reasons) if items not in self.confirmed]
         changed = False
-        for items in known:
+        for items in unconfirmed:
             count = CONFIRMATIONS.get(len(items), 2)
-            rows = [row for _ in range(count) if (row := self.array.beside(items))]
-            for row, found in zip(rows, pool.map(self.runner.outcome, rows), strict=True):
-                if found.kind == "failed":
-                    self.fail(tuple(sorted(row.items())), found.line)
-                if found.kind == "trained" and items in self.reasons:
+            rows = [row for _ in range(count) if (row := self.array.row_with(items))]
+            for row, outcome in zip(rows, pool.map(self.runner.outcome, rows), strict=True):
+                if outcome.kind == "failed":
+                    self.fail(tuple(sorted(row.items())), outcome.line)
+                if outcome.kind == "trained" and items in self.reasons:
                     self.array.allow(items)
                     narrow = self.runner.narrowed(items, row)
                     self.reasons[narrow] = self.reasons.pop(items)
                     self.array.refuse(narrow)
-                    self.say(f"  refused only with more: {self.words(narrow)}")
+                    self.say(f"  refused only with: {self.words(narrow)}")
                     changed = True
             self.confirmed.add(items)
             self.save(self.progress)
         return changed
 
     def words(self, items: Pair) -> str:
-        """A combination in words, without the plain values of a row."""
-        few = [item for item in items if item[1]] if len(items) == len(self.axes) else items
-        return labelled(self.axes, few)
+        """Readable form of a combination, or of a full row without its default values."""
+        shown = [item for item in items if item[1]] if len(items) == len(self.axes) else items
+        return label(self.axes, shown)
 
     def say(self, line: str) -> None:
-        """Print a line at once."""
+        """Print a line immediately."""
         print(line, flush=True)
 
     def say_progress(self) -> None:
-        """Print how much is covered."""
-        share = 1 - len(self.array.open & self.total) / max(1, len(self.total))
+        """Print the coverage so far."""
+        covered = 1 - len(self.array.open & self.total) / max(1, len(self.total))
         progress = self.progress
         self.say(
-            f"{self.command}: {share:4.0%} of {len(self.total)} pairs, {len(self.rows)} rows,"
+            f"{self.command}: {covered:4.0%} of {len(self.total)} pairs, {len(self.rows)} rows,"
             f" {progress.runs} runs, {progress.seconds:.0f} s"
         )
 
 
 def refused_file(command: str) -> Path:
-    """Where the refused combinations of a command are kept."""
+    """File with a command's refused combinations."""
     return REFUSED / f"{command.replace(' ', '-')}.json"
 
 
 def read_refused(command: str) -> list[dict[str, Any]]:
-    """The combinations of a command that are known to be refused."""
+    """Known refused combinations of a command."""
     file = refused_file(command)
     return json.loads(file.read_text()) if file.exists() else []
 
 
 def read_coverage() -> dict[str, dict[str, int]]:
-    """Counts of the last whole run of each command."""
+    """Counts of the last full run of each command."""
     return json.loads(COVERAGE.read_text()) if COVERAGE.exists() else {}
 
 
 def write_refused(command: str, refused: list[dict[str, Any]]) -> None:
-    """Keep what was refused for the next runs and for the page."""
+    """Save refused combinations for later runs and for the page."""
     REFUSED.mkdir(exist_ok=True)
-    lines = ",\n".join(json.dumps(each) for each in refused)
+    lines = ",\n".join(json.dumps(record) for record in refused)
     refused_file(command).write_text(f"[\n{lines}\n]\n")
 
 
 def write_page(
     results: Mapping[str, list[dict[str, Any]]], coverage: Mapping[str, dict[str, int]]
 ) -> str:
-    """The page of refused combinations, and of how many pairs the last whole run covered."""
+    """Return the page of refused combinations and of the coverage of the last full run."""
     lines = [
         "# Refused combinations",
         "",
@@ -728,13 +739,13 @@ def write_page(
             lines.append("None.")
             continue
         lines += ["| settings | reason |", "|---|---|"]
-        for each in refused:
-            words = ", ".join(
+        for combination in refused:
+            settings = ", ".join(
                 f"`{axis} = {'unset' if value is UNSET else toml(value).replace('@', '')}`"
-                for axis, value in each["values"]
+                for axis, value in combination["values"]
             )
-            reason = each["reason"].replace("|", "\\|").replace("<", "&lt;")
-            lines.append(f"| {words} | {reason} |")
+            reason = combination["reason"].replace("|", "\\|").replace("<", "&lt;")
+            lines.append(f"| {settings} | {reason} |")
     return "\n".join(lines) + "\n"
 
 
@@ -745,41 +756,43 @@ def record(command: str, result: Mapping[str, Any]) -> None:
     counts["failed"] = len(result["failures"])
     coverage = read_coverage() | {command: counts}
     COVERAGE.write_text(json.dumps(coverage, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(write_page({each: read_refused(each) for each in COMMANDS}, coverage))
+    PAGE.write_text(write_page({name: read_refused(name) for name in COMMANDS}, coverage))
 
 
 def main() -> int:
-    """Run the arrays that are asked for, print a table, and write the page."""
+    """Run the selected arrays, print a table, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("commands", nargs="*", help="packages or commands; all by default")
-    parser.add_argument("--only", help="cover the pairs of this key alone")
+    parser.add_argument("commands", nargs="*", help="packages or commands; default: all")
+    parser.add_argument("--only", help="cover only the pairs of this key")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the arrays")
-    parser.add_argument("--sample", type=float, default=math.inf, help="seconds in all")
+    parser.add_argument("--sample", type=float, default=math.inf, help="total seconds")
     parser.add_argument("--fresh", action="store_true", help="forget known refusals and progress")
     options = parser.parse_args()
-    wanted = [
-        each
-        for each in COMMANDS
-        if not options.commands or each in options.commands or package_of(each) in options.commands
+    commands = [
+        command
+        for command in COMMANDS
+        if not options.commands
+        or command in options.commands
+        or package_of(command) in options.commands
     ]
     full = options.only is None and options.sample == math.inf
     if not full:
-        random.Random(options.seed).shuffle(wanted)
+        random.Random(options.seed).shuffle(commands)
     results = []
     with tempfile.TemporaryDirectory() as name:
         inputs = write_inputs(Path(name) / "inputs")
-        began = time.monotonic()
-        for at, command in enumerate(wanted):
-            left = options.sample - (time.monotonic() - began)
-            if left <= 0:
+        start_time = time.monotonic()
+        for number, command in enumerate(commands):
+            remaining_s = options.sample - (time.monotonic() - start_time)
+            if remaining_s <= 0:
                 break
             path = PROGRESS / f"{command.replace(' ', '-')}.json"
             if full and options.fresh:
                 path.unlink(missing_ok=True)
             before = read_progress(command, path) if full else Progress()
             if not before.rows and not options.fresh:
-                before = Progress(refused=indexed(axes_of(command), read_refused(command)))
-            folder = Path(name) / str(at)
+                before = Progress(refused=from_records(axes_of(command), read_refused(command)))
+            folder = Path(name) / str(number)
             folder.mkdir()
             result = ArrayRun(
                 command,
@@ -788,7 +801,7 @@ def main() -> int:
                 before,
                 seed=options.seed,
                 only=options.only,
-                budget_s=left / (len(wanted) - at),
+                budget_s=remaining_s / (len(commands) - number),
                 save=partial(write_progress, command, path) if full else lambda _: None,
             ).run()
             results.append(result)
@@ -798,12 +811,12 @@ def main() -> int:
                     path.unlink(missing_ok=True)
     names = ("runs", "pairs", "covered", "refused", "failed", "s")
     print(f"\n{'command':20}", *(f"{name:>8}" for name in names))
-    for each in results:
-        covered = f"{each['covered'] / max(1, each['pairs']):.0%}"
-        counts = (len(each["refused"]), len(each["failures"]), each["seconds"])
-        cells = (each["runs"], each["pairs"], covered, *counts)
-        print(f"{each['command']:20}", *(f"{cell:>8}" for cell in cells))
-    return int(any(each["failures"] for each in results))
+    for result in results:
+        covered = f"{result['covered'] / max(1, result['pairs']):.0%}"
+        counts = (len(result["refused"]), len(result["failures"]), result["seconds"])
+        cells = (result["runs"], result["pairs"], covered, *counts)
+        print(f"{result['command']:20}", *(f"{cell:>8}" for cell in cells))
+    return int(any(result["failures"] for result in results))
 
 
 if __name__ == "__main__":

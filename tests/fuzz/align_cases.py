@@ -1,4 +1,4 @@
-"""What ms-align reads: run files, prompts, models, adapters, tokenizers, shards, checkpoints."""
+"""Inputs of ms-align: run files, prompts, models, adapters, tokenizers, shards, checkpoints."""
 
 import json
 import shutil
@@ -52,21 +52,21 @@ seed = 1
 
 
 def length(samples: Any) -> list[float]:
-    """A reward: how many tokens there are, and which."""
+    """A reward computed from the token ids."""
     return [float(sum(sample.response_tokens) % 7) for sample in samples]
 
 
 def model(folder: Path, *, plain: bool = False) -> None:
-    """A model with its tokenizer, prompts, and run files."""
+    """Write a model with its tokenizer, prompts, and run files."""
     from ms_data import train_tokenizer
     from ms_parallel.models import architecture, build_model
     from ms_parallel.weights import initialize, save_model
 
     rows = [{"text": f"{n} comes after {n - 1}"} for n in range(9)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    made = build_model(architecture("llama", {**SIZES, "vocab_size": 270}))
-    initialize(made, seed=0)
-    save_model(made, folder / "start")
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    network = build_model(architecture("llama", {**SIZES, "vocab_size": 270}))
+    initialize(network, seed=0)
+    save_model(network, folder / "start")
     train_tokenizer(
         folder / "corpus.jsonl", vocab_size=262, out=folder / "start" / "tokenizer.json"
     )
@@ -74,24 +74,24 @@ def model(folder: Path, *, plain: bool = False) -> None:
     (folder / "start" / "tokenizer_config.json").write_text(json.dumps(settings))
     chat = "two?" if plain else [{"role": "user", "content": "two?"}]
     prompts = [{"prompt": "one", "answer": "1"}, {"prompt": chat, "answer": "2"}]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     (folder / "GENERATE.toml").write_text(GENERATE)
     (folder / "RUN.toml").write_text(ONLINE)
 
 
-def sets(folder: Path, *, kind: str = "sft") -> None:
-    """Conversations or pairs as shards, and the run file."""
+def dataset(folder: Path, *, command_name: str = "sft") -> None:
+    """Write shards of conversations or pairs, and the run file."""
     from ms_data import build
 
     model(folder)
-    pairs = kind != "sft"
+    pairs = command_name != "sft"
     rows: list[dict[str, Any]] = []
     for n in range(12):
-        asked, said = f"what is {n}?", f"{n}."
-        chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-        chosen = {"prompt": asked, "chosen": said, "rejected": "no"}
-        rows.append(chosen if pairs else {"messages": chat})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+        question, answer = f"what is {n}?", f"{n}."
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        pair = {"prompt": question, "chosen": answer, "rejected": "no"}
+        rows.append(pair if pairs else {"messages": chat})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "chat.jinja").write_text(TEMPLATE)
     build(
         folder / "rows.jsonl",
@@ -103,20 +103,20 @@ def sets(folder: Path, *, kind: str = "sft") -> None:
     (folder / "RUN.toml").write_text(TUNE + 'dataset = "shards"\n')
 
 
-def stopped(folder: Path, *, kind: str) -> None:
-    """A run that was killed after its last step but one."""
-    if kind == "ppo":
+def interrupted_run(folder: Path, *, command_name: str) -> None:
+    """Write the state of a run that was killed after its second-to-last step."""
+    if command_name == "ppo":
         model(folder, plain=True)
     else:
-        sets(folder, kind=kind)
-    if run(kind, "RUN.toml")():
-        raise RuntimeError("the run that is to be continued does not train")
+        dataset(folder, command_name=command_name)
+    if run(command_name, "RUN.toml")():
+        raise RuntimeError("the run to resume does not train")
     shutil.rmtree(folder / "out" / "model")
     shutil.rmtree(max((folder / "out" / "checkpoints").glob("step-*")))
 
 
 def load_adapter() -> int:
-    """Reads an adapter as a program does: no command is given its path."""
+    """Read an adapter with `load_lora`, as there is no command for it."""
     import sys
 
     from ms_align import load_lora
@@ -132,8 +132,8 @@ def load_adapter() -> int:
     return 0
 
 
-def adapter_alone(folder: Path) -> None:
-    """A model, and an adapter of it that is not merged."""
+def unmerged_adapter(folder: Path) -> None:
+    """Write a model and a separate adapter."""
     from ms_align import LoraOptions, add_lora
     from ms_parallel import load_model
 
@@ -147,26 +147,26 @@ CASES = (
         make=model,
         files=("GENERATE.toml", "prompts.jsonl"),
         run=run("generate", "GENERATE.toml"),
-        share=2,
+        weight=2,
     ),
     Case(
         name="generate from a model",
         make=model,
         files=("start/*",),
         run=run("generate", "GENERATE.toml"),
-        share=3,
+        weight=3,
     ),
     Case(
         name="ppo",
         make=partial(model, plain=True),
         files=("RUN.toml", "prompts.jsonl"),
         run=run("ppo", "RUN.toml"),
-        share=1.5,
+        weight=1.5,
         trains=True,
     ),
     Case(
-        name="ppo goes on",
-        make=partial(stopped, kind="ppo"),
+        name="ppo resume",
+        make=partial(interrupted_run, command_name="ppo"),
         files=("out/checkpoints/**/*", "out/*.json"),
         run=run("ppo", "RUN.toml"),
         sealed=True,
@@ -174,42 +174,42 @@ CASES = (
     ),
     Case(
         name="sft",
-        make=sets,
+        make=dataset,
         files=("RUN.toml", "shards/**/*"),
         run=run("sft", "RUN.toml"),
-        share=1.5,
+        weight=1.5,
         trains=True,
     ),
     Case(
-        name="sft goes on",
-        make=partial(stopped, kind="sft"),
+        name="sft resume",
+        make=partial(interrupted_run, command_name="sft"),
         files=("out/checkpoints/**/*", "out/*.json"),
         run=run("sft", "RUN.toml"),
-        share=0.5,
+        weight=0.5,
         sealed=True,
         result=contents("out/model/*.safetensors"),
     ),
     Case(
         name="dpo",
-        make=partial(sets, kind="dpo"),
+        make=partial(dataset, command_name="dpo"),
         files=("RUN.toml", "shards/**/*"),
         run=run("dpo", "RUN.toml"),
-        share=0.5,
+        weight=0.5,
         trains=True,
     ),
     Case(
         name="reward",
-        make=partial(sets, kind="reward"),
+        make=partial(dataset, command_name="reward"),
         files=("RUN.toml", "start/*"),
         run=run("reward", "RUN.toml"),
-        share=0.5,
+        weight=0.5,
         trains=True,
     ),
     Case(
         name="adapter",
-        make=adapter_alone,
+        make=unmerged_adapter,
         files=("adapter/*",),
         run=load_adapter,
-        share=2,
+        weight=2,
     ),
 )

@@ -1,4 +1,4 @@
-"""A case: a small sound input, the files of it that are damaged, and the command that reads it."""
+"""A fuzz case: a small valid input, the files to damage, and the command that reads them."""
 
 import hashlib
 import importlib
@@ -10,20 +10,20 @@ from pathlib import Path
 __all__ = ["Case", "Command", "command", "contents", "function", "output"]
 
 Command = Callable[[], int]
-"""Runs in the folder of the damaged input, as the current one; gives the exit code."""
+"""Runs with the damaged input's folder as working directory; returns the exit code."""
 Result = Callable[[Path, str], str]
-"""What the command gave: from its folder and what it printed to standard output."""
+"""Computes the command's result from its folder and its standard output."""
 
 
-def output(folder: Path, printed: str) -> str:
-    """What was printed is the result."""
-    return printed
+def output(folder: Path, stdout: str) -> str:
+    """Use the standard output as the result."""
+    return stdout
 
 
 def contents(*patterns: str) -> Result:
-    """Checksums of the files that were written are the result."""
+    """Use the checksums of the written files as the result."""
 
-    def read(folder: Path, printed: str) -> str:
+    def read(folder: Path, stdout: str) -> str:
         files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
         sums = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()]
         return " ".join(sums)
@@ -33,31 +33,31 @@ def contents(*patterns: str) -> Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What one kind of mutant is made of."""
+    """Input, damaged files and command of one group of mutants."""
 
     name: str
     make: Callable[[Path], None]
-    """Writes the sound input into an empty folder; the same bytes each time, where it can."""
+    """Writes the valid input into an empty folder, deterministically if possible."""
     files: tuple[str, ...]
-    """Patterns of the files that are damaged, one at a time."""
+    """Glob patterns of the files to damage, one at a time."""
     run: Command
-    share: float = 1.0
-    """How many of the mutants are of this case, beside others."""
+    weight: float = 1.0
+    """Relative number of mutants of this case."""
     sealed: bool = False
-    """Exit code 0 must then come with the sound input's result."""
+    """Exit code 0 requires the valid input's result."""
     result: Result = output
     exit_code: int = 0
-    """What the sound input ends with."""
+    """Exit code for the valid input."""
     trains: bool = False
-    """A run that began may take long: that its settings are large is no fault of the reader."""
+    """The command trains, so damaged settings may make it long without a fault of the reader."""
     needs: str = ""
-    """A module without which the case is left out."""
-    one_may_miss: bool = False
-    """A file that is gone is no damage: nothing else names it."""
+    """Module that the case requires."""
+    may_be_missing: bool = False
+    """A missing file is not damage, because no other file refers to it."""
 
 
 def command(module: str, *arguments: str) -> Command:
-    """A package's `main` with these arguments."""
+    """Call a package's `main` with these arguments."""
 
     def run() -> int:
         return int(importlib.import_module(f"{module}.cli").main(list(arguments)) or 0)
@@ -66,17 +66,17 @@ def command(module: str, *arguments: str) -> Command:
 
 
 def function(module: str, name: str, path: str, error: str) -> Command:
-    """A function that reads a file which no command is given by its path.
+    """Call a function that reads a file for which there is no command.
 
-    Its package's error counts as bad input, as a command would tell it.
+    The package's `error` counts as bad input, as in a command.
     """
 
     def run() -> int:
         package = importlib.import_module(module.partition(".")[0] + ".errors")
         try:
             print(getattr(importlib.import_module(module), name)(Path(path)))
-        except getattr(package, error) as told:
-            print(told, file=sys.stderr)
+        except getattr(package, error) as exception:
+            print(exception, file=sys.stderr)
             return 2
         return 0
 

@@ -1,4 +1,4 @@
-"""What ms-compress reads: run files, models, tokens, shards, kept training state, exports."""
+"""Inputs of ms-compress: run files, models, tokens, shards, saved training state, exports."""
 
 import json
 import os
@@ -36,23 +36,23 @@ VOCABULARY = 288
 
 
 def model(folder: Path) -> None:
-    """A small model, tokens, and a run file for both."""
+    """Write a small model, tokens, and a run file."""
     from ms_parallel.models import architecture, build_model
     from ms_parallel.weights import initialize, save_model
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    more = {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
-    made = build_model(architecture("llama", {**sizes, **heads, **more}))
-    initialize(made, seed=0)
-    save_model(made, folder / "model")
+    vocabulary = {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
+    network = build_model(architecture("llama", {**sizes, **heads, **vocabulary}))
+    initialize(network, seed=0)
+    save_model(network, folder / "model")
     rows = [[(7 * n + m * (n % 5 + 1)) % VOCABULARY for m in range(17)] for n in range(8)]
     (folder / "tokens.json").write_text(json.dumps(rows))
     (folder / "run.toml").write_text(RUN)
 
 
 def exported(folder: Path, *, scheme: str) -> None:
-    """A model's export, a text, and the run file that measures both."""
+    """Write a model's export, shards, and the run file that evaluates both models."""
     from ms_data import Tokenizer, build, train_tokenizer
 
     model(folder)
@@ -62,7 +62,7 @@ def exported(folder: Path, *, scheme: str) -> None:
     train_tokenizer(folder / "texts", vocab_size=280, out=folder / "tokenizer.json")
     Tokenizer.load(folder / "tokenizer.json").save(folder / "model")
     if run("quantize", "run.toml", "--set", f"scheme={scheme}", "--set", "output_dir=exported")():
-        raise RuntimeError("nothing was exported")
+        raise RuntimeError("the export failed")
     build(
         folder / "texts",
         tokenizer=folder / "tokenizer.json",
@@ -72,8 +72,8 @@ def exported(folder: Path, *, scheme: str) -> None:
     (folder / "run.toml").write_text(EVALUATE)
 
 
-def stopped(folder: Path) -> None:
-    """A training that was killed after its last step: the state that it kept is there."""
+def interrupted_run(folder: Path) -> None:
+    """Write the state of a training that was killed after its last step."""
     model(folder)
     child = os.fork()
     if child == 0:
@@ -87,7 +87,7 @@ def stopped(folder: Path) -> None:
         Path.unlink = die  # type: ignore[method-assign]
         os._exit(run("qat", "run.toml")() + 1)
     if os.waitpid(child, 0)[1] or not (folder / "out.training").exists():
-        raise RuntimeError("no training state was kept")
+        raise RuntimeError("no training state was saved")
     shutil.rmtree(folder / "out", ignore_errors=True)
 
 
@@ -97,26 +97,26 @@ CASES = (
         make=model,
         files=("run.toml",),
         run=run("quantize", "run.toml"),
-        share=1.5,
+        weight=1.5,
     ),
     Case(
         name="quantize a model",
         make=model,
         files=("model/*",),
         run=run("quantize", "run.toml"),
-        share=2,
+        weight=2,
     ),
     Case(
         name="qat",
         make=model,
         files=("run.toml", "tokens.json"),
         run=run("qat", "run.toml"),
-        share=1.5,
+        weight=1.5,
         trains=True,
     ),
     Case(
-        name="qat goes on",
-        make=stopped,
+        name="qat resume",
+        make=interrupted_run,
         files=("out.training",),
         run=run("qat", "run.toml"),
         sealed=True,
@@ -127,21 +127,21 @@ CASES = (
         make=partial(exported, scheme="ct.int4_g32"),
         files=("exported/*",),
         run=run("evaluate", "run.toml"),
-        share=0.5,
+        weight=0.5,
     ),
     Case(
         name="evaluate onnx",
         make=partial(exported, scheme="ort.matmulnbits"),
         files=("exported/*",),
         run=run("evaluate", "run.toml"),
-        share=0.5,
+        weight=0.5,
     ),
     Case(
         name="evaluate gguf",
         make=partial(exported, scheme="gguf.q4_0"),
         files=("exported/*", "run.toml"),
         run=run("evaluate", "run.toml"),
-        share=0.5,
+        weight=0.5,
         needs="llama_cpp",
     ),
     Case(

@@ -1,4 +1,4 @@
-"""What ms-data reads: corpora, tokenizers, templates, shards and their index."""
+"""Inputs of ms-data: corpora, tokenizers, templates, shards and their index."""
 
 import gzip
 import json
@@ -29,27 +29,27 @@ LINES = [{"text": f"the number {n} comes after {n - 1}. " * 4} for n in range(12
 
 
 def text(folder: Path) -> None:
-    """Plain texts."""
+    """Write plain texts."""
     (folder / "corpus").mkdir()
     for number in range(3):
         (folder / "corpus" / f"{number}.txt").write_text(LINES[number]["text"] * 3)
 
 
 def lines(folder: Path) -> None:
-    """JSON Lines."""
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(one) + "\n" for one in LINES))
+    """Write JSON Lines."""
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LINES))
 
 
-def packed(folder: Path) -> None:
-    """JSON Lines, by gzip."""
+def gzipped(folder: Path) -> None:
+    """Write gzip-compressed JSON Lines."""
     lines(folder)
     plain = (folder / "corpus.jsonl").read_bytes()
     (folder / "corpus.jsonl.gz").write_bytes(gzip.compress(plain, mtime=0))
     (folder / "corpus.jsonl").unlink()
 
 
-def packed_by_zstandard(folder: Path) -> None:
-    """JSON Lines, by Zstandard."""
+def zstandard_compressed(folder: Path) -> None:
+    """Write Zstandard-compressed JSON Lines."""
     import zstandard
 
     lines(folder)
@@ -58,79 +58,79 @@ def packed_by_zstandard(folder: Path) -> None:
     (folder / "corpus.jsonl").unlink()
 
 
-def table(folder: Path) -> None:
-    """Parquet, in three row groups."""
+def parquet_file(folder: Path) -> None:
+    """Write a Parquet file with three row groups."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist(LINES), folder / "corpus.parquet", row_group_size=4)
 
 
-def batches(folder: Path) -> None:
-    """An Arrow stream whose texts are numbers into a dictionary, packed."""
+def arrow_stream(folder: Path) -> None:
+    """Write a compressed Arrow stream with dictionary-encoded texts."""
     import pyarrow as pa
     import pyarrow.ipc
 
-    texts = pa.array([one["text"] for one in LINES]).dictionary_encode()
+    texts = pa.array([row["text"] for row in LINES]).dictionary_encode()
     coded = pa.table({"text": texts})
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(folder / "corpus.arrow", coded.schema, options=options) as writer:
         writer.write_table(coded)
 
 
-def saved(folder: Path) -> None:
-    """A folder as `datasets` saves it."""
+def saved_dataset(folder: Path) -> None:
+    """Write a folder in the format of `datasets.save_to_disk`."""
     import pyarrow as pa
     import pyarrow.ipc
 
     (folder / "corpus").mkdir()
-    whole = pa.Table.from_pylist(LINES)
-    with pa.ipc.new_stream(folder / "corpus" / "data-00000-of-00001.arrow", whole.schema) as writer:
-        writer.write_table(whole)
-    listed = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
-    (folder / "corpus" / "state.json").write_text(json.dumps(listed))
+    rows = pa.Table.from_pylist(LINES)
+    with pa.ipc.new_stream(folder / "corpus" / "data-00000-of-00001.arrow", rows.schema) as writer:
+        writer.write_table(rows)
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
+    (folder / "corpus" / "state.json").write_text(json.dumps(state))
     (folder / "corpus" / "dataset_info.json").write_text("{}")
 
 
-def delimited(folder: Path) -> None:
-    """CSV with quotes and lines within."""
-    texts = (one["text"].replace("comes", '""comes,""\n') for one in LINES)
+def csv_file(folder: Path) -> None:
+    """Write CSV with quotes and line breaks in fields."""
+    texts = (row["text"].replace("comes", '""comes,""\n') for row in LINES)
     rows = "".join(f'{n},"{text}"\n' for n, text in enumerate(texts))
     (folder / "corpus.csv").write_text("id,text\n" + rows)
 
 
-def archive(folder: Path) -> None:
-    """A WebDataset archive of texts and rows."""
+def tar_archive(folder: Path) -> None:
+    """Write a WebDataset archive of texts and JSON rows."""
     import io
     import tarfile
 
     with tarfile.open(folder / "corpus.tar", "w") as file:
-        for number, one in enumerate(LINES):
-            row = number % 2
-            content = json.dumps(one).encode() if row else one["text"].encode()
-            info = tarfile.TarInfo(f"{number:03d}.{'json' if row else 'txt'}")
+        for number, row in enumerate(LINES):
+            is_json = number % 2
+            content = json.dumps(row).encode() if is_json else row["text"].encode()
+            info = tarfile.TarInfo(f"{number:03d}.{'json' if is_json else 'txt'}")
             info.size = len(content)
             file.addfile(info, io.BytesIO(content))
 
 
-def web(folder: Path) -> None:
-    """A web archive: texts, and a page that was sent in chunks."""
+def web_archive(folder: Path) -> None:
+    """Write a web archive with texts and a chunked HTML response."""
     records = []
     page = b"<html><body><h1>Numbers</h1><p>one <b>two</b></body></html>"
     answer = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nTransfer-Encoding: chunked\r\n\r\n"
     answer += b"%x\r\n%s\r\n0\r\n\r\n" % (len(page), page)
-    for number, one in enumerate(LINES):
-        kind, block = "conversion", one["text"].encode()
+    for number, row in enumerate(LINES):
+        record_type, block = "conversion", row["text"].encode()
         if number % 4 == 3:
-            kind, block = "response", answer
-        head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: http://x/{number}\r\n"
-        head += f"Content-Type: application/http\r\nContent-Length: {len(block)}\r\n\r\n"
-        records.append(head.encode() + block + b"\r\n\r\n")
+            record_type, block = "response", answer
+        header = f"WARC/1.0\r\nWARC-Type: {record_type}\r\nWARC-Target-URI: http://x/{number}\r\n"
+        header += f"Content-Type: application/http\r\nContent-Length: {len(block)}\r\n\r\n"
+        records.append(header.encode() + block + b"\r\n\r\n")
     (folder / "corpus.warc").write_bytes(b"".join(records))
 
 
 def with_tokenizer(folder: Path) -> None:
-    """Lines and a tokenizer of theirs."""
+    """Write JSON Lines and a tokenizer trained on them."""
     from ms_data import train_tokenizer
 
     lines(folder)
@@ -138,7 +138,7 @@ def with_tokenizer(folder: Path) -> None:
 
 
 def conversations(folder: Path, *, pairs: bool = False) -> None:
-    """Conversations or preference pairs, a tokenizer and a chat template."""
+    """Write conversations or preference pairs, a tokenizer and a chat template."""
     with_tokenizer(folder)
     (folder / "chat.jinja").write_text(TEMPLATE)
     (folder / "chat").mkdir()
@@ -147,17 +147,20 @@ def conversations(folder: Path, *, pairs: bool = False) -> None:
     )
     rows = []
     for n in range(8):
-        asked, said = f"what is {n}?", f"{n}."
+        question, answer = f"what is {n}?", f"{n}."
         if pairs:
-            rows.append({"prompt": asked, "chosen": said, "rejected": "no", "margin": 0.5})
+            rows.append({"prompt": question, "chosen": answer, "rejected": "no", "margin": 0.5})
         else:
-            users = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-            rows.append({"messages": users})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            rows.append({"messages": messages})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def shards(folder: Path) -> None:
-    """Two shards and their index."""
+    """Write two shards and their index."""
     from ms_data import build
 
     with_tokenizer(folder)
@@ -170,7 +173,7 @@ def shards(folder: Path) -> None:
 
 
 def rules(folder: Path) -> None:
-    """Lines, benchmarks and the rules to clean with."""
+    """Write JSON Lines, benchmarks and cleaning rules."""
     lines(folder)
     row = json.dumps({"text": "the number nine comes before the number ten, as all know"})
     (folder / "benchmarks.jsonl").write_text(row + "\n")
@@ -178,56 +181,72 @@ def rules(folder: Path) -> None:
 
 
 def cleaned(folder: Path) -> None:
-    """A ledger, with what it is of."""
+    """Write a cleaned corpus with its ledger."""
     from ms_data import clean
 
     rules(folder)
     clean(folder / "corpus.jsonl", {"c4_quality": {}}, out=folder / "cleaned", workers=1)
 
 
-def hashed(folder: Path) -> None:
-    """A deduplication that was killed once it had hashed all documents."""
-    import ms_data.deduplication.dedup as place
+def interrupted_dedup(folder: Path) -> None:
+    """Write the state of a deduplication that was killed after hashing all documents."""
+    import ms_data.deduplication.dedup as dedup_module
 
     lines(folder)
     child = os.fork()
     if child == 0:
-        place.join_alike = lambda *_, **__: os._exit(0)
-        place.dedup(folder / "corpus.jsonl", out=folder / "out", workers=1)
+        dedup_module.join_alike = lambda *_, **__: os._exit(0)
+        dedup_module.dedup(folder / "corpus.jsonl", out=folder / "out", workers=1)
     if os.waitpid(child, 0)[1] or not (folder / "out.partial").exists():
-        raise RuntimeError("nothing was left to go on from")
+        raise RuntimeError("the killed run left no state to resume")
 
 
-def _build(corpus: str, *more: str) -> tuple[str, ...]:
-    return ("build", corpus, "--tokenizer", "tokenizer.json", "--out", "out", *more)
+def _build(corpus: str, *options: str) -> tuple[str, ...]:
+    return ("build", corpus, "--tokenizer", "tokenizer.json", "--out", "out", *options)
 
 
-def _learn(corpus: str) -> tuple[str, ...]:
-    return ("tokenizer", corpus, "--vocab-size", "270", "--out", "made.json")
+def _train_tokenizer(corpus: str) -> tuple[str, ...]:
+    return ("tokenizer", corpus, "--vocab-size", "270", "--out", "learned.json")
 
 
 pairs = partial(conversations, pairs=True)
 chat, template = ("--chat-template", "chat"), ("--chat-template", "chat.jinja")
 
 CASES = (
-    Case(name="learn text", make=text, files=("corpus/*",), run=run(*_learn("corpus"))),
-    Case(name="learn lines", make=lines, files=("*.jsonl",), run=run(*_learn("corpus.jsonl"))),
-    Case(name="learn gzip", make=packed, files=("*.gz",), run=run(*_learn("corpus.jsonl.gz"))),
+    Case(name="learn text", make=text, files=("corpus/*",), run=run(*_train_tokenizer("corpus"))),
+    Case(
+        name="learn lines",
+        make=lines,
+        files=("*.jsonl",),
+        run=run(*_train_tokenizer("corpus.jsonl")),
+    ),
+    Case(
+        name="learn gzip",
+        make=gzipped,
+        files=("*.gz",),
+        run=run(*_train_tokenizer("corpus.jsonl.gz")),
+    ),
     Case(
         name="learn zstandard",
-        make=packed_by_zstandard,
+        make=zstandard_compressed,
         files=("*.zst",),
-        run=run(*_learn("corpus.jsonl.zst")),
+        run=run(*_train_tokenizer("corpus.jsonl.zst")),
     ),
     *(
-        Case(name=f"learn {name}", make=make, files=(files,), run=run(*_learn(corpus)), needs=needs)
+        Case(
+            name=f"learn {name}",
+            make=make,
+            files=(files,),
+            run=run(*_train_tokenizer(corpus)),
+            needs=needs,
+        )
         for name, make, files, corpus, needs in (
-            ("Parquet", table, "*.parquet", "corpus.parquet", "pyarrow"),
-            ("Arrow", batches, "*.arrow", "corpus.arrow", "pyarrow"),
-            ("saved datasets", saved, "corpus/*", "corpus", "pyarrow"),
-            ("CSV", delimited, "*.csv", "corpus.csv", ""),
-            ("tar", archive, "*.tar", "corpus.tar", ""),
-            ("WARC", web, "*.warc", "corpus.warc", "warcio"),
+            ("Parquet", parquet_file, "*.parquet", "corpus.parquet", "pyarrow"),
+            ("Arrow", arrow_stream, "*.arrow", "corpus.arrow", "pyarrow"),
+            ("saved datasets", saved_dataset, "corpus/*", "corpus", "pyarrow"),
+            ("CSV", csv_file, "*.csv", "corpus.csv", ""),
+            ("tar", tar_archive, "*.tar", "corpus.tar", ""),
+            ("WARC", web_archive, "*.warc", "corpus.warc", "warcio"),
         )
     ),
     Case(
@@ -235,14 +254,14 @@ CASES = (
         make=with_tokenizer,
         files=("corpus.jsonl", "tokenizer.json"),
         run=run(*_build("corpus.jsonl")),
-        share=2,
+        weight=2,
     ),
     Case(
         name="clean",
         make=rules,
         files=("corpus.jsonl", "benchmarks.jsonl", "RULES.toml"),
         run=run("clean", "corpus.jsonl", "RULES.toml", "--out", "out", "--workers", "1"),
-        share=2,
+        weight=2,
     ),
     Case(
         name="dedup",
@@ -254,13 +273,13 @@ CASES = (
         ),
     ),
     Case(
-        name="dedup goes on",
-        make=hashed,
+        name="dedup resume",
+        make=interrupted_dedup,
         files=("out.partial/**/*",),
         run=run("dedup", "corpus.jsonl", "--out", "out", "--workers", "1"),
         sealed=True,
         result=contents("out/**/*"),
-        one_may_miss=True,
+        may_be_missing=True,
     ),
     Case(
         name="stats",
@@ -275,21 +294,21 @@ CASES = (
         make=conversations,
         files=("rows.jsonl",),
         run=run(*_build("rows.jsonl", *template)),
-        share=2,
+        weight=2,
     ),
     Case(
         name="build by template",
         make=conversations,
         files=("chat.jinja",),
         run=run(*_build("rows.jsonl", *template)),
-        share=2,
+        weight=2,
     ),
     Case(
         name="build by folder",
         make=conversations,
         files=("chat/*", "tokenizer.json"),
         run=run(*_build("rows.jsonl", *chat)),
-        share=2,
+        weight=2,
     ),
     Case(
         name="build pairs",
@@ -302,7 +321,7 @@ CASES = (
         make=shards,
         files=("shards/**/*",),
         run=run("verify", "shards", "--json"),
-        share=2,
+        weight=2,
         sealed=True,
         result=output,
     ),
@@ -311,7 +330,7 @@ CASES = (
         make=shards,
         files=("shards/*.json",),
         run=run("inspect", "shards", "--json"),
-        share=2,
+        weight=2,
         sealed=True,
     ),
 )

@@ -1,12 +1,12 @@
-"""Runs thousands of damaged inputs through the commands of the six packages.
+"""Run thousands of damaged inputs through the commands of the six packages.
 
     nox -s fuzz -- --mutants 3000 --seed 7
     nox -s fuzz -- --case data_cases --seconds 600
     python tests/fuzz/driver.py --case "ms_data/build lines" --index 12
 
-A mutant fails on a traceback, 20 s of processor time, 2 GiB, an exit code other than 0, 1 and 2,
-or, where the format is sealed, on exit code 0 with another result than the sound input's. Each
-mutant is a pure function of the seed, its case and its index. Inputs that fail are kept.
+A mutant fails on a traceback, 20 s of CPU time, 2 GiB of memory, an exit code other than 0, 1 and
+2, or, for a sealed format, on exit code 0 with a result that differs from the valid input's. Each
+mutant is a pure function of the seed, its case and its index. Failing inputs are saved.
 """
 
 import argparse
@@ -37,54 +37,54 @@ PACKAGES = (
     "profile_cases",
     "kernels_cases",
 )
-"""Slow ones first."""
+"""Slowest first."""
 WALL_LIMIT_S = 120.0
-ONE_WORKER = 250
-"""Mutants after which a worker is replaced, so that what one leaves behind stays small."""
+MUTANTS_PER_WORKER = 250
+"""Mutants after which a worker is replaced, to limit leaks."""
 
 TIMED_BATCH = 100
-"""Mutants between two looks at the clock."""
+"""Mutants between two checks of the time."""
 
 Task = tuple[str, int]
 Record = dict[str, Any]
 
 
 def plan(packages: Sequence[str], mutants: int, only: str) -> list[tuple[str, list[Task]]]:
-    """Batches for workers: a package's cases by their shares, one package a batch."""
-    cases = chosen(packages, only)
-    whole = sum(case.share for _, case in cases)
+    """Batches for workers: mutants per case by weight, one package per batch."""
+    cases = selected_cases(packages, only)
+    total_weight = sum(case.weight for _, case in cases)
     batches: list[tuple[str, list[Task]]] = []
     for package in packages:
         tasks = [
             (case.name, index)
             for owner, case in cases
             if owner == package
-            for index in range(max(1, round(mutants * case.share / whole)))
+            for index in range(max(1, round(mutants * case.weight / total_weight)))
         ]
-        starts = range(0, len(tasks), ONE_WORKER)
-        batches += [(package, tasks[start : start + ONE_WORKER]) for start in starts]
+        starts = range(0, len(tasks), MUTANTS_PER_WORKER)
+        batches += [(package, tasks[start : start + MUTANTS_PER_WORKER]) for start in starts]
     return batches
 
 
-def chosen(packages: Sequence[str], only: str) -> list[tuple[str, Case]]:
-    """The cases that are here, each with the module that holds it."""
+def selected_cases(packages: Sequence[str], only: str) -> list[tuple[str, Case]]:
+    """Available cases that match `only`, each with its module."""
     return [
         (package, case)
         for package in packages
         for case in importlib.import_module(f"fuzz.{package}").CASES
-        if only in f"{package}/{case.name}" and _is_here(case)
+        if only in f"{package}/{case.name}" and _is_available(case)
     ]
 
 
-def _is_here(case: Case) -> bool:
+def _is_available(case: Case) -> bool:
     if case.needs and importlib.util.find_spec(case.needs) is None:
-        print(f"{case.name!r} is left out: there is no {case.needs}")
+        print(f"skipping {case.name!r}: {case.needs} is not installed")
         return False
     return True
 
 
 class Session:
-    """The workers, and what they found."""
+    """Workers, and the results of their mutants."""
 
     def __init__(self, seed: str, sound: Path, keep: Path) -> None:
         self.seed, self.sound, self.keep = seed, sound, keep
@@ -94,34 +94,34 @@ class Session:
         self._lock = threading.Lock()
 
     def work(self, batches: "Queue[tuple[str, list[Task]]]") -> None:
-        """Takes batches until there are none."""
+        """Run batches until the queue is empty."""
         while True:
             try:
                 package, tasks = batches.get_nowait()
             except Empty:
                 return
-            left = list(tasks)
-            while left:
-                left = self._batch(package, left)
+            remaining = list(tasks)
+            while remaining:
+                remaining = self._batch(package, remaining)
 
     def work_for(self, seconds: float, cases: "Queue[tuple[str, Case]]") -> None:
-        """Takes cases until there are none, and gives each so long."""
+        """Run cases until the queue is empty, each for `seconds`."""
         while True:
             try:
                 package, case = cases.get_nowait()
             except Empty:
                 return
-            began, first = time.monotonic(), 0
-            while (spent := time.monotonic() - began) < seconds:
-                left: list[Task] = [(case.name, first + n) for n in range(TIMED_BATCH)]
+            start_s, first = time.monotonic(), 0
+            while (elapsed_s := time.monotonic() - start_s) < seconds:
+                remaining: list[Task] = [(case.name, first + n) for n in range(TIMED_BATCH)]
                 first += TIMED_BATCH
-                while left:
-                    left = self._batch(package, left)
+                while remaining:
+                    remaining = self._batch(package, remaining)
             with self._lock:
-                print(f"{package}/{case.name}: {first} mutants in {spent:.0f} s", flush=True)
+                print(f"{package}/{case.name}: {first} mutants in {elapsed_s:.0f} s", flush=True)
 
     def _batch(self, package: str, tasks: list[Task]) -> list[Task]:
-        """Runs tasks in one worker; gives what is left when it died."""
+        """Run tasks in one worker; return the remaining tasks if it died."""
         with tempfile.TemporaryFile() as errors:
             process = self._worker(package, errors)
             try:
@@ -140,23 +140,23 @@ class Session:
         case, index = task
         with self._lock:
             self.done += 1
-            ended = "still training" if record.get("goes_on") else str(record["exit_code"])
-            self.codes[package][record["failure"] or ended] += 1
+            result = "still training" if record.get("still_training") else str(record["exit_code"])
+            self.codes[package][record["failure"] or result] += 1
             if not record["failure"]:
                 return
             record.update(package=package, case=case, index=index, seed=self.seed)
             self.failures.append(record)
-            told = self.keep / package / f"{case.replace(' ', '_')}-{index}.json"
-            told.parent.mkdir(parents=True, exist_ok=True)
-            told.write_text(json.dumps(record, indent=1))
+            path = self.keep / package / f"{case.replace(' ', '_')}-{index}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record, indent=1))
 
-    def keep_inputs(self) -> None:
-        """Keeps the files that killed a worker, which could not do so itself."""
-        for one in self.failures:
-            if one["mutation"] == "?":
-                request = json.dumps([one["case"], one["index"], True]) + "\n"
+    def save_inputs(self) -> None:
+        """Save the inputs that killed a worker, which could not save them itself."""
+        for record in self.failures:
+            if record["mutation"] == "?":
+                request = json.dumps([record["case"], record["index"], True]) + "\n"
                 with tempfile.TemporaryFile() as errors:
-                    process = self._worker(one["package"], errors)
+                    process = self._worker(record["package"], errors)
                     process.communicate(request)
 
     def _worker(self, package: str, errors: IO[bytes]) -> "subprocess.Popen[str]":
@@ -170,15 +170,15 @@ class Session:
         )
 
     def causes(self) -> dict[tuple[str, str, str], list[Record]]:
-        """Failures by package, kind and cause."""
-        found: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-        for one in self.failures:
-            found[one["package"], one["failure"], one["cause"]].append(one)
-        return dict(sorted(found.items()))
+        """Group the failures by package, type and cause."""
+        records: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+        for record in self.failures:
+            records[record["package"], record["failure"], record["cause"]].append(record)
+        return dict(sorted(records.items()))
 
 
 def _ask(process: "subprocess.Popen[str]", task: Task) -> Record | None:
-    """The worker's answer; None where it dies or gives none in time."""
+    """Return the worker's answer; None if it dies or times out."""
     assert process.stdin is not None
     assert process.stdout is not None
     timer = threading.Timer(WALL_LIMIT_S, process.kill)
@@ -197,77 +197,77 @@ def _ask(process: "subprocess.Popen[str]", task: Task) -> Record | None:
 
 def _death(status: int, errors: IO[bytes]) -> Record:
     errors.seek(0)
-    said = errors.read().decode(errors="replace").strip()[-3000:]
-    kind = "hang" if status == -9 else "died"
-    last = said.splitlines()[-1][:200] if said else ""
-    cause = f"status {status}" if status < 0 else last
-    return {"failure": kind, "cause": cause, "details": said, "mutation": "?", "file": "?"}
+    text = errors.read().decode(errors="replace").strip()[-3000:]
+    failure = "hang" if status == -9 else "died"
+    last_line = text.splitlines()[-1][:200] if text else ""
+    cause = f"status {status}" if status < 0 else last_line
+    return {"failure": failure, "cause": cause, "details": text, "mutation": "?", "file": "?"}
 
 
 def main() -> int:
-    """Plans, runs and reports; 1 where a mutant failed."""
+    """Plan, run and report; return 1 if a mutant failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mutants", type=int, default=3000)
-    parser.add_argument("--seconds", type=float, help="so long a case, instead of a number")
-    parser.add_argument("--seed", default="", help="drawn and printed where it is not given")
+    parser.add_argument("--seconds", type=float, help="time per case, instead of a number")
+    parser.add_argument("--seed", default="", help="default: random, and printed")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--case", default="", help="cases whose PACKAGE/NAME holds this")
-    parser.add_argument("--index", type=int, help="this mutant alone, of the case PACKAGE/NAME")
+    parser.add_argument("--case", default="", help="only cases whose PACKAGE/NAME contains this")
+    parser.add_argument("--index", type=int, help="only this mutant of the case PACKAGE/NAME")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"))
     options = parser.parse_args()
     if options.index is not None and options.seconds is not None:
-        parser.error("--index runs one mutant and --seconds many; leave one of them out")
+        parser.error("--index and --seconds cannot be combined; drop one of them")
     work = _work(options)
     if not work:
-        parser.error(f"no case's PACKAGE/NAME holds {options.case!r}; leave --case out for all")
+        parser.error(f"no PACKAGE/NAME contains {options.case!r}; omit --case to run all cases")
     seed = options.seed or str(random.SystemRandom().randrange(10**6))
     print(f"seed {seed}", flush=True)
     queue: Queue[Any] = Queue()
-    for one in work:
-        queue.put(one)
-    began = time.monotonic()
+    for item in work:
+        queue.put(item)
+    start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-sound-") as sound:
         session = Session(seed, Path(sound), options.keep.absolute())
-        call: dict[str, Any] = {"target": session.work, "args": (queue,)}
+        target: dict[str, Any] = {"target": session.work, "args": (queue,)}
         if options.seconds is not None:
-            call = {"target": session.work_for, "args": (options.seconds, queue)}
-        threads = [threading.Thread(**call) for _ in range(options.workers)]
+            target = {"target": session.work_for, "args": (options.seconds, queue)}
+        threads = [threading.Thread(**target) for _ in range(options.workers)]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
             threads[0].join(30) if threads[0].is_alive() else threads[-1].join(30)
-            found = f"{session.done} done, {len(session.failures)} failed"
-            print(f"{time.monotonic() - began:.0f} s: {found}", flush=True)
-        session.keep_inputs()
+            progress = f"{session.done} done, {len(session.failures)} failed"
+            print(f"{time.monotonic() - start_s:.0f} s: {progress}", flush=True)
+        session.save_inputs()
     return report(session)
 
 
 def _work(options: argparse.Namespace) -> Sequence[Any]:
-    """What workers take one by one: cases where each is given a time, batches otherwise."""
+    """Items of the work queue: cases with --seconds, batches otherwise."""
     if options.index is not None:
         package, _, name = options.case.partition("/")
         return [(package, [(name, options.index)])]
     if options.seconds is not None:
-        return chosen(PACKAGES, options.case)
+        return selected_cases(PACKAGES, options.case)
     return plan(PACKAGES, options.mutants, options.case)
 
 
 def report(session: Session) -> int:
-    """Prints exit codes by package and failures by cause."""
+    """Print exit codes by package and failures by cause."""
     for package, codes in sorted(session.codes.items()):
-        told = ", ".join(f"{count} x {code}" for code, count in sorted(codes.items()))
-        print(f"{package}: {told}")
-    for (package, kind, cause), records in session.causes().items():
-        one = records[0]
-        print(f"\n{package}: {kind}, {len(records)} x: {cause}")
-        print(f"  {one['file']} ({one['mutation']}), case {one['case']!r}")
+        counts = ", ".join(f"{count} x {code}" for code, count in sorted(codes.items()))
+        print(f"{package}: {counts}")
+    for (package, failure, cause), records in session.causes().items():
+        record = records[0]
+        print(f"\n{package}: {failure}, {len(records)} x: {cause}")
+        print(f"  {record['file']} ({record['mutation']}), case {record['case']!r}")
         print(
             f"  python tests/fuzz/driver.py --seed {session.seed} "
-            f"--case '{package}/{one['case']}' --index {one['index']}"
+            f"--case '{package}/{record['case']}' --index {record['index']}"
         )
     print(f"\nseed {session.seed}: {session.done} mutants, {len(session.failures)} failed")
     if session.failures:
-        print(f"what failed is kept in {session.keep}")
+        print(f"failing inputs are in {session.keep}")
     return 1 if session.failures else 0
 
 

@@ -1,7 +1,7 @@
-"""What ms-kernels reads: tuning tables, and libraries that were built ahead of time.
+"""Inputs of ms-kernels: tuning tables and ahead-of-time libraries.
 
-No command is given their path (tables lie in the package, libraries are loaded by programs), so
-the functions that read them are called.
+No command takes their paths (tables are in the package, programs load libraries), so the cases call
+the functions that read them.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ TABLES = Path(__file__).parents[2] / "packages" / "ms-kernels" / "src" / "ms_ker
 
 
 def table(folder: Path) -> None:
-    """A committed table."""
+    """Copy a committed table."""
     (folder / "cpu-avx512.json").write_bytes((TABLES / "cpu-avx512.json").read_bytes())
 
 
 def library(folder: Path) -> None:
-    """A folder with a manifest and the file that it lists."""
+    """Write a folder with a manifest and its library file."""
     content = b"\x7fELF" + bytes(60)
     (folder / "lib").mkdir()
     (folder / "lib" / "libms_kernels.so").write_bytes(content)
@@ -47,14 +47,14 @@ CASES = (
         make=table,
         files=("*.json",),
         run=function("ms_kernels.core.tables", "read_table", "cpu-avx512.json", "KernelError"),
-        share=2,
+        weight=2,
     ),
     Case(
         name="manifest",
         make=library,
         files=("lib/manifest.json",),
         run=function("ms_kernels.aot.manifest", "read_manifest", "lib", "KernelError"),
-        share=2,
+        weight=2,
     ),
     Case(
         name="library",

@@ -1,4 +1,4 @@
-"""Ways to damage a file; each is a pure function of its bytes and a random generator."""
+"""Mutations of a file, each a pure function of its bytes and a random generator."""
 
 import gzip
 import json
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["PLACES", "mutate"]
+__all__ = ["REPLACEMENTS", "mutate"]
 
 Mutation = Callable[[bytes, random.Random], bytes]
-MANY = 100_000
+NESTING_DEPTH = 100_000
 
 HUGE = ("1e999", "-1e999", "9" * 400, "9" * 5000, "4294967296", "9223372036854775808", "-1", "NaN")
 WRONG: tuple[Any, ...] = (
@@ -26,14 +26,14 @@ TOML_VALUES = (
 
 
 def flip_a_bit(data: bytes, rng: random.Random) -> bytes:
-    """One bit."""
+    """Flip one bit."""
     changed = bytearray(data)
     changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     return bytes(changed)
 
 
 def flip_bits(data: bytes, rng: random.Random) -> bytes:
-    """Several bytes."""
+    """Overwrite several bytes."""
     changed = bytearray(data)
     for _ in range(rng.randint(2, 16)):
         changed[rng.randrange(len(data))] = rng.randrange(256)
@@ -41,134 +41,136 @@ def flip_bits(data: bytes, rng: random.Random) -> bytes:
 
 
 def truncate(data: bytes, rng: random.Random) -> bytes:
-    """Nothing after some byte."""
+    """Cut off the file at a random byte."""
     return data[: rng.randrange(len(data))]
 
 
 def delete(data: bytes, rng: random.Random) -> bytes:
-    """A stretch is missing."""
-    start, end = _stretch(data, rng)
+    """Delete a range."""
+    start, end = _random_range(data, rng)
     return data[:start] + data[end:]
 
 
 def duplicate(data: bytes, rng: random.Random) -> bytes:
-    """A stretch stands twice."""
-    start, end = _stretch(data, rng)
+    """Duplicate a range."""
+    start, end = _random_range(data, rng)
     return data[:end] + data[start:]
 
 
 def swap(data: bytes, rng: random.Random) -> bytes:
-    """Two stretches have changed places."""
-    one, two = sorted(_stretch(data, rng) for _ in range(2))
-    if two[0] < one[1]:
+    """Swap two ranges."""
+    first, second = sorted(_random_range(data, rng) for _ in range(2))
+    if second[0] < first[1]:
         return flip_a_bit(data, rng)
     return (
-        data[: one[0]]
-        + data[two[0] : two[1]]
-        + data[one[1] : two[0]]
-        + data[one[0] : one[1]]
-        + data[two[1] :]
+        data[: first[0]]
+        + data[second[0] : second[1]]
+        + data[first[1] : second[0]]
+        + data[first[0] : first[1]]
+        + data[second[1] :]
     )
 
 
 def nest(data: bytes, rng: random.Random) -> bytes:
-    """Deep brackets somewhere."""
+    """Insert deeply nested brackets."""
     bracket = rng.choice([b"[", b'{"a":', b"(", b"{{", b"{%", b"{"])
-    at = rng.choice([0, len(data), *(m.start() for m in re.finditer(rb"[\[{\d\"]", data[:65536]))])
-    return data[:at] + bracket * rng.choice([600, MANY]) + data[at:]
+    offset = rng.choice(
+        [0, len(data), *(m.start() for m in re.finditer(rb"[\[{\d\"]", data[:65536]))]
+    )
+    return data[:offset] + bracket * rng.choice([600, NESTING_DEPTH]) + data[offset:]
 
 
 def not_utf8(data: bytes, rng: random.Random) -> bytes:
-    """Bytes that are no UTF-8, or a byte order mark."""
-    bad = rng.choice([b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\xf8\x88\x80", b"\xef\xbb\xbf"])
-    at = rng.randrange(len(data) + 1)
-    return data[:at] + bad + data[at:]
+    """Insert bytes that are not UTF-8, or a byte order mark."""
+    invalid = rng.choice([b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\xf8\x88\x80", b"\xef\xbb\xbf"])
+    offset = rng.randrange(len(data) + 1)
+    return data[:offset] + invalid + data[offset:]
 
 
 def nul(data: bytes, rng: random.Random) -> bytes:
-    """Zeros in the middle."""
-    at = rng.randrange(len(data) + 1)
-    return data[:at] + bytes(rng.choice([1, 16, 4096])) + data[at:]
+    """Insert zero bytes."""
+    offset = rng.randrange(len(data) + 1)
+    return data[:offset] + bytes(rng.choice([1, 16, 4096])) + data[offset:]
 
 
 def huge_number(data: bytes, rng: random.Random) -> bytes:
-    """A number that stands in the text is another one."""
-    found = list(re.finditer(rb"-?\d+(\.\d+)?", data[: 1 << 20]))
-    if not found:
+    """Replace a number in the text by an extreme one."""
+    numbers = list(re.finditer(rb"-?\d+(\.\d+)?", data[: 1 << 20]))
+    if not numbers:
         return flip_bits(data, rng)
-    one = rng.choice(found)
-    return data[: one.start()] + rng.choice(HUGE).encode() + data[one.end() :]
+    number = rng.choice(numbers)
+    return data[: number.start()] + rng.choice(HUGE).encode() + data[number.end() :]
 
 
 def escape(data: bytes, rng: random.Random) -> bytes:
-    """An escape in a string: a lone surrogate, a zero, a terminal's command."""
-    found = [m.end() for m in re.finditer(rb'"', data[: 1 << 20])]
-    if not found:
+    """Insert an escape sequence into a string: lone surrogate, NUL, terminal command."""
+    offsets = [m.end() for m in re.finditer(rb'"', data[: 1 << 20])]
+    if not offsets:
         return nul(data, rng)
-    at = rng.choice(found)
-    said = rng.choice([rb"\ud800", rb"\u0000", rb"\u001b[2J", rb"{{ 9**9**9 }}", b"</script>"])
-    return data[:at] + said + data[at:]
+    offset = rng.choice(offsets)
+    sequence = rng.choice([rb"\ud800", rb"\u0000", rb"\u001b[2J", rb"{{ 9**9**9 }}", b"</script>"])
+    return data[:offset] + sequence + data[offset:]
 
 
-def other_kind(data: bytes, rng: random.Random) -> bytes:
-    """Nothing, an archive, or a document of another kind."""
-    return rng.choice([*OTHER_KINDS, _packed_spaces()])
+def other_content(data: bytes, rng: random.Random) -> bytes:
+    """Replace the content by nothing, an archive, or another format."""
+    return rng.choice([*OTHER_CONTENTS, _compressed_spaces()])
 
 
 @cache
-def _packed_spaces() -> bytes:
-    """300 MB of spaces in 300 kB."""
+def _compressed_spaces() -> bytes:
+    """300 MB of spaces, compressed to 300 kB."""
     return gzip.compress(b" " * (300 << 20), 1)
 
 
 def json_document(data: bytes, rng: random.Random) -> bytes:
-    """One node of a JSON document, or of one line of several, is changed."""
+    """Change one node of a JSON document or of one JSON line."""
     lines = data.split(b"\n")
     try:
         value = json.loads(data)
     except ValueError:
-        at = rng.randrange(len(lines))
+        line_index = rng.randrange(len(lines))
         try:
-            value = json.loads(lines[at])
+            value = json.loads(lines[line_index])
         except ValueError:
             return swap(data, rng)
-        lines[at] = _encoded(_changed(value, rng))
+        lines[line_index] = _encoded(_changed(value, rng))
         return b"\n".join(lines)
     return _encoded(_changed(value, rng))
 
 
 def toml_document(data: bytes, rng: random.Random) -> bytes:
-    """One line is given another value, name or place, or stands twice."""
+    """Change the value, key or position of one line, or duplicate it."""
     lines = data.decode().splitlines()
-    settings = [index for index, line in enumerate(lines) if "=" in line]
-    at, other = rng.choice(settings), rng.choice(settings)
-    name, _, value = lines[at].partition(" = ")
-    act = rng.randrange(6)
-    if act <= 2:
-        lines[at] = f"{name} = {rng.choice(TOML_VALUES)}"
-    elif act == 3:
-        lines[at] = f"{name} = {lines[other].partition(' = ')[2]}"
-    elif act == 4:
-        lines[at] = rng.choice([f"{name}x = {value}", f"{name}.a = {value}", f"[{name}]", ""])
+    settings = [number for number, line in enumerate(lines) if "=" in line]
+    index, other_index = rng.choice(settings), rng.choice(settings)
+    name, _, value = lines[index].partition(" = ")
+    action = rng.randrange(6)
+    if action <= 2:
+        lines[index] = f"{name} = {rng.choice(TOML_VALUES)}"
+    elif action == 3:
+        lines[index] = f"{name} = {lines[other_index].partition(' = ')[2]}"
+    elif action == 4:
+        lines[index] = rng.choice([f"{name}x = {value}", f"{name}.a = {value}", f"[{name}]", ""])
     else:
-        lines.insert(other, lines[at])
+        lines.insert(other_index, lines[index])
     return "\n".join(lines).encode()
 
 
 def safetensors_header(data: bytes, rng: random.Random) -> bytes:
-    """The header says something else, its length fits."""
+    """Change the header and adjust its length."""
     length = int.from_bytes(data[:8], "little")
     changed = json_document(data[8 : 8 + length], rng)
     return len(changed).to_bytes(8, "little") + changed + data[8 + length :]
 
 
 def safetensors_length(data: bytes, rng: random.Random) -> bytes:
-    """The length before the header is another one."""
+    """Change only the length of the header."""
     return rng.choice([0, 2**63, 2**40, 2, len(data)]).to_bytes(8, "little") + data[8:]
 
 
 def in_gzip(data: bytes, rng: random.Random) -> bytes:
-    """What is packed is damaged, the packing is sound."""
+    """Damage the compressed content in a valid gzip file."""
     inner = gzip.decompress(data)
     mutation = rng.choice([json_document, *BYTES])
     return gzip.compress(mutation(inner, rng), 1)
@@ -176,34 +178,34 @@ def in_gzip(data: bytes, rng: random.Random) -> bytes:
 
 BYTES: tuple[Mutation, ...] = (
     *(flip_a_bit, flip_bits, truncate, delete, duplicate, swap, nest, not_utf8, nul),
-    *(huge_number, escape, other_kind),
+    *(huge_number, escape, other_content),
 )
-BY_KIND: dict[str, tuple[Mutation, ...]] = {
+BY_SUFFIX: dict[str, tuple[Mutation, ...]] = {
     ".json": (json_document,) * 12,
     ".jsonl": (json_document,) * 12,
     ".toml": (toml_document,) * 12,
     ".safetensors": (safetensors_header,) * 8 + (safetensors_length,) * 2,
     ".gz": (in_gzip,) * 12,
 }
-OTHER_KINDS = (
+OTHER_CONTENTS = (
     *(b"", bytes(64), b"null", b"[]", b"{}", b"\x1f\x8b\x08\0", b"PK\3\4", b"GGUF", b"\n" * 99),
 )
-PLACES = ("missing", "a folder", "a link to itself", "two links in a circle")
-"""What may stand where the file was."""
+REPLACEMENTS = ("missing", "a folder", "a link to itself", "two links in a circle")
+"""Replacements for the file itself."""
 
 
 def mutate(name: str, data: bytes, rng: random.Random) -> tuple[str, bytes | None]:
-    """What was done, and the damaged bytes; None where one of `PLACES` is to stand there."""
+    """Return the mutation's name and the damaged bytes; None for one of `REPLACEMENTS`."""
     if rng.random() < 0.04:
-        return rng.choice(PLACES), None
+        return rng.choice(REPLACEMENTS), None
     suffix = name[name.rfind(".") :]
-    mutation = rng.choice([*BYTES, *BY_KIND.get(suffix, ())])
+    mutation = rng.choice([*BYTES, *BY_SUFFIX.get(suffix, ())])
     if not data:
-        mutation = other_kind
+        mutation = other_content
     return mutation.__name__, mutation(data, rng)
 
 
-def _stretch(data: bytes, rng: random.Random) -> tuple[int, int]:
+def _random_range(data: bytes, rng: random.Random) -> tuple[int, int]:
     start = rng.randrange(len(data))
     return start, min(len(data), start + rng.choice([1, 4, 16, 256, 4096, len(data)]))
 
@@ -213,39 +215,39 @@ def _encoded(value: Any) -> bytes:
 
 
 def _changed(value: Any, rng: random.Random) -> Any:
-    """A copy with one node changed."""
-    places = list(_places(value, ()))
-    if not places:
+    """The value with one node changed, in place."""
+    paths = list(_paths(value, ()))
+    if not paths:
         return rng.choice(WRONG)
-    path = rng.choice(places)
-    holder = value
+    path = rng.choice(paths)
+    parent = value
     for key in path[:-1]:
-        holder = holder[key]
+        parent = parent[key]
     key = path[-1]
-    act = rng.randrange(8)
-    if act == 0:
-        del holder[key]
-    elif act == 1 and isinstance(holder, dict):
-        holder[f"{key}x"] = holder.pop(key)
-    elif act == 2:
-        other = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
-        holder[key], holder[other] = holder[other], holder[key]
-    elif act == 3 and isinstance(holder, list):
-        holder.append(holder[key])
-    elif act == 4:
-        deep: Any = holder[key]
+    action = rng.randrange(8)
+    if action == 0:
+        del parent[key]
+    elif action == 1 and isinstance(parent, dict):
+        parent[f"{key}x"] = parent.pop(key)
+    elif action == 2:
+        other_key = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+        parent[key], parent[other_key] = parent[other_key], parent[key]
+    elif action == 3 and isinstance(parent, list):
+        parent.append(parent[key])
+    elif action == 4:
+        deep: Any = parent[key]
         for _ in range(300):  # deeper ones are written as text, by `nest`
             deep = [deep]
-        holder[key] = deep
+        parent[key] = deep
     else:
-        holder[key] = rng.choice(WRONG)
+        parent[key] = rng.choice(WRONG)
     return value
 
 
-def _places(value: Any, path: tuple[Any, ...]) -> Any:
+def _paths(value: Any, path: tuple[Any, ...]) -> Any:
     pairs = value.items() if isinstance(value, dict) else ()
     pairs = enumerate(value) if isinstance(value, list) else pairs
-    for key, one in pairs:
+    for key, child in pairs:
         yield (*path, key)
         if len(path) < 12:
-            yield from _places(one, (*path, key))
+            yield from _paths(child, (*path, key))

@@ -1,4 +1,4 @@
-"""What ms-parallel reads: run files, models, shards, checkpoints, schedules, recorded steps."""
+"""Inputs of ms-parallel: run files, models, shards, checkpoints, schedules, recorded steps."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ TEXT = "the number {} comes after {}. "
 
 
 def shards(folder: Path) -> None:
-    """Tokens in shards, and the run file."""
+    """Write shards and the run file."""
     from ms_data import build, train_tokenizer
 
     (folder / "corpus").mkdir()
@@ -49,33 +49,33 @@ def shards(folder: Path) -> None:
     (folder / "RUN.toml").write_text(RUN)
 
 
-def stopped(folder: Path) -> None:
-    """A run of three steps that was killed after two."""
+def interrupted_run(folder: Path) -> None:
+    """Write the state of a run of three steps that was killed after two."""
     shards(folder)
     (folder / "RUN.toml").write_text(RUN.replace("steps = 2", "steps = 3"))
     if run("train", "RUN.toml")():
-        raise RuntimeError("the run that is to be continued does not train")
+        raise RuntimeError("the run to resume does not train")
     shutil.rmtree(folder / "out" / "model")
     shutil.rmtree(folder / "out" / "checkpoints" / "step-00000003")
 
 
 def model(folder: Path) -> None:
-    """A run that begins from a saved model."""
+    """Write a run file that starts from a saved model."""
     from ms_parallel.models import architecture, build_model
     from ms_parallel.weights import initialize, save_model
 
     shards(folder)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 280}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    made = build_model(architecture("llama", {**sizes, **heads}))
-    initialize(made, seed=0)
-    save_model(made, folder / "start")
+    network = build_model(architecture("llama", {**sizes, **heads}))
+    initialize(network, seed=0)
+    save_model(network, folder / "start")
     settings = RUN.partition("[model_config]")[0].replace('"llama"', '"start"')
     (folder / "RUN.toml").write_text(settings)
 
 
 def schedule(folder: Path) -> None:
-    """A schedule's table, and a recorded step of it."""
+    """Write a schedule's table and a recorded step."""
     from ms_parallel.schedules import one_f_one_b
 
     table = one_f_one_b(2, 3).to_csv()
@@ -92,36 +92,36 @@ CASES = (
         make=shards,
         files=("RUN.toml",),
         run=run("inspect", "RUN.toml", "--json"),
-        share=3,
+        weight=3,
     ),
     Case(
         name="inspect a model",
         make=model,
         files=("start/config.json",),
         run=run("inspect", "RUN.toml", "--json"),
-        share=2,
+        weight=2,
     ),
     Case(
         name="train from a model",
         make=model,
         files=("start/*",),
         run=run("train", "RUN.toml"),
-        share=1.5,
+        weight=1.5,
     ),
     Case(
         name="train on shards",
         make=shards,
         files=("shards/**/*", "RUN.toml"),
         run=run("train", "RUN.toml"),
-        share=1.5,
+        weight=1.5,
         trains=True,
     ),
     Case(
-        name="go on",
-        make=stopped,
+        name="resume",
+        make=interrupted_run,
         files=("out/checkpoints/**/*", "out/*.json"),
         run=run("train", "RUN.toml"),
-        share=2,
+        weight=2,
         sealed=True,
         result=contents("out/model/*.safetensors"),
     ),
@@ -130,13 +130,13 @@ CASES = (
         make=schedule,
         files=("schedule.csv",),
         run=run("schedule", "schedule.csv", "--json"),
-        share=2,
+        weight=2,
     ),
     Case(
         name="recorded step",
         make=schedule,
         files=("step.json",),
         run=run("schedule", "step.json", "--json"),
-        share=2,
+        weight=2,
     ),
 )

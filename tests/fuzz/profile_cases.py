@@ -1,4 +1,4 @@
-"""What ms-profile reads: traces, event logs, measured links."""
+"""Inputs of ms-profile: traces, event logs, measured links."""
 
 import gzip
 import json
@@ -13,45 +13,45 @@ TRACES = Path(__file__).parents[2] / "packages" / "ms-profile" / "tests" / "trac
 
 
 def traces(folder: Path) -> None:
-    """Two ranks of a real step, packed."""
+    """Copy compressed traces of a real step on two ranks."""
     shutil.copytree(TRACES / "ddp", folder / "traces")
 
 
 def plain_trace(folder: Path) -> None:
-    """One rank, unpacked."""
+    """Write an uncompressed trace of one rank."""
     (folder / "traces").mkdir()
-    packed = TRACES / "ddp" / "rank-00000.json.gz"
-    (folder / "traces" / "rank-00000.json").write_bytes(gzip.decompress(packed.read_bytes()))
+    compressed = TRACES / "ddp" / "rank-00000.json.gz"
+    (folder / "traces" / "rank-00000.json").write_bytes(gzip.decompress(compressed.read_bytes()))
 
 
 def steps(folder: Path) -> None:
-    """Six steps of one rank, made up."""
+    """Write synthetic traces of six steps on one rank."""
     events = []
     for step in range(6):
-        at = {"ph": "X", "pid": 1, "tid": 1, "ts": 1e6 + step * 1000.0}
+        event = {"ph": "X", "pid": 1, "tid": 1, "ts": 1e6 + step * 1000.0}
         name = f"ProfilerStep#{step}"
-        events.append({**at, "cat": "user_annotation", "name": name, "dur": 990.0})
-        events.append({**at, "cat": "cpu_op", "name": "aten::mm", "dur": 500.0 + step})
-    place = {"rank": 0, "world_size": 1, "backend": "gloo"}
-    head = {"schemaVersion": 1, "baseTimeNanoseconds": 0, "distributedInfo": place}
-    trace = {**head, "traceEvents": events}
+        events.append({**event, "cat": "user_annotation", "name": name, "dur": 990.0})
+        events.append({**event, "cat": "cpu_op", "name": "aten::mm", "dur": 500.0 + step})
+    distributed_info = {"rank": 0, "world_size": 1, "backend": "gloo"}
+    header = {"schemaVersion": 1, "baseTimeNanoseconds": 0, "distributedInfo": distributed_info}
+    trace = {**header, "traceEvents": events}
     for name in ("before", "after"):
         (folder / name).mkdir()
         (folder / name / "rank-00000.json").write_text(json.dumps(trace, indent=1))
 
 
 def log(folder: Path) -> None:
-    """The event logs of two ranks."""
+    """Write the event logs of two ranks."""
     from ms_profile import EventLog
 
     for rank in range(2):
-        with EventLog(folder / "events", rank=rank) as one:
+        with EventLog(folder / "events", rank=rank) as event_log:
             for step in range(30):
-                one("step", {"step": step, "loss": 1 / (step + 1), "note": f"step {step}"})
+                event_log("step", {"step": step, "loss": 1 / (step + 1), "note": f"step {step}"})
 
 
 def links(folder: Path) -> None:
-    """Traces and measured links."""
+    """Write traces and measured links."""
     import msgspec
 
     from ms_profile.links.fit import fit_link
@@ -86,8 +86,8 @@ NPU = "| npu-smi 25.5.0   Version: 25.5.0 |\n| 0     910B2               | OK   
 
 
 def recording(folder: Path) -> None:
-    """A recording of `doctor --record`: one rank with its facts, files and outputs of tools."""
-    place = folder / "recording" / "rank-0"
+    """Write a `doctor --record` recording: facts, files and tool outputs of one rank."""
+    rank_folder = folder / "recording" / "rank-0"
     port = "files/sys/class/infiniband/mlx5_0/ports/1"
     facts = {**MACHINE, "torchrun": "/usr/bin/torchrun", "torch_cuda": "13.0", "accelerators": []}
     texts = {
@@ -107,8 +107,8 @@ def recording(folder: Path) -> None:
         "commands/ibstat.txt": "CA 'mlx5_0'\n\tPort 1:\n\t\tState: Active\n\t\tRate: 400\n",
     }
     for path, text in texts.items():
-        (place / path).parent.mkdir(parents=True, exist_ok=True)
-        (place / path).write_text(text)
+        (rank_folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (rank_folder / path).write_text(text)
 
 
 CASES = (
@@ -117,14 +117,14 @@ CASES = (
         make=traces,
         files=("traces/*.gz",),
         run=run("report", "traces", "--out", "report.html"),
-        share=1.5,
+        weight=1.5,
     ),
     Case(
         name="report plain",
         make=plain_trace,
         files=("traces/*.json",),
         run=run("report", "traces", "--out", "report.html", "--perfetto", "all.json"),
-        share=1.5,
+        weight=1.5,
     ),
     Case(
         name="report with links",
@@ -143,9 +143,9 @@ CASES = (
         make=log,
         files=("events/*",),
         run=run("logs", "events", "--json"),
-        share=3,
+        weight=3,
         sealed=True,
-        one_may_miss=True,
+        may_be_missing=True,
     ),
     Case(
         name="tensorboard",
@@ -158,8 +158,8 @@ CASES = (
         make=recording,
         files=("recording/**/*",),
         run=run("doctor", "--from", "recording", "--json"),
-        share=2,
+        weight=2,
         exit_code=1,  # torch sees no device there, and CANN is missing
-        one_may_miss=True,
+        may_be_missing=True,
     ),
 )

@@ -1,8 +1,8 @@
-"""Runs mutants of one package, one after another, in this process; a line of JSON for each.
+"""Run mutants of one package in this process, with one line of JSON per mutant.
 
-`python tests/fuzz/worker.py MODULE SOUND SEED KEEP`: reads lines `[CASE, INDEX]`, answers what
-became of that mutant. SOUND is the folder where sound inputs are kept; damaged files that fail go
-to KEEP. After `[CASE, INDEX, true]` the file is kept and nothing run.
+`python tests/fuzz/worker.py MODULE INPUTS SEED FAILURES` reads lines `[CASE, INDEX]` and answers
+with the outcome of that mutant. INPUTS is the folder of valid inputs; damaged files that fail are
+saved in FAILURES. `[CASE, INDEX, true]` only saves the file.
 """
 
 import contextlib
@@ -30,34 +30,34 @@ from fuzz.mutations import mutate
 MEMORY_BYTES = 2 << 30
 CPU_LIMIT_S = 20.0
 RUN_LIMIT_S = 8.0
-"""For a training, which damaged settings may make long: it must then be making steps still."""
-LOOK_S = 0.5
-"""Between two looks whether another step was made."""
-LONGER = 3.0
-"""Times as long as a step of a training has taken that its next one may take."""
-ADDRESSES_BYTES = 3 << 30
-"""Address space that a mutant may take beyond what the process has: allocators take some unused."""
+"""CPU time limit of a training, after which it must still be making steps."""
+CHECK_INTERVAL_S = 0.5
+"""Time between two checks for another step."""
+STEP_TIME_FACTOR = 3.0
+"""Allowed duration of the next step, relative to the longest previous step."""
+ADDRESS_SPACE_BYTES = 3 << 30
+"""Additional address space of a mutant; allocators reserve more than they use."""
 
 
 class Hang(BaseException):
-    """The mutant has used up its processor time."""
+    """The mutant exceeded its CPU time."""
 
 
 class UnsoundError(Exception):
-    """The sound input does not do: the case is wrong, or its package's command has changed."""
+    """The valid input fails: the case is wrong, or the command has changed."""
 
 
 @dataclass
 class Outcome:
-    """What became of one run."""
+    """Outcome of one run."""
 
     exit_code: int = 0
-    printed: str = ""
-    errors: str = ""
+    stdout: str = ""
+    stderr: str = ""
     failure: str = ""
     """Empty, or `traceback`, `hang`, `memory`, `exit code`, `accepted`."""
-    goes_on: bool = False
-    """A training that was still making steps at its limit, and was ended."""
+    still_training: bool = False
+    """The training was still making steps at its time limit."""
     cause: str = ""
     details: str = ""
     mutation: str = ""
@@ -66,18 +66,18 @@ class Outcome:
 
 @dataclass
 class Worker:
-    """Sound inputs that were made, and their results."""
+    """Valid inputs and their results."""
 
-    sound: Path
+    inputs: Path
     seed: str
-    keep: Path
+    failures_folder: Path
     cases: dict[str, Case]
     results: dict[str, str] = field(default_factory=dict)
     unsound: set[str] = field(default_factory=set)
 
     def sound_folder(self, case: Case) -> Path:
-        """The sound input, made and run at the first call."""
-        folder = self.sound / case.name
+        """Return the valid input; create and run it on the first call."""
+        folder = self.inputs / case.name
         if case.name in self.results:
             return folder
         if case.name in self.unsound:
@@ -86,73 +86,73 @@ class Worker:
         if not folder.exists():
             partial = folder.with_name(f"{case.name}.{os.getpid()}")
             partial.mkdir(parents=True)
-            with changed_to(partial):
+            with working_directory(partial):
                 case.make(partial)
-            with contextlib.suppress(OSError):  # another worker was first
+            with contextlib.suppress(OSError):  # another worker created it first
                 partial.rename(folder)
-        with scratch(folder) as place:
-            outcome = invoke(case, place)
+        with scratch(folder) as workdir:
+            outcome = invoke(case, workdir)
             if outcome.exit_code != case.exit_code or outcome.failure:
-                said = (outcome.errors or outcome.printed)[-2000:]
-                raise UnsoundError(f"exit code {outcome.exit_code}: {said} {outcome.details}")
-            self.results[case.name] = case.result(place, outcome.printed)
+                output = (outcome.stderr or outcome.stdout)[-2000:]
+                raise UnsoundError(f"exit code {outcome.exit_code}: {output} {outcome.details}")
+            self.results[case.name] = case.result(workdir, outcome.stdout)
         self.unsound.discard(case.name)
         return folder
 
-    def run(self, name: str, index: int, only_keep: bool = False) -> Outcome:
-        """Makes the mutant and runs the command on it."""
+    def run(self, name: str, index: int, save_only: bool = False) -> Outcome:
+        """Create the mutant and run the command on it."""
         case = self.cases[name]
-        sound = self.sound_folder(case)
+        valid_input = self.sound_folder(case)
         rng = random.Random(f"{self.seed}/{name}/{index}")
-        with scratch(sound) as place:
-            files = sorted({p for pattern in case.files for p in place.glob(pattern)})
+        with scratch(valid_input) as workdir:
+            files = sorted({p for pattern in case.files for p in workdir.glob(pattern)})
             path = rng.choice([p for p in files if p.is_file()])
-            what, data = mutate(path.name, path.read_bytes(), rng)
-            write(path, what, data)
-            outcome = Outcome(failure="kept") if only_keep else invoke(case, place)
-            missing = what == "missing" or not data  # an empty file is one that just began
-            checked = not _hung and case.sealed and not (case.one_may_miss and missing)
+            mutation, data = mutate(path.name, path.read_bytes(), rng)
+            write(path, mutation, data)
+            outcome = Outcome(failure="kept") if save_only else invoke(case, workdir)
+            missing = mutation == "missing" or not data  # an empty file is like a missing one
+            checked = not _hang_location and case.sealed and not (case.may_be_missing and missing)
             if checked and outcome.exit_code == 0 and not outcome.failure:
-                found = case.result(place, outcome.printed)
-                if found != self.results[name]:
+                result = case.result(workdir, outcome.stdout)
+                if result != self.results[name]:
                     outcome.failure, outcome.cause = "accepted", f"{path.name}"
-                    outcome.details = f"sound: {self.results[name][:500]}\nfound: {found[:500]}"
-            outcome.mutation, outcome.file = what, str(path.relative_to(place))
+                    outcome.details = f"valid: {self.results[name][:500]}\nmutant: {result[:500]}"
+            outcome.mutation, outcome.file = mutation, str(path.relative_to(workdir))
             if outcome.failure and data is not None:
-                kept = self.keep / f"{name.replace(' ', '_')}-{index}-{path.name}"
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_bytes(data)
+                saved = self.failures_folder / f"{name.replace(' ', '_')}-{index}-{path.name}"
+                saved.parent.mkdir(parents=True, exist_ok=True)
+                saved.write_bytes(data)
         return outcome
 
 
-def write(path: Path, what: str, data: bytes | None) -> None:
-    """Puts the damaged file, or what stands in its place."""
+def write(path: Path, mutation: str, data: bytes | None) -> None:
+    """Write the damaged file, or replace it by a folder or link."""
     path.unlink()
     if data is not None:
         path.write_bytes(data)
-    elif what == "a folder":
+    elif mutation == "a folder":
         path.mkdir()
-    elif what == "a link to itself":
+    elif mutation == "a link to itself":
         path.symlink_to(path.name)
-    elif what == "two links in a circle":
+    elif mutation == "two links in a circle":
         path.symlink_to(f"{path.name}.other")
         path.with_name(f"{path.name}.other").symlink_to(path.name)
 
 
 @contextlib.contextmanager
-def scratch(sound: Path) -> Iterator[Path]:
-    """A copy of a sound input."""
+def scratch(inputs: Path) -> Iterator[Path]:
+    """Temporary copy of a valid input."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
-        shutil.copytree(sound, folder / "in", symlinks=True)
+        shutil.copytree(inputs, folder / "in", symlinks=True)
         yield folder / "in"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def changed_to(folder: Path) -> Iterator[None]:
-    """The folder is the current one."""
+def working_directory(folder: Path) -> Iterator[None]:
+    """Change the working directory to a folder."""
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -162,50 +162,49 @@ def changed_to(folder: Path) -> Iterator[None]:
 
 
 def invoke(case: Case, folder: Path) -> Outcome:
-    """Runs the command in a folder, under limits, and says how it ended."""
+    """Run the command in a folder with resource limits and classify the outcome."""
     outcome = Outcome()
-    with captured() as (printed, errors), changed_to(folder):
-        before = reset_peak()
-        _hung.clear()
+    with captured() as (stdout, stderr), working_directory(folder):
+        peak_before = reset_peak()
+        _hang_location.clear()
         _training[:] = [Training()] if case.trains else []
         signal.setitimer(signal.ITIMER_PROF, RUN_LIMIT_S if case.trains else CPU_LIMIT_S)
         try:
             outcome.exit_code = case.run()
-        except SystemExit as end:
-            outcome.exit_code = end.code if isinstance(end.code, int) else int(bool(end.code))
+        except SystemExit as stop:
+            outcome.exit_code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
         except MemoryError:
-            outcome.failure, outcome.cause = "memory", where(sys.exc_info()[2])
+            outcome.failure, outcome.cause = "memory", location(sys.exc_info()[2])
         except BaseException as error:
             outcome.failure = "traceback"
-            outcome.cause = f"{type(error).__name__} in {where(error.__traceback__)}"
+            outcome.cause = f"{type(error).__name__} in {location(error.__traceback__)}"
             outcome.details = traceback.format_exc()[-4000:]
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        used = peak() - before
-    outcome.printed, outcome.errors = text(printed), text(errors)
-    if _hung and any(training.goes_on for training in _training):
-        outcome.failure, outcome.exit_code, outcome.goes_on = "", 0, True
-    elif _hung:
-        outcome.failure, outcome.cause = "hang", _hung[0]
-    elif used > MEMORY_BYTES:
-        outcome.failure, outcome.cause = "memory", f"{used >> 20} MiB"
-    elif not outcome.failure and "Traceback (most recent call last)" in outcome.errors:
+        increase = peak() - peak_before
+    outcome.stdout, outcome.stderr = output_of(stdout), output_of(stderr)
+    if _hang_location and any(training.still_training for training in _training):
+        outcome.failure, outcome.exit_code, outcome.still_training = "", 0, True
+    elif _hang_location:
+        outcome.failure, outcome.cause = "hang", _hang_location[0]
+    elif increase > MEMORY_BYTES:
+        outcome.failure, outcome.cause = "memory", f"{increase >> 20} MiB"
+    elif not outcome.failure and "Traceback (most recent call last)" in outcome.stderr:
         outcome.failure = "traceback"
-        outcome.cause = "printed: " + outcome.errors.strip().splitlines()[-1][:120]
-        outcome.details = outcome.errors[-4000:]
+        outcome.cause = "printed: " + outcome.stderr.strip().splitlines()[-1][:120]
+        outcome.details = outcome.stderr[-4000:]
     elif not outcome.failure and outcome.exit_code not in (0, 1, 2):
         outcome.failure, outcome.cause = "exit code", str(outcome.exit_code)
-    elif not outcome.failure and outcome.exit_code == 2 and not outcome.errors.strip():
-        outcome.failure, outcome.cause = "exit code", "2 without a word"
+    elif not outcome.failure and outcome.exit_code == 2 and not outcome.stderr.strip():
+        outcome.failure, outcome.cause = "exit code", "2 without a message"
     return outcome
 
 
 class Training:
-    """The steps of a training, by when its optimizer made them, in seconds of processor time.
+    """Times of a training's optimizer steps, in seconds of CPU time.
 
-    What it prints or writes is no proof that it goes on: that comes now and then, or comes before
-    the first step. A training that is at its limit is given the time that a step of it may take to
-    make another one.
+    Output is no proof of progress: it is rare, or precedes the first step. At its time limit, a
+    training gets enough time to make another step.
     """
 
     running: "Training | None" = None
@@ -219,32 +218,34 @@ class Training:
         self.last = time.process_time()
         self.longest = 0.0
         self.steps = 0
-        self.goes_on = False
-        self._seen = -1
-        self._until = 0.0
+        self.still_training = False
+        self._steps_at_limit = -1
+        self._deadline = 0.0
 
     def step(self) -> None:
-        """Note that one was made."""
+        """Record an optimizer step."""
         now = time.process_time()
         self.longest = max(self.longest, now - self.last)
         self.steps, self.last = self.steps + 1, now
 
-    def may_go_on(self) -> bool:
-        """Whether the next step is to be waited for, at a look at or beyond the limit."""
+    def needs_more_time(self) -> bool:
+        """Whether to wait longer for the next step; called at and after the time limit."""
         now = time.process_time()
-        if self._seen < 0:
-            self._seen = self.steps
-            self._until = now + LONGER * max(self.longest, now - self.last, LOOK_S)
-        self.goes_on = self.steps > self._seen
-        return not self.goes_on and now < self._until
+        if self._steps_at_limit < 0:
+            self._steps_at_limit = self.steps
+            self._deadline = now + STEP_TIME_FACTOR * max(
+                self.longest, now - self.last, CHECK_INTERVAL_S
+            )
+        self.still_training = self.steps > self._steps_at_limit
+        return not self.still_training and now < self._deadline
 
 
 @contextlib.contextmanager
 def captured() -> Iterator[tuple[Path, Path]]:
-    """What is printed, also by libraries that know no sys.stdout."""
+    """Capture the output at the file descriptors, including that of C libraries."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-said-"))
     paths = folder / "out", folder / "err"
-    kept = [os.dup(one) for one in (1, 2)]
+    saved = [os.dup(saved_descriptor) for saved_descriptor in (1, 2)]
     streams = sys.stdout, sys.stderr
     try:
         for descriptor, path in zip((1, 2), paths, strict=True):
@@ -258,60 +259,62 @@ def captured() -> Iterator[tuple[Path, Path]]:
             sys.stdout.flush()
             sys.stderr.flush()
         sys.stdout, sys.stderr = streams
-        for descriptor, one in zip((1, 2), kept, strict=True):
-            os.dup2(one, descriptor)
-            os.close(one)
-        said = [path.read_bytes()[-1_000_000:] for path in paths]
+        for descriptor, saved_descriptor in zip((1, 2), saved, strict=True):
+            os.dup2(saved_descriptor, descriptor)
+            os.close(saved_descriptor)
+        contents = [path.read_bytes()[-1_000_000:] for path in paths]
         shutil.rmtree(folder)
-        _said[:] = said
+        _captured[:] = contents
 
 
-_said: list[bytes] = []
-_hung: list[str] = []
+_captured: list[bytes] = []
+_hang_location: list[str] = []
 _training: list[Training] = []
-"""The one that runs, if the case is one."""
+"""The running training, if the case trains."""
 
 
-def text(path: Path) -> str:
-    """What a file of `captured` held."""
-    return _said[0 if path.name == "out" else 1].decode(errors="replace")
+def output_of(path: Path) -> str:
+    """Decoded output from a file of `captured`."""
+    return _captured[0 if path.name == "out" else 1].decode(errors="replace")
 
 
-def where(trace: object) -> str:
-    """The innermost place of our own code, and the innermost of all."""
+def location(trace: object) -> str:
+    """Innermost location in our code, or the innermost location if there is none."""
     frames = traceback.extract_tb(trace)  # type: ignore[arg-type]
-    own = [one for one in frames if "/ms_" in one.filename and "/packages/" in one.filename]
-    last = (own or frames)[-1]
-    parts = Path(last.filename).parts
+    ours = [
+        entry for entry in frames if "/ms_" in entry.filename and "/packages/" in entry.filename
+    ]
+    innermost = (ours or frames)[-1]
+    parts = Path(innermost.filename).parts
     start = next((i for i, part in enumerate(parts) if part.startswith("ms_")), len(parts) - 1)
-    return f"{'/'.join(parts[start:])}:{last.name}"
+    return f"{'/'.join(parts[start:])}:{innermost.name}"
 
 
-def hang(number: int, frame: FrameType | None) -> None:
-    """Ends the run where it stands, unless it is a training whose next step may come."""
-    if not _hung and any(training.may_go_on() for training in _training):
-        signal.setitimer(signal.ITIMER_PROF, LOOK_S)
+def hang(signum: int, frame: FrameType | None) -> None:
+    """Abort the run, unless it is a training that may still make its next step."""
+    if not _hang_location and any(training.needs_more_time() for training in _training):
+        signal.setitimer(signal.ITIMER_PROF, CHECK_INTERVAL_S)
         return
     stack = traceback.extract_stack(frame)
-    own = [one for one in stack if "/packages/" in one.filename]
-    last = (own or stack)[-1]
-    _hung.append(f"{Path(last.filename).name}:{last.name}")
-    signal.setitimer(signal.ITIMER_PROF, 1.0)  # again, where it was swallowed
+    ours = [entry for entry in stack if "/packages/" in entry.filename]
+    innermost = (ours or stack)[-1]
+    _hang_location.append(f"{Path(innermost.filename).name}:{innermost.name}")
+    signal.setitimer(signal.ITIMER_PROF, 1.0)  # again, in case the exception is swallowed
     raise Hang
 
 
 def reset_peak() -> int:
-    """Starts a new measurement of memory, and limits the address space."""
+    """Reset the peak memory and limit the address space."""
     Path("/proc/self/clear_refs").write_text("5")
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = pages * resource.getpagesize() + ADDRESSES_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    limit = pages * resource.getpagesize() + ADDRESS_SPACE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     return peak()
 
 
 def peak() -> int:
-    """The most memory since the last reset, in bytes."""
+    """Peak memory since the last reset, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) << 10
@@ -319,24 +322,24 @@ def peak() -> int:
 
 
 def main() -> None:
-    """Answers requests until there are no more."""
-    name, sound, seed, keep = sys.argv[1:5]
-    found: tuple[Case, ...] = importlib.import_module(f"fuzz.{name}").CASES
+    """Answer requests until the end of the input."""
+    name, inputs, seed, failures_folder = sys.argv[1:5]
+    cases: tuple[Case, ...] = importlib.import_module(f"fuzz.{name}").CASES
     worker = Worker(
-        Path(sound) / name, seed, Path(keep) / name, {case.name: case for case in found}
+        Path(inputs) / name, seed, Path(failures_folder) / name, {case.name: case for case in cases}
     )
     signal.signal(signal.SIGPROF, hang)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing but answers on the pipe
     for line in sys.stdin:
-        case, index, *only_keep = json.loads(line)
+        case, index, *save_only = json.loads(line)
         try:
-            outcome = worker.run(case, index, bool(only_keep))
+            outcome = worker.run(case, index, bool(save_only))
         except Exception:
             outcome = Outcome(failure="unsound", cause=case, details=traceback.format_exc())
-        said = asdict(outcome)
-        said.update(printed=outcome.printed[-500:], errors=outcome.errors[-1000:])
-        answers.write(json.dumps(said) + "\n")
+        record = asdict(outcome)
+        record.update(stdout=outcome.stdout[-500:], stderr=outcome.stderr[-1000:])
+        answers.write(json.dumps(record) + "\n")
         answers.flush()
 
 
