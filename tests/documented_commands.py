@@ -29,7 +29,7 @@ PROGRAMS = {name: name for package in PACKAGES for name in (package, module_of(p
 
 
 class Line(NamedTuple):
-    """One of our command lines and its source."""
+    """A command line of our packages and its source."""
 
     source: str
     program: str

@@ -114,10 +114,10 @@ def tables_of_errors(package: str, heads: dict[str, Any]) -> str:
     classes = [(f"`{name}`", text) for name, text in error_classes(source / "errors.py").items()]
     parts = [table(heads["classes"], classes)]
     messages = messages_of(package)
-    for room in dict.fromkeys(message.room for message in messages):
-        rows = [m for m in messages if m.room == room]
+    for subpackage in dict.fromkeys(message.room for message in messages):
+        rows = [m for m in messages if m.room == subpackage]
         escaped = [(code(m.wrong), remedy_of(m, heads), f"`{m.error}`") for m in rows]
-        parts.append(f"**{room}**\n\n{table(heads['errors'], escaped)}")
+        parts.append(f"**{subpackage}**\n\n{table(heads['errors'], escaped)}")
     return "\n\n".join(parts)
 
 

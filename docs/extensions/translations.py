@@ -4,7 +4,7 @@
 order. When an English section changes, its fingerprint no longer matches and the section is
 reported. For a guide, which includes a package's README, the README's sections count:
 
-    python docs/extensions/translations.py                  # what is stale
+    python docs/extensions/translations.py                  # list stale sections
     python docs/extensions/translations.py --accept PAGE    # PAGE.zh.md is up to date again
 """
 
@@ -55,13 +55,13 @@ def fingerprint(section: str) -> str:
 def stale_sections(page: Path) -> list[str]:
     """Headings of an English page that changed after they were translated."""
     front = FRONT.match(translation_of(page).read_text(encoding="utf-8"))
-    known = [line.split()[1] for line in front[1].splitlines()] if front else []
+    accepted = [line.split()[1] for line in front[1].splitlines()] if front else []
     sections = sections_of(english_of(page))
-    known += [""] * (len(sections) - len(known))
+    accepted += [""] * (len(sections) - len(accepted))
     return [
         heading
-        for (heading, text), was in zip(sections, known, strict=False)
-        if fingerprint(text) != was
+        for (heading, text), accepted_fingerprint in zip(sections, accepted, strict=False)
+        if fingerprint(text) != accepted_fingerprint
     ]
 
 

@@ -1,6 +1,6 @@
-"""The site is built without a warning, and its pages show what a reader looks for.
+"""The site builds without warnings, and its pages have the expected content.
 
-Run by `nox -s docs`, where mkdocs is; skipped elsewhere.
+Run by `nox -s docs`, which installs mkdocs; skipped elsewhere.
 """
 
 import inspect
@@ -20,24 +20,24 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "extensions"))
 
 
-def built(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """A strict build."""
+def build_site(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Build a site in strict mode."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d", site]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built without a warning."""
+    """The site, built without warnings."""
     folder = tmp_path_factory.mktemp("site")
-    done = built(ROOT / "mkdocs.yml", folder)
-    assert "WARNING" not in done.stderr, done.stderr
-    assert done.returncode == 0, done.stderr
+    result = build_site(ROOT / "mkdocs.yml", folder)
+    assert "WARNING" not in result.stderr, result.stderr
+    assert result.returncode == 0, result.stderr
     return folder
 
 
 def text_of(page: Path, heading: str = "") -> str:
-    """A page's text, or that from the heading of this id to the end of the next table."""
+    """Text of a page, or from the heading with this id to the end of the next table."""
     html = page.read_text()
     if heading:
         html = html[html.index(f'id="{heading}"') :]
@@ -56,7 +56,7 @@ PAGES = {
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_with_a_mistake_stops_the_build(tmp_path: Path, name: str) -> None:
-    """The settings of mkdocs.yml make each an end with a status that is not 0."""
+    """With the settings of mkdocs.yml, each mistake gives a nonzero exit code."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n{PAGES[name]}\n")
     config = tmp_path / "mkdocs.yml"
@@ -68,13 +68,13 @@ def test_a_page_with_a_mistake_stops_the_build(tmp_path: Path, name: str) -> Non
         f"          paths: [{ROOT / 'packages/ms-data/src'}]\n"
         f"          options: {{extensions: [{extension}]}}\n"
     )
-    assert built(config, tmp_path / "site").returncode != 0
+    assert build_site(config, tmp_path / "site").returncode != 0
     (tmp_path / "docs" / "index.md").write_text("# Page\n\n[here](#page)\n")
-    assert built(config, tmp_path / "site").returncode == 0
+    assert build_site(config, tmp_path / "site").returncode == 0
 
 
 def test_a_trainers_page_shows_its_parameters_with_types_and_defaults(site: Path) -> None:
-    """Those of its base too, and only those without a default are required."""
+    """Inherited parameters too; only parameters without a default are required."""
     text = text_of(site / "api" / "ms_parallel" / "index.html", "ms_parallel.DistributedTrainer")
     assert "DistributedTrainer ( model_arch : str | Path , " in text
     table = text[text.index("Name Type Description Default") :] + " "
@@ -84,7 +84,7 @@ def test_a_trainers_page_shows_its_parameters_with_types_and_defaults(site: Path
 
 
 def test_no_page_shows_the_code_of_a_field(site: Path) -> None:
-    """Neither `field(...)` nor validators stand where a value should."""
+    """Pages do not show `field(...)` or validators as values."""
     for page in sorted((site / "api").glob("*/index.html")):
         source = r'<details class="mkdocstrings-source">.*?</details>'
         html = re.sub(source, "", page.read_text(), flags=re.DOTALL)
@@ -93,8 +93,8 @@ def test_no_page_shows_the_code_of_a_field(site: Path) -> None:
             assert not re.search(code, text), (page, code)
 
 
-def test_nothing_is_called_released(site: Path) -> None:
-    """As long as the changelogs hold no version, the first page says so."""
+def test_the_front_page_says_that_nothing_is_released(site: Path) -> None:
+    """The front page says so as long as the changelogs have no version."""
     released = [
         path.parent.name
         for path in (ROOT / "packages").glob("*/CHANGELOG.md")
@@ -141,8 +141,8 @@ class Derived(Base):
 '''
 
 
-def test_signatures_are_those_that_attrs_writes(tmp_path: Path) -> None:
-    """Names, order, kinds and which have defaults, over bases, aliases and factories."""
+def test_signatures_match_the_ones_that_attrs_generates(tmp_path: Path) -> None:
+    """Names, order, kinds and defaults, with base classes, aliases and factories."""
     from attrs_classes import AttrsClasses
 
     (tmp_path / "sample.py").write_text(SAMPLE)
@@ -152,20 +152,20 @@ def test_signatures_are_those_that_attrs_writes(tmp_path: Path) -> None:
     exec(SAMPLE, names)
     for name in ("Base", "Settings", "Derived"):
         real = inspect.signature(names[name]).parameters.values()
-        shown = [one for one in loaded[name].parameters if one.name != "self"]
-        assert [(one.name, one.default is not None, str(one.kind.name)) for one in shown] == [
-            (one.name, one.default is not one.empty, one.kind.name.lower()) for one in real
+        shown = [param for param in loaded[name].parameters if param.name != "self"]
+        assert [(p.name, p.default is not None, str(p.kind.name)) for p in shown] == [
+            (p.name, p.default is not p.empty, p.kind.name.lower()) for p in real
         ]
-    told = loaded["Settings"].docstring.value
-    assert told.count("size:") == 1
-    assert "    rate: Updates a second,\n        on two lines.\n" in told
-    assert told.index("Args:") < told.index("rate:") < told.index("Raises:")
+    docstring = loaded["Settings"].docstring.value
+    assert docstring.count("size:") == 1
+    assert "    rate: Updates a second,\n        on two lines.\n" in docstring
+    assert docstring.index("Args:") < docstring.index("rate:") < docstring.index("Raises:")
     assert loaded["Settings"]["rate"].docstring is None
     assert loaded["Base"]["made"].docstring.value == "Made."
 
 
 def pages_with(site: Path, language: str, words: str) -> set[str]:
-    """The pages on which a language's search finds these words."""
+    """Pages that the search in a language finds for these words."""
     index = json.loads((site / language / "search" / "search_index.json").read_text())
     return {
         section["location"].partition("#")[0]
@@ -175,7 +175,7 @@ def pages_with(site: Path, language: str, words: str) -> set[str]:
 
 
 def test_each_language_is_searched_alone(site: Path) -> None:
-    """English pages are not among the results on Chinese pages, nor the reverse; API pages are."""
+    """Each language finds its own pages and the API pages."""
     assert "install/" in pages_with(site, ".", "need no torch at all")
     assert "install/" in pages_with(site, "zh", "完全不需要 torch")
     assert pages_with(site, ".", "完全不需要 torch") == set()
@@ -184,7 +184,7 @@ def test_each_language_is_searched_alone(site: Path) -> None:
     assert "api/ms_parallel/" in pages_with(site, ".", "DistributedTrainer")
     assert "api/ms_parallel/" in pages_with(site, "zh", "DistributedTrainer")
     marked = (site / "zh" / "search" / "search_index.json").read_text()
-    assert "\\u200b" in marked  # JSON's way to write the mark between words
+    assert "\\u200b" in marked  # the word separator, escaped in JSON
 
 
 @pytest.mark.parametrize(
@@ -217,14 +217,14 @@ def test_each_language_is_searched_alone(site: Path) -> None:
         ("zh", "监督微调", "align/sft/"),
     ],
 )
-def test_words_that_people_search_for_find_the_page_that_helps(
+def test_common_search_words_find_the_right_page(
     site: Path, language: str, words: str, page: str
 ) -> None:
-    """Also those that other libraries use for what has another name here."""
+    """Including the terms of other libraries."""
     assert page in pages_with(site, language, words)
 
 
-def test_a_page_of_each_language_loads_the_index_of_its_language(site: Path) -> None:
+def test_pages_load_the_search_index_of_their_language(site: Path) -> None:
     """The script looks for the index relative to `base`."""
     for page, steps in (("install", ".."), ("zh/install", ".."), ("zh/how-to/evaluate", "../..")):
         html = (site / page / "index.html").read_text()
@@ -242,7 +242,7 @@ def test_every_key_can_be_linked_to(site: Path) -> None:
 
 
 def test_the_reference_shows_keys_and_messages_in_both_languages(site: Path) -> None:
-    """No mark is left, and the tables stand in its place."""
+    """All marks are replaced by tables."""
     for page, word in (("reference", "Key"), ("zh/reference", "键")):
         html = (site / page / "run-files" / "index.html").read_text()
         assert "<!-- keys:" not in html

@@ -22,7 +22,7 @@ SOURCE = Path(__file__).parent / "source"
 
 @cache
 def extension() -> Path:
-    """The built extension; a test is skipped where there is no compiler or no header of Python."""
+    """The built extension; skips the test without a compiler or Python headers."""
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if compiler is None:
         pytest.skip("the rig needs a C++ compiler: install g++")
@@ -52,7 +52,7 @@ def _torch_folder() -> Path:
 
 
 def _build(compiler: str, library: Path) -> None:
-    """Compile the sources side by side, link them, and put the library in its place whole."""
+    """Compile the sources in parallel, link them, and move the library into place atomically."""
     import torch
 
     library.parent.mkdir(exist_ok=True)

@@ -100,12 +100,12 @@ def device(chosen: Any) -> Iterator[None]:
 
 
 def manual_seed(seed: int) -> None:
-    """Begin the current device's random numbers anew."""
+    """Seed the current device's random numbers."""
     default_generator(current_device()).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Begin every device's random numbers anew; `torch.manual_seed` calls this."""
+    """Seed the random numbers of all devices; `torch.manual_seed` calls this."""
     for index in range(device_count()):
         default_generator(index).manual_seed(seed)
 
@@ -122,7 +122,7 @@ def get_rng_state(device: Any = "rig") -> Tensor:
 
 
 def set_rng_state(new_state: Tensor, device: Any = "rig") -> None:
-    """Go on from a state."""
+    """Restore the state of the random numbers."""
     default_generator(_index(device)).set_state(new_state)
 
 
