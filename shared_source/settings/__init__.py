@@ -3,6 +3,7 @@
 from .validators import (
     MAX_COUNT,
     as_path,
+    check_argument,
     flag,
     integer,
     nearest,
@@ -17,6 +18,7 @@ from .validators import (
 __all__ = [
     "MAX_COUNT",
     "as_path",
+    "check_argument",
     "flag",
     "integer",
     "nearest",

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from attrs import field, frozen
 
+from ms_align.argument_types import checked_fields
 from ms_align.errors import ConfigError
 from ms_align.events import OnEvent
 from ms_align.seeds import LARGEST_SEED
@@ -21,7 +22,8 @@ def check_length(steps: int | None, epochs: int | None) -> None:
         raise ConfigError(f"either steps or epochs must be set, got {both}")
 
 
-@frozen(kw_only=True, slots=False)  # trainers inherit from more than one
+# Without slots, as trainers inherit from more than one such class.
+@frozen(kw_only=True, slots=False, field_transformer=checked_fields)
 class RunOptions:
     """Output, checkpoints and logging."""
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from attrs import field, frozen
 from torch import nn
 
+from ms_parallel.argument_types import checked_fields
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.settings import nearest
 
@@ -50,7 +51,7 @@ Style = Literal[
 """
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=checked_fields)
 class ModelPlan:
     """Parallel plan: tensor-parallel styles, blocks, pipeline cuts and tied weights.
 

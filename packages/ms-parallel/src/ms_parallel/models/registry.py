@@ -12,6 +12,7 @@ from attrs import asdict, evolve, fields
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.model_name import missing_model
 from ms_parallel.files.untrusted import check_path, read_json
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
+@check_types
 def architecture(
     name_or_folder: str | Path, overrides: Mapping[str, object] | None = None
 ) -> ModelConfig:
@@ -103,6 +105,7 @@ def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
     return cast(ModelConfig, evolve(cast(Any, config), **overrides))
 
 
+@check_types
 def build_model(
     config: ModelConfig,
     *,
@@ -127,6 +130,7 @@ def build_model(
     return cast(StagedModel, model)
 
 
+@check_types
 def model_plan(config: ModelConfig) -> ModelPlan:
     """Return the parallel plan of a configuration's model.
 

@@ -8,6 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ms_parallel.argument_types import check_types
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.engine import Engine
@@ -31,6 +32,7 @@ from ms_parallel.planner.probes import (
 from ms_parallel.planner.shortest import shortest_schedule
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.segments import SegmentCosts
+from ms_parallel.settings import check_argument, integer
 
 STEPS = 3
 """Timed steps, after one untimed step."""
@@ -118,6 +120,7 @@ def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
     return seconds
 
 
+@check_types
 def search_schedule(
     config: ModelConfig,
     groups: Groups,
@@ -152,6 +155,9 @@ def search_schedule(
         LayoutError: the model has fewer layers than the pipeline has ranks.
         ScheduleError: the memory cap is too low for any schedule; the message has the minimum.
     """
+    check_argument("rows", rows, integer())
+    check_argument("sequence_length", sequence_length, integer())
+    check_argument("microbatch_size", microbatch_size, integer(optional=True))
     size = microbatch_size or rows
     if rows % size:
         raise ConfigError(

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from attrs import frozen
 
+from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Ticks
@@ -83,6 +84,7 @@ class Timeline:
         return tuple(reversed(path))
 
 
+@check_types
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Simulate `schedule` with `costs`.
 

@@ -1,0 +1,1 @@
+../../../../shared_source/argument_types.py
