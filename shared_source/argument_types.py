@@ -24,6 +24,8 @@ SHOWN = (str, bytes, bool, int, float, types.NoneType)
 """Types whose values are shown in a message; other values are described by their type."""
 DESCRIPTIONS: dict[str, str] = {
     "Callable": "a function",
+    "Collection": "a list",
+    "Iterable": "a list",
     "Mapping": "a dict",
     "Module": "a torch.nn.Module",
     "NoneType": "None",
@@ -108,6 +110,8 @@ def check_type(name: str, value: object, expected: Any) -> None:
     Raises:
         ConfigError: the value has another type, or is NaN.
     """
+    if isinstance(value, float) and math.isnan(value) and expected not in (Any, object):
+        raise ConfigError(f"{name} must be a number, got nan")
     if not _matches(value, expected):
         raise ConfigError(f"{name} must be {_describe(expected)}, got {_shown(value)}")
 
@@ -155,8 +159,7 @@ def _matches(value: object, expected: Any) -> bool:
     if kind is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     if kind is float:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        return is_number and not math.isnan(value)  # type: ignore[arg-type]
+        return isinstance(value, Real) and not isinstance(value, bool)
     if issubclass(kind, tuple) and not hasattr(kind, "_fields"):
         kind = Sequence  # a list serves as well, as from a run file
     if not isinstance(value, kind):
@@ -192,6 +195,8 @@ def _describe(expected: Any) -> str:
         return _describe(expected.__bound__)
     if origin in (Union, types.UnionType):
         options = list(dict.fromkeys(_describe(option) for option in args))
+        if "a number" in options:  # includes integers and fractions
+            options = [option for option in options if option not in ("an integer", "a Fraction")]
         return " or ".join([", ".join(options[:-1]), options[-1]]) if options[1:] else options[0]
     if origin is Literal:
         return "one of " + ", ".join(map(repr, args))
@@ -200,9 +205,13 @@ def _describe(expected: Any) -> str:
     if isinstance(kind, type) and "__call__" in _methods(kind):
         name = "Callable"  # a Protocol of functions
     words = DESCRIPTIONS.get(name, f"a {name}" if kind is not None else "None")
-    items = [DESCRIPTIONS.get(getattr(arg, "__name__", "")) for arg in args if arg is not ...]
-    if items and items[-1] and words in ("a list", "a tuple", "a dict"):
-        return f"{words} of {items[-1].split(' ', 1)[-1]}s"
+    items = [_describe(arg) for arg in args if arg is not ...]
+    if (
+        items
+        and words in ("a list", "a tuple", "a dict")
+        and items[-1] not in ("a Any", "a object")
+    ):
+        return f"{words} whose items are each {items[-1]}"
     return words
 
 

@@ -213,6 +213,41 @@ def test_a_special_token_works_as_a_stop_string(tmp_path: Path) -> None:
         with_stops(Sampling(stop_strings=("a<|endoftext|>",)), (), bytes_, files)
 
 
+def test_a_model_without_an_end_of_text_token_is_reported(caplog) -> None:
+    """All responses would run to max_new_tokens, which no count of a run explains."""
+    from ms_align.generation.stops import with_stops
+
+    class NoEnd:
+        """Tokenizer without an end of text."""
+
+        def encode(self, text: str) -> list[int]:
+            """Return one token per byte."""
+            return list(text.encode())
+
+        def decode(self, tokens: Sequence[int]) -> str:
+            """Return the text of bytes."""
+            return bytes(tokens).decode()
+
+    assert with_stops(Sampling(), None, NoEnd(), None).stop_token_ids == ()
+    assert "names an end-of-text token" in caplog.text
+    caplog.clear()
+    with_stops(Sampling(), (), NoEnd(), None)  # asked for
+    with_stops(Sampling(), None, ByteTokenizer(), None)
+    assert not caplog.text
+
+
+def test_answers_without_a_known_column_are_refused() -> None:
+    """They were taken for prompts without an answer."""
+    from ms_align.rollouts.prompts import read_prompts
+
+    tokenizer = ByteTokenizer()
+    for row in ({"answer": "4"}, {"response": "4"}):
+        assert read_prompts(["2+2="], tokenizer, [row])[0].answer == "4"
+    for row, got in (({"label": "4"}, "'label'"), ({}, "no columns")):
+        with pytest.raises(DataError, match=f"entry 0 must have 'answer' or 'response', got {got}"):
+            read_prompts(["2+2="], tokenizer, [row])
+
+
 def test_the_token_that_ends_a_turn_ends_generation(tmp_path: Path) -> None:
     """A template with its own end-of-turn token: generation stops at both tokens."""
     from ms_data import build

@@ -121,7 +121,7 @@ def test_a_batch_that_is_not_one_is_refused_in_one_line(
 def test_a_key_that_a_function_reads_and_the_batch_lacks_is_named(groups: Groups) -> None:
     """Keys of other mappings stay a KeyError: that is a fault of the function."""
     engine = build({}, groups)
-    with pytest.raises(ModelError, match="has no 'rewards', which the loss reads"):
+    with pytest.raises(ModelError, match="must have 'rewards', which the loss reads"):
         engine.evaluate(BATCH, lambda _, batch: batch["rewards"])
     other: dict[str, Tensor] = {}
     with pytest.raises(KeyError, match="tokens"):

@@ -3,6 +3,7 @@
 Without explicit stop tokens, responses end with the model's end-of-text tokens.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ms_align.models.folder import folder_of
 from ms_align.tokenizer import Tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, has_tokenizer
 
+logger = logging.getLogger(__name__)
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -74,6 +76,12 @@ def with_stops(
     if ends is None:
         end = getattr(tokenizer, "end_of_text", None)
         ends = files.ends if files and files.ends else () if end is None else (int(end),)
+        if not ends:
+            logger.warning(
+                "warning: neither the model's folder nor the tokenizer names an end-of-text token, "
+                "so responses run to max_new_tokens unless a stop string ends them; set "
+                "stop_token_ids"
+            )
     # Special tokens are not in decoded text, so they must be matched by id.
     special = files.ids if files else {}
     strings = [text for text in sampling.stop_strings if text not in special]

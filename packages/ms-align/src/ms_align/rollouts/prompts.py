@@ -72,7 +72,13 @@ def read_prompts(
     for index, entry in enumerate(entries):
         answer = answers[index] if answers else None
         if isinstance(answer, Mapping):
-            answer = answer.get("answer", answer.get("response"))
+            column = next((key for key in ("answer", "response") if key in answer), None)
+            if column is None:
+                raise DataError(
+                    f"response_dataset entry {index} must have 'answer' or 'response', got "
+                    f"{', '.join(map(repr, answer)) or 'no columns'}; rename the column"
+                )
+            answer = answer[column]
         prompts.append(_prompt(entry, answer, tokenizer, f"{name} entry {index}"))
     return prompts
 
