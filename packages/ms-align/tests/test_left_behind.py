@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ms_align import (
     add_lora,
 )
 from ms_align.cli import main
-from ms_align.errors import ConfigError, FolderError
+from ms_align.errors import ConfigError, DataError, FolderError
 from ms_align.generation.sampling import Sampling
 from ms_align.tokenizer import ByteTokenizer
 from ms_data import InstructionStream, PreferenceStream
