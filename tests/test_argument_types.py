@@ -27,6 +27,15 @@ BASES = {
 ANY_OBJECT = {
     "ms_align.evaluation.harness_model",  # needs an optional library first
     "ms_parallel.report_error",  # never raises, as it is called with any exception
+    # These take configurations and stages of transformers models and of users' modules as well,
+    # which are no subclasses of what their annotations name.
+    "ms_parallel.models.build_model",
+    "ms_parallel.models.model_plan",
+    "ms_parallel.save_model",
+    "ms_parallel.search_schedule",
+    "ms_parallel.weights.initialize",
+    "ms_parallel.weights.load_weights",
+    "ms_parallel.weights.save_model",
     "ms_profile.mark_step",  # is called with any model in every step
 }
 """Functions that take any object."""

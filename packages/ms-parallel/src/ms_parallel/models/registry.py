@@ -105,7 +105,6 @@ def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
     return cast(ModelConfig, evolve(cast(Any, config), **overrides))
 
 
-@check_types
 def build_model(
     config: ModelConfig,
     *,
@@ -130,7 +129,6 @@ def build_model(
     return cast(StagedModel, model)
 
 
-@check_types
 def model_plan(config: ModelConfig) -> ModelPlan:
     """Return the parallel plan of a configuration's model.
 

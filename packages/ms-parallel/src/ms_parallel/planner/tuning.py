@@ -8,7 +8,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.engine import Engine
@@ -120,7 +119,6 @@ def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
     return seconds
 
 
-@check_types
 def search_schedule(
     config: ModelConfig,
     groups: Groups,

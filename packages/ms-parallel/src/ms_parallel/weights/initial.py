@@ -12,7 +12,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.models.registry import model_plan, weight_shapes
 from ms_parallel.models.staged import named_weights
 from ms_parallel.split.part import part_of
@@ -29,7 +28,6 @@ class InitializesItself(Protocol):
 
 
 @torch.no_grad()
-@check_types
 def initialize(model: nn.Module, seed: int) -> None:
     """Fill every parameter, plain or DTensor, in place.
 

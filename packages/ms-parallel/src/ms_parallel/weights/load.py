@@ -96,7 +96,6 @@ def has_weights(folder: str | Path) -> bool:
     return False
 
 
-@check_types
 def load_weights(model: StagedModel, folder: str | Path) -> None:
     """Fill a model, any stage under any layout, with the weights of a folder, in place.
 

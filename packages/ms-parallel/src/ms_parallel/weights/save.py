@@ -14,7 +14,6 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ModelError, NonFiniteError
 from ms_parallel.files.durable import (
     replace_folder,
@@ -67,7 +66,6 @@ class _Source:
     piece: WeightSlice
 
 
-@check_types
 def save_model(
     model: StagedModel | Sequence[StagedModel],
     folder: str | Path,
