@@ -169,7 +169,7 @@ def test_stages_in_turn_equal_the_whole_model(kind: str, tied: bool) -> None:
     row = tokens(2, 11)
     assert torch.equal(back(front(row)), whole(row))
     assert torch.equal(back.head_weight, whole.head_weight)
-    with pytest.raises(ModelError, match="last stage"):
+    with pytest.raises(ModelError, match="last pipeline stage"):
         _ = front.head_weight
 
 
