@@ -3,7 +3,6 @@
 from .validators import (
     MAX_COUNT,
     as_path,
-    check_argument,
     flag,
     integer,
     nearest,
@@ -18,7 +17,6 @@ from .validators import (
 __all__ = [
     "MAX_COUNT",
     "as_path",
-    "check_argument",
     "flag",
     "integer",
     "nearest",

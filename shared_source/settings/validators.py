@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time
 from difflib import get_close_matches
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from attrs import Attribute
@@ -140,15 +139,6 @@ def valid_path(
             check_path(attribute.name, path, error=ConfigError, optional=optional, written=written)
 
     return check
-
-
-def check_argument(name: str, value: object, check: Check) -> None:
-    """Check a function's argument with a validator of settings.
-
-    Raises:
-        ConfigError: the validator rejects the value.
-    """
-    check(None, SimpleNamespace(name=name), value)  # type: ignore[arg-type]
 
 
 def as_path(value: Any) -> Any:

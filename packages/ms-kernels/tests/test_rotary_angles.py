@@ -110,14 +110,6 @@ def test_positions_of_a_batch_have_a_row_each():
         (lambda: rotary_table(torch.zeros(1, 1, 1).int(), width=8), "(C, S) or (S,)"),
         (lambda: rotary_table(torch.arange(3), width=7), "width is 7; it must be an even number"),
         (lambda: rotary_table(torch.arange(3), width=8, base=1), "base is 1"),
-        (
-            lambda: rotary_table(torch.arange(3), width=8, scaling=2.0),
-            "scaling is 2.0; it must be a LinearScaling",
-        ),
-        (
-            lambda: YarnScaling(factor=2, original_length=8, whole_pairs="no"),
-            "whole_pairs is 'no'; it must be True or False",
-        ),
         (lambda: Llama3Scaling(fast_turns=1.0), "fast_turns is 1.0"),
         (lambda: LinearScaling(factor=0.5), "factor"),
         (lambda: YarnScaling(factor=2, original_length=0), "original_length"),

@@ -30,7 +30,6 @@ def pack_codes(codes: Tensor, *, bits: int) -> Tensor:
         ArgumentError: a code is out of range, or K is odd.
     """
     _check_bits("pack_codes", bits)
-    _check_tensors("pack_codes", codes=codes)
     if codes.ndim != 2 or codes.is_floating_point() or codes.shape[1] * bits % 8:
         got = f"{describe(codes.dtype)} of shape {describe(codes.shape)}"
         even = ", K even" if bits == 4 else ""
@@ -49,7 +48,6 @@ def unpack_codes(packed: Tensor, *, bits: int) -> Tensor:
         ArgumentError: `bits` is not 4 or 8, or `packed` is not a uint8 matrix.
     """
     _check_bits("unpack_codes", bits)
-    _check_tensors("unpack_codes", packed=packed)
     if packed.dtype != torch.uint8 or packed.ndim != 2:
         got = f"{describe(packed.dtype)} of shape {describe(packed.shape)}"
         raise ArgumentError("unpack_codes", "packed", got, "uint8 of shape (N, bytes)")
@@ -78,9 +76,6 @@ def quantize(
         ArgumentError: an argument is invalid.
     """
     _check_bits("quantize", bits)
-    _check_tensors("quantize", weight=weight)
-    if not isinstance(symmetric, bool):
-        raise ArgumentError("quantize", "symmetric", shown(symmetric), "True or False")
     if weight.ndim != 2 or weight.dtype not in FLOATING:
         got = f"{describe(weight.dtype)} of shape {describe(weight.shape)}"
         raise ArgumentError("quantize", "weight", got, "floating, of shape (N, K)")
@@ -122,12 +117,6 @@ def dequantize(
             not match the numbers of features and scales.
     """
     _check_bits("dequantize", bits)
-    _check_tensors("dequantize", packed=packed, scales=scales)
-    if zeros is not None:
-        _check_tensors("dequantize", zeros=zeros)
-        if zeros.shape != scales.shape:
-            fits = f"of the scales' shape {describe(scales.shape)}"
-            raise ArgumentError("dequantize", "zeros", f"of shape {describe(zeros.shape)}", fits)
     features = packed.shape[-1] * 8 // bits
     if not is_whole(group_size, 1) or scales.shape[-1] * group_size != features:
         fits = f"the {features} features of a row over the {scales.shape[-1]} scales"
@@ -139,13 +128,6 @@ def dequantize(
     # (code - zero) · scale in one pass; zero · scale is computed once per group.
     weight: Tensor = torch.addcmul(-offsets * scales, codes, scales).flatten(1)
     return weight
-
-
-def _check_tensors(operator: str, **arguments: object) -> None:
-    """Refuse arguments that are not tensors."""
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise ArgumentError(operator, name, shown(value), "a tensor")
 
 
 def _check_bits(operator: str, bits: int) -> None:

@@ -13,10 +13,6 @@ class ProfileError(Exception):
     """Exit code of a command that raises this error: 2, bad input."""
 
 
-class ConfigError(ProfileError, ValueError):
-    """An argument has the wrong type or value."""
-
-
 class FormatError(ProfileError, ValueError):
     """A file has the wrong format, or its parts contradict each other."""
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ms_align.argument_types import check_types
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.options import ComputeOptions, EngineOptions
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from ms_parallel import Layout
 
 
-@check_types
 def start_engine(
     model: nn.Module | Engine | str | Path,
     *,

@@ -9,7 +9,6 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from ms_align.argument_types import check_types
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.output import LocalOutput
 from ms_align.engines.protocol import Adapters
@@ -22,7 +21,6 @@ from ms_align.losses.protocol import IGNORED, Batch, Loss, Output
 from ms_align.losses.token_statistics import Scratch
 from ms_align.models.folder import save_model
 from ms_align.models.language_model import check_tokens, language_model
-from ms_align.settings import check_argument, integer
 
 
 @frozen(kw_only=True)
@@ -62,7 +60,6 @@ class LocalEngine:
     data_ranks = 1
     row_parts = 1
 
-    @check_types
     def __init__(
         self,
         model: nn.Module,
@@ -73,9 +70,6 @@ class LocalEngine:
         microbatch_size: int | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
     ) -> None:
-        check_argument("microbatch_size", microbatch_size, integer(optional=True))
-        for name, width in (heads or {}).items():
-            check_argument(f"heads.{name}", width, integer())
         self.model = language_model(model)
         self.module = model
         self.vocabulary_size = self.model.vocabulary_size

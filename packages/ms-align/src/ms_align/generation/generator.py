@@ -12,7 +12,6 @@ import torch
 from attrs import define
 from torch import Tensor, nn
 
-from ms_align.argument_types import check_types
 from ms_align.errors import DataError, ModelError
 from ms_align.generation.columns import Columns
 from ms_align.generation.drawing import SampledTokens, sample_tokens
@@ -23,7 +22,6 @@ from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, contains_stop_string, max_stop_tokens
 from ms_align.models.language_model import LanguageModel, check_tokens, language_model
 from ms_align.seeds import position_seed
-from ms_align.settings import check_argument, integer
 
 
 class LocalGenerator:
@@ -41,7 +39,6 @@ class LocalGenerator:
         ModelError: the model does not support a KV cache.
     """
 
-    @check_types
     def __init__(
         self,
         model: nn.Module,
@@ -50,7 +47,6 @@ class LocalGenerator:
         decode: Decode | None = None,
         fused: bool = True,
     ) -> None:
-        check_argument("max_num_seqs", max_num_seqs, integer())
         self.model: LanguageModel = language_model(model)
         self.max_num_seqs = max_num_seqs
         self.decode = decode

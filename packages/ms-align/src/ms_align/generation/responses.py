@@ -9,11 +9,10 @@ from typing import Protocol
 from attrs import frozen
 from torch import Tensor
 
-from ms_align.argument_types import checked_fields
 from ms_align.generation.sampling import Sampling
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class Responses:
     """Responses to prompts, on the CPU; responses to one prompt are adjacent."""
 

@@ -25,10 +25,9 @@ def _shown(value: object) -> str:
 
 def token_ids(value: object) -> tuple[int, ...]:
     """Convert a setting with one token id or several."""
-    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes)
-    ids = tuple(cast("Iterable[Any]", value)) if is_list else (value,)
+    ids = tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(_is_token(token) for token in ids):
-        original = list(ids) if is_list else value
+        original = list(ids) if isinstance(value, Iterable) else value
         raise ConfigError(
             f"stop_token_ids must be token ids from 0 to below {TOKEN_ID_LIMIT}, got "
             f"{_shown(original)}; correct them"

@@ -20,7 +20,6 @@ from attrs import field, frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ms_align.argument_types import check_types
 from ms_align.errors import ConfigError, ModelError, WriteError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import LARGEST_ALPHA, AdapterConfig, write_adapter
@@ -175,7 +174,6 @@ class AdaptedModel(nn.Module):
     Attributes that it lacks are looked up in the base model.
     """
 
-    @check_types
     def __init__(self, model: nn.Module, options: LoraOptions, base_name: str = "") -> None:
         super().__init__()
         self.base = model
@@ -317,7 +315,6 @@ def save_adapters(
     write_adapter(folder, config, weights)
 
 
-@check_types
 def add_lora(
     model: nn.Module, options: LoraOptions | None = None, *, seed: int = 0, base_name: str = ""
 ) -> AdaptedModel:

@@ -8,7 +8,6 @@ import torch
 from attrs import evolve
 from torch import Tensor, nn
 
-from ms_align.argument_types import check_types
 from ms_align.errors import ModelError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import AdapterConfig, read_adapter
@@ -16,7 +15,6 @@ from ms_align.lora.adapters import AdaptedModel, LoraOptions, adapt, ends_with, 
 from ms_align.lora.initialization import INITIAL_ADAPTERS
 
 
-@check_types
 def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
     """Add the adapters in a folder of peft's format to a model, in place.
 

@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from ms_align.argument_types import check_types
 from ms_align.errors import DamageError, ModelError, WriteError
 from ms_align.files.durable import atomic_folder, write_file
 from ms_align.files.untrusted import check_file, check_path, read_bytes, read_json
@@ -44,7 +43,6 @@ class RewardModel(nn.Module):
         ModelError: the body does not expose hidden states.
     """
 
-    @check_types
     def __init__(self, body: nn.Module, head: nn.Linear | None = None) -> None:
         super().__init__()
         interface = language_model(body)

@@ -13,7 +13,6 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
-from ms_align.argument_types import checked_fields
 from ms_align.errors import ConfigError, RewardError
 from ms_align.secret_text import without_secrets
 
@@ -21,7 +20,7 @@ Failure = Literal["stop", "skip", "penalize"]
 """Handling of a failed reward: stop the run, skip the sample, or assign a fixed reward."""
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class Sample:
     """Prompt and response, as reward functions receive them."""
 

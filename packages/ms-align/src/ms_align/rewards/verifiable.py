@@ -15,11 +15,10 @@ from fractions import Fraction
 
 from attrs import field, frozen
 
-from ms_align.argument_types import checked_fields
 from ms_align.errors import RewardError
 from ms_align.rewards.sandbox import Limits, judge
 from ms_align.rewards.scoring import Sample
-from ms_align.settings import flag, integer, number, text
+from ms_align.settings import flag, number, text
 
 # Sign, digits with thousands separators, decimals, exponent, denominator.
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
@@ -27,7 +26,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class _BinaryReward:
     """Reward with two possible values."""
 
@@ -46,7 +45,7 @@ class _BinaryReward:
         """Return True if a sample gets the reward; `index` is used in error messages."""
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class ExactMatch(_BinaryReward):
     """Return `reward` if the response equals the answer, else `otherwise`."""
 
@@ -64,7 +63,7 @@ class ExactMatch(_BinaryReward):
         return value.casefold() if self.fold_case else value
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class Numeric(_BinaryReward):
     """Return `reward` if the last numbers of response and answer are equal, else `otherwise`."""
 
@@ -83,11 +82,11 @@ class Numeric(_BinaryReward):
         return math.isclose(actual, expected, rel_tol=self.tolerance, abs_tol=self.tolerance)
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class PythonParses(_BinaryReward):
     """Return `reward` if the response's code parses and is not empty, else `otherwise`."""
 
-    least_statements: int = field(default=1, validator=integer())
+    least_statements: int = 1
     """Minimum number of statements, as the empty string parses too."""
 
     def passes(self, sample: Sample, index: int) -> bool:
@@ -101,7 +100,7 @@ class PythonParses(_BinaryReward):
         return len(tree.body) >= self.least_statements
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class PythonTests:
     """Return `reward` if the response's code passes the sample's tests, else `otherwise`.
 

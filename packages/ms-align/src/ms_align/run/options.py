@@ -4,7 +4,6 @@ from pathlib import Path
 
 from attrs import field, frozen
 
-from ms_align.argument_types import checked_fields
 from ms_align.errors import ConfigError
 from ms_align.events import OnEvent
 from ms_align.seeds import LARGEST_SEED
@@ -22,8 +21,7 @@ def check_length(steps: int | None, epochs: int | None) -> None:
         raise ConfigError(f"either steps or epochs must be set, got {both}")
 
 
-# Without slots, as trainers inherit from more than one such class.
-@frozen(kw_only=True, slots=False, field_transformer=checked_fields)
+@frozen(kw_only=True, slots=False)  # trainers inherit from more than one
 class RunOptions:
     """Output, checkpoints and logging."""
 

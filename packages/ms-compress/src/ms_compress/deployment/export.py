@@ -9,7 +9,6 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from ms_compress.argument_types import check_types
 from ms_compress.deployment.assets import read_assets, write_assets
 from ms_compress.deployment.verification import verify as verify_folder
 from ms_compress.errors import ConfigError, ExportError, LayerError
@@ -18,13 +17,11 @@ from ms_compress.files.untrusted import check_path
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.output_lock import new_folder
 from ms_compress.quantization.scheme import Scheme
-from ms_compress.settings import check_argument, integer
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import Target, find_target
 
 
-@check_types
 def export(
     model: nn.Module | Sequence[nn.Module],
     folder: str | Path,
@@ -69,7 +66,6 @@ def export(
     """
     check_path("folder", folder, error=ExportError, written="folder")
     check_path("tokenizer", tokenizer, error=ExportError, optional=True)
-    check_argument("accuracy_level", accuracy_level, integer(minimum=0, maximum=4))
     folder, whole_model = Path(folder), WholeModel(model, stored_dtypes=stored_dtypes)
     # Reads are collective, so an error on one rank must end the export on all of them.
     with whole_model.collective:

@@ -19,7 +19,6 @@ import torch
 from attrs import asdict, evolve, frozen
 from torch import Tensor, nn
 
-from ms_compress.argument_types import check_types
 from ms_compress.errors import ExportError, VerifyError
 from ms_compress.files.tokenizer_source import TokenizerSource
 from ms_compress.files.untrusted import check_path
@@ -79,7 +78,6 @@ class Agreement:
     tokenizer."""
 
 
-@check_types
 def verify(
     model: nn.Module,
     folder: str | Path,

@@ -7,17 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ms_compress.argument_types import check_types
 from ms_compress.errors import DataError
 from ms_compress.models.logits import check_tokens, model_logits
-from ms_compress.settings import check_argument, integer
 from ms_compress.targets.target import Runtime
 
 IGNORED = -100
 """Target that is ignored."""
 
 
-@check_types
 def perplexity(
     model: nn.Module | Runtime,
     text: Tensor | Mapping[str, Tensor],
@@ -39,10 +36,6 @@ def perplexity(
     """
     if isinstance(text, Tensor):
         text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-    check_argument("batch_size", batch_size, integer())
-    for name in ("tokens", "targets"):
-        if name not in text:
-            raise DataError(f"the text must have `tokens` and `targets`, got {sorted(text)}")
     total, count = 0.0, 0
     for first in range(0, len(text["tokens"]), batch_size):
         batch = slice(first, first + batch_size)

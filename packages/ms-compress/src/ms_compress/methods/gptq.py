@@ -15,7 +15,6 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
-from ms_compress.argument_types import check_types
 from ms_compress.errors import CalibrationError
 from ms_compress.methods.calibration import check_calibration, walk
 from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
@@ -32,7 +31,6 @@ CODE_MARGIN = 0.45
 """Largest distance of a weight from its code, in scales, at which it surely rounds to that code."""
 
 
-@check_types
 def gptq(
     model: nn.Module,
     scheme_name: str | Scheme,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ms_compress.argument_types import check_types, checked_fields
 from ms_compress.errors import ConfigError, LayerError, OrderError
 from ms_compress.methods.pattern import Pattern, parse_pattern
 from ms_compress.models.selection import select
@@ -25,10 +24,9 @@ from ms_compress.quantization.layers import (
     prepare_layer,
     prepared_layers,
 )
-from ms_compress.settings import check_argument, integer, number
+from ms_compress.settings import integer
 
 
-@check_types
 def prune(
     model: nn.Module,
     pattern: str | float | Pattern,
@@ -53,7 +51,6 @@ def prune(
             masked then.
         OrderError: the model is already split or sharded.
     """
-    check_argument("share", share, number(maximum=1.0, optional=True))
     parsed = parse_pattern(pattern)
     selected = select(model, ignore)
     check_pattern(model, parsed, selected)
@@ -110,7 +107,6 @@ def _set_mask(layer: nn.Module, name: str, mask: Tensor) -> None:
     prepare_layer(layer, name, None).set_mask(mask)
 
 
-@check_types
 def masks(model: nn.Module) -> dict[str, Tensor]:
     """Return the mask (N, K) bool of each pruned layer, by name."""
     return {
@@ -120,7 +116,6 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-@check_types
 def set_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
     """Set masks by layer name, such as masks saved before the model was split.
 
@@ -148,7 +143,6 @@ def set_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-@check_types
 def keep_zeros(model: nn.Module) -> None:
     """Set masked weights to zero in storage; call it after optimizer steps.
 
@@ -161,7 +155,6 @@ def keep_zeros(model: nn.Module) -> None:
             local_part(weight).mul_(mask)
 
 
-@check_types
 def mask_zeros(model: nn.Module, ignore: Sequence[str] = ()) -> None:
     """Mask weights that are exactly zero: those pruned in a model that was saved and loaded.
 
@@ -177,7 +170,6 @@ def mask_zeros(model: nn.Module, ignore: Sequence[str] = ()) -> None:
             _set_mask(layer, name, weight.detach() != 0)
 
 
-@check_types
 def sparsity(model: nn.Module) -> float:
     """Return the fraction of pruned weights in masked layers; 0 without masks."""
     layer_masks = masks(model).values()
@@ -185,7 +177,7 @@ def sparsity(model: nn.Module) -> float:
     return 1 - sum(int(mask.sum()) for mask in layer_masks) / total if total else 0.0
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class GradualPruning:
     """Magnitude pruning that rises along a cubic curve from 0 to the pattern's sparsity.
 

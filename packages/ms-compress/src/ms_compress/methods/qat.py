@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ms_compress.argument_types import check_types
 from ms_compress.errors import LayerError, OrderError
 from ms_compress.models.head import find_head
 from ms_compress.models.selection import select
@@ -31,7 +30,6 @@ from ms_compress.targets.rules import NAMES, scheme
 M = TypeVar("M", bound=nn.Module)
 
 
-@check_types
 def qat(
     model: M,
     scheme_name: str | Scheme,
@@ -99,7 +97,6 @@ def qat(
 
 
 @torch.no_grad()
-@check_types
 def fit_scales(model: nn.Module) -> None:
     """Set learned scales to those with the smallest rounding error for the current weights.
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ms_compress.argument_types import check_types
 from ms_compress.errors import ConfigError, LayerError
 from ms_compress.models.selection import blocks_of
 from ms_compress.quantization.layers import FACTOR
@@ -32,7 +31,6 @@ def kept_layers(layers: int, keep: int) -> list[int]:
 
 
 @torch.no_grad()
-@check_types
 def cut_student(
     teacher: nn.Module, *, layers: int | None = None, inner: int | None = None
 ) -> nn.Module:

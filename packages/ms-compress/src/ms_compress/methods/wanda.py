@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from ms_compress.argument_types import check_types
 from ms_compress.methods.calibration import walk
 from ms_compress.methods.pattern import Pattern, Unstructured, parse_pattern
 from ms_compress.methods.pruning import check_pattern, keep_zeros
@@ -18,7 +17,6 @@ from ms_compress.models.selection import select
 from ms_compress.quantization.layers import prepare_layer
 
 
-@check_types
 def wanda(
     model: nn.Module,
     pattern: str | float | Pattern,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
 
-from ms_compress.errors import ConfigError, ExportError
+from ms_compress.errors import ExportError
 from ms_compress.models.collective import CollectiveWork
 from ms_compress.models.fused import Fused, fuse, fused_names, stack_rows
 from ms_compress.models.head import HEAD, find_head
@@ -43,8 +43,6 @@ class WholeModel:
         stored_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         modules = [model] if isinstance(model, nn.Module) else list(model)
-        if not modules:
-            raise ConfigError("model must be a module or a list of stages, got an empty list")
         stages = [unwrapped(stage) for stage in modules]
         for stage in stages:
             check_merged(stage)

@@ -9,7 +9,6 @@ from pkgutil import iter_modules
 from attrs import evolve
 
 import ms_compress.targets
-from ms_compress.argument_types import check_types
 from ms_compress.errors import SchemeError
 from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import nearest
@@ -27,7 +26,6 @@ NAMES = tuple(_SCHEMES)
 """Names of the schemes; other group sizes, such as `ct.int4_g64`, can be named too."""
 
 
-@check_types
 def scheme(name: str | Scheme) -> Scheme:
     """Return the scheme with a name such as `"gguf.q4_0"`; a scheme is returned unchanged.
 

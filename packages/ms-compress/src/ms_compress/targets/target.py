@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_compress.argument_types import check_types
 from ms_compress.errors import ExportError
 from ms_compress.files.tokenizer_source import TokenizerSource
 from ms_compress.files.untrusted import check_path
@@ -186,7 +185,6 @@ def open_runtime(
 ) -> Runtime: ...
 
 
-@check_types
 def open_runtime(
     folder: str | Path, target: str, *, threads: int = 1, strict: bool = True
 ) -> Runtime:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ms_compress.argument_types import check_types
 from ms_compress.errors import ConfigError
 from ms_compress.settings import nearest
 from ms_compress.training.options import Divergence
@@ -17,7 +16,6 @@ ZERO_LOGIT = -1e30
 """A logit with probability 0 in float32 and a finite logarithm."""
 
 
-@check_types
 def distillation_loss(
     student: Tensor,
     teacher: Tensor,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ms_compress.argument_types import check_types
 from ms_compress.errors import ConfigError, DataError, DivergedError
 from ms_compress.files.untrusted import check_path
 from ms_compress.models.logits import check_tokens, next_token_logits
@@ -27,7 +26,6 @@ BATCH = ("tokens", "targets", "weights")
 """Tensors that training reads from a batch."""
 
 
-@check_types
 def tune(
     model: nn.Module,
     text: Tensor | Mapping[str, Tensor],
@@ -99,9 +97,6 @@ def _as_batch(
     """Return `tokens`, `targets` and `weights`, truncated to `sequence_length`."""
     if isinstance(text, Tensor):
         text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-    for name in ("tokens", "targets"):
-        if name not in text:
-            raise DataError(f"the text must have `tokens` and `targets`, got {sorted(text)}")
     tokens, length = text["tokens"], options.sequence_length
     if options.batch_size > len(tokens) > 0:
         raise ConfigError(

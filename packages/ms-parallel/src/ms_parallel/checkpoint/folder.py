@@ -5,10 +5,8 @@ import re
 import shutil
 from pathlib import Path
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.checkpoint.manifest import MANIFEST
 from ms_parallel.files.durable import publish, write_file, writing
-from ms_parallel.settings import check_argument, integer
 
 STEP = re.compile(r"step-([0-9]{8,15})")
 DAMAGED = re.compile(r"step-[0-9]{8,15}\.damaged-[0-9]+")
@@ -17,27 +15,22 @@ LAST = "last"
 LEFTOVER = re.compile(r"step-[0-9]{8,15}\.(partial|removed)")
 
 
-@check_types
 def step_folder(root: Path, step: int) -> Path:
     """Return the folder of the checkpoint of a step."""
-    check_argument("step", step, integer(minimum=0))
     return root / f"step-{step:08d}"
 
 
-@check_types
 def all_steps(root: Path) -> list[int]:
     """List the steps of all checkpoint folders, complete or not, in ascending order."""
     matches = [STEP.fullmatch(name) for name in _names(root)]
     return sorted(int(match[1]) for match in matches if match)
 
 
-@check_types
 def complete_steps(root: Path) -> list[int]:
     """List the steps of the checkpoints that have a manifest, in ascending order."""
     return [step for step in all_steps(root) if (step_folder(root, step) / MANIFEST).is_file()]
 
 
-@check_types
 def was_begun(root: Path) -> bool:
     """Return whether a checkpoint was ever completed here, even if it is damaged or lost now."""
     return any(
@@ -45,10 +38,8 @@ def was_begun(root: Path) -> bool:
     )
 
 
-@check_types
 def note_last(root: Path, step: int) -> None:
     """Record that the checkpoint of `step` was completed."""
-    check_argument("step", step, integer(minimum=0))
     write_file(root / LAST, b"%d\n" % step)
 
 
@@ -56,14 +47,12 @@ def _names(root: Path) -> list[str]:
     return os.listdir(root) if root.is_dir() else []
 
 
-@check_types
 def keep_last(root: Path, count: int) -> None:
     """Delete all but the last `count` complete checkpoints.
 
     Each is renamed before it is deleted, so that a crash leaves no partial checkpoint that looks
     complete.
     """
-    check_argument("count", count, integer())
     for step in complete_steps(root)[:-count]:
         folder = step_folder(root, step)
         removed = folder.with_name(folder.name + ".removed")
@@ -73,7 +62,6 @@ def keep_last(root: Path, count: int) -> None:
             shutil.rmtree(removed)
 
 
-@check_types
 def set_aside(root: Path, step: int) -> Path:
     """Rename a damaged checkpoint, so that it is not used but not lost; return its new path."""
     folder = step_folder(root, step)
@@ -85,7 +73,6 @@ def set_aside(root: Path, step: int) -> Path:
     return renamed
 
 
-@check_types
 def sweep(root: Path) -> None:
     """Remove leftovers of interrupted saves and deletions."""
     if root.is_dir():

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import DamageError
 from ms_parallel.files.safetensors_file import DTYPES as NAMES
 from ms_parallel.files.untrusted import decoding, read_bytes
@@ -80,7 +79,6 @@ class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: msgspec.Raw
 
 
-@check_types
 def read_manifest(folder: Path) -> Manifest:
     """Read and validate the manifest of a checkpoint's folder.
 

@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.checkpoint.manifest import Manifest
 from ms_parallel.checkpoint.reader import Reader
 from ms_parallel.checkpoint.writer import Writer
 from ms_parallel.errors import CheckpointError, ParallelError
 
 
-@check_types
 def save(folder: Path, state: Mapping[str, Tensor], *, step: int, facts: Mapping[str, Any]) -> None:
     """Write a checkpoint. Collective: every rank passes its part of the state.
 
@@ -45,7 +43,6 @@ def save(folder: Path, state: Mapping[str, Tensor], *, step: int, facts: Mapping
         raise _cause(failure, folder) from failure
 
 
-@check_types
 def load(folder: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
     """Load a checkpoint written under any layout into the tensors of a state, in place.
 

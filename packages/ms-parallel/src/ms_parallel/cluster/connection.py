@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.cluster.device import DeviceSpec, pick_device
 from ms_parallel.cluster.groups import Groups, create_groups
 from ms_parallel.cluster.layout import Layout
@@ -28,7 +27,6 @@ from ms_parallel.cluster.start import agree_on_start
 from ms_parallel.cluster.watch import Heartbeat, position
 from ms_parallel.errors import LaunchError
 from ms_parallel.interruption import end_with_launcher
-from ms_parallel.settings import check_argument, number
 
 SHUTDOWN_S = 0.2
 """Time for gloo's threads to finish before the interpreter exits."""
@@ -36,7 +34,6 @@ PROCESSES_PER_CORE = 4
 """Processes per core on hosts without accelerators, where layouts are only tried out."""
 
 
-@check_types
 def connect(layout: Layout, *, device: DeviceSpec = None, timeout_s: float = 600.0) -> Groups:
     """Join the launched processes (or be the only one) and create the process groups of a layout.
 
@@ -50,7 +47,6 @@ def connect(layout: Layout, *, device: DeviceSpec = None, timeout_s: float = 600
         LaunchError: the processes were not launched as the layout needs.
         LayoutError: the layout is for another number of processes.
     """
-    check_argument("timeout_s", timeout_s, number(minimum=1e-3))
     join(layout, device=device, timeout_s=timeout_s)
     local_device = pick_device(device)
     if not dist.is_initialized():

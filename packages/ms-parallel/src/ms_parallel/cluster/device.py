@@ -27,7 +27,7 @@ def pick_device(device: DeviceSpec = None) -> torch.device:
             return torch.device("cpu")  # a layout for other processes is only being inspected
         device.check_world(process.world_size())
         device = device.of_rank(process.rank(), process.variable("LOCAL_RANK", 0))
-    requested = None if device is None else parse_device(device)
+    requested = None if device is None else _device(device)
     if requested is not None and requested.type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -66,12 +66,7 @@ def keep_freed_pages(device: torch.device) -> None:
             torch.empty(LEARNED_BYTES, dtype=torch.uint8)
 
 
-def parse_device(name: str | torch.device) -> torch.device:
-    """Parse the name of a device.
-
-    Raises:
-        LaunchError: it is not a device.
-    """
+def _device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -9,7 +9,6 @@ from attrs import evolve, field, frozen
 from torch import nn
 
 from ms_parallel import operators
-from ms_parallel.argument_types import checked_fields
 from ms_parallel.cluster.device import keep_freed_pages
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
@@ -45,7 +44,7 @@ ModelSource = str | Path | ModelConfig | TransformersModel | nn.Module
 """Architecture name, model folder, configuration, or user-defined module."""
 
 
-@frozen(field_transformer=checked_fields)
+@frozen
 class EngineArguments(EngineOptions):
     """Arguments of an `Engine`: the positional ones and its options."""
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ms_parallel import operators
-from ms_parallel.argument_types import check_types
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import create_groups
 from ms_parallel.cluster.layout import Layout
@@ -95,7 +94,6 @@ class Engine:
     """
 
     @takes(EngineArguments)
-    @check_types
     def __init__(self, model: ModelSource, layout: Layout | None = None, **options: Any) -> None:
         self.options = settings = EngineOptions(**options)
         layout = settings.groups.layout if settings.groups else layout or Layout()

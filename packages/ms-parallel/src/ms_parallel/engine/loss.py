@@ -4,9 +4,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.models.batch import IGNORED, Batch
-from ms_parallel.settings import check_argument, number
 
 
 class Output(Protocol):
@@ -80,10 +78,7 @@ class NextTokenLoss:
     mtp_weight: float = 0.3
     z_loss_coefficient: float = 0.0  # default for subclasses whose constructor sets neither
 
-    @check_types
     def __init__(self, mtp_weight: float = 0.3, z_loss_coefficient: float = 0.0) -> None:
-        check_argument("mtp_weight", mtp_weight, number())
-        check_argument("z_loss_coefficient", z_loss_coefficient, number())
         self.mtp_weight = mtp_weight
         self.z_loss_coefficient = z_loss_coefficient
 

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from ms_parallel.argument_types import checked_fields
 from ms_parallel.cluster.device import DeviceSpec
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.optimizer import SHARED, OptimizerConfig, optimizer_of
@@ -30,7 +29,7 @@ def _optimizer(value: OptimizerConfig | str | Mapping[str, Any]) -> OptimizerCon
     return optimizer_of({k: v for k, v in value.items() if k not in shared}, **shared)
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class EngineOptions(EngineSettings):
     """Keyword arguments of an `Engine`.
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-from ms_parallel.argument_types import checked_fields
 from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.settings import flag, integer, number
@@ -40,7 +39,7 @@ def size(instance: object, attribute: "Attribute[Any]", value: object) -> None:
 above_zero = number(minimum=1e-30)
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class ModelConfig:
     """Base configuration of all models; settings have the names of Hugging Face's config.json.
 

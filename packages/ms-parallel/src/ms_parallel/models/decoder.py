@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ms_parallel import operators
-from ms_parallel.argument_types import check_types
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.parts.attention import RotaryContext
@@ -37,7 +36,6 @@ class Decoder(StagedModel):
         last: Build the final norm and the head.
     """
 
-    @check_types
     def __init__(
         self,
         config: DecoderConfig,

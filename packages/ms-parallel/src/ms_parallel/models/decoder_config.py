@@ -4,7 +4,6 @@ from typing import Any
 
 from attrs import field, frozen
 
-from ms_parallel.argument_types import checked_fields
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import ModelConfig, above_zero, check_heads, size
 from ms_parallel.models.family import families
@@ -12,7 +11,7 @@ from ms_parallel.models.positions.scaling import Rope, RopeScaling, as_rope_scal
 from ms_parallel.settings import flag
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class DecoderConfig(ModelConfig):
     """Configuration of a Llama-style decoder.
 

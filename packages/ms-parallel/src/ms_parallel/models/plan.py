@@ -3,12 +3,11 @@
 import re
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 from torch import nn
 
-from ms_parallel.argument_types import check_type, checked_fields
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.settings import nearest
 
@@ -51,19 +50,14 @@ Style = Literal[
 """
 
 
-def _check_styles(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-    """Check the types alone; the plan's own check names an unknown style and the nearest one."""
-    check_type(attribute.name, value, Mapping[str, str])
-
-
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class ModelPlan:
     """Parallel plan: tensor-parallel styles, blocks, pipeline cuts and tied weights.
 
     In patterns `*` matches one part of a dotted name.
     """
 
-    tensor: Mapping[str, Style] = field(factory=dict, validator=_check_styles)
+    tensor: Mapping[str, Style] = field(factory=dict)
     """Styles by module pattern. Must cover every module that owns parameters; empty if the model
     does not support tensor parallelism."""
     blocks: str = ""

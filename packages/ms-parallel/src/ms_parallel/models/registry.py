@@ -12,7 +12,6 @@ from attrs import asdict, evolve, fields
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.model_name import missing_model
 from ms_parallel.files.untrusted import check_path, read_json
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
-@check_types
 def architecture(
     name_or_folder: str | Path, overrides: Mapping[str, object] | None = None
 ) -> ModelConfig:

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
@@ -78,7 +77,6 @@ class StagedModel(nn.Module, ABC):
         last: Build the final norm and the head.
     """
 
-    @check_types
     def __init__(
         self,
         config: ModelConfig,

@@ -31,7 +31,6 @@ from ms_parallel.planner.probes import (
 from ms_parallel.planner.shortest import shortest_schedule
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.segments import SegmentCosts
-from ms_parallel.settings import check_argument, integer
 
 STEPS = 3
 """Timed steps, after one untimed step."""
@@ -153,9 +152,6 @@ def search_schedule(
         LayoutError: the model has fewer layers than the pipeline has ranks.
         ScheduleError: the memory cap is too low for any schedule; the message has the minimum.
     """
-    check_argument("rows", rows, integer())
-    check_argument("sequence_length", sequence_length, integer())
-    check_argument("microbatch_size", microbatch_size, integer(optional=True))
     size = microbatch_size or rows
     if rows % size:
         raise ConfigError(

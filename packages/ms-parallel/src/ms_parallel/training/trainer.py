@@ -8,7 +8,6 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.connection import connect, join
@@ -74,7 +73,6 @@ class DistributedTrainer:
     """
 
     @takes(Options)
-    @check_types
     def __init__(
         self,
         model_arch: str | Path,

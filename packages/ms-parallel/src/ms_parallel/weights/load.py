@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ms_parallel.argument_types import check_types
-from ms_parallel.cluster.device import parse_device
 from ms_parallel.errors import ModelError
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.config import ModelConfig
@@ -28,7 +26,6 @@ _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
 _LEGACY_BUFFERS = (".rotary_emb.inv_freq",)
 
 
-@check_types
 def load_model(
     folder: str | Path,
     *,
@@ -55,7 +52,7 @@ def load_model(
             not finite or has another shape; or the copies of a tied weight differ.
     """
     check_path("folder", folder, error=ModelError)
-    folder, device = Path(folder), parse_device(device)
+    folder = Path(folder)
     config = read_config(folder)
     weights = _open(folder, config)
     # Checked before a config.json with a billion layers makes us build them.
@@ -75,7 +72,6 @@ def load_model(
     return model
 
 
-@check_types
 def has_weights(folder: str | Path) -> bool:
     """Return whether a folder has weights to start from, and not only a config.json.
 

@@ -36,7 +36,6 @@ from ms_parallel.models.registry import (
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
 from ms_parallel.models.weight_names import WeightSlice
-from ms_parallel.settings import check_argument, integer
 from ms_parallel.split.part import drop_gathered, gather_full_tensor, part_of
 from ms_parallel.weights.folder import INDEX, SINGLE, is_finite
 
@@ -102,9 +101,6 @@ def save_model(
     if isinstance(tokenizer, str | Path):
         check_path("tokenizer", tokenizer, error=ModelError)
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    if not stages:
-        raise ModelError("model must be a module or a list of stages, got an empty list")
-    check_argument("file_size_bytes", file_size_bytes, integer(maximum=1 << 62))
     for stage in stages:
         drop_gathered(stage)
     if tokenizer is not None and not isinstance(tokenizer, TokenizerFiles):

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from ms_profile.analysis.activity import PHASES
 from ms_profile.analysis.operators import operator_table
 from ms_profile.analysis.whole_run import Analysis
-from ms_profile.argument_types import check_types
 from ms_profile.errors import ProfileError, TraceError
 from ms_profile.log.event_reader import EventFilter, read_events
 from ms_profile.log.manifest import read_run
@@ -104,7 +103,6 @@ class RecordedSteps:
         return float(1 - self.without_cpu_wait_ns.sum() / self.wall_ns.sum())
 
 
-@check_types
 def compare(
     before: Analysis,
     after: Analysis,

@@ -6,7 +6,6 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from ms_profile.argument_types import check_types
 from ms_profile.trace.categories import HOST_COLLECTIVE
 from ms_profile.trace.columns import Trace, matching
 from ms_profile.trace.nesting import parents, self_times
@@ -45,7 +44,6 @@ class Kernel:
     longest_ns: int
 
 
-@check_types
 def operator_table(trace: Trace, *, by_shape: bool = False) -> tuple[Operator, ...]:
     """Aggregate the host's operators, scopes, driver calls and collectives, most self time first.
 
@@ -84,7 +82,6 @@ def operator_table(trace: Trace, *, by_shape: bool = False) -> tuple[Operator, .
     return tuple(table)
 
 
-@check_types
 def kernel_table(trace: Trace) -> tuple[Kernel, ...]:
     """Aggregate kernels and copies on devices, most time first; empty without a device."""
     rows = trace.rows(*DEVICE)

@@ -6,7 +6,6 @@ import numpy as np
 from attrs import frozen
 
 from ms_profile.analysis.ledger import Ledger
-from ms_profile.argument_types import check_types
 from ms_profile.links.fit import LinkFit, fit_link
 
 FAIR_RATIO = 1.5  # a group is slow from 1.5 times the usual transfer time
@@ -155,7 +154,6 @@ class Verdict:
     confidence: float
 
 
-@check_types
 def diagnose(ledger: Ledger) -> Verdict | None:
     """Return the ranks and phase that cost the others most: a slow rank or slow transfers.
 

@@ -23,7 +23,6 @@ from ms_profile.analysis.inputs import RunDescription, describe_run, find_traces
 from ms_profile.analysis.ledger import Ledger, build_ledger
 from ms_profile.analysis.shared_clock import align_collectives, shift_collective
 from ms_profile.analysis.unnamed_groups import split_groups
-from ms_profile.argument_types import check_minimum, check_types
 from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import ProfileError, TraceError
 from ms_profile.files.untrusted import check_path, decoding
@@ -81,7 +80,6 @@ class Analysis:
     """Description of the run; None if the traces were passed individually."""
 
 
-@check_types
 def analyse(path: str | os.PathLike[str], *, window: int | None = None) -> Analysis:
     """Analyze a trace, a recorder's ring, a folder of either, or a run's output folder.
 
@@ -93,7 +91,6 @@ def analyse(path: str | os.PathLike[str], *, window: int | None = None) -> Analy
     Raises:
         TraceError: there is nothing that can be read as a trace.
     """
-    check_minimum("window", window, 1)
     check_path("a run", path, error=TraceError)
     source = Path(path)
     with decoding(source, error=TraceError):
@@ -201,7 +198,6 @@ def _read_file(file: Path) -> Trace:
     return trace
 
 
-@check_types
 def analyse_traces(
     traces: Mapping[int, Trace],
     *,

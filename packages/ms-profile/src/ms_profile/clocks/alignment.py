@@ -17,7 +17,6 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from ms_profile.argument_types import check_types
 from ms_profile.errors import ClockError
 
 SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
@@ -57,7 +56,6 @@ class ClockFit(Struct, frozen=True, kw_only=True):
         return times - np.rint(self.offset_ns + self.drift * since_origin).astype(np.int64)
 
 
-@check_types
 def align_clocks(
     ends: Mapping[int, Mapping[Hashable, int]],
     starts: Mapping[int, Mapping[Hashable, int]] | None = None,

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from ms_profile.argument_types import check_minimum, check_types
-
 Clock = Callable[[], int]
 
 
@@ -39,12 +37,10 @@ class ClockPair(Struct, frozen=True, array_like=True):
         return wall_ns - self.offset_ns
 
 
-@check_types
 def read_clocks(
     tries: int = 5, *, monotonic: Clock = time.monotonic_ns, wall: Clock = time.time_ns
 ) -> ClockPair:
     """Read both clocks `tries` times and return the pair with the smallest error."""
-    check_minimum("tries", tries, 1)
     best: ClockPair | None = None
     for _ in range(tries):
         before = monotonic()
@@ -53,5 +49,6 @@ def read_clocks(
         # The midpoint is off by at most half the gap; 1 ns covers the rounding down.
         if best is None or gap // 2 + 1 < best.error_ns:
             best = ClockPair(before + gap // 2, wall_ns, gap // 2 + 1)
-    assert best is not None  # after at least one try
+    if best is None:
+        raise ValueError(f"tries must be at least 1, got {tries}")
     return best

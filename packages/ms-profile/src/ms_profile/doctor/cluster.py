@@ -13,7 +13,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ms_profile.argument_types import check_types
 from ms_profile.doctor.capture import memory_bytes, this_machine
 from ms_profile.doctor.clocks import gather_bytes
 from ms_profile.doctor.recording import Machine
@@ -67,7 +66,6 @@ class RankRates(msgspec.Struct, frozen=True, kw_only=True):
     memory_gb_per_s: float
 
 
-@check_types
 def measure_cluster(device: torch.device) -> str | None:
     """Measure the machines of all ranks. Collective; rank 0 gets a cluster file as TOML text.
 

@@ -14,7 +14,6 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike
 
-from ms_profile.argument_types import check_types
 from ms_profile.errors import LinkError
 
 STEPS: Final = 64
@@ -35,7 +34,6 @@ class LinkFit(Struct, frozen=True, kw_only=True):
     """Root mean square of (measured - fitted) / measured."""
 
 
-@check_types
 def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
     """Fit `time = latency + size / bandwidth` with errors as ratios.
 
@@ -46,13 +44,8 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
     Raises:
         LinkError: fewer than two different sizes, or a time that is not positive.
     """
-    try:
-        sizes = np.asarray(sizes_bytes, dtype=np.float64)
-        times = np.asarray(times_s, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise LinkError(f"sizes and times must be lists of numbers ({error})") from error
-    if sizes.ndim != 1 or times.ndim != 1:
-        raise LinkError(f"sizes and times must be lists, got shapes {sizes.shape}, {times.shape}")
+    sizes = np.asarray(sizes_bytes, dtype=np.float64)
+    times = np.asarray(times_s, dtype=np.float64)
     if len(np.unique(sizes)) < 2 or len(sizes) != len(times) or not (times > 0).all():
         raise LinkError(
             f"sizes {sizes.tolist()} and times {times.tolist()} do not determine a line; "

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Final
 
-from ms_profile.argument_types import check_types
 from ms_profile.errors import LinkError
 from ms_profile.links.fit import fit_link
 from ms_profile.links.matrix import LinkMatrix, PairLink
@@ -25,7 +24,6 @@ WARMUP: Final = 2
 Pairs = Sequence[tuple[int, int]]
 
 
-@check_types
 def measure_links(
     *,
     sizes_bytes: Sequence[int] = SIZES,

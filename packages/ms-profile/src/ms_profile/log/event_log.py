@@ -22,7 +22,6 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from ms_profile.argument_types import check_minimum, check_types
 from ms_profile.clocks.clock_pair import ClockPair, read_clocks
 from ms_profile.errors import EventError, number_in_environment
 from ms_profile.files.untrusted import check_path
@@ -106,7 +105,6 @@ class EventLog:
         segments: number of files to keep.
     """
 
-    @check_types
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -122,8 +120,6 @@ class EventLog:
                 "segments, segment_bytes and flush_interval_s must be positive, got "
                 f"{segments}, {segment_bytes} and {flush_interval_s}; use numbers above 0"
             )
-        check_minimum("rank", rank, 0)
-        check_minimum("world_size", world_size, 1)
         check_path("folder", folder, error=EventError, written="folder")
         self.folder = Path(folder)
         self.rank = number_in_environment("RANK", 0) if rank is None else rank

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from attrs import field, frozen
 
-from ms_profile.argument_types import check_minimum, check_types, checked_fields
 from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import FormatError
 from ms_profile.files.untrusted import check_path, decoding, open_file, read_bytes
@@ -29,7 +28,7 @@ decode_events: Final = msgspec.msgpack.Decoder(list[Event]).decode
 Problem = Callable[[str], None]
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class EventFilter:
     """Filter for events; the default passes all."""
 
@@ -57,7 +56,6 @@ class EventFilter:
         return self.last_step is None or event.step <= self.last_step
 
 
-@check_types
 def read_events(
     folder: Path | str,
     event_filter: EventFilter | None = None,
@@ -111,7 +109,6 @@ def event_files(folder: Path | str) -> list[Path]:
     return paths
 
 
-@check_types
 def follow_events(
     folder: Path | str,
     event_filter: EventFilter | None = None,
@@ -129,7 +126,6 @@ def follow_events(
         poll_s: seconds between reads.
         until: condition to stop; events flushed before it became true are still yielded.
     """
-    check_minimum("poll_s", poll_s, 0)
     check_path("a log", folder, error=FormatError)
     selection = event_filter or EventFilter()
     states: defaultdict[Path, _ReadState] = defaultdict(_ReadState)

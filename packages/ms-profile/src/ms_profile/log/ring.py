@@ -22,7 +22,6 @@ from attrs import frozen
 from msgspec import structs
 from numpy.typing import NDArray
 
-from ms_profile.argument_types import check_types
 from ms_profile.clocks.clock_pair import ClockPair, read_clocks
 from ms_profile.errors import FormatError, RecordError
 from ms_profile.files.untrusted import check_path, open_file, read_bytes
@@ -213,7 +212,6 @@ def is_ring(path: Path | str) -> bool:
         return False
 
 
-@check_types
 def read_ring(path: Path | str) -> RingRecording:
     """Read a ring file, also of a running process.
 

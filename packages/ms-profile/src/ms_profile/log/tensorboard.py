@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from ms_profile.argument_types import check_types
 from ms_profile.errors import RecordError
 from ms_profile.files.untrusted import check_path
 from ms_profile.log.event_log import Event
@@ -13,7 +12,6 @@ from ms_profile.log.manifest import whole_file
 from ms_profile.log.tensorboard_records import file_start, values
 
 
-@check_types
 def export_tensorboard(events: Iterable[Event], folder: Path | str) -> int:
     """Write every number of every event with a step as scalar `kind/field`, one run per rank.
 

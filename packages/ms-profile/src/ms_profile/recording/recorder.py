@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ms_profile.argument_types import check_minimum, check_types
 from ms_profile.errors import number_in_environment
 from ms_profile.log.ring import Kind, Ring
 
@@ -76,7 +75,6 @@ class Recorder:
         RecordError: the file cannot be created at its full size.
     """
 
-    @check_types
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -87,9 +85,6 @@ class Recorder:
         on_update: Callable[[], None] = lambda: None,
         collect_interval_s: float = 2.0,
     ) -> None:
-        check_minimum("rank", rank, 0)
-        check_minimum("capacity", capacity, 1)
-        check_minimum("collect_interval_s", collect_interval_s, 0)
         own_rank = number_in_environment("RANK", 0) if rank is None else rank
         self.ring = Ring(path, capacity=capacity, rank=own_rank)
         self.problem: str | None = None

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from ms_profile.analysis.whole_run import Analysis
-from ms_profile.argument_types import check_minimum, check_types
 from ms_profile.errors import RecordError
 from ms_profile.files.untrusted import check_path
 from ms_profile.links.matrix import LinkMatrix
@@ -24,7 +23,6 @@ SCRIPTS = ("data.js", "format.js", "timeline.js", "timeline_input.js", "charts.j
 MARK = re.compile(r"\{\{(title|style|summary|columns|scripts)\}\}")
 
 
-@check_types
 def write_report(
     analysis: Analysis,
     path: str | os.PathLike[str],
@@ -52,7 +50,6 @@ def write_report(
         OSError: the file cannot be written.
     """
     check_path("path", path, error=RecordError, written="file")
-    check_minimum("max_events", max_events, 1)
     timeline = build_timeline(analysis, max_events=max_events)
     table, packed = pack_columns(timeline.columns)
     summary = build_summary(analysis, title=title, links=links, metrics=metrics)

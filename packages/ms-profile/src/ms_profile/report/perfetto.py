@@ -10,7 +10,6 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ms_profile.analysis.whole_run import Analysis, RankAnalysis
-from ms_profile.argument_types import check_types
 from ms_profile.errors import RecordError
 from ms_profile.files.untrusted import check_path
 from ms_profile.log.manifest import whole_file
@@ -19,7 +18,6 @@ from ms_profile.trace.columns import EXPORT
 ROWS = 20_000
 
 
-@check_types
 def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
     """Write every span of every rank, one process per rank; gzip if the name ends in `.gz`.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from attrs import evolve
 
-from ms_profile.argument_types import check_types
 from ms_profile.errors import TraceError
 from ms_profile.files.untrusted import check_path
 from ms_profile.trace.builder import TraceBuilder
@@ -19,7 +18,6 @@ from ms_profile.trace.json_chunks import TraceText
 RANK_IN_NAME = re.compile(r"rank[-_ ]?([0-9]{1,7})(?![0-9])", re.IGNORECASE)
 
 
-@check_types
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read one trace of Kineto or of the Ascend profiler, plain or gzip, of any size.
 

@@ -7,7 +7,6 @@ from typing import Literal, Protocol
 
 from attrs import field, frozen
 
-from ms_profile.argument_types import checked_fields
 from ms_profile.errors import TrackerError
 from ms_profile.files.untrusted import check_path
 
@@ -16,7 +15,7 @@ Outcome = Literal["finished", "stopped", "failed"]
 """End of a run: finished, stopped so that it can be resumed, or failed with an error."""
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class Point:
     """One event as passed to destinations; names are `kind/field`, such as `step/loss`."""
 
@@ -32,7 +31,7 @@ class Point:
     """Text values, such as samples."""
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class RunStart:
     """Information at the time a run is opened, which is its first event."""
 

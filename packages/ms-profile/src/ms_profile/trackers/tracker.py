@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from ms_profile.argument_types import check_types
 from ms_profile.errors import TrackerError, number_in_environment
 from ms_profile.secret_text import without_secret, without_secrets
 from ms_profile.trackers.destination import Destination, OpenRun, Outcome, Point, RunStart, Value
@@ -62,7 +61,6 @@ class Tracker:
             a destination's folder.
     """
 
-    @check_types
     def __init__(
         self,
         *destinations: Destination,

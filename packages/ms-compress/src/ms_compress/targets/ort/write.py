@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ms_compress.errors import ExportError
+from ms_compress.errors import ConfigError, ExportError
 from ms_compress.files.durable import write_synced
 from ms_compress.models.decoder_config import check_names, decoder_config
 from ms_compress.models.whole_model import WholeModel
@@ -41,6 +41,10 @@ def check(model: WholeModel, assets: Assets) -> None:
 
 def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
     """Write `model.onnx` and its data in an existing folder; all ranks call it, rank 0 writes."""
+    if accuracy_level not in (0, 1, 2, 3, 4):
+        raise ConfigError(
+            f"accuracy_level must be 0 to 4, got {accuracy_level}; 0 is the runtime's default"
+        )
     config = decoder_config(model.config, "ONNX")
     if not model.is_first:
         for name in model.tensors:

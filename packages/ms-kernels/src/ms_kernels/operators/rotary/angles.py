@@ -34,12 +34,6 @@ def _number(
     return check
 
 
-def _flag(owner: Any, attribute: "Attribute[Any]", value: Any) -> None:
-    """Refuse a value that is not a bool."""
-    if not isinstance(value, bool):
-        raise ArgumentError(type(owner).__name__, attribute.name, shown(value), "True or False")
-
-
 class RotaryScaling(Protocol):
     """Context extension: a change of the rotary frequencies."""
 
@@ -107,7 +101,7 @@ class YarnScaling:
         default=None, validator=_number(minimum=SMALLEST, optional=True)
     )
     """Factor applied to cosines and sines. None: ``0.1 ln(factor) + 1``."""
-    whole_pairs: bool = field(default=True, validator=_flag)
+    whole_pairs: bool = True
     """truncate: round the limits of the interpolation outward to integer indices."""
 
     def scale(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
@@ -171,9 +165,6 @@ def rotary_table(
     steps = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
     frequencies, factor = 1.0 / base**steps, 1.0
     if scaling is not None:
-        if not callable(getattr(scaling, "scale", None)):
-            fits = "a LinearScaling, Llama3Scaling or YarnScaling, or None"
-            raise ArgumentError("rotary_table", "scaling", shown(scaling), fits)
         frequencies, factor = scaling.scale(frequencies, base)
     angles = positions.reshape(-1, positions.shape[-1], 1).to(torch.float32) * frequencies
     return angles.cos() * factor, angles.sin() * factor

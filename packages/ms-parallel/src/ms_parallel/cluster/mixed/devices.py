@@ -7,7 +7,6 @@ from typing import Any
 
 from attrs import field, frozen
 
-from ms_parallel.argument_types import checked_fields
 from ms_parallel.errors import ConfigError, LayoutError
 
 DEVICE_TYPES = ("cpu", "cuda", "npu", "xpu", "hpu", "mtia", "mps", "maia")
@@ -16,7 +15,7 @@ RANGE = re.compile(r"([0-9]{1,7})(?:-([0-9]{1,7}))?")
 MAX_RANKS = 1 << 20
 
 
-@frozen(field_transformer=checked_fields)
+@frozen
 class Devices:
     """Device names such as `cpu`, `npu` or `cuda:1`, in rank order.
 

@@ -9,7 +9,6 @@ import torch
 from attrs import field, frozen
 from torch.optim import Optimizer
 
-from ms_parallel.argument_types import check_type
 from ms_parallel.engine.optimizer import OptimizerConfig, OptimizerKind
 from ms_parallel.engine.rules.rule import LocalParameters, Rule
 from ms_parallel.engine.rules.torch_rule import PartsRule, is_elementwise
@@ -41,7 +40,6 @@ class TorchConfig(OptimizerConfig):
         super().__attrs_post_init__()
         if not (isinstance(self.kind, type) and issubclass(self.kind, Optimizer)):
             raise ConfigError(f"kind must be a class of torch.optim, got {short_repr(self.kind)}")
-        check_type("settings", self.settings, Mapping[str, Any])
         keys = keys_of(self.kind)
         for key in self.settings:
             if key not in keys:

@@ -19,7 +19,6 @@ import math
 from attrs import field, frozen
 from torch import Tensor, nn
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig, above_zero, check_heads, size
@@ -101,7 +100,6 @@ class TransformerXL(StagedModel):
         last: Build the head; a final norm is not needed, since every block ends with a norm.
     """
 
-    @check_types
     def __init__(
         self,
         config: TransformerXLConfig,

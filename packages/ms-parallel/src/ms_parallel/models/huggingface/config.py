@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from attrs import field, frozen
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.cluster.layout import ModelShape
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import check_path, read_json
@@ -120,7 +119,6 @@ class TransformersModel:
     pad_token_id: TokenId = field(kw_only=True)
     """Padding token of a batch's shorter rows, if any."""
 
-    @check_types
     def __init__(
         self, document: Any = None, folder: Path | str | None = None, **ids: TokenId
     ) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ms_parallel import operators
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ModelError
 from ms_parallel.models.batch import GRIDS, PATCHES, POSITIONS, Batch
 from ms_parallel.models.huggingface.attention import registered
@@ -36,7 +35,6 @@ class VisionLanguageModel(ModuleWrapper):
         ModelError: the model type is not supported.
     """
 
-    @check_types
     def __init__(self, model: Any) -> None:
         model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         if model_type not in MODEL_TYPES:

@@ -7,7 +7,7 @@ from attrs import Attribute, field, fields, frozen
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.config import above_zero, size
-from ms_parallel.settings import flag, nearest, number, short_repr
+from ms_parallel.settings import flag, nearest, number
 
 Kind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -42,8 +42,6 @@ _number = number(minimum=1e-30, optional=True)
 
 def _factors(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     """Check for numbers above zero; None passes."""
-    if not isinstance(value, tuple | None):
-        raise ConfigError(f"{attribute.name} must be a list of numbers, got {short_repr(value)}")
     for factor in value or ():
         above_zero(instance, attribute, factor)
 

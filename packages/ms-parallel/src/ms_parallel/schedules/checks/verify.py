@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from attrs import frozen
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.checks.messages import check_pairing, check_progress
 from ms_parallel.schedules.checks.stage_actions import check_stage_actions, check_waits
@@ -32,7 +31,6 @@ class Report:
     """Messages between ranks per step: activations and gradients."""
 
 
-@check_types
 def verify(schedule: Schedule) -> Report:
     """Check completeness, order, matching messages, gathered weights, and absence of deadlock.
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from html import escape
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.drawing.svg import draw_svg
 from ms_parallel.schedules.drawing.text import path_text, summary
 from ms_parallel.schedules.timeline.simulate import Timeline
@@ -20,7 +19,6 @@ p, h2 { overflow-wrap: anywhere } h2 { font-size: 16px }
 """Narrow screens show the narrow picture."""
 
 
-@check_types
 def draw_html(
     *lines: Timeline, titles: Sequence[str] = (), width: int = 1200, unit: str = ""
 ) -> str:

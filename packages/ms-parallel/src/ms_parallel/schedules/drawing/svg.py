@@ -7,7 +7,6 @@ from textwrap import wrap
 
 from attrs import frozen
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.drawing.text import is_later_stage, number, summary
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.playback import Span
@@ -76,7 +75,6 @@ class _Page:
         return wrap(text, max(20, int((self.width - 16) / _TITLE_LETTER)))
 
 
-@check_types
 def draw_svg(
     *lines: Timeline, titles: Sequence[str] = (), width: int = 1200, unit: str = ""
 ) -> str:

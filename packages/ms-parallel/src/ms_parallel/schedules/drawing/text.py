@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.playback import Span
 from ms_parallel.schedules.timeline.simulate import Timeline
@@ -24,7 +23,6 @@ _LETTERS = {
 }
 
 
-@check_types
 def draw_text(
     *lines: Timeline, titles: Sequence[str] = (), width: int = 100, color: bool = False
 ) -> str:
@@ -89,7 +87,6 @@ def is_later_stage(line: Timeline, rank: int, span: Span) -> bool:
     return span.action.computations[0].stage != line.schedule.stages_of(rank)[0]
 
 
-@check_types
 def path_text(line: Timeline) -> str:
     """Format the critical path; runs on one rank are shortened to the first and last action."""
     runs: list[tuple[int, list[Span]]] = []

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.placements import looped
@@ -77,7 +76,6 @@ def generator(
     return register
 
 
-@check_types
 def named_schedule(
     name: str, ranks: int, microbatches: int, *, costs: Costs | None = None
 ) -> Schedule:

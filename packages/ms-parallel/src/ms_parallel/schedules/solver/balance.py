@@ -12,16 +12,13 @@ from fractions import Fraction
 
 from attrs import frozen
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.portfolio import quick_arrangement
 from ms_parallel.schedules.construction.problem import problem_of
 from ms_parallel.schedules.solver.search import Found, search
 from ms_parallel.schedules.table.costs import Number
 from ms_parallel.schedules.table.placements import ranks_of
-from ms_parallel.schedules.table.schedule import check_size
 from ms_parallel.schedules.table.segments import SegmentCosts
-from ms_parallel.settings import check_argument, number
 
 _BUDGET = 2_000_000
 """Actions scheduled over all splits while segments move; about 6 s on one core."""
@@ -39,7 +36,6 @@ class Balanced:
     """Schedule for this split; its lower bound is for this split only."""
 
 
-@check_types
 def balance(
     segments: SegmentCosts,
     memory_cap: Number | Sequence[Number] | None = None,
@@ -64,9 +60,7 @@ def balance(
     Raises:
         ScheduleError: there are fewer segments than stages, or a cap is too small.
     """
-    check_argument("effort", effort, number())
     stages = len(placement)
-    check_size(stages, microbatches)
     if segments.count < stages:
         raise ScheduleError(
             f"{segments.count} segments for {stages} stages; every stage needs at least one, so use"

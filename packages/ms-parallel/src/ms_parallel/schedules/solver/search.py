@@ -6,7 +6,6 @@ from fractions import Fraction
 
 from attrs import evolve, frozen
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.list_scheduler import arrange
 from ms_parallel.schedules.construction.policies import keep_order
@@ -29,7 +28,6 @@ from ms_parallel.schedules.table.costs import Costs, Number
 from ms_parallel.schedules.table.placements import looped, one_a_rank, ranks_of, vee
 from ms_parallel.schedules.table.schedule import Schedule, check_size
 from ms_parallel.schedules.timeline.simulate import simulate
-from ms_parallel.settings import check_argument, number
 
 _BUDGET = 1_200_000
 """Actions scheduled at effort 1, over all trials; about 3 s on one core."""
@@ -64,7 +62,6 @@ class Found:
         return self.makespan == self.lower_bound
 
 
-@check_types
 def search(
     costs: Costs,
     memory_cap: Number | Sequence[Number] | None = None,
@@ -101,7 +98,6 @@ def search(
         ScheduleError: the cap is too small (names the minimum), sizes do not fit, or OR-tools is
             needed and not installed.
     """
-    check_argument("effort", effort, number())
     check_size(costs.stages, microbatches)
     problems, errors = [], []
     for stage_placement in _placements(costs.stages, ranks, placement):

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 
 from attrs import evolve
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Ticks
 from ms_parallel.schedules.table.playback import Playback, Result, results
 
 
-@check_types
 def with_communication(
     rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks | None = None
 ) -> tuple[tuple[Action, ...], ...]:

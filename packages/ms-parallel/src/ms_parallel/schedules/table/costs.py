@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from attrs import evolve, field, frozen
 from attrs.converters import optional
 
-from ms_parallel.argument_types import checked_fields
 from ms_parallel.errors import ScheduleError
 
 Number = int | float | Fraction
@@ -35,7 +34,7 @@ def _fractions(values: Iterable[Number]) -> tuple[Fraction, ...]:
     return tuple(map(as_fraction, values))
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class PassCosts:
     """Time and memory of one microbatch in consecutive parts of a model, one entry per part.
 
@@ -94,7 +93,7 @@ class PassCosts:
             )
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class Costs(PassCosts):
     """Measured or assumed costs of one microbatch in each stage."""
 

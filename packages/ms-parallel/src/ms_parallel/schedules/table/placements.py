@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ScheduleError
 
 
@@ -12,13 +11,11 @@ def integers(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-@check_types
 def one_a_rank(ranks: int) -> tuple[int, ...]:
     """Place stage s on rank s."""
     return tuple(range(ranks))
 
 
-@check_types
 def looped(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """Place stage s on rank s mod `ranks`; a microbatch goes around `stages_per_rank` times."""
     if stages_per_rank < 1:
@@ -26,7 +23,6 @@ def looped(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * stages_per_rank
 
 
-@check_types
 def vee(ranks: int) -> tuple[int, ...]:
     """Place two stages per rank, down and back up: the first and last stage are on rank 0."""
     return (*range(ranks), *reversed(range(ranks)))

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from attrs import field, frozen
 
-from ms_parallel.argument_types import checked_fields
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import MESSAGES, Action, parse_action
 from ms_parallel.schedules.table.communication import with_communication
@@ -16,7 +15,7 @@ def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(row) for row in rows)
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class Schedule:
     """A pipeline's program as a value; only `verify` proves that it is correct."""
 

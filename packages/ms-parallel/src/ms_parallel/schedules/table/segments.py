@@ -10,7 +10,6 @@ from typing import ClassVar, TypeVar
 
 from attrs import field, frozen
 
-from ms_parallel.argument_types import checked_fields
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.costs import Costs, Number, PassCosts, as_fraction
 from ms_parallel.schedules.table.placements import integers
@@ -22,7 +21,7 @@ def _fractions(values: Iterable[Number]) -> tuple[Fraction, ...]:
     return tuple(map(as_fraction, values))
 
 
-@frozen(kw_only=True, field_transformer=checked_fields)
+@frozen(kw_only=True)
 class SegmentCosts(PassCosts):
     """Measured costs of one microbatch in each segment, in the order of the model."""
 

@@ -10,7 +10,6 @@ from math import lcm
 
 from attrs import evolve
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Number, as_fraction
@@ -22,7 +21,6 @@ Times = Sequence[Sequence[tuple[Number, Number]]]
 _TimedAction = tuple[Action, Fraction, Fraction]
 
 
-@check_types
 def measured(schedule: Schedule, times: Times, costs: Costs | None = None) -> Timeline:
     """Build the timeline of a real run, for comparison with a simulated one.
 
@@ -81,7 +79,6 @@ def _with_causes(spans: Sequence[Sequence[Span]], stages: int) -> tuple[tuple[Sp
     )
 
 
-@check_types
 def measured_costs(schedule: Schedule, times: Times) -> Costs:
     """Mean time of each stage's passes, and of the messages that a rank waited for.
 

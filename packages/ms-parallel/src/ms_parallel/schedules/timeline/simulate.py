@@ -9,7 +9,6 @@ from fractions import Fraction
 
 from attrs import frozen
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Ticks
@@ -84,7 +83,6 @@ class Timeline:
         return tuple(reversed(path))
 
 
-@check_types
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Simulate `schedule` with `costs`.
 

@@ -7,7 +7,6 @@ from typing import Final
 from ms_profile.advice.finding import Finding
 from ms_profile.advice.rule import Rule
 from ms_profile.analysis.whole_run import Analysis
-from ms_profile.argument_types import check_types
 
 __all__ = ["RULES", "advise"]
 
@@ -16,7 +15,6 @@ RULES: Final[tuple[Rule, ...]] = tuple(
 )
 
 
-@check_types
 def advise(analysis: Analysis) -> tuple[Finding, ...]:
     """Apply every rule and return the findings, largest estimated gain first.
 

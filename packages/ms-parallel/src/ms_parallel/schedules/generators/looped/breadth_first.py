@@ -1,6 +1,5 @@
 """Breadth-first: all microbatches through one stage, then the next (Lamy-Poirier 2023)."""
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import looped
@@ -8,7 +7,6 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 @generator("breadth-first", placement=looped)
-@check_types
 def breadth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """GPipe over looped stages: each stage's weights are gathered once per forward and backward.
 

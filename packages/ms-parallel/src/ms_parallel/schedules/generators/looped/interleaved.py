@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import looped
@@ -10,7 +9,6 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 @generator("interleaved-1f1b", placement=looped, seeds_search=True)
-@check_types
 def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B in `stages_per_rank` rounds: divides the bubble and multiplies messages by that factor.
 

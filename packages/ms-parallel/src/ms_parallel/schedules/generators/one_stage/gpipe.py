@@ -1,6 +1,5 @@
 """GPipe: every forward, then every backward (Huang et al. 2019)."""
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import one_a_rank
@@ -8,7 +7,6 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 @generator("gpipe", placement=one_a_rank)
-@check_types
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """Run all forwards, then all backwards in the same order; all microbatches are live at once.
 

@@ -1,6 +1,5 @@
 """1F1B: alternate forward and backward once the pipeline is full (PipeDream-Flush, 2020)."""
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import one_a_rank
@@ -8,7 +7,6 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 @generator("1f1b", placement=one_a_rank, seeds_search=True)
-@check_types
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """Stage s runs `stages - 1 - s` forwards ahead, so at most `stages - s` microbatches are live.
 

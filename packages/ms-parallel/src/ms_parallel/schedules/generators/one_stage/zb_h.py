@@ -1,6 +1,5 @@
 """ZB-H1 and ZB-H2: 1F1B with delayed weight backwards, handcrafted for equal times (Qi 2023)."""
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import one_a_rank
@@ -8,7 +7,6 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 @generator("zb-h1", placement=one_a_rank, seeds_search=True)
-@check_types
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """1F1B's memory and a third of its bubble, for equal times of F, I and W.
 
@@ -22,7 +20,6 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 @generator("zb-h2", placement=one_a_rank, seeds_search=True)
-@check_types
 def zb_h2(stages: int, microbatches: int) -> Schedule:
     """Twice 1F1B's memory and no bubble between the first and last action, for equal times.
 

@@ -1,6 +1,5 @@
 """ZB1P and ZB2P: zero-bubble schedules for given costs (Qi 2023)."""
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.construction.portfolio import best
 from ms_parallel.schedules.construction.problem import Problem
 from ms_parallel.schedules.construction.tabulate import tabulate
@@ -13,7 +12,6 @@ _BUDGET = 100_000
 
 
 @generator("zb1p", placement=one_a_rank, from_costs=True)
-@check_types
 def zb1p(costs: Costs, microbatches: int) -> Schedule:
     """1F1B's peak memory on every rank: up to `stages` live microbatches.
 
@@ -26,7 +24,6 @@ def zb1p(costs: Costs, microbatches: int) -> Schedule:
 
 
 @generator("zb2p", placement=one_a_rank, from_costs=True)
-@check_types
 def zb2p(costs: Costs, microbatches: int) -> Schedule:
     """Up to `2 * stages` live microbatches on every rank.
 

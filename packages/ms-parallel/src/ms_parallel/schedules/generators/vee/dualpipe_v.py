@@ -1,6 +1,5 @@
 """DualPipeV: forwards paired with backwards on a V (DeepSeek, "cut-in-half" DualPipe, 2025)."""
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.generators.vee.phases import actions_of
@@ -25,7 +24,6 @@ def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
 
 
 @generator("dualpipe-v", placement=vee)
-@check_types
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """V schedule that pairs a forward with a backward in the steady state.
 

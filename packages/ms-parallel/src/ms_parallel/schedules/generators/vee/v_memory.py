@@ -1,6 +1,5 @@
 """V-Half and V-Min: less memory than 1F1B for some of its bubble (Qi et al. 2024)."""
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.construction.building_block import unit_block
 from ms_parallel.schedules.construction.list_scheduler import arrange
 from ms_parallel.schedules.construction.policies import keep_order
@@ -13,7 +12,6 @@ from ms_parallel.schedules.table.schedule import Schedule, check_size
 
 
 @generator("v-half", placement=vee)
-@check_types
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """Half of 1F1B's memory at half its bubble, for equal times of F, I and W and free messages.
 
@@ -27,7 +25,6 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
 
 @generator("v-min", placement=vee)
-@check_types
 def v_min(ranks: int, microbatches: int) -> Schedule:
     """A third of 1F1B's memory at two thirds of its bubble, for equal times and free messages.
 

@@ -1,6 +1,5 @@
 """ZB-V: 1F1B's memory and no bubble, for equal times, on a V with two stages per rank (Qi 2023)."""
 
-from ms_parallel.argument_types import check_types
 from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.generators.vee.phases import actions_of
 from ms_parallel.schedules.table.placements import vee
@@ -23,7 +22,6 @@ def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
 
 
 @generator("zb-v", placement=vee, seeds_search=True)
-@check_types
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Handcrafted order for equal times of F, I and W and free messages.
 

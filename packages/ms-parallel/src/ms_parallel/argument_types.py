@@ -1,1 +1,0 @@
-../../../../shared_source/argument_types.py
