@@ -233,7 +233,7 @@ def test_experts_of_transformers_are_refused() -> None:
 
     config = MixtralConfig(vocab_size=48, hidden_size=32, num_hidden_layers=1, num_local_experts=4)
     with pytest.raises(
-        LayoutError, match="is not supported for mixtral, whose code is transformers"
+        LayoutError, match="is not supported for mixtral, which is built by transformers"
     ):
         Engine(TransformersModel(config), Layout(data=2, expert=2))
 

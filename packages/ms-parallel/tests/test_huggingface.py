@@ -486,7 +486,7 @@ def damage(folder: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("no config", "config.json is missing"),
+        ("no config", "config.json does not exist"),
         ("config cut", r"config.json: .*truncated; copy it again"),
         ("no weights", "neither model.safetensors nor"),
         ("index cut", r"index.json: .*truncated; copy it again"),
