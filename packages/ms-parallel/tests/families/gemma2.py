@@ -23,8 +23,11 @@ def draw(random: Random) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"sliding_window": None}, "sliding_window is None"),
-    ({"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50'"),
+    ({"sliding_window": None}, "sliding_window must be an integer of at least 1, got None"),
+    (
+        {"attn_logit_softcapping": "50"},
+        "attn_logit_softcapping must be a number of at least 1e-30, got '50'",
+    ),
     ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be"),
     ({"hidden_activation": "silu"}, "hidden_activation='silu' is not supported"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),

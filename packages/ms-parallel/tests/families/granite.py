@@ -21,5 +21,8 @@ def draw(random: Random) -> dict[str, Any]:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"logits_scaling": 0}, "logits_scaling must be"),
-    ({"residual_multiplier": "x"}, "residual_multiplier is 'x'"),
+    (
+        {"residual_multiplier": "x"},
+        "residual_multiplier must be a number of at least 1e-30, got 'x'",
+    ),
 ]
