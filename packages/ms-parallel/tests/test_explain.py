@@ -36,7 +36,7 @@ def test_what_a_layout_uses_is_counted_pair_by_pair() -> None:
     [
         ("tensor=3", "llama", {}, "tensor=3 does not divide"),
         ("data=4,expert=2", "qwen3_moe", {"sharding": "replicate"}, "expert=2 distributes experts"),
-        ("tensor=4,context=4", "llama", {"context_attention": "ulysses"}, "does not divide"),
+        ("tensor=4,context=4", "llama", {"context_attention": "ulysses"}, "must divide"),
     ],
 )
 def test_a_refusal_is_the_engines_own(
