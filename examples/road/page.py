@@ -43,14 +43,32 @@ def series(events: Sequence[Event], kind: str, field: str, x: str = "step") -> P
     return sorted({e[x]: e[field] for e in rows if isinstance(e.get(field), int | float)}.items())
 
 
-def plot(title: str, lines: dict[str, Points], *, x: str, y: str, markers: str = "") -> str:
-    """Draw named lines and return an SVG element; names in `markers` get dots at their points."""
+def plot(
+    title: str,
+    lines: dict[str, Points],
+    *,
+    x: str,
+    y: str,
+    markers: str = "",
+    joined: bool = True,
+) -> str:
+    """Draw named lines and return an SVG element.
+
+    Args:
+        title: title of the plot.
+        lines: points by name.
+        x: label of the x axis.
+        y: label of the y axis.
+        markers: name of the line that also gets dots.
+        joined: draw lines; False draws dots only.
+    """
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}):
         figure = Figure(figsize=(5, 3), layout="constrained")
         axes = figure.subplots()
         for name, points in lines.items():
             axes.plot(*zip(*points, strict=True) if points else ([], []), label=name,
-                      marker="o" if name == markers else None, markersize=3)  # fmt: skip
+                      marker="o" if name == markers or not joined else None,
+                linestyle="-" if joined else "", markersize=3)  # fmt: skip
         if not any(lines.values()):
             axes.text(0.5, 0.5, "nothing was recorded", ha="center", transform=axes.transAxes)
         axes.set(title=title, xlabel=x, ylabel=y)
@@ -111,6 +129,7 @@ def training_plots(events: dict[str, list[Event]]) -> list[str]:
             {"rollouts": [(event["kl"], event["reward"]) for event in rollouts]},
             x="KL of a response to the tuned model, nats",
             y="reward",
+            joined=False,
         ),
     ]
 
@@ -137,8 +156,8 @@ def export_rows(answers: Any, evaluation: Any, folder: Path) -> list[dict[str, A
         files = (folder / model["folder"]).glob("model.*")
         rows.append(
             {
-                **model,
                 **measured.get(model["folder"], {}),
+                **model,  # its names win over those of the measurement
                 "correct_percent": 100 * model["correct"] / model["asked"],
                 "megabytes": sum(path.stat().st_size for path in files) / 1e6,
             }

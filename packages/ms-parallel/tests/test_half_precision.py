@@ -260,5 +260,5 @@ def test_audits_are_drawn_with_their_alarms(groups: Groups, tmp_path: Path) -> N
 
 def test_what_cannot_be_audited_is_refused(groups: Groups) -> None:
     """A module of one's own, before it is taken over."""
-    with pytest.raises(ConfigError, match="audit_every audits no module of your own"):
+    with pytest.raises(ConfigError, match="audit_every is not supported for a module of your own"):
         Engine(torch.nn.Linear(2, 2), groups=groups, audit_every=5)
