@@ -66,9 +66,15 @@ def plot(
         figure = Figure(figsize=(5, 3), layout="constrained")
         axes = figure.subplots()
         for name, points in lines.items():
-            axes.plot(*zip(*points, strict=True) if points else ([], []), label=name,
-                      marker="o" if name == markers or not joined else None,
-                linestyle="-" if joined else "", markersize=3)  # fmt: skip
+            has_dots = name == markers or not joined
+            axes.plot(
+                [point[0] for point in points],
+                [point[1] for point in points],
+                label=name,
+                marker="o" if has_dots else None,
+                linestyle="-" if joined else "",
+                markersize=3,
+            )
         if not any(lines.values()):
             axes.text(0.5, 0.5, "nothing was recorded", ha="center", transform=axes.transAxes)
         axes.set(title=title, xlabel=x, ylabel=y)
