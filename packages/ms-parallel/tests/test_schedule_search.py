@@ -119,7 +119,7 @@ def test_whole_backwards_stay_whole():
     [
         ({"memory_cap": 1.5}, "of activation memory, got 1.5"),
         ({"memory_cap": 1.5}, "needs at least 2 of"),
-        ({"memory_cap": float("nan")}, "memory_cap must be a number, got nan"),
+        ({"memory_cap": float("nan")}, "a memory cap must be a number above 0, got nan"),
         ({"memory_cap": [4, 4, 4]}, "3 memory caps for 2 ranks"),
         ({"microbatches": 0}, "0 microbatches"),
         ({"ranks": 3}, "4 stages do not divide evenly over 3 ranks"),
