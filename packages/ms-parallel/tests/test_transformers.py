@@ -242,7 +242,7 @@ def test_what_cannot_be_split_says_why() -> None:
     assert "must divide dim 0 of" in refusal("llama", "tensor=3")
     odd = refusal("llama", "tensor=2", num_key_value_heads=1)
     assert odd == "tensor=2 must divide the 1 key-value heads of llama"
-    assert "more stages than the 3 layers" in refusal("llama", "pipeline=4")
+    assert "must not exceed the 3 layers" in refusal("llama", "pipeline=4")
     assert "transformers has no pipeline plan" in refusal("gpt2", "pipeline=2", head_dim=None)
 
 
@@ -307,7 +307,7 @@ def test_a_folder_of_a_family_that_we_lack_is_built_by_transformers(
     monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
     with pytest.raises(ModelError, match="and all causal models of transformers if installed"):
         Engine(tmp_path, device="cpu")
-    with pytest.raises(ModelError, match=r"transformers is not installed.*ms-parallel\[hf\]"):
+    with pytest.raises(ModelError, match=r"transformers, which is not installed.*ms-parallel\[hf\]"):
         TransformersModel({"model_type": "stablelm"})
 
 

@@ -77,7 +77,7 @@ def test_a_parameter_between_split_layers_is_summed_over_the_tensor_axis(tmp_pat
 def test_an_unnamed_parameter_next_to_split_layers_is_refused_under_tensor() -> None:
     """Whether its gradient is partial or whole is not known."""
     config = small_model(TransformersModel({"model_type": "doge"}))
-    with pytest.raises(LayoutError, match=r"does not name model\.layers\.\*\.self_attn\.A"):
+    with pytest.raises(LayoutError, match=r"omits model\.layers\.\*\.self_attn\.A"):
         family_of(config).check_layout(config, Layout.parse("tensor=2"))
 
 

@@ -132,7 +132,7 @@ def test_a_model_that_reads_all_features_between_split_layers_is_not_split(
     if not refused:
         family.check_layout(config, layout)
         return
-    with pytest.raises(LayoutError, match=r"Gemma3nTextMLP computes something over all features"):
+    with pytest.raises(LayoutError, match=r"Gemma3nTextMLP has an operation over all features"):
         family.check_layout(config, layout)
 
 
