@@ -1,4 +1,4 @@
-"""What a prepared training step costs beside a plain one, alternating; medians of several rounds.
+"""Compare the CPU time of a training step with and without QAT: medians of alternating rounds.
 
 python packages/ms-compress/benchmarks/bench.py [--compile]
 """
@@ -30,42 +30,42 @@ SIZES = DecoderConfig(
 
 
 def model(scheme: str | None, **settings: bool) -> torch.nn.Module:
-    """Fresh weights, prepared unless `scheme` is None."""
-    made = Decoder(SIZES)
-    initialize(made, 0)
-    return made if scheme is None else qat(made, scheme, **settings)
+    """Build a decoder with random weights, prepared for QAT unless `scheme` is None."""
+    decoder = Decoder(SIZES)
+    initialize(decoder, 0)
+    return decoder if scheme is None else qat(decoder, scheme, **settings)
 
 
 def main() -> None:
-    """Print processor time of one step: forward, backward and AdamW."""
+    """Print the CPU time of one step: forward, backward and AdamW."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--compile", action="store_true", help="by inductor, plain and prepared")
+    parser.add_argument("--compile", action="store_true", help="compile all models with inductor")
     compiled = parser.parse_args().compile
     torch.set_num_threads(1)
     models = {"plain": model(None)} | {name: model(name) for name in NAMES}
     models["ct.int4_g32, learned scales"] = model("ct.int4_g32", learned_scales=True)
     models["gguf.q4_0, learned scales"] = model("gguf.q4_0", learned_scales=True)
-    models["gguf.q4_0, weights alone"] = model("gguf.q4_0", activations=False)
+    models["gguf.q4_0, weights only"] = model("gguf.q4_0", activations=False)
     if compiled:
-        for each in models.values():
-            each.compile(fullgraph=True)
-        # One function is compiled anew for each of the models.
+        for compiled_model in models.values():
+            compiled_model.compile(fullgraph=True)
+        # The same functions are compiled once per model.
         torch._dynamo.config.recompile_limit = 2 * len(models)
     optimizers = {
-        name: torch.optim.AdamW(each.parameters(), 1e-4, fused=True)
-        for name, each in models.items()
+        name: torch.optim.AdamW(decoder.parameters(), 1e-4, fused=True)
+        for name, decoder in models.items()
     }
     tokens = torch.randint(0, SIZES.vocab_size, (8, 256))
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(ROUNDS + 1):
-        for name, each in models.items():
-            began = process_time()
-            F.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten()).backward()
+        for name, decoder in models.items():
+            start_s = process_time()
+            F.cross_entropy(decoder(tokens).flatten(0, 1), tokens.flatten()).backward()
             optimizers[name].step()
             optimizers[name].zero_grad()
-            times[name].append(process_time() - began)
+            times[name].append(process_time() - start_s)
     for name, measured in times.items():
-        pairs = zip(measured[1:], times["plain"][1:], strict=True)  # the first also compiles
+        pairs = zip(measured[1:], times["plain"][1:], strict=True)  # without the warmup round
         ratio = median(a / b for a, b in pairs)
         print(f"{name:28} {median(measured[1:]) * 1e3:7.0f} ms  {ratio:.2f} x plain")
 

@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="held-out rows of 256 tokens")
     parser.add_argument("--calibration", type=int, default=64, help="rows for GPTQ; the peers' 64")
     parser.add_argument("--rate", type=float, default=1e-4)
-    parser.add_argument("--distil-weight", type=float, default=1.0, help="the text's is the rest")
+    parser.add_argument("--distill-weight", type=float, default=1.0, help="the text's is the rest")
     parser.add_argument("--hidden-weight", type=float, default=0.0, help="of layers' outputs")
     parser.add_argument("--sparse-steps", type=int, default=1200, help="after pruning")
     parser.add_argument("--sparse-rate", type=float, default=1e-3)

@@ -81,7 +81,8 @@ def sapo(terms: Terms) -> "tuple[Tensor, Tensor]":
     negative = advantages.new_tensor(terms.options.sapo_temperature_neg)
     temperatures = positive.where(advantages > 0, negative)
     gate = (temperatures * (ratios - 1)).sigmoid() * 4 / temperatures
-    return -gate * advantages, ratios != ratios
+    nothing_clipped = ratios.new_zeros(ratios.shape).bool()
+    return -gate * advantages, nothing_clipped
 
 
 LOSS_TYPES: Final[dict[str, tuple[Surrogate, Aggregation]]] = {
