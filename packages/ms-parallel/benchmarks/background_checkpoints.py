@@ -50,7 +50,8 @@ def main() -> int:
         saver = BackgroundSaver(Path(name), 2)
         pairs = [alternate(step, saver, engine) for _ in range(arguments.steps + 2)][2:]
         blocking = waits(Path(name) / "blocking", engine)
-        size = sum(saver.share.parts)  # type: ignore[union-attr]
+        assert saver.rank_plan is not None
+        size = sum(saver.rank_plan.part_bytes)
         saver.close()
     wall = median(saved[0] / plain[0] for plain, saved in pairs)
     processor = median(saved[1] / plain[1] for plain, saved in pairs)

@@ -96,7 +96,10 @@ class Peer:
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             head = self.modules[stages - 1].head_weight
-            return HeadOutput(hidden, head, ops, groups, {}).token_losses(targets).sum() / weight
+            return (
+                HeadOutput(hidden, head, ops, groups, {}, split=False).token_losses(targets).sum()
+                / weight
+            )
 
         def runtime() -> Any:
             made = [
