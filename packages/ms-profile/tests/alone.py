@@ -5,6 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # `-I` leaves the script's own folder out
 from simulation import Fault, simulate_run
 
 import ms_profile
