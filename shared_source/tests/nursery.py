@@ -20,7 +20,9 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 
 def _serve() -> None:
     """Read a job per line of standard input, fork a parent for it, and print the parent's pid."""
-    signal.signal(signal.SIGCHLD, _reap)
+    # The kernel then reaps parents that exit, so that their pids disappear. A handler could miss a
+    # signal that arrives just before the read of the next job.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     importlib.import_module("torch._dynamo")  # FSDP imports it lazily
     modules: dict[str, ModuleType] = {}
     for line in sys.stdin:
@@ -52,13 +54,6 @@ def _run_parent(job: dict[str, Any], module: ModuleType | None) -> None:
         return
     os.environ.update(job["environment"])
     _fork(folder, int(os.environ["WORLD_SIZE"]), lambda rank: _run_rank(rank, module, job))
-
-
-def _reap(*_: object) -> None:
-    """Reap parents that have exited, so that their pids disappear."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _imported(file: str) -> ModuleType:
