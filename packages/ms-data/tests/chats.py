@@ -1,4 +1,4 @@
-"""Chat templates, a tokenizer and rows that several tests read."""
+"""Chat templates, a tokenizer and rows shared by several tests."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ CHATML = (
     "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Prefixes prove where the assistant speaks."""
+"""Rendering prefixes locates the assistant's turns."""
 
-MARKED = """{{- bos_token }}
+GENERATION_MARKS = """{{- bos_token }}
 {%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- for tool in tools %}{{- tool | tojson(indent=2) }}{% endfor %}
@@ -40,31 +40,31 @@ MARKED = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
-"""Marks the assistant's part, prints tools and thoughts, refuses what it doesn't know."""
+"""Has generation tags, prints tools and reasoning, and rejects unknown roles."""
 
-FORGETFUL = """{%- set last = namespace(at=0) %}
+DROPS_OLD_THINKING = """{%- set last = namespace(at=0) %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}{%- set last.at = loop.index0 %}{%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' and loop.index0 < last.at %}
-        {%- set said = message.content.split('</think>')[-1] %}
+        {%- set text = message.content.split('</think>')[-1] %}
     {%- else %}
-        {%- set said = message.content %}
+        {%- set text = message.content %}
     {%- endif %}
-    {{- '<|im_start|>' + message.role + '\n' + said + '<|im_end|>\n' }}
+    {{- '<|im_start|>' + message.role + '\n' + text + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-"""Leaves out the thoughts of all answers but the last, so that no prefix proves them."""
+"""Drops the reasoning of all answers except the last, so prefixes do not render consistently."""
 
-BRACKETS = """{{ bos_token }}{% for message in messages %}
+INST_TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if loop.index0 == 1 and messages[0].role == 'system' %}{% continue %}{% endif %}
 {% if message.role == 'user' %}[INST] {{ message.content }} [/INST]{% endif %}
 {% if message.role == 'assistant' %} {{ message.content }}{{ eos_token }}{% endif %}
 {% endfor %}"""
-"""No generation prompt; loop controls and block trimming matter."""
+"""No generation prompt; depends on loop controls and block trimming."""
 
-DATED = "{{ strftime_now('%d %B %Y') }} " + CHATML
+DATED_TEMPLATE = "{{ strftime_now('%d %B %Y') }} " + CHATML
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -78,7 +78,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def tokenizer_json() -> bytes:
-    """A byte-level BPE with the special tokens of the templates above."""
+    """Train a byte-level BPE with the special tokens of the templates above."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -94,7 +94,7 @@ def tokenizer_json() -> bytes:
 
 
 def write_tokenizer(folder: Path, template: str = CHATML) -> Path:
-    """A tokenizer's folder as models are published with."""
+    """Write a tokenizer folder like those published with models."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_bytes(tokenizer_json())
     config = {
@@ -108,6 +108,6 @@ def write_tokenizer(folder: Path, template: str = CHATML) -> Path:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """JSON Lines."""
+    """Write rows as JSON Lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

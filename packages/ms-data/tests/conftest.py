@@ -1,4 +1,4 @@
-"""Datasets that several tests read."""
+"""Datasets shared by several tests."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from .truth import random_documents, write_dataset
 
-# A test case may take longer than hypothesis allows when the machine is busy.
+# Examples may exceed hypothesis's deadline on a busy machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# How long it takes to draw and try inputs says how busy the machine is, and nothing of the code.
+# Slow input generation also reflects machine load, not the code under test.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
@@ -26,5 +26,5 @@ def documents() -> list[NDArray[np.int64]]:
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory, documents: list[NDArray[np.int64]]) -> Path:
-    """The forty documents in six shards with frames of sixteen tokens; not to be changed."""
+    """The forty documents in six shards with 16-token frames. Read-only."""
     return write_dataset(tmp_path_factory.mktemp("data") / "shards", documents)

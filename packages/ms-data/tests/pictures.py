@@ -1,4 +1,4 @@
-"""Pictures, sounds, and folders of models that see or hear, as several tests read them."""
+"""Images, audio, and model folders with a vision or audio processor, shared by several tests."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from PIL import Image
 
 from .chats import tokenizer_json
 
-SEEING = (
+VISION_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}"
@@ -23,10 +23,10 @@ SEEING = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Marks pictures and sounds as the templates of Qwen2-VL and Qwen2-Audio do."""
+"""Marks images and audio as the templates of Qwen2-VL and Qwen2-Audio do."""
 
-PLACES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-HEARD = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
+IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+AUDIO_TOKENS = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 
 QWEN2 = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -36,7 +36,7 @@ QWEN2 = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
-"""In the form in which Qwen2-VL was published, with smaller pictures."""
+"""Qwen2-VL's published format, with smaller images."""
 
 QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -47,7 +47,7 @@ QWEN3 = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-"""Likewise Qwen3-VL."""
+"""Qwen3-VL's published format, with smaller images."""
 
 WHISPER = {
     "feature_extractor_type": "WhisperFeatureExtractor",
@@ -57,14 +57,14 @@ WHISPER = {
     "hop_length": 160,
     "sampling_rate": 16_000,
 }
-"""Likewise Qwen2-Audio, with shorter sounds."""
+"""Qwen2-Audio's published format, with shorter clips."""
 
 
-def write_model(folder: Path, config: dict[str, Any], template: str = SEEING) -> Path:
-    """A model's folder: tokenizer, template, and the settings of its processor."""
+def write_model(folder: Path, config: dict[str, Any], template: str = VISION_TEMPLATE) -> Path:
+    """Write a model folder: tokenizer, chat template and processor settings."""
     folder.mkdir(parents=True, exist_ok=True)
     model = tokenizers.Tokenizer.from_str(tokenizer_json().decode())
-    model.add_special_tokens([*PLACES, *HEARD])
+    model.add_special_tokens([*IMAGE_TOKENS, *AUDIO_TOKENS])
     (folder / "tokenizer.json").write_text(model.to_str())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (folder / "chat_template.jinja").write_text(template)
@@ -72,41 +72,45 @@ def write_model(folder: Path, config: dict[str, Any], template: str = SEEING) ->
     return folder
 
 
-def drawn(width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
-    """A picture of shapes and noise, shape (height, width, 3)."""
+def random_image(width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Return an image of waves and noise, shape (height, width, 3)."""
     rng = np.random.default_rng(seed)
-    across, down = np.meshgrid(np.arange(width), np.arange(height))
-    waves = [np.sin(across / (3 + seed % 5)), np.cos(down / 7), np.sin((across + down) / 11)]
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    waves = [np.sin(x / (3 + seed % 5)), np.cos(y / 7), np.sin((x + y) / 11)]
     noise = rng.normal(0, 20, (height, width, 3))
     return np.clip(127 + 90 * np.stack(waves, -1) + noise, 0, 255).astype(np.uint8)
 
 
-def encoded(pixels: NDArray[np.uint8], form: str = "PNG", **settings: Any) -> bytes:
-    """Its file."""
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, form, **settings)
-    return out.getvalue()
+def encode_image(pixels: NDArray[np.uint8], file_format: str = "PNG", **settings: Any) -> bytes:
+    """Encode an image as a file in memory."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, file_format, **settings)
+    return buffer.getvalue()
 
 
-def hummed(samples: int, seed: int = 0) -> NDArray[np.int16]:
-    """A sound of tones and noise."""
+def random_audio(samples: int, seed: int = 0) -> NDArray[np.int16]:
+    """Return audio of tones and noise at 16 kHz."""
     rng = np.random.default_rng(seed)
-    at = np.arange(samples) / 16_000
-    tones = np.sin(2 * np.pi * 220 * (1 + seed % 3) * at) + 0.3 * np.sin(2 * np.pi * 3000 * at)
+    time_s = np.arange(samples) / 16_000
+    tones = np.sin(2 * np.pi * 220 * (1 + seed % 3) * time_s) + 0.3 * np.sin(
+        2 * np.pi * 3000 * time_s
+    )
     return (6000 * tones + rng.normal(0, 200, samples)).astype(np.int16)
 
 
-def recorded(samples: NDArray[np.int16], form: str = "WAV", rate_hz: int = 16_000) -> bytes:
-    """Its file."""
+def encode_audio(
+    samples: NDArray[np.int16], file_format: str = "WAV", rate_hz: int = 16_000
+) -> bytes:
+    """Encode audio as a file in memory."""
     import soundfile
 
-    out = io.BytesIO()
-    soundfile.write(out, samples, rate_hz, format=form)
-    return out.getvalue()
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, rate_hz, format=file_format)
+    return buffer.getvalue()
 
 
-def png_of(width: int, height: int) -> bytes:
-    """A PNG whose head says so many pixels, and which holds none."""
+def png_claiming(width: int, height: int) -> bytes:
+    """Return a PNG whose header claims the given size but which holds almost no data."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return (
@@ -116,13 +120,13 @@ def png_of(width: int, height: int) -> bytes:
             + struct.pack(">I", zlib.crc32(name + content))
         )
 
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = chunk(b"IDAT", zlib.compress(b"\0" * 64))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + body + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
 
 
-def asked(parts: list[dict[str, Any]], answer: str = "A picture of waves.") -> dict[str, Any]:
-    """A row whose user shows these parts."""
+def media_row(parts: list[dict[str, Any]], answer: str = "A picture of waves.") -> dict[str, Any]:
+    """Return a conversation row whose user message holds these parts."""
     return {
         "messages": [
             {"role": "user", "content": parts},

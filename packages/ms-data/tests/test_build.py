@@ -1,4 +1,4 @@
-"""A build is deterministic, whole or not there, and goes on after any end."""
+"""Builds are deterministic, atomic and resumable."""
 
 import fcntl
 import gzip
@@ -40,26 +40,26 @@ from ms_data.disk.writer import DatasetWriter, ShardState, ShardWriter
 WORDS = ["alpha", "beta", "gamma", "δέλτα", "日本", "naïve", "def", "return", "\n", "    ", "42"]
 
 
-def texts_of(seed: int, count: int, longest: int = 60) -> list[str]:
-    """Some texts of up to `longest` words."""
+def random_texts(seed: int, count: int, max_words: int = 60) -> list[str]:
+    """Return `count` random texts of up to `max_words` words."""
     rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(1, longest))) for _ in range(count)]
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, max_words))) for _ in range(count)]
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:
-    """Writes a JSON Lines file, packed as its name says."""
+    """Write a JSON Lines file, compressed according to its suffix."""
     content = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
     if path.suffix == ".gz":
         content = gzip.compress(content[:100]) + gzip.compress(content[100:])
     if path.suffix == ".zst":
-        pack = zstandard.ZstdCompressor(write_checksum=True).compress
-        content = pack(content[:100]) + pack(content[100:])
+        compress = zstandard.ZstdCompressor(write_checksum=True).compress
+        content = compress(content[:100]) + compress(content[100:])
     path.write_bytes(content)
     return path
 
 
-def documents_in(folder: Path, tokenizer: Tokenizer, name: str = "train") -> list[str]:
-    """The texts of a split, read back from its tokens."""
+def decode_split(folder: Path, tokenizer: Tokenizer, name: str = "train") -> list[str]:
+    """Decode all documents of a split."""
     split = Split(folder, name)
     pieces = np.split(split.read(0, split.tokens), split.all_ends())
     assert len(pieces.pop()) == 0
@@ -67,60 +67,59 @@ def documents_in(folder: Path, tokenizer: Tokenizer, name: str = "train") -> lis
     return [tokenizer.decode(piece) for piece in pieces]
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder with its content."""
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Map the name of each file in a folder to its content."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text files in folders, a hidden one, an empty one, and JSON Lines of each packing."""
+    """Text files in subfolders, a hidden and an empty file, and plain, gzip and zstd JSON Lines."""
     folder = tmp_path_factory.mktemp("corpus")
-    for number, text in enumerate(texts_of(1, 30)):
-        place = folder / f"part{number % 3}"
-        place.mkdir(exist_ok=True)
-        (place / f"{number:02d}.txt").write_text(text)
+    for number, text in enumerate(random_texts(1, 30)):
+        subfolder = folder / f"part{number % 3}"
+        subfolder.mkdir(exist_ok=True)
+        (subfolder / f"{number:02d}.txt").write_text(text)
     (folder / ".hidden").write_bytes(b"\xff")
     (folder / "empty.md").write_text("")
-    write_lines(folder / "x.jsonl", texts_of(2, 40))
-    write_lines(folder / "y.jsonl.gz", texts_of(3, 40))
-    write_lines(folder / "z.jsonl.zst", texts_of(4, 40))
+    write_lines(folder / "x.jsonl", random_texts(2, 40))
+    write_lines(folder / "y.jsonl.gz", random_texts(3, 40))
+    write_lines(folder / "z.jsonl.zst", random_texts(4, 40))
     return folder
 
 
 @pytest.fixture(scope="module")
 def tokenizer(corpus: Path) -> Tokenizer:
-    """A small BPE of the corpus."""
+    """A small BPE tokenizer trained on the corpus."""
     return train_tokenizer(corpus, vocab_size=320)
 
 
 def expected_texts(corpus: Path) -> list[str]:
-    """The corpus in order of file names."""
+    """The texts of the corpus in file order."""
     files = [*corpus.glob("part*/*.txt")]
-    lines = [text for seed in (2, 3, 4) for text in texts_of(seed, 40)]
+    lines = [text for seed in (2, 3, 4) for text in random_texts(seed, 40)]
     return [path.read_text() for path in sorted(files)] + lines
 
 
-def test_tokens_give_back_every_text_in_order(
+def test_decoded_documents_equal_the_corpus_in_order(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Files, JSON Lines, gzip and zstd of several members: each text is a document, in order."""
+    """Covers text files, JSON Lines, and multi-member gzip and zstd."""
     summary = build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
     expected = expected_texts(corpus)
-    assert documents_in(tmp_path / "out", tokenizer) == expected
+    assert decode_split(tmp_path / "out", tokenizer) == expected
     assert summary.documents == len(expected)
     assert summary.text_bytes == sum(len(text.encode()) for text in expected)
     assert verify(tmp_path / "out").ok
 
 
-def test_the_same_corpus_gives_the_same_bytes(
+def test_building_the_same_corpus_twice_gives_identical_bytes(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Nothing of the time, the place or the threads enters a dataset."""
     for name in ("one", "two"):
         build(corpus, tokenizer=tokenizer, out=tmp_path / name, held_out_fraction=0.2)
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
-    assert sorted(files_of(tmp_path / "one")) == [
+    assert read_files(tmp_path / "one") == read_files(tmp_path / "two")
+    assert sorted(read_files(tmp_path / "one")) == [
         "build.json",
         "index.json",
         "shard-00000.msd",
@@ -130,36 +129,37 @@ def test_the_same_corpus_gives_the_same_bytes(
     assert not (tmp_path / "one.partial").exists()
 
 
-def test_held_out_documents_are_chosen_by_their_text(
+def test_held_out_split_depends_on_the_text_alone(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Every document is in one split, equal texts in the same one, in about the share asked.
+    """Each document lands in one split, equal texts in the same one.
 
-    150 documents at 0.3: the standard deviation of the share is 0.037, five of them 0.19.
+    For 150 documents at 0.3, the held-out fraction has standard deviation 0.037; allow 5 of them.
     """
     build(corpus, tokenizer=tokenizer, out=tmp_path / "out", held_out_fraction=0.3)
-    train = documents_in(tmp_path / "out", tokenizer)
-    held = documents_in(tmp_path / "out", tokenizer, "held_out")
-    assert sorted(train + held) == sorted(expected_texts(corpus))
-    assert not set(train) & set(held)
-    assert abs(len(held) / 150 - 0.3) < 0.19
+    train = decode_split(tmp_path / "out", tokenizer)
+    held_out = decode_split(tmp_path / "out", tokenizer, "held_out")
+    assert sorted(train + held_out) == sorted(expected_texts(corpus))
+    assert not set(train) & set(held_out)
+    assert abs(len(held_out) / 150 - 0.3) < 0.19
     stream = TokenStream(tmp_path / "out", sequence_length=16, batch_size=2, split="held_out")
     assert stream.samples_per_epoch == inspect(tmp_path / "out").splits["held_out"].tokens // 16
 
 
-def test_a_special_token_in_a_text_is_plain_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """No document can end itself early by spelling out the end of text."""
+def test_special_token_strings_in_text_are_encoded_as_plain_text(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A document cannot end early by containing the end-of-text string."""
     text = "before <|endoftext|> after"
     (tmp_path / "a.txt").write_text(text)
     build(tmp_path / "a.txt", tokenizer=tokenizer, out=tmp_path / "out")
-    assert documents_in(tmp_path / "out", tokenizer) == [text]
+    assert decode_split(tmp_path / "out", tokenizer) == [text]
     assert tokenizer.end_of_text not in tokenizer.encode(text)
 
 
-def test_shards_close_at_their_size_and_documents_stay_whole(
+def test_shards_stay_near_the_size_limit_and_never_split_documents(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Several shards read as one row of documents; each one ends with a document."""
     rng = random.Random(0)
     texts = ["".join(rng.choices("abcdefghij     ", k=40_000)) for _ in range(70)]
     write_lines(tmp_path / "a.jsonl", texts)
@@ -169,25 +169,28 @@ def test_shards_close_at_their_size_and_documents_stay_whole(
     assert summary.shards >= 2
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.msd")]
     assert max(sizes) < 1.3 * (1 << 20)
-    assert documents_in(tmp_path / "out", tokenizer) == texts
+    assert decode_split(tmp_path / "out", tokenizer) == texts
     assert verify(tmp_path / "out").ok
 
 
-def test_a_wide_vocabulary_is_stored_in_four_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Past 65,536 tokens the token type grows, and texts come back all the same."""
+def test_vocabularies_above_65536_tokens_are_stored_as_uint32(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     model = json.loads(tokenizer.content)
-    last = max(model["model"]["vocab"].values())
-    for number in range(last + 1, 70_000):
+    max_id = max(model["model"]["vocab"].values())
+    for number in range(max_id + 1, 70_000):
         model["model"]["vocab"][f"never {number}"] = number
     wide = Tokenizer(json.dumps(model).encode())
     (tmp_path / "a.txt").write_text("alpha beta")
     build(tmp_path / "a.txt", tokenizer=wide, out=tmp_path / "out")
     assert inspect(tmp_path / "out").token_type == "uint32"
-    assert documents_in(tmp_path / "out", wide) == ["alpha beta"]
+    assert decode_split(tmp_path / "out", wide) == ["alpha beta"]
 
 
-def test_the_standard_library_can_be_a_corpus(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """`stdlib` reads the running Python's sources, and leaves out what is broken on purpose."""
+def test_stdlib_corpus_reads_the_sources_of_the_running_python(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Deliberately broken sources are skipped."""
     source = find_corpus("stdlib")
     assert len(source.files) > 500
     assert not any("site-packages" in path.parts for path in source.files)
@@ -195,7 +198,7 @@ def test_the_standard_library_can_be_a_corpus(tokenizer: Tokenizer, tmp_path: Pa
     assert "import" in text or "def" in text
 
 
-INTERRUPTED = """
+SAVE_OFTEN = """
 import sys, ms_data
 from ms_data.engine import batches, run
 run.SAVE_EVERY_S, batches.BATCH_CHARACTERS = 0.0, 40_000
@@ -204,8 +207,10 @@ ms_data.build(sys.argv[1], tokenizer=sys.argv[2], out=sys.argv[3], **more)
 """
 
 
-def test_killed_builds_go_on_to_the_same_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Kill -9 at random moments, again and again: the end equals an undisturbed build."""
+def test_builds_killed_at_random_resume_to_identical_bytes(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Repeated SIGKILL at random moments."""
     rng = random.Random(7)
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -215,27 +220,31 @@ def test_killed_builds_go_on_to_the_same_bytes(tokenizer: Tokenizer, tmp_path: P
         write_lines(folder / f"{number}.jsonl{('', '.gz', '.zst', '')[number]}", texts)
     (tmp_path / "tokenizer.json").write_bytes(tokenizer.content)
     build(
-        folder, tokenizer=tokenizer, out=tmp_path / "calm", held_out_fraction=0.2, shard_size_mib=1
+        folder,
+        tokenizer=tokenizer,
+        out=tmp_path / "reference",
+        held_out_fraction=0.2,
+        shard_size_mib=1,
     )
-    assert len(files_of(tmp_path / "calm")) >= 4
+    assert len(read_files(tmp_path / "reference")) >= 4
 
     out, journal = tmp_path / "out", tmp_path / "out.partial" / "journal.msgpack"
-    command = [sys.executable, "-c", INTERRUPTED, folder, tmp_path / "tokenizer.json", out]
+    command = [sys.executable, "-c", SAVE_OFTEN, folder, tmp_path / "tokenizer.json", out]
     kills = 0
-    while kills < 10 and killed_after(rng.randint(1, 5), journal, command, rng):
+    while kills < 10 and kill_after_saves(rng.randint(1, 5), journal, command, rng):
         kills += 1
         assert journal.exists()
         assert not out.exists()
     assert kills
     subprocess.run(command, check=True, timeout=120)
     assert not journal.parent.exists()
-    assert files_of(out) == files_of(tmp_path / "calm")
+    assert read_files(out) == read_files(tmp_path / "reference")
 
 
-def killed_after(
+def kill_after_saves(
     saves: int, journal: Path, command: Sequence[str | Path], rng: random.Random
 ) -> bool:
-    """Kills a build some moments after a save; False where it was done before that."""
+    """Kill a build shortly after its n-th save. Return False if it finished first."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         for _ in range(saves):
             await_change(journal, process)
@@ -247,169 +256,167 @@ def killed_after(
 
 
 def await_change(path: Path, process: subprocess.Popen[bytes]) -> None:
-    """Waits until a process has renamed another file to `path`, or has ended."""
+    """Wait until another process replaces `path` or exits."""
 
-    def identity() -> tuple[int, int]:
-        facts = facts_of(path)
-        return (facts.st_ino, facts.st_mtime_ns) if facts else (0, 0)
+    def file_id() -> tuple[int, int]:
+        info = stat_or_none(path)
+        return (info.st_ino, info.st_mtime_ns) if info else (0, 0)
 
-    before, deadline = identity(), time.monotonic() + 60
-    while process.poll() is None and identity() == before:
+    old_id, deadline = file_id(), time.monotonic() + 60
+    while process.poll() is None and file_id() == old_id:
         assert time.monotonic() < deadline, "the build does not save"
         time.sleep(0.001)
 
 
-def facts_of(path: Path) -> os.stat_result | None:
-    """The facts of a file that another process makes and removes; None where it is not there."""
+def stat_or_none(path: Path) -> os.stat_result | None:
+    """Return the stat result of a file, or None if it is absent."""
     try:
         return path.stat()
     except FileNotFoundError:
         return None
 
 
-def test_what_an_earlier_run_left_is_not_published(
+def test_leftovers_of_a_run_killed_before_its_first_save_are_not_published(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Files of a run that died before its first save do not end up in the dataset."""
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "shard-00099.msd").write_bytes(b"left")
     build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
-    whole = ["build.json", "index.json", "shard-00000.msd", "tokenizer.json"]
-    assert sorted(files_of(tmp_path / "out")) == whole
+    names = ["build.json", "index.json", "shard-00000.msd", "tokenizer.json"]
+    assert sorted(read_files(tmp_path / "out")) == names
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
-    lost=st.lists(st.integers(1, 200), max_size=30),
+    lost_lengths=st.lists(st.integers(1, 200), max_size=30),
     cut=st.integers(0, 30),
 )
-def test_a_writer_goes_on_from_its_state_whatever_was_written_after_it(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], lost: list[int], cut: int
+def test_writer_resumes_from_its_state_whatever_was_written_since(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], lost_lengths: list[int], cut: int
 ) -> None:
-    """Documents that were appended after the last state leave no trace in the shard."""
+    """Documents appended after the last state leave no trace in the shard."""
     folder = tmp_path_factory.mktemp("writer")
     documents = [np.arange(length) for length in lengths]
-    for name in ("calm", "killed"):
+    for name in ("reference", "killed"):
         (folder / name).mkdir()
 
     def writer(name: str, state: ShardState | None = None) -> ShardWriter:
         path = folder / name / "shard-00000.msd"
         return ShardWriter(path, "train", token_type="uint16", frame_tokens=16, state=state)
 
-    calm = writer("calm")
+    reference = writer("reference")
     for document in documents:
-        calm.append(document)
+        reference.append(document)
     killed = writer("killed")
     for document in documents[:cut]:
         killed.append(document)
     state = killed.state()
-    for length in lost:
+    for length in lost_lengths:
         killed.append(np.full(length, 9))
     killed.abandon()
-    again = writer("killed", state)
+    resumed = writer("killed", state)
     for document in documents[cut:]:
-        again.append(document)
-    assert again.close() == calm.close()
-    assert files_of(folder / "killed") == files_of(folder / "calm")
+        resumed.append(document)
+    assert resumed.close() == reference.close()
+    assert read_files(folder / "killed") == read_files(folder / "reference")
 
 
 def interrupt(
-    folder: Path, tokenizer: Tokenizer, out: Path, *, stop_at: int = 3, **changes: object
+    folder: Path, tokenizer: Tokenizer, out: Path, *, stop_at_call: int = 3, **options: object
 ) -> None:
-    """Starts a build that stops in its third batch, as an interrupt from the keyboard does."""
-    seen = 0
+    """Start a build and interrupt it at its n-th progress call, as Ctrl-C does."""
+    calls = 0
 
-    def stop(done: int, total: int) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == stop_at:
+    def interrupt_at(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == stop_at_call:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ms_data.engine.run.SAVE_EVERY_S", 0.0)
         patch.setattr("ms_data.engine.batches.BATCH_CHARACTERS", 1500)
         with pytest.raises(KeyboardInterrupt):
-            build(folder, tokenizer=tokenizer, out=out, on_progress=stop, **changes)  # type: ignore[arg-type]
+            build(folder, tokenizer=tokenizer, out=out, on_progress=interrupt_at, **options)  # type: ignore[arg-type]
 
 
-def test_an_interrupted_build_counts_as_if_it_had_not_been(
+def test_a_resumed_build_has_the_same_summary_as_an_uninterrupted_one(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """The summary of a build that went on is that of an undisturbed one."""
-    calm = build(corpus, tokenizer=tokenizer, out=tmp_path / "calm")
+    reference = build(corpus, tokenizer=tokenizer, out=tmp_path / "reference")
     interrupt(corpus, tokenizer, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    went_on = build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
-    assert isinstance(went_on, Summary)
-    assert (went_on.documents, went_on.tokens, went_on.text_bytes) == (
-        calm.documents,
-        calm.tokens,
-        calm.text_bytes,
+    resumed = build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
+    assert isinstance(resumed, Summary)
+    assert (resumed.documents, resumed.tokens, resumed.text_bytes) == (
+        reference.documents,
+        reference.tokens,
+        reference.text_bytes,
     )
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "reference")
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 3, 5, 8])
-def test_what_is_left_out_is_counted_once(
-    tokenizer: Tokenizer, tmp_path: Path, stop_at: int
+@pytest.mark.parametrize("stop_at_call", [1, 2, 3, 5, 8])
+def test_skipped_lines_are_counted_once_across_an_interruption(
+    tokenizer: Tokenizer, tmp_path: Path, stop_at_call: int
 ) -> None:
-    """Invalid lines between, before and after documents count the same however often it stops."""
+    """Invalid lines come before, between and after documents."""
     path = tmp_path / "a.jsonl"
-    lines = [json.dumps({"text": text}) for text in texts_of(8, 140)]
+    lines = [json.dumps({"text": text}) for text in random_texts(8, 140)]
     path.write_text("bad\n" + "\nbad\n".join(lines) + "\nbad\nbad\n")
-    interrupt(path, tokenizer, tmp_path / "out", stop_at=stop_at, skip_invalid=True)
+    interrupt(path, tokenizer, tmp_path / "out", stop_at_call=stop_at_call, skip_invalid=True)
     summary = build(path, tokenizer=tokenizer, out=tmp_path / "out", skip_invalid=True)
     assert (summary.documents, summary.skipped) == (140, 142)
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("options", "setting"),
     [({"held_out_fraction": 0.5}, "held_out_fraction"), ({"shard_size_mib": 3}, "shard_size")],
 )
-def test_another_build_does_not_go_on_from_an_interrupted_one(
-    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, changes: dict[str, float], named: str
+def test_resuming_with_different_settings_is_refused_and_keeps_the_partial_build(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, options: dict[str, float], setting: str
 ) -> None:
-    """What was interrupted is kept and the difference named."""
     interrupt(corpus, tokenizer, tmp_path / "out")
-    kept = files_of(tmp_path / "out.partial")
-    with pytest.raises(OutputError, match=named):
-        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", **changes)  # type: ignore[arg-type]
-    assert files_of(tmp_path / "out.partial") == kept
+    before = read_files(tmp_path / "out.partial")
+    with pytest.raises(OutputError, match=setting):
+        build(corpus, tokenizer=tokenizer, out=tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert read_files(tmp_path / "out.partial") == before
 
 
-def test_a_corpus_that_changed_where_it_was_read_is_refused(
+def test_resuming_refuses_a_change_in_a_file_already_read(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """A file that was already read must be the same; one that is still to come may change."""
+    """Files not yet read may change."""
     folder = Path(shutil.copytree(corpus, tmp_path / "corpus"))
     interrupt(folder, tokenizer, tmp_path / "out")
-    late = write_lines(folder / "z.jsonl.zst", ["another text"])
+    unread = write_lines(folder / "z.jsonl.zst", ["another text"])
     os.utime(folder / "part0" / "00.txt", (1, 1))
     with pytest.raises(OutputError, match="corpus"):
         build(folder, tokenizer=tokenizer, out=tmp_path / "out")
     os.utime(folder / "part0" / "00.txt", ns=(0, (corpus / "part0/00.txt").stat().st_mtime_ns))
-    assert late.exists()
+    assert unread.exists()
     build(folder, tokenizer=tokenizer, out=tmp_path / "out")
-    build(folder, tokenizer=tokenizer, out=tmp_path / "calm")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+    build(folder, tokenizer=tokenizer, out=tmp_path / "reference")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "reference")
 
 
-def test_names_that_are_not_utf8_do_not_stop_a_build(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A file system takes any bytes; an interrupted build goes on over them too."""
+def test_file_names_that_are_not_utf8_are_built_and_resumed(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
-    for number, text in enumerate(texts_of(6, 60)):
+    for number, text in enumerate(random_texts(6, 60)):
         Path(os.fsdecode(bytes(folder) + b"/\xff%02d.txt" % number)).write_text(text)
     interrupt(folder, tokenizer, tmp_path / "out")
     assert build(folder, tokenizer=tokenizer, out=tmp_path / "out").documents == 60
 
 
-def test_a_bad_line_late_in_a_build_can_be_skipped_when_it_goes_on(
+def test_a_build_that_failed_on_a_bad_line_resumes_with_skip_invalid(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Work before the bad line is not lost: the same command with skip_invalid goes on."""
-    path = write_lines(tmp_path / "a.jsonl", texts_of(5, 60))
+    """Work done before the bad line is kept."""
+    path = write_lines(tmp_path / "a.jsonl", random_texts(5, 60))
     with path.open("ab") as file:
         file.write(b"{broken\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -422,24 +429,25 @@ def test_a_bad_line_late_in_a_build_can_be_skipped_when_it_goes_on(
     assert (summary.documents, summary.skipped) == (60, 1)
 
 
-def test_one_build_at_a_time_writes_a_folder(
+def test_a_second_build_into_the_same_folder_is_refused(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """A second build of the same folder is refused and harms nothing of the first."""
-    aside = tmp_path / "out.partial"
-    aside.mkdir()
-    (aside / "shard-00000.msd").write_bytes(b"in work")
-    descriptor = os.open(aside, os.O_RDONLY)
+    """The first build's files are untouched."""
+    partial_folder = tmp_path / "out.partial"
+    partial_folder.mkdir()
+    (partial_folder / "shard-00000.msd").write_bytes(b"in work")
+    descriptor = os.open(partial_folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(OutputError, match="another build"):
         build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
-    assert (aside / "shard-00000.msd").read_bytes() == b"in work"
+    assert (partial_folder / "shard-00000.msd").read_bytes() == b"in work"
     os.close(descriptor)
     build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
 
 
-def test_a_failed_build_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """An error before the first save leaves neither the folder nor the one beside it."""
+def test_a_build_that_fails_before_its_first_save_leaves_no_files(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("good")
     (tmp_path / "in" / "b.txt").write_bytes(b"bad \xff")
@@ -448,15 +456,14 @@ def test_a_failed_build_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_an_occupied_folder_is_refused_and_an_empty_one_taken(
+def test_existing_output_is_refused_unless_it_is_an_empty_folder(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Nothing that stands in the way is ever overwritten."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("keep")
     (tmp_path / "file").write_text("keep")
-    for name, said in (("full", "not empty"), ("file", "which is a file")):
-        with pytest.raises(OutputError, match=said):
+    for name, message in (("full", "not empty"), ("file", "which is a file")):
+        with pytest.raises(OutputError, match=message):
             build(corpus, tokenizer=tokenizer, out=tmp_path / name)
     assert (tmp_path / "full" / "mine").read_text() == "keep"
     (tmp_path / "empty").mkdir()
@@ -464,8 +471,8 @@ def test_an_occupied_folder_is_refused_and_an_empty_one_taken(
     assert verify(tmp_path / "empty").ok
 
 
-def test_a_folder_inside_the_corpus_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """By its real path too; a hidden one, which is never read, is taken."""
+def test_output_inside_the_corpus_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Symlinks are resolved. Hidden folders are allowed since they are never read."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("text")
     (tmp_path / "link").symlink_to(tmp_path / "in")
@@ -476,39 +483,38 @@ def test_a_folder_inside_the_corpus_is_refused(tokenizer: Tokenizer, tmp_path: P
     build(tmp_path / "in", tokenizer=tokenizer, out=tmp_path / "in" / ".made")
 
 
-@pytest.mark.parametrize("going_on", [False, True])
-def test_files_that_no_build_wrote_are_never_removed(
-    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, going_on: bool
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_unknown_files_in_the_partial_folder_are_never_removed(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, interrupted: bool
 ) -> None:
-    """A folder that only has the name of ours is left as it is."""
-    if going_on:
+    if interrupted:
         interrupt(corpus, tokenizer, tmp_path / "out")
-    aside = tmp_path / "out.partial"
-    aside.mkdir(exist_ok=True)
-    (aside / "thesis.tex").write_text("precious")
-    (aside / "shard-00099.msd").write_bytes(b"mine")
-    kept = files_of(aside)
+    partial_folder = tmp_path / "out.partial"
+    partial_folder.mkdir(exist_ok=True)
+    (partial_folder / "thesis.tex").write_text("precious")
+    (partial_folder / "shard-00099.msd").write_bytes(b"mine")
+    before = read_files(partial_folder)
     with pytest.raises(OutputError, match=r"holds thesis\.tex, which no build wrote"):
         build(corpus, tokenizer=tokenizer, out=tmp_path / "out")
-    assert files_of(aside) == kept
+    assert read_files(partial_folder) == before
 
 
 @pytest.mark.parametrize("change", ["cut", "missing", "longer"])
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_build_does_not_go_on_from_damaged_shards(
+def test_resuming_from_shards_of_the_wrong_size_is_refused(
     tokenizer: Tokenizer, tmp_path: Path, change: str, closed: bool
 ) -> None:
-    """Shards have the sizes that were noted; only an open one may have grown since."""
+    """Only the open shard may have grown since the state was saved."""
     folder = tmp_path / "dataset"
     folder.mkdir()
-    make = partial(
+    open_writer = partial(
         DatasetWriter,
         folder,
         token_type="uint16",
         frame_tokens=16,
         shard_size_bytes=200 if closed else 10_000,
     )
-    writer = make()
+    writer = open_writer()
     writer.append("train", np.arange(100))
     state = writer.state()
     writer.abandon()
@@ -519,43 +525,47 @@ def test_a_build_does_not_go_on_from_damaged_shards(
     if change != "missing":
         path.write_bytes(content[:-1] if change == "cut" else content + b"\0")
     if change == "longer" and not closed:
-        make(state=state).abandon()
+        open_writer(state=state).abandon()
         return
     with pytest.raises(OutputError, match=r"damaged: has \d+ bytes, but \d+ were written; remove"):
-        make(state=state)
+        open_writer(state=state)
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_no_flipped_bit_of_an_interrupted_build_is_gone_on_from(
+def test_resuming_detects_a_flipped_bit_in_any_shard(
     tokenizer: Tokenizer, tmp_path: Path, closed: bool
 ) -> None:
-    """Every byte of every shard that the journal counts is sealed by it, size unchanged or not."""
+    """The journal holds checksums of all shards it covers."""
     folder = tmp_path / "dataset"
     folder.mkdir()
-    limit = 200 if closed else 10_000
-    make = partial(
-        DatasetWriter, folder, token_type="uint16", frame_tokens=16, shard_size_bytes=limit
+    shard_size_bytes = 200 if closed else 10_000
+    open_writer = partial(
+        DatasetWriter,
+        folder,
+        token_type="uint16",
+        frame_tokens=16,
+        shard_size_bytes=shard_size_bytes,
     )
-    writer = make()
+    writer = open_writer()
     writer.append("train", np.arange(100))
     state = writer.state()
     writer.abandon()
     path = folder / "shard-00000.msd"
     content = path.read_bytes()
-    for place in range(0, len(content), 7):
+    for offset in range(0, len(content), 7):
         damaged = bytearray(content)
-        damaged[place] ^= 1 << place % 8
+        damaged[offset] ^= 1 << offset % 8
         path.write_bytes(damaged)
         with pytest.raises(OutputError, match="damaged: checksum mismatch"):
-            make(state=state)
+            open_writer(state=state)
     path.write_bytes(content)
-    make(state=state).abandon()
+    open_writer(state=state).abandon()
 
 
-def test_no_flipped_bit_of_a_builds_record_is_believed(
+def test_a_flipped_bit_in_build_json_is_detected(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """By which the same command again has nothing to do: 100 bits, one at a time."""
+    """A corrupt record must not pass as a finished build. Tries 100 single-bit flips."""
     out = tmp_path / "out"
     build(corpus, tokenizer=tokenizer, out=out)
     path = out / "build.json"
@@ -570,10 +580,10 @@ def test_no_flipped_bit_of_a_builds_record_is_believed(
     assert build(corpus, tokenizer=tokenizer, out=out).built_before
 
 
-def test_changed_settings_are_told_with_what_they_were(
+def test_changed_settings_are_reported_with_old_and_new_values(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Both values of each setting in one line; a larger limit alone is no other build."""
+    """Raising a limit alone does not make it a different build."""
     interrupt(corpus, tokenizer, tmp_path / "out")
     with pytest.raises(
         OutputError, match=r"held_out_fraction is 0\.5, was 0\.0; text_column is 'x', was 'text'"
@@ -589,9 +599,8 @@ def test_changed_settings_are_told_with_what_they_were(
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.0, float("nan")])
-def test_a_share_outside_its_range_is_refused(
+def test_held_out_fraction_outside_0_to_1_is_refused(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, value: float
 ) -> None:
-    """The held-out share is from 0 to below 1."""
     with pytest.raises(SettingError, match="held_out_fraction"):
         build(corpus, tokenizer=tokenizer, out=tmp_path / "out", held_out_fraction=value)

@@ -1,4 +1,4 @@
-"""Chat templates: the text of transformers, and the assistant's part of it."""
+"""Chat templates render like transformers, and locate the assistant's text."""
 
 import json
 from datetime import date
@@ -11,7 +11,15 @@ import pytest
 from ms_data import ChatTemplate, Tokenizer
 from ms_data.errors import TokenizerError
 
-from .chats import BRACKETS, CHATML, DATED, FORGETFUL, MARKED, tokenizer_json, write_tokenizer
+from .chats import (
+    CHATML,
+    DATED_TEMPLATE,
+    DROPS_OLD_THINKING,
+    GENERATION_MARKS,
+    INST_TEMPLATE,
+    tokenizer_json,
+    write_tokenizer,
+)
 
 TOOL = {
     "type": "function",
@@ -36,8 +44,8 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def their_tokenizer() -> Any:
-    """The same tokenizer in transformers."""
+def hf_tokenizer() -> Any:
+    """Return the test tokenizer as a transformers class."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,59 +58,67 @@ def their_tokenizer() -> Any:
 
 @pytest.mark.parametrize("generation", [False, True])
 @pytest.mark.parametrize("messages", [PLAIN, PLAIN[:1], TOOLS], ids=["plain", "prompt", "tools"])
-@pytest.mark.parametrize("source", [CHATML, MARKED, FORGETFUL, BRACKETS, DATED])
-def test_text_and_tokens_are_those_of_transformers(
+@pytest.mark.parametrize(
+    "source", [CHATML, GENERATION_MARKS, DROPS_OLD_THINKING, INST_TEMPLATE, DATED_TEMPLATE]
+)
+def test_text_and_tokens_match_transformers(
     source: str, messages: list[dict[str, Any]], generation: bool
 ) -> None:
-    """Whitespace rules, filters, loop controls, special tokens, tools, thoughts, the date."""
-    theirs = their_tokenizer()
+    """Covers whitespace, filters, loop controls, special tokens, tools, reasoning and dates."""
+    reference = hf_tokenizer()
     tools = [TOOL] if messages is TOOLS else None
     settings: dict[str, Any] = {"tools": tools, "add_generation_prompt": generation}
-    text = theirs.apply_chat_template(messages, chat_template=source, tokenize=False, **settings)
+    text = reference.apply_chat_template(messages, chat_template=source, tokenize=False, **settings)
     template = ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
     assert template.render(messages, **settings) == text
-    ids = theirs.apply_chat_template(messages, chat_template=source, return_dict=False, **settings)
+    ids = reference.apply_chat_template(
+        messages, chat_template=source, return_dict=False, **settings
+    )
     assert Tokenizer(tokenizer_json()).encode_chat(text) == list(ids)
 
 
 @pytest.mark.parametrize("messages", [PLAIN, TOOLS], ids=["plain", "tools"])
-def test_marked_tokens_are_those_of_transformers(messages: list[dict[str, Any]]) -> None:
-    """{% generation %} gives the mask that `return_assistant_tokens_mask` gives."""
-    out = their_tokenizer().apply_chat_template(
-        messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
+def test_generation_tags_give_the_assistant_mask_of_transformers(
+    messages: list[dict[str, Any]],
+) -> None:
+    expected = hf_tokenizer().apply_chat_template(
+        messages,
+        chat_template=GENERATION_MARKS,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
-    rendered = ChatTemplate(MARKED, special_tokens={"bos_token": "<s>"}).render_for_training(
-        messages
-    )
-    ((ids, learnt),) = Tokenizer(tokenizer_json()).encode_chats([rendered])
-    assert ids.tolist() == list(out["input_ids"])
-    assert learnt.astype(int).tolist() == out["assistant_masks"]
+    rendered = ChatTemplate(
+        GENERATION_MARKS, special_tokens={"bos_token": "<s>"}
+    ).render_for_training(messages)
+    ((ids, loss_mask),) = Tokenizer(tokenizer_json()).encode_chats([rendered])
+    assert ids.tolist() == list(expected["input_ids"])
+    assert loss_mask.astype(int).tolist() == expected["assistant_masks"]
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "answers"),
     [
         (CHATML, ["So <b>&</b>.\n<|im_end|>", "No.<|im_end|>"]),
-        (BRACKETS, [" So <b>&</b>.\n</s>", " No.</s>"]),
-        (MARKED, ["So <b>&</b>.<|im_end|>", "No.<|im_end|>"]),
+        (INST_TEMPLATE, [" So <b>&</b>.\n</s>", " No.</s>"]),
+        (GENERATION_MARKS, ["So <b>&</b>.<|im_end|>", "No.<|im_end|>"]),
     ],
 )
-def test_every_answer_is_learnt_with_its_end_and_nothing_else(source: str, said: list[str]) -> None:
-    """Multi-turn; by prefixes or marks; down to the tokens."""
+def test_only_answers_with_their_end_tokens_are_targets(source: str, answers: list[str]) -> None:
+    """Multi-turn, located by prefixes or generation tags, down to the tokens."""
     template = ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
     rendered = template.render_for_training(PLAIN)
-    assert [rendered.text[start:stop] for start, stop in rendered.spans] == said
+    assert [rendered.text[start:stop] for start, stop in rendered.spans] == answers
     tokenizer = Tokenizer(tokenizer_json())
-    ((ids, learnt),) = tokenizer.encode_chats([rendered])
-    parts = np.split(ids, np.flatnonzero(np.diff(learnt.astype(int))) + 1)
-    shown = [tokenizer._model.decode(part.tolist(), skip_special_tokens=False) for part in parts]
-    assert shown[1::2] == said
+    ((ids, loss_mask),) = tokenizer.encode_chats([rendered])
+    parts = np.split(ids, np.flatnonzero(np.diff(loss_mask.astype(int))) + 1)
+    decoded = [tokenizer._model.decode(part.tolist(), skip_special_tokens=False) for part in parts]
+    assert decoded[1::2] == answers
 
 
-def test_weight_0_and_what_comes_before_first_are_not_learnt() -> None:
-    """As OpenAI's form asks for; as a pair's prompt is left out."""
+def test_answers_with_weight_0_or_before_first_are_not_targets() -> None:
+    """OpenAI's `weight` key, and the prompt of a preference pair."""
     messages = [PLAIN[0], {**PLAIN[1], "weight": 0}, *PLAIN[2:]]
-    for source in (CHATML, MARKED):
+    for source in (CHATML, GENERATION_MARKS):
         template = ChatTemplate(source, special_tokens={"bos_token": "<s>"})
         for rendered in (
             template.render_for_training(messages),
@@ -111,20 +127,20 @@ def test_weight_0_and_what_comes_before_first_are_not_learnt() -> None:
             assert [rendered.text[a:b] for a, b in rendered.spans] == ["No.<|im_end|>"]
 
 
-def test_an_answer_that_no_prefix_proves_is_refused() -> None:
-    """A template that rewrites earlier answers; the last answer alone can be learnt."""
-    thoughtful = [PLAIN[0], {"role": "assistant", "content": "Hm.</think>So."}, *PLAIN[2:]]
-    template = ChatTemplate(FORGETFUL)
+def test_templates_that_rewrite_earlier_answers_are_refused() -> None:
+    """The last answer alone can still be trained on."""
+    messages = [PLAIN[0], {"role": "assistant", "content": "Hm.</think>So."}, *PLAIN[2:]]
+    template = ChatTemplate(DROPS_OLD_THINKING)
     with pytest.raises(
         ValueError, match=r"cannot locate the assistant's part.*mark the assistant's part"
     ):
-        template.render_for_training(thoughtful)
-    assert template.render_for_training(thoughtful[:2]).spans
+        template.render_for_training(messages)
+    assert template.render_for_training(messages[:2]).spans
     assert template.render_for_training(PLAIN).spans
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         (
             "{% for m in messages %}{{ m.role }}: {% endfor %}",
@@ -149,16 +165,18 @@ def test_an_answer_that_no_prefix_proves_is_refused() -> None:
         ("{{ ''.__class__.__mro__ }}", "rejects the messages"),
     ],
 )
-def test_a_template_that_teaches_nothing_or_breaks_out_is_refused(source: str, says: str) -> None:
-    """No assistant text, marks that move, its own refusal, a missing name, the sandbox's walls."""
-    with pytest.raises(ValueError, match=says):
+def test_templates_without_assistant_text_or_with_errors_are_refused(
+    source: str, message: str
+) -> None:
+    """No assistant text, moved tags, its own exception, missing names, sandbox violations."""
+    with pytest.raises(ValueError, match=message):
         ChatTemplate(source).render_for_training(PLAIN)
 
 
-def test_templates_are_found_where_tokenizers_keep_them(tmp_path: Path) -> None:
-    """In tokenizer_config.json, named or not, or in chat_template.jinja, which comes first."""
-    folder = write_tokenizer(tmp_path / "model", MARKED)
-    assert ChatTemplate.load(folder).source == MARKED
+def test_templates_are_loaded_from_tokenizer_folders(tmp_path: Path) -> None:
+    """From tokenizer_config.json, named or not, or chat_template.jinja, which takes precedence."""
+    folder = write_tokenizer(tmp_path / "model", GENERATION_MARKS)
+    assert ChatTemplate.load(folder).source == GENERATION_MARKS
     assert ChatTemplate.load(folder).render(PLAIN).startswith("<s><|im_start|>user")
     (folder / "chat_template.jinja").write_text(CHATML)
     assert ChatTemplate.load(folder).source == CHATML
@@ -197,10 +215,10 @@ NAMED = [{"name": "default", "template": A}, {"name": "rag", "template": B}]
         },
     ],
 )
-def test_templates_are_chosen_as_transformers_chooses_them(
+def test_template_files_have_the_precedence_of_transformers(
     files: dict[str, Any], tmp_path: Path
 ) -> None:
-    """By name, out of every file that may hold one; compare with AutoTokenizer."""
+    """By name, from every file that may hold one; compared with AutoTokenizer."""
     from transformers import AutoTokenizer
 
     folder = write_tokenizer(tmp_path / "model", C)
@@ -210,18 +228,18 @@ def test_templates_are_chosen_as_transformers_chooses_them(
         (folder / name).parent.mkdir(exist_ok=True)
         is_text = isinstance(content, str)
         (folder / name).write_text(content if is_text else json.dumps(settings | content))
-    theirs = AutoTokenizer.from_pretrained(folder)
-    assert ChatTemplate.load(folder).source == theirs.get_chat_template() == A
+    reference = AutoTokenizer.from_pretrained(folder)
+    assert ChatTemplate.load(folder).source == reference.get_chat_template() == A
     for name in ("rag", "default"):
-        if isinstance(theirs.chat_template, dict):
-            assert ChatTemplate.load(folder, name=name).source == theirs.chat_template[name]
+        if isinstance(reference.chat_template, dict):
+            assert ChatTemplate.load(folder, name=name).source == reference.chat_template[name]
         elif name == "rag":
             with pytest.raises(TokenizerError, match="no template is named 'rag'"):
                 ChatTemplate.load(folder, name=name)
 
 
-def test_the_template_of_a_processor_is_read_where_there_is_no_other(tmp_path: Path) -> None:
-    """chat_template.json, which processors wrote before there was chat_template.jinja."""
+def test_chat_template_json_is_the_last_resort(tmp_path: Path) -> None:
+    """Processors wrote chat_template.json before chat_template.jinja existed."""
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": A}))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert ChatTemplate.load(tmp_path).source == A
@@ -230,8 +248,7 @@ def test_the_template_of_a_processor_is_read_where_there_is_no_other(tmp_path: P
 
 
 @pytest.mark.parametrize("value", [3, {"default": 3}, ["x"], [{"name": "default"}]])
-def test_a_template_of_another_shape_is_refused_with_its_file(tmp_path: Path, value: Any) -> None:
-    """Text, or a list of names and templates."""
+def test_malformed_chat_template_entries_are_refused(tmp_path: Path, value: Any) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
     with pytest.raises(TokenizerError, match="chat_template must be a string or a list"):
         ChatTemplate.load(tmp_path)
@@ -239,8 +256,8 @@ def test_a_template_of_another_shape_is_refused_with_its_file(tmp_path: Path, va
     assert ChatTemplate.load(tmp_path).source == CHATML
 
 
-def test_a_chosen_date_is_told_and_is_part_of_the_digest() -> None:
-    """So that a build can be repeated another day."""
-    template = ChatTemplate(DATED, today=date(2026, 1, 31))
+def test_a_fixed_date_is_rendered_and_part_of_the_digest() -> None:
+    """A build can be repeated on another day."""
+    template = ChatTemplate(DATED_TEMPLATE, today=date(2026, 1, 31))
     assert template.render(PLAIN).startswith("31 January 2026 ")
-    assert template.digest != ChatTemplate(DATED, today=date(2026, 2, 1)).digest
+    assert template.digest != ChatTemplate(DATED_TEMPLATE, today=date(2026, 2, 1)).digest

@@ -1,4 +1,4 @@
-"""The command: what it prints, what it returns, and one line for every mistake."""
+"""The command line: output, exit codes, and one line per user mistake."""
 
 import json
 import os
@@ -17,24 +17,23 @@ import ms_data
 from ms_data import inspect, progress
 from ms_data.cli import main
 
-from .test_build import texts_of, write_lines
+from .test_build import random_texts, write_lines
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a corpus, a tokenizer and shards made by the command."""
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a corpus, a tokenizer and shards built by the command."""
     monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "corpus.jsonl", texts_of(1, 60))
+    write_lines(tmp_path / "corpus.jsonl", random_texts(1, 60))
     assert main(["tokenizer", "corpus.jsonl", "--vocab-size", "300", "--out", "t.json"]) == 0
     build = ["build", "corpus.jsonl", "--tokenizer", "t.json", "--out", "shards"]
     assert main([*build, "--held-out-fraction", "0.2"]) == 0
     return tmp_path
 
 
-def test_the_four_commands_do_what_they_say(
-    place: Path, capsys: pytest.CaptureFixture[str]
+def test_the_four_commands_exit_0_and_print_a_summary(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tokenizer, build, inspect and verify exit 0 and say what they did in one line or two."""
     assert main(["tokenizer", "corpus.jsonl", "--vocab-size", "290", "--out", "u.json"]) == 0
     assert capsys.readouterr().out == "u.json: 290 tokens\n"
     assert main(["build", "corpus.jsonl", "--tokenizer", "u.json", "--out", "again"]) == 0
@@ -45,12 +44,13 @@ def test_the_four_commands_do_what_they_say(
     assert "are intact" in capsys.readouterr().out
 
 
-def test_facts_come_as_json(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What --json prints is one JSON value with the same facts as the Python face."""
+def test_json_output_matches_the_python_api(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert main(["inspect", "shards", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["fingerprint"] == inspect("shards").fingerprint
+    info = json.loads(capsys.readouterr().out)
+    assert info["fingerprint"] == inspect("shards").fingerprint
     assert main(["verify", "shards", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["faults"] == []
     build = ["build", "corpus.jsonl", "--tokenizer", "t.json", "--out", "more", "--json"]
@@ -58,11 +58,10 @@ def test_facts_come_as_json(place: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(capsys.readouterr().out)["documents"] == 60
 
 
-def test_verify_exits_1_and_names_the_place(
-    place: Path, capsys: pytest.CaptureFixture[str]
+def test_verify_exits_1_and_names_file_and_frame(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A flipped bit is one line with file and frame."""
-    shard = place / "shards" / "shard-00000.msd"
+    shard = workspace / "shards" / "shard-00000.msd"
     content = bytearray(shard.read_bytes())
     content[30] ^= 4
     shard.write_bytes(content)
@@ -71,7 +70,7 @@ def test_verify_exits_1_and_names_the_place(
     assert "shard-00000.msd: frame 0: checksum mismatch" in capsys.readouterr().out
     assert main(["verify", "shards", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["faults"][0]["part"] == "frame 0"
-    (place / "shards" / "index.json").write_bytes(b"{}")
+    (workspace / "shards" / "index.json").write_bytes(b"{}")
     assert main(["inspect", "shards"]) == 1
 
 
@@ -96,32 +95,32 @@ BAD: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_to_build_is_one_line_and_exit_2(
-    place: Path, capsys: pytest.CaptureFixture[str], case: str
+    workspace: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
-    """Each mistake is said in one line with its place; nothing is left behind."""
-    (place / "empty").mkdir()
-    (place / "blank.txt").write_text("")
-    (place / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    (place / "bad.jsonl").write_text('{"text": "x"}\nnonsense\n')
-    (place / "bad.txt.gz").write_bytes(b"not gzip")
-    (place / "bad.txt.zst").write_bytes(b"\x28\xb5\x2f\xfd cut")
+    """The line names the location, and no output is left."""
+    (workspace / "empty").mkdir()
+    (workspace / "blank.txt").write_text("")
+    (workspace / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (workspace / "bad.jsonl").write_text('{"text": "x"}\nnonsense\n')
+    (workspace / "bad.txt.gz").write_bytes(b"not gzip")
+    (workspace / "bad.txt.zst").write_bytes(b"\x28\xb5\x2f\xfd cut")
     arguments, text = BAD[case]
     capsys.readouterr()
     assert main([*arguments, "--out", "new"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("ms-data: ")
-    assert told.err.count("\n") == 1
-    assert text in told.err
-    assert not (place / "new").exists()
-    assert not (place / "new.partial").exists()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("ms-data: ")
+    assert captured.err.count("\n") == 1
+    assert text in captured.err
+    assert not (workspace / "new").exists()
+    assert not (workspace / "new.partial").exists()
 
 
 def test_other_bad_input_is_one_line_and_exit_2(
-    place: Path, capsys: pytest.CaptureFixture[str]
+    workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An occupied folder, a small vocabulary, a folder without shards, a bad place to write."""
-    os.mkfifo(place / "pipe")
+    """Existing output, a tiny vocabulary, a folder without shards, an unwritable path."""
+    os.mkfifo(workspace / "pipe")
     for arguments, text in (
         (["build", "corpus.jsonl", "--tokenizer", "t.json", "--out", "shards"], "not empty"),
         (["tokenizer", "corpus.jsonl", "--vocab-size", "9", "--out", "x"], "257"),
@@ -132,23 +131,22 @@ def test_other_bad_input_is_one_line_and_exit_2(
     ):
         capsys.readouterr()
         assert main(arguments) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1
-        assert text in told
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert text in error
 
 
-def test_output_that_finds_no_room_is_one_line_and_exit_2(place: Path) -> None:
-    """As when the facts go to a file on a full disk."""
+def test_printing_to_a_full_disk_is_one_line_and_exit_2(workspace: Path) -> None:
     command = [sys.executable, "-m", "ms_data", "inspect", "shards"]
     with open("/dev/full", "w") as full:
-        told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert told.returncode == 2
-    assert told.stderr.count("\n") == 1
-    assert "No space left on device" in told.stderr
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "No space left on device" in result.stderr
 
 
 def test_wrong_arguments_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
-    """Argparse's own mistakes have the same status."""
+    """The same status as argparse's own errors."""
     for arguments in ([], ["bild"], ["build", "x"], ["tokenizer", "x", "--vocab-size", "many"]):
         with pytest.raises(SystemExit) as stop:
             main(arguments)
@@ -160,124 +158,129 @@ def test_wrong_arguments_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help_with_an_example(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Help exits 0 and shows a line that can be typed."""
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0
     assert f"example: ms-data {command} " in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_the_version_is_printed_and_help_names_the_limit(
+def test_version_prints_the_package_version(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`--version` is the package's, with exit 0."""
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"ms-data {ms_data.__version__}\n"
 
 
-def test_a_finished_build_again_has_nothing_to_do(
-    place: Path, capsys: pytest.CaptureFixture[str]
+def test_rerunning_a_finished_build_has_nothing_to_do(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit 0 and one line; another setting, another corpus or damage is refused with its name."""
+    """Changed settings, a changed corpus or damage are refused by name."""
     command = ["build", "corpus.jsonl", "--tokenizer", "t.json", "--out", "shards"]
-    before = {path: path.stat().st_mtime_ns for path in (place / "shards").iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in (workspace / "shards").iterdir()}
     capsys.readouterr()
     assert main([*command, "--held-out-fraction", "0.2"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("shards: built before, nothing to do: 60 documents, ")
-    assert told.count("\n") == 1
+    output = capsys.readouterr().out
+    assert output.startswith("shards: built before, nothing to do: 60 documents, ")
+    assert output.count("\n") == 1
     assert main([*command, "--held-out-fraction", "0.2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["built_before"] is True
-    assert {path: path.stat().st_mtime_ns for path in (place / "shards").iterdir()} == before
+    assert {path: path.stat().st_mtime_ns for path in (workspace / "shards").iterdir()} == before
     assert main(command) == 2
     assert "another build: held_out_fraction is 0.0, was 0.2; use" in capsys.readouterr().err
-    corpus = place / "corpus.jsonl"
-    corpus.write_bytes(corpus.read_bytes())  # later, and the same
+    corpus = workspace / "corpus.jsonl"
+    corpus.write_bytes(corpus.read_bytes())  # a new mtime, the same content
     assert main([*command, "--held-out-fraction", "0.2"]) == 0
     corpus.write_bytes(corpus.read_bytes().replace(b"e", b"a"))
     capsys.readouterr()
     assert main([*command, "--held-out-fraction", "0.2"]) == 2
     assert "the corpus content changed, possibly in corpus.jsonl" in capsys.readouterr().err
     os.utime(corpus, (1, 1))
-    os.truncate(place / "shards" / "shard-00000.msd", 50)
+    os.truncate(workspace / "shards" / "shard-00000.msd", 50)
     assert main([*command, "--held-out-fraction", "0.2"]) == 2
     assert "shard-00000.msd: damaged: has 50 bytes, but" in capsys.readouterr().err
-    (place / "shards" / "shard-00000.msd").write_bytes(b"")
-    (place / "corpus.jsonl").write_text('{"text": "x"}\n')
+    (workspace / "shards" / "shard-00000.msd").write_bytes(b"")
+    (workspace / "corpus.jsonl").write_text('{"text": "x"}\n')
     assert main([*command, "--held-out-fraction", "0.2"]) == 2
     assert "the corpus has different files or content" in capsys.readouterr().err
 
 
-def test_files_left_out_are_said_with_their_count(
-    place: Path, capsys: pytest.CaptureFixture[str]
+def test_skipped_files_are_reported_with_counts(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By build and tokenizer, as words and as JSON; a named one is refused by its kind."""
-    (place / "mixed").mkdir()
-    (place / "mixed" / "a.txt").write_text("some text")
-    (place / "mixed" / "b.bin").write_bytes(b"a\0b")
-    (place / "mixed" / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    said = ", 2 non-text files skipped (1 PNG image, 1 file with NUL bytes)"
+    """By build and tokenizer, in text and JSON; a file passed by name is refused."""
+    (workspace / "mixed").mkdir()
+    (workspace / "mixed" / "a.txt").write_text("some text")
+    (workspace / "mixed" / "b.bin").write_bytes(b"a\0b")
+    (workspace / "mixed" / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    summary = ", 2 non-text files skipped (1 PNG image, 1 file with NUL bytes)"
     build = ["build", "mixed", "--tokenizer", "t.json", "--out"]
     capsys.readouterr()
     assert main([*build, "one"]) == 0
-    assert capsys.readouterr().out.startswith(f"one: 1 documents{said}, ")
+    assert capsys.readouterr().out.startswith(f"one: 1 documents{summary}, ")
     assert main(["tokenizer", "mixed", "--vocab-size", "300", "--out", "u.json"]) == 0
-    assert said in capsys.readouterr().out
-    kinds = {"PNG image": 1, "file with NUL bytes": 1}
+    assert summary in capsys.readouterr().out
+    counts = {"PNG image": 1, "file with NUL bytes": 1}
     for arguments in ([*build, "two"], ["tokenizer", "mixed", "--out", "v.json"]):
         assert main([*arguments, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["left_out"] == kinds
+        assert json.loads(capsys.readouterr().out)["left_out"] == counts
     assert main(["build", "mixed/c.png", "--tokenizer", "t.json", "--out", "three"]) == 2
     assert "c.png: PNG image, not text; pass" in capsys.readouterr().err
 
 
-def test_an_interrupted_command_exits_130_in_one_line(place: Path) -> None:
-    """A real SIGINT while it tokenizes; what is kept is said."""
-    write_lines(place / "large.jsonl", texts_of(3, 60_000))
+def test_an_interrupted_command_exits_130_in_one_line(workspace: Path) -> None:
+    """A real SIGINT during tokenization."""
+    write_lines(workspace / "large.jsonl", random_texts(3, 60_000))
     command = [sys.executable, "-m", "ms_data", "build", "large.jsonl", "--tokenizer", "t.json"]
-    # A job in the background of a shell ignores the signal, and so would what it starts.
+    # A background job of a shell ignores SIGINT, and its children inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = subprocess.Popen(
-            [*command, "--out", "new"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*command, "--out", "new"],
+            cwd=workspace,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
     finally:
         signal.signal(signal.SIGINT, before)
-    while not (place / "new.partial" / "shard-00000.msd").exists():
+    while not (workspace / "new.partial" / "shard-00000.msd").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, told = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert (out, told.count(b"\n")) == (b"", 1)
-    assert told.startswith(b"ms-data: interrupted")
+    assert (out, error.count(b"\n")) == (b"", 1)
+    assert error.startswith(b"ms-data: interrupted")
 
 
-def test_progress_is_a_bar_on_a_terminal(place: Path) -> None:
-    """On a terminal the bar goes to standard error; standard output holds the result alone."""
-    ours, theirs = pty.openpty()
+def test_progress_is_a_bar_on_a_terminal(workspace: Path) -> None:
+    """The bar goes to standard error; standard output holds only the result."""
+    parent_fd, child_fd = pty.openpty()
     command = [sys.executable, "-m", "ms_data", "build", "corpus.jsonl", "--tokenizer", "t.json"]
-    done = subprocess.run(
-        [*command, "--out", "more"], cwd=place, stdout=subprocess.PIPE, stderr=theirs, text=True
+    result = subprocess.run(
+        [*command, "--out", "more"],
+        cwd=workspace,
+        stdout=subprocess.PIPE,
+        stderr=child_fd,
+        text=True,
     )
-    os.close(theirs)
-    shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    assert "tokenizing" in shown
-    assert "kB" in shown or "bytes" in shown
-    assert done.stdout.startswith("more: 60 documents")
+    os.close(child_fd)
+    output = os.read(parent_fd, 1 << 16).decode()
+    os.close(parent_fd)
+    assert "tokenizing" in output
+    assert "kB" in output or "bytes" in output
+    assert result.stdout.startswith("more: 60 documents")
 
 
-def test_progress_is_plain_lines_elsewhere(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_progress_is_plain_lines_without_a_terminal(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a terminal each line says how far, how fast and how long still."""
+    """Each line has percentage, speed and remaining time."""
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    (place / "texts").mkdir()
-    for number, text in enumerate(texts_of(2, 9)):
-        (place / "texts" / f"{number}.txt").write_text(text)
+    (workspace / "texts").mkdir()
+    for number, text in enumerate(random_texts(2, 9)):
+        (workspace / "texts" / f"{number}.txt").write_text(text)
     assert main(["tokenizer", "texts", "--out", "u.json"]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 8
@@ -287,7 +290,7 @@ def test_progress_is_plain_lines_elsewhere(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
+    """A 256 KiB tmpfs."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
@@ -297,27 +300,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_one_line_and_exit_2(place: Path, small_disk: Path) -> None:
-    """Nothing half-written stays on the disk, and the line says which disk it was."""
-    write_lines(place / "large.jsonl", texts_of(3, 20_000))
+def test_a_full_disk_is_one_line_and_exit_2(workspace: Path, small_disk: Path) -> None:
+    """The line names the path, and no partial files stay."""
+    write_lines(workspace / "large.jsonl", random_texts(3, 20_000))
     never_saved = (
         "import sys; from ms_data.cli import main;"
         "sys.modules['ms_data.engine.run'].SAVE_EVERY_S = 1e9; sys.exit(main())"
     )
     command = [sys.executable, "-c", never_saved, "build", "large.jsonl", "--tokenizer", "t.json"]
-    done = subprocess.run(
-        [*command, "--out", str(small_disk / "out")], cwd=place, capture_output=True, text=True
+    result = subprocess.run(
+        [*command, "--out", str(small_disk / "out")], cwd=workspace, capture_output=True, text=True
     )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1
-    assert "No space left on device" in done.stderr
-    assert str(small_disk) in done.stderr
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "No space left on device" in result.stderr
+    assert str(small_disk) in result.stderr
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_build_goes_on_when_the_disk_has_room_again(place: Path, small_disk: Path) -> None:
-    """Past the first save the work is kept, and ends in the bytes of a build with room."""
-    write_lines(place / "large.jsonl", texts_of(3, 20_000))
+def test_a_build_stopped_by_a_full_disk_resumes_with_more_space(
+    workspace: Path, small_disk: Path
+) -> None:
+    """It ends in the bytes of an undisturbed build."""
+    write_lines(workspace / "large.jsonl", random_texts(3, 20_000))
     script = (
         "import sys; from ms_data.cli import main; modules = sys.modules;"
         "modules['ms_data.engine.run'].SAVE_EVERY_S = 0.0;"
@@ -325,19 +330,18 @@ def test_a_build_goes_on_when_the_disk_has_room_again(place: Path, small_disk: P
     )
     arguments = ["build", "large.jsonl", "--tokenizer", "t.json", "--out"]
     full = [sys.executable, "-c", script, *arguments, str(small_disk / "out")]
-    done = subprocess.run(full, cwd=place, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert "the same command resumes there" in done.stderr
+    result = subprocess.run(full, cwd=workspace, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert "the same command resumes there" in result.stderr
     assert [path.name for path in small_disk.iterdir()] == ["out.partial"]
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
-    subprocess.run(full, cwd=place, check=True, capture_output=True)
-    assert main([*arguments, "calm"]) == 0
-    for path in (place / "calm").iterdir():
+    subprocess.run(full, cwd=workspace, check=True, capture_output=True)
+    assert main([*arguments, "reference"]) == 0
+    for path in (workspace / "reference").iterdir():
         assert (small_disk / "out" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_full_disk_stops_the_tokenizer_too(place: Path, small_disk: Path) -> None:
-    """A tokenizer file is whole or not there."""
+def test_a_full_disk_leaves_no_partial_tokenizer(workspace: Path, small_disk: Path) -> None:
     (small_disk / "filler").write_bytes(bytes(250 << 10))
     assert main(["tokenizer", "corpus.jsonl", "--out", str(small_disk / "t.json")]) == 2
     assert [path.name for path in small_disk.iterdir()] == ["filler"]

@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a dataset is found and named, and never read as data."""
+"""Any damage to a dataset is detected and named, and never read as data."""
 
 import random
 import shutil
@@ -38,7 +38,7 @@ from ms_data.disk.split import read_index
 from ms_data.ledger.entries import read_ledger
 from ms_data.ledger.record import read_record
 
-from .test_build import texts_of, write_lines
+from .test_build import random_texts, write_lines
 from .truth import random_documents, write_dataset
 
 FAULTS = 1000
@@ -47,17 +47,17 @@ PARTS = ("frame", "head", "footer", "trailer", "file", "index")
 
 @pytest.fixture
 def copy(dataset: Path, tmp_path: Path) -> Path:
-    """A copy of the dataset that may be damaged."""
+    """A copy of the dataset to damage."""
     return Path(shutil.copytree(dataset, tmp_path / "copy"))
 
 
-def entry_of(folder: Path, number: int = 0) -> ShardEntry:
-    """One shard as the index has it."""
+def shard_entry(folder: Path, number: int = 0) -> ShardEntry:
+    """Return the index entry of one shard."""
     return read_index(folder).shards[number]
 
 
-def frame_at(folder: Path, name: str, offset: int) -> str:
-    """Which part of a shard an offset lies in, by the plain layout of the file."""
+def part_at(folder: Path, name: str, offset: int) -> str:
+    """Return the part of a shard that holds an offset, from the file layout."""
     content = (folder / name).read_bytes()
     _, size, _ = TRAILER.unpack(content[-TRAILER.size :])
     footer_at = len(content) - TRAILER.size - size
@@ -72,15 +72,14 @@ def frame_at(folder: Path, name: str, offset: int) -> str:
 
 
 def test_an_untouched_dataset_has_no_faults(dataset: Path) -> None:
-    """What was written verifies, and every frame is decoded."""
     report = verify(dataset)
     assert report.ok
     assert report.frames > 40
     assert report.shards == 6
 
 
-def test_a_thousand_random_flips_and_truncations_are_all_found(copy: Path) -> None:
-    """A flipped bit or a cut anywhere is reported under its file, and frame if it is in one."""
+def test_a_thousand_random_flips_and_truncations_are_all_detected(copy: Path) -> None:
+    """Each is reported under its file, and under its frame if it hits one."""
     (copy / "tokenizer.json").unlink()
     names = sorted(path.name for path in copy.iterdir())
     rng = random.Random(20261121)
@@ -90,7 +89,7 @@ def test_a_thousand_random_flips_and_truncations_are_all_found(copy: Path) -> No
         content = path.read_bytes()
         offset = rng.randrange(len(content))
         cut = rng.random() < 0.3
-        part = frame_at(copy, name, offset) if name.endswith(".msd") else "index"
+        part = part_at(copy, name, offset) if name.endswith(".msd") else "index"
         if cut:
             path.write_bytes(content[:offset])
         else:
@@ -98,16 +97,16 @@ def test_a_thousand_random_flips_and_truncations_are_all_found(copy: Path) -> No
             path.write_bytes(content[:offset] + bytes([flipped]) + content[offset + 1 :])
         faults = [fault for fault in verify(copy).faults if fault.file != "tokenizer.json"]
         assert [fault.file for fault in faults] == [name], (name, offset, cut, faults)
-        found = faults[0].part
+        reported_part = faults[0].part
         if part.startswith("frame ") and part != "frame table":
-            assert found == part, (name, offset, cut, faults)
-        assert found.split()[0] in PARTS
+            assert reported_part == part, (name, offset, cut, faults)
+        assert reported_part.split()[0] in PARTS
         path.write_bytes(content)
     assert [fault.file for fault in verify(copy).faults] == ["tokenizer.json"]
 
 
-def test_every_byte_is_covered_and_every_cut_is_seen(tmp_path: Path) -> None:
-    """Not by chance but one by one: each byte changed and each length cut, in shard and index."""
+def test_every_flipped_byte_and_every_truncation_is_detected(tmp_path: Path) -> None:
+    """Exhaustive over one shard and its index."""
     folder = write_dataset(tmp_path / "tiny", random_documents(0, 4, 30), documents_per_shard=4)
     for path in (folder / "shard-00000.msd", folder / "index.json"):
         content = path.read_bytes()
@@ -121,26 +120,25 @@ def test_every_byte_is_covered_and_every_cut_is_seen(tmp_path: Path) -> None:
     assert verify(folder).ok
 
 
-def test_the_tokenizer_is_checked_too(copy: Path) -> None:
-    """A changed tokenizer would change the meaning of every token."""
+def test_a_changed_tokenizer_is_detected(copy: Path) -> None:
     (copy / "tokenizer.json").write_bytes(b" ")
     assert [fault.file for fault in verify(copy).faults] == ["tokenizer.json"]
 
 
-def test_all_damage_of_a_shard_is_reported_at_once(copy: Path) -> None:
-    """Verify goes on after a damaged frame."""
+def test_verify_continues_after_a_damaged_frame(copy: Path) -> None:
     path = copy / "shard-00002.msd"
     content = bytearray(path.read_bytes())
     content[len(MAGIC) + 1] ^= 1
-    second = next(at for at in range(len(content)) if frame_at(copy, path.name, at) == "frame 3")
-    content[second] ^= 1
+    other_offset = next(
+        offset for offset in range(len(content)) if part_at(copy, path.name, offset) == "frame 3"
+    )
+    content[other_offset] ^= 1
     path.write_bytes(content)
     assert [fault.part for fault in verify(copy).faults] == ["frame 0", "frame 3"]
 
 
 @pytest.mark.parametrize("change", ["missing", "longer", "swapped"])
-def test_shards_that_are_not_the_ones_of_the_index_are_found(copy: Path, change: str) -> None:
-    """A missing, lengthened or exchanged shard is a fault even if it is whole in itself."""
+def test_missing_lengthened_and_swapped_shards_are_detected(copy: Path, change: str) -> None:
     first, second = copy / "shard-00000.msd", copy / "shard-00001.msd"
     if change == "missing":
         first.unlink()
@@ -154,10 +152,10 @@ def test_shards_that_are_not_the_ones_of_the_index_are_found(copy: Path, change:
 
 
 def test_a_stream_raises_when_it_meets_a_damaged_frame(copy: Path) -> None:
-    """Whatever byte of a frame is flipped, training stops with the file's and frame's name."""
+    """The error names file and frame."""
     path = copy / "shard-00003.msd"
     content = path.read_bytes()
-    offsets = [at for at in range(len(content)) if frame_at(copy, path.name, at) == "frame 2"]
+    offsets = [at for at in range(len(content)) if part_at(copy, path.name, at) == "frame 2"]
     for offset in offsets[::7]:
         changed = bytearray(content)
         changed[offset] ^= 0x10
@@ -167,23 +165,22 @@ def test_a_stream_raises_when_it_meets_a_damaged_frame(copy: Path) -> None:
             list(stream)
 
 
-def test_a_stream_that_met_damage_never_mixes_windows(copy: Path) -> None:
-    """Going back to the window before the damage gives its own content again."""
+def test_a_stream_can_return_to_the_window_before_the_damage(copy: Path) -> None:
     stream = TokenStream(
         copy, sequence_length=8, batch_size=1, shuffle=False, chunk_samples=2, window_chunks=8
     )
     first = next(stream)["tokens"].tolist()
-    start = stream.state_dict() | {"consumed_samples": 0}
+    start_state = stream.state_dict() | {"consumed_samples": 0}
     path = copy / "shard-00001.msd"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DamageError):
         list(islice(stream, 500))
-    stream.load_state_dict(start)
+    stream.load_state_dict(start_state)
     assert next(stream)["tokens"].tolist() == first
 
 
-def test_a_stream_raises_on_a_shard_that_shrinks_while_it_is_read(copy: Path) -> None:
-    """A file cut under an open reader is an error, not a crash of the process."""
+def test_a_stream_raises_when_a_shard_shrinks_while_open(copy: Path) -> None:
+    """An error instead of a crash of the process."""
     stream = TokenStream(
         copy, sequence_length=8, batch_size=1, shuffle=False, chunk_samples=1, window_chunks=1
     )
@@ -196,7 +193,7 @@ def test_a_stream_raises_on_a_shard_that_shrinks_while_it_is_read(copy: Path) ->
 
 @pytest.mark.parametrize("name", ["../shard-00000.msd", "/etc/passwd", "shard-00000.msd/../x", ""])
 def test_an_index_cannot_name_a_file_outside_its_folder(copy: Path, name: str) -> None:
-    """Even an index with a good fingerprint is refused when a name is more than a name."""
+    """Even with a valid fingerprint."""
     index = msgspec.json.decode((copy / "index.json").read_bytes())
     index["shards"][0]["name"] = name
     write_signed(copy, index)
@@ -215,10 +212,8 @@ def test_an_index_cannot_name_a_file_outside_its_folder(copy: Path, name: str) -
         ("surplus", 1),
     ],
 )
-def test_an_index_that_contradicts_itself_is_refused(
-    copy: Path, member: str, value: object
-) -> None:
-    """Values are checked when they are read, whatever the fingerprint says."""
+def test_an_index_with_invalid_values_is_refused(copy: Path, member: str, value: object) -> None:
+    """Even with a valid fingerprint."""
     index = msgspec.json.decode((copy / "index.json").read_bytes())
     index[member] = value
     write_signed(copy, index)
@@ -227,18 +222,18 @@ def test_an_index_that_contradicts_itself_is_refused(
 
 
 def write_signed(folder: Path, index: dict[str, object]) -> None:
-    """Writes an index with the fingerprint that its content deserves."""
+    """Write an index with a valid fingerprint."""
 
-    def text(value: dict[str, object]) -> bytes:
+    def serialize(value: dict[str, object]) -> bytes:
         return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
     index["fingerprint"] = ""
-    index["fingerprint"] = xxhash.xxh3_128_hexdigest(text(index))
-    (folder / "index.json").write_bytes(text(index))
+    index["fingerprint"] = xxhash.xxh3_128_hexdigest(serialize(index))
+    (folder / "index.json").write_bytes(serialize(index))
 
 
 def forge(folder: Path, payload: bytes, *, size: int | None = None) -> None:
-    """Replaces the dataset by one shard whose checksums all hold, with `payload` as its frame."""
+    """Replace the dataset with one shard that has valid checksums and `payload` as its frame."""
     index = read_index(folder)
     record = (len(payload) if size is None else size, 1, 0, checksum(payload))
     table = np.array([record], FRAME).tobytes()
@@ -266,8 +261,8 @@ def forge(folder: Path, payload: bytes, *, size: int | None = None) -> None:
     (folder / "index.json").write_bytes(encode_index(forged))
 
 
-def test_a_frame_that_would_unpack_to_gigabytes_takes_no_memory(copy: Path) -> None:
-    """The size that zstd announces is compared with the table before memory is taken."""
+def test_a_frame_that_would_decompress_to_another_size_is_refused(copy: Path) -> None:
+    """The size in the zstd header is compared with the frame table before decompressing."""
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
     forge(copy, bomb)
     assert len(bomb) < 100_000
@@ -276,7 +271,7 @@ def test_a_frame_that_would_unpack_to_gigabytes_takes_no_memory(copy: Path) -> N
 
 
 def test_a_frame_larger_than_its_file_is_refused_before_reading(copy: Path) -> None:
-    """Sizes in a table must add up to the file."""
+    """Frame sizes must add up to the file size."""
     forge(copy, b"x" * 10, size=1 << 31)
     with pytest.raises(DamageError, match="does not match the frames"):
         next(TokenStream(copy, sequence_length=8, batch_size=1))
@@ -291,24 +286,23 @@ def test_a_frame_larger_than_its_file_is_refused_before_reading(copy: Path) -> N
         ([*range(15), 499, 0], "out of order"),
     ],
 )
-def test_content_that_cannot_be_is_reported(copy: Path, values: list[int], problem: str) -> None:
-    """Good checksums over impossible tokens or document ends are a fault as well."""
+def test_impossible_content_with_valid_checksums_is_reported(
+    copy: Path, values: list[int], problem: str
+) -> None:
     forge(copy, zstandard.ZstdCompressor().compress(np.array(values, "<u2").tobytes()))
     (fault,) = verify(copy).faults
     assert fault.part == "frame 0"
     assert problem in fault.problem
 
 
-def test_a_footer_never_claims_more_than_an_index_allows() -> None:
-    """Impossible totals are refused when they are built."""
+def test_a_footer_with_impossible_totals_cannot_be_built() -> None:
     for change in ({"tokens": 0}, {"documents": 9}, {"frame_tokens": 1 << 20}):
         values = {"frame_tokens": 4, "tokens": 8, "documents": 2, "table_checksum": 0} | change
         with pytest.raises(ValueError, match=next(iter(change))):
             Footer(token_type="uint16", **values)  # type: ignore[arg-type]
 
 
-def test_the_fingerprint_names_the_content(tmp_path: Path) -> None:
-    """Equal datasets have equal fingerprints wherever they lie; one other token is another."""
+def test_the_fingerprint_depends_only_on_the_content(tmp_path: Path) -> None:
     documents = random_documents(3, 10, 30)
     one = read_index(write_dataset(tmp_path / "one", documents))
     two = read_index(write_dataset(tmp_path / "two", documents))
@@ -318,40 +312,40 @@ def test_the_fingerprint_names_the_content(tmp_path: Path) -> None:
     assert one.fingerprint == two.fingerprint != three.fingerprint
 
 
-@pytest.mark.parametrize("some", [40, pytest.param(1 << 20, marks=pytest.mark.slow)])
-def test_a_flipped_bit_of_cleaned_documents_changes_nothing_unseen(
-    some: int, tmp_path: Path
+@pytest.mark.parametrize("sample_size", [40, pytest.param(1 << 20, marks=pytest.mark.slow)])
+def test_a_flipped_bit_in_dedup_output_is_refused_or_harmless(
+    sample_size: int, tmp_path: Path
 ) -> None:
-    """Documents, ledger and record that `dedup` wrote are read as before, or refused."""
-    texts = texts_of(1, 12, longest=60)
+    """Documents, ledger and record read as before, or raise."""
+    texts = random_texts(1, 12, max_words=60)
     out = tmp_path / "out"
     options = DedupOptions(substring_words=3)
     dedup(write_lines(tmp_path / "a.jsonl", [*texts, *texts[:3]]), out=out, options=options)
 
-    def seen() -> list[Any]:
+    def read_all() -> list[Any]:
         ledger = read_ledger(out, read_record(out))
-        return [*(one.text for one in find_corpus(out).documents()), *ledger]
+        return [*(document.text for document in find_corpus(out).documents()), *ledger]
 
-    sound, rng, refused = seen(), random.Random(some), 0
+    expected, rng, refused = read_all(), random.Random(sample_size), 0
     for path in (out / "documents/part-00000.jsonl.zst", out / "ledger/part-00000.jsonl.zst"):
         content = path.read_bytes()
         bits = range(8 * len(content))
-        for bit in {*range(160), *rng.sample(bits, min(some, len(bits)))}:
+        for bit in {*range(160), *rng.sample(bits, min(sample_size, len(bits)))}:
             flipped = bytearray(content)
             flipped[bit // 8] ^= 1 << bit % 8
             path.write_bytes(flipped)
             try:
-                assert seen() == sound, (path.name, bit)
+                assert read_all() == expected, (path.name, bit)
             except DataError:
                 refused += 1
         path.write_bytes(content)
     assert refused > 250
 
 
-def test_no_flipped_bit_of_a_passes_record_is_read(tmp_path: Path) -> None:
-    """Whose settings and counts it would tell: 400 bits, one at a time."""
+def test_a_flipped_bit_in_ledger_json_is_detected(tmp_path: Path) -> None:
+    """The record holds settings and counts. Tries 400 single-bit flips."""
     out = tmp_path / "out"
-    clean(write_lines(tmp_path / "a.jsonl", texts_of(1, 12)), {"unicode": {}}, out=out)
+    clean(write_lines(tmp_path / "a.jsonl", random_texts(1, 12)), {"unicode": {}}, out=out)
     path = out / "ledger.json"
     content, rng = path.read_bytes(), random.Random(4)
     for bit in rng.sample(range(8 * len(content)), 400):
@@ -364,10 +358,10 @@ def test_no_flipped_bit_of_a_passes_record_is_read(tmp_path: Path) -> None:
     read_record(out)
 
 
-def test_documents_that_are_missing_from_what_clean_wrote_are_missed(tmp_path: Path) -> None:
-    """A part that was not copied, or not whole; the ledger lists it."""
+def test_missing_or_truncated_parts_of_clean_output_are_refused(tmp_path: Path) -> None:
+    """The ledger lists the parts."""
     out = tmp_path / "out"
-    clean(write_lines(tmp_path / "a.jsonl", texts_of(1, 12)), {"unicode": {}}, out=out)
+    clean(write_lines(tmp_path / "a.jsonl", random_texts(1, 12)), {"unicode": {}}, out=out)
     part = out / "documents/part-00000.jsonl.zst"
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(CorpusError, match=r"lists 'documents/.* but it has \d+ bytes; copy the"):

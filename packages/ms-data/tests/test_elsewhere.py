@@ -1,4 +1,4 @@
-"""Addresses keep their secrets, real servers are read, and their errors are one line."""
+"""Remote corpora: credentials never leak, and errors are one line."""
 
 import functools
 import http.server
@@ -23,38 +23,38 @@ SECRETS = ("SECRETpw", "SECRETsignature", "someone")
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small tokenizer."""
+    """A small BPE tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "a.jsonl").write_text(LINES)
     train_tokenizer(folder / "a.jsonl", vocab_size=270, out=folder / "tokenizer.json")
     return folder / "tokenizer.json"
 
 
-class _Quiet(http.server.SimpleHTTPRequestHandler):
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    """An HTTP server of the standard library over a folder with JSON Lines."""
+    """An HTTP server over a folder with JSON Lines."""
     (tmp_path / "web").mkdir()
     (tmp_path / "web" / "corpus.jsonl").write_text(LINES)
-    handler = functools.partial(_Quiet, directory=str(tmp_path / "web"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as made:
-        thread = threading.Thread(target=made.serve_forever, daemon=True)
+    handler = functools.partial(_QuietHandler, directory=str(tmp_path / "web"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{made.server_port}"
-        made.shutdown()
+        yield f"http://127.0.0.1:{httpd.server_port}"
+        httpd.shutdown()
 
 
-@pytest.mark.parametrize("more", ["/corpus.jsonl", "/corpus.jsonl?X-Amz-Signature=SECRETsignature"])
-def test_a_file_of_a_web_server_is_read(
-    server: str, more: str, tokenizer: Path, tmp_path: Path
+@pytest.mark.parametrize("path", ["/corpus.jsonl", "/corpus.jsonl?X-Amz-Signature=SECRETsignature"])
+def test_a_file_on_an_http_server_is_read(
+    server: str, path: str, tokenizer: Path, tmp_path: Path
 ) -> None:
-    """Listings tell no size there; a query does not hide what kind of file it is."""
+    """Works without a size in the listing, and with a query string after the suffix."""
     pytest.importorskip("aiohttp")
-    build(server + more, tokenizer=tokenizer, out=tmp_path / "web-shards")
+    build(server + path, tokenizer=tokenizer, out=tmp_path / "web-shards")
     build(tmp_path / "web" / "corpus.jsonl", tokenizer=tokenizer, out=tmp_path / "here")
     for folder in ("web-shards", "here"):
         assert verify(tmp_path / folder).ok
@@ -64,7 +64,7 @@ def test_a_file_of_a_web_server_is_read(
 
 
 class _RefusedError(Exception):
-    """An error of a client's own, as ftplib has."""
+    """An error class of the client library, as ftplib has."""
 
 
 class _RefusingFile:
@@ -78,8 +78,8 @@ class _RefusingFile:
         raise _RefusedError("550 ftp://someone:SECRETpw@host/b.jsonl?sig=SECRETsignature refused")
 
 
-class _RefusingSystem(MemoryFileSystem):
-    """Lists all files and lets none be read whose name begins with b."""
+class _RefusingFileSystem(MemoryFileSystem):
+    """Lists all files but refuses to read those whose names begin with b."""
 
     protocol = "refusing"
     store: dict[str, Any] = {}  # noqa: RUF012 - as fsspec declares it
@@ -89,16 +89,16 @@ class _RefusingSystem(MemoryFileSystem):
     def _strip_protocol(cls, path: str) -> str:
         return "/" + path.removeprefix("refusing://").rpartition("@")[2].partition("/")[2]
 
-    def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
-        file = super()._open(path, mode, **more)
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = super()._open(path, mode, **options)
         refused = mode == "rb" and path.rpartition("/")[2].startswith("b")
         return _RefusingFile(file) if refused else file
 
 
 @pytest.fixture
 def refusing() -> str:
-    """The address, with a password, of a store that refuses one of two files."""
-    fsspec.register_implementation("refusing", _RefusingSystem, clobber=True)
+    """The URL, with a password, of a store that refuses one of two files."""
+    fsspec.register_implementation("refusing", _RefusingFileSystem, clobber=True)
     system = fsspec.filesystem("refusing")
     system.pipe("/corpus/a.jsonl", LINES.encode())
     system.pipe("/corpus/b.jsonl", LINES.encode())
@@ -109,31 +109,31 @@ def refusing() -> str:
 def test_a_refused_read_is_one_line_without_secrets(
     refusing: str, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit 2 names the file; user, password and query are nowhere."""
-    line = ["build", f"{refusing}/corpus", "--tokenizer", str(tokenizer)]
-    assert main([*line, "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr()
-    assert "refusing://host/corpus/b.jsonl: cannot be reached: 550" in said.err
-    assert said.err.count("\n") == 1
-    assert not [secret for secret in SECRETS if secret in said.err + said.out]
+    """Exit 2 names the file; user, password and query do not appear."""
+    command = ["build", f"{refusing}/corpus", "--tokenizer", str(tokenizer)]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert "refusing://host/corpus/b.jsonl: cannot be reached: 550" in captured.err
+    assert captured.err.count("\n") == 1
+    assert not [secret for secret in SECRETS if secret in captured.err + captured.out]
 
 
-def test_no_secret_is_in_a_ledger_or_message(
+def test_no_credentials_appear_in_ledgers_or_messages(
     refusing: str, tokenizer: Path, tmp_path: Path
 ) -> None:
-    """A document that cannot be read is named by its address, in a file that is published."""
-    told: list[str] = []
+    """An unreadable document is named by its URL in a file that may be published."""
+    reasons: list[str] = []
     clean(
         f"{refusing}/bad",
         {"control_characters": {}},
         out=tmp_path / "out",
         workers=1,
-        on_quarantine=told.append,
+        on_quarantine=reasons.append,
     )
     (part,) = (tmp_path / "out" / "ledger").iterdir()
     ledger = zstandard.ZstdDecompressor().stream_reader(part.read_bytes()).read().decode()
     assert "refusing://host/bad/c.jsonl:1" in ledger
-    content = ledger + "".join(told) + (tmp_path / "out" / "ledger.json").read_text()
+    content = ledger + "".join(reasons) + (tmp_path / "out" / "ledger.json").read_text()
     assert not [secret for secret in SECRETS if secret in content]
     with pytest.raises(CorpusError) as caught:
         build("ftp://someone:SECRETpw@127.0.0.1:1/x.jsonl", tokenizer=tokenizer, out=tmp_path / "o")
@@ -151,6 +151,6 @@ def test_no_secret_is_in_a_ledger_or_message(
         ("a/path?with=query", "a/path?with=query"),
     ],
 )
-def test_addresses_are_shown_without_secrets(text: str, shown: str) -> None:
-    """User, password and query are left out, also within a client's message."""
+def test_urls_are_shown_without_credentials(text: str, shown: str) -> None:
+    """User, password and query are removed, also within messages of client libraries."""
     assert strip_credentials(text) == shown

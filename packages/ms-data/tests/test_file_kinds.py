@@ -1,4 +1,4 @@
-"""What is no text is never trained on: known by its first bytes, left out or refused by name."""
+"""Binary files are recognized by their first bytes and are never used for training."""
 
 import bz2
 import gzip
@@ -26,36 +26,36 @@ TEXT = "To be, or not to be: that is the question.\n" * 20
 
 
 def _tar() -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         member = tarfile.TarInfo("a.py")
         member.size = len(TEXT)
         archive.addfile(member, io.BytesIO(TEXT.encode()))
-    return file.getvalue()
+    return buffer.getvalue()
 
 
 def _zip() -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("a.txt", TEXT)
-    return file.getvalue()
+    return buffer.getvalue()
 
 
 def _sqlite(tmp_path: Path) -> bytes:
-    with sqlite3.connect(tmp_path / "made.sqlite") as database:
+    with sqlite3.connect(tmp_path / "new.sqlite") as database:
         database.execute("create table texts (text)")
     database.close()
-    return (tmp_path / "made.sqlite").read_bytes()
+    return (tmp_path / "new.sqlite").read_bytes()
 
 
 def _array() -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.arange(9))
-    return file.getvalue()
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(9))
+    return buffer.getvalue()
 
 
-def files_that_are_no_text(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
-    """Content and the name of its kind, by file name; made by the real tools where they are."""
+def binary_files(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
+    """Map a file name to its content and file type; real tools write the content where possible."""
     tar = "tar archive without .txt or .json"
     return {
         "x.tar": (_tar(), tar),
@@ -84,41 +84,39 @@ def files_that_are_no_text(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
 
 
 def _read(source: Corpus) -> tuple[list[str], Counter[str]]:
-    kinds: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
-    def on_leave_out(kind: str) -> None:
-        kinds[kind] += 1
+    def count(file_type: str) -> None:
+        counts[file_type] += 1
 
-    return [one.text for one in source.documents(on_leave_out=on_leave_out)], kinds
+    return [document.text for document in source.documents(on_leave_out=count)], counts
 
 
-def test_a_file_that_is_no_text_is_refused_by_name_when_it_is_named(tmp_path: Path) -> None:
-    """One line with the file, its kind and a remedy, whatever its name ends in."""
-    for name, (content, kind) in files_that_are_no_text(tmp_path).items():
+def test_a_binary_file_passed_by_name_is_refused(tmp_path: Path) -> None:
+    """The line names the file, its type and a remedy, whatever its suffix."""
+    for name, (content, file_type) in binary_files(tmp_path).items():
         path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(CorpusError, match=rf"{name}: {kind}, not text; \w+"):
+        with pytest.raises(CorpusError, match=rf"{name}: {file_type}, not text; \w+"):
             _read(find_corpus(path))
 
 
-def test_files_of_a_folder_that_are_no_text_are_left_out_and_counted(tmp_path: Path) -> None:
-    """The text beside them is read, and each kind is said with its count."""
+def test_binary_files_in_a_folder_are_skipped_and_counted(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
     (folder / "a.txt").write_text(TEXT)
-    made = files_that_are_no_text(tmp_path)
-    for name, (content, _) in made.items():
+    files = binary_files(tmp_path)
+    for name, (content, _) in files.items():
         (folder / name).write_bytes(content)
-    texts, kinds = _read(find_corpus(folder))
+    texts, counts = _read(find_corpus(folder))
     assert texts == [TEXT]
-    assert kinds == Counter(kind for _, kind in made.values())
-    heard: list[str] = []
-    train_tokenizer(folder, vocab_size=260, on_leave_out=heard.append)
-    assert Counter(heard) == kinds
+    assert counts == Counter(file_type for _, file_type in files.values())
+    reported: list[str] = []
+    train_tokenizer(folder, vocab_size=260, on_leave_out=reported.append)
+    assert Counter(reported) == counts
 
 
-def test_texts_that_begin_like_something_else_are_read(tmp_path: Path) -> None:
-    """Letters alone are no signature, and an empty or short file is none."""
+def test_text_that_starts_like_a_binary_signature_is_read(tmp_path: Path) -> None:
     for number, text in enumerate(
         ["PAR1 is a mark.", "Obj", "MMXXVI", "GGUF is a format.", "BZh and so on", "wOFF!", "RIFF"]
     ):
@@ -126,23 +124,20 @@ def test_texts_that_begin_like_something_else_are_read(tmp_path: Path) -> None:
         assert _read(find_corpus(tmp_path / f"{number}.txt")) == ([text], Counter())
 
 
-def test_what_is_packed_is_unpacked_whatever_its_name(tmp_path: Path) -> None:
-    """By its first bytes; JSON Lines keep their name behind the packing's."""
+def test_compressed_files_are_recognized_without_their_suffix(tmp_path: Path) -> None:
     row = json.dumps({"text": "one"}).encode()
-    for name, content, found in (
+    for name, content, texts in (
         ("plain", gzip.compress(b"text"), ["text"]),
         ("a.jsonl", zstandard.ZstdCompressor().compress(row), ["one"]),
         ("b.jsonl.gz", gzip.compress(row + b"\n" + row), ["one", "one"]),
     ):
         (tmp_path / name).write_bytes(content)
-        assert _read(find_corpus(tmp_path / name))[0] == found
+        assert _read(find_corpus(tmp_path / name))[0] == texts
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-def test_text_in_another_encoding_is_named_and_not_taken_for_binary(
-    tmp_path: Path, encoding: str
-) -> None:
-    """Its mark says what it is; it stops the build, or is left out as invalid."""
+def test_utf16_and_utf32_text_is_refused_by_its_encoding(tmp_path: Path, encoding: str) -> None:
+    """It stops the build, or is skipped as invalid."""
     (tmp_path / "a.txt").write_text("text", encoding=encoding)
     (tmp_path / "b.txt").write_text("other")
     with pytest.raises(CorpusError, match=rf"a\.txt: text in {encoding.upper()}; convert it"):
@@ -156,7 +151,7 @@ TEXTS = [str(row["text"]) for row in ROWS]
 
 @pytest.mark.parametrize("name", ["a.json", "A.JSON", "a.jsonl", "a.json.gz", "A.JSON.ZST", "rows"])
 @pytest.mark.parametrize(
-    "written",
+    "content",
     [
         json.dumps(ROWS),
         "\ufeff" + json.dumps(ROWS, indent=1) + "\n",
@@ -165,16 +160,16 @@ TEXTS = [str(row["text"]) for row in ROWS]
     ],
     ids=["array", "indented", "item per line", "lines"],
 )
-def test_rows_of_json_are_read_whatever_their_file_is_called(
-    written: str, name: str, tmp_path: Path
+def test_json_rows_are_recognized_whatever_the_file_name(
+    content: str, name: str, tmp_path: Path
 ) -> None:
-    """One array of rows, or a row per line; named, or in a folder; also as parsed rows."""
-    content = written.encode()
+    """An array of rows or a row per line; in a folder or by name; also with a row parser."""
+    data = content.encode()
     if name.lower().endswith("gz"):
-        content = gzip.compress(content)
+        data = gzip.compress(data)
     if name.lower().endswith("zst"):
-        content = zstandard.ZstdCompressor().compress(content)
-    (tmp_path / name).write_bytes(content)
+        data = zstandard.ZstdCompressor().compress(data)
+    (tmp_path / name).write_bytes(data)
     for corpus in (tmp_path, tmp_path / name):
         assert _read(find_corpus(corpus))[0] == TEXTS
         parsed = find_corpus(corpus, parse=lambda row: str(row["text"]).upper())
@@ -182,16 +177,16 @@ def test_rows_of_json_are_read_whatever_their_file_is_called(
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
-def test_items_of_an_array_do_not_depend_on_the_blocks(block: int) -> None:
-    """Compare with a decoder of the whole; an item beyond the limit is None, others follow it."""
+def test_array_items_do_not_depend_on_block_boundaries(block: int) -> None:
+    """An item beyond the limit is None, and reading continues after it."""
     text = json.dumps([*ROWS, {"text": "x" * 200}, 5, "]", {"text": "\\\\"}], indent=1).encode()
-    blocks = (text[at : at + block] for at in range(0, len(text), block))
+    blocks = (text[start : start + block] for start in range(0, len(text), block))
     items = [item and json.loads(item) for item in array_items(blocks, 100)]
     assert items == [*ROWS, None, 5, "]", {"text": "\\\\"}]
 
 
 @pytest.mark.parametrize(
-    ("written", "problem"),
+    ("content", "problem"),
     [
         ('[{"text": "one"}, {"text": "tw', "the array is not closed"),
         ('[{"text": "one"}] [{"text": "two"}]', "text follows"),
@@ -202,17 +197,17 @@ def test_items_of_an_array_do_not_depend_on_the_blocks(block: int) -> None:
         ('{"name": "one"}\n{"name": "two"}', ":1: .*--text-column"),
     ],
 )
-def test_rows_that_cannot_be_read_are_refused_with_their_place(
-    written: str, problem: str, tmp_path: Path
+def test_unreadable_rows_are_refused_with_their_location(
+    content: str, problem: str, tmp_path: Path
 ) -> None:
-    """A file of rows is never one document, and a damaged array is never a shorter one."""
-    (tmp_path / "a.json").write_text(written)
+    """A file of rows is never one document, and a truncated array never a short one."""
+    (tmp_path / "a.json").write_text(content)
     with pytest.raises(CorpusError, match=problem):
         _read(find_corpus(tmp_path / "a.json"))
 
 
 def test_json_without_rows_of_text_is_one_document(tmp_path: Path) -> None:
-    """Settings, lists and logs in a folder, and an object in a file that the user named."""
+    """Settings, lists and logs in a folder, and an object in a file passed by name."""
     texts = {
         "list.json": '[{"name": "x"}]',
         "log.txt": "[{ warning\n",
@@ -225,8 +220,8 @@ def test_json_without_rows_of_text_is_one_document(tmp_path: Path) -> None:
     assert _read(find_corpus(tmp_path / "package.json"))[0] == [texts["package.json"]]
 
 
-def test_an_array_takes_no_more_memory_than_its_rows(tmp_path: Path) -> None:
-    """100 MiB of rows of 1 MiB are read within 24 MiB."""
+def test_a_json_array_is_read_in_constant_memory(tmp_path: Path) -> None:
+    """100 rows of 1 MiB within 24 MiB."""
     row = json.dumps({"text": "x" * (1 << 20)})
     with (tmp_path / "a.json").open("w") as file:
         file.write("[" + ",".join([row] * 100) + "]")
@@ -238,14 +233,14 @@ def test_an_array_takes_no_more_memory_than_its_rows(tmp_path: Path) -> None:
         "print(sum(1 for _ in find_corpus(sys.argv[1]).documents()), peak() - before)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "a.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    count, grown = map(int, done.stdout.split())
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    count, growth_kib = map(int, result.stdout.split())
     assert count == 100
-    assert grown < 24 << 10
+    assert growth_kib < 24 << 10
 
 
-def test_a_document_beyond_the_limit_is_refused_with_its_file(tmp_path: Path) -> None:
-    """Plain, packed, or a line; the limit is a setting, and other lines are still read."""
+def test_documents_beyond_the_limit_are_refused_with_their_file(tmp_path: Path) -> None:
+    """Plain, compressed, or a line; other lines are still read."""
     long = "x" * ((1 << 20) + 1)
     lines = "\n".join(json.dumps({"text": text}) for text in ("one", long, "two", long))
     (tmp_path / "a.txt").write_text(long)
@@ -256,20 +251,18 @@ def test_a_document_beyond_the_limit_is_refused_with_its_file(tmp_path: Path) ->
         with pytest.raises(CorpusError, match=rf"{name}: longer than .*--document-limit-mib"):
             _read(find_corpus(path, document_limit_mib=1))
         assert len(_read(find_corpus(path, document_limit_mib=2))[0]) in (1, 4)
-    found = _read(find_corpus(tmp_path / "c.jsonl.zst", document_limit_mib=1, skip_invalid=True))
-    assert found[0] == ["one", "two"]
+    result = _read(find_corpus(tmp_path / "c.jsonl.zst", document_limit_mib=1, skip_invalid=True))
+    assert result[0] == ["one", "two"]
     with pytest.raises(SettingError, match="document_limit_mib"):
         find_corpus(tmp_path, document_limit_mib=0)
 
 
-@pytest.mark.parametrize("packing", ["gz", "zst"])
-def test_a_small_file_that_unpacks_to_much_takes_little_memory(
-    tmp_path: Path, packing: str
-) -> None:
-    """300 MB of spaces from some kilobytes; the reader's peak grows by a few blocks alone."""
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_decompression_bombs_are_read_in_constant_memory(tmp_path: Path, suffix: str) -> None:
+    """300 MB of spaces in a few kilobytes."""
     block = b" " * (1 << 20)
-    path = tmp_path / f"a.jsonl.{packing}"
-    if packing == "gz":
+    path = tmp_path / f"a.jsonl.{suffix}"
+    if suffix == "gz":
         with gzip.open(path, "wb", compresslevel=1) as file:
             for _ in range(300):
                 file.write(block)
@@ -279,7 +272,7 @@ def test_a_small_file_that_unpacks_to_much_takes_little_memory(
                 file.write(block)
     script = (
         "import re, sys; from ms_data.corpus.find import find_corpus\n"
-        # ru_maxrss begins with that of the process that started this one.
+        # ru_maxrss is inherited from the parent process.
         "status = lambda: open('/proc/self/status').read()\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', status())[1])\n"
         "before = peak()\n"
@@ -289,15 +282,14 @@ def test_a_small_file_that_unpacks_to_much_takes_little_memory(
         "print(peak() - before)\n"
     )
     command = [sys.executable, "-c", script, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    outcome, grown = done.stdout.split()
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    outcome, growth_kib = result.stdout.split()
     assert outcome == "True"
-    assert int(grown) < 64 << 10
+    assert int(growth_kib) < 64 << 10
 
 
 @pytest.mark.parametrize("name", ["A.JSONL", "a.Jsonl", "a.NDJSON", "a.jsonlines", "A.JSONL.GZ"])
-def test_the_case_of_a_name_does_not_matter(name: str, tmp_path: Path) -> None:
-    """Rows in a file of capital letters were one document of text."""
+def test_suffixes_are_case_insensitive(name: str, tmp_path: Path) -> None:
     content = b'{"text": "one"}\r\n{"text": "two"}\r\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
-    assert [one.text for one in find_corpus(tmp_path).documents()] == ["one", "two"]
+    assert [document.text for document in find_corpus(tmp_path).documents()] == ["one", "two"]

@@ -1,4 +1,4 @@
-"""Files that others wrote or that were damaged end in one line of this package's own errors."""
+"""Hostile or damaged files give one line with an error class of this package."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from ms_data.disk.format import decode_index, encode_index
 from ms_data.disk.writer import ShardState
 
 from .chats import CHATML, write_tokenizer
-from .test_build import texts_of, write_lines
+from .test_build import random_texts, write_lines
 
 DEEP = b"[" * 100_000
 DAMAGED = {
@@ -44,32 +44,32 @@ DAMAGED = {
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset that is not to be changed."""
+    """A dataset. Read-only."""
     folder = tmp_path_factory.mktemp("hostile")
-    path = write_lines(folder / "a.jsonl", texts_of(1, 40))
+    path = write_lines(folder / "a.jsonl", random_texts(1, 40))
     tokenizer = train_tokenizer(path, vocab_size=300)
     build(path, tokenizer=tokenizer, out=folder / "shards")
     return folder / "shards"
 
 
-def one_line(error: BaseException) -> bool:
-    """Whether an error is one printable line that ends somewhere."""
+def is_one_line(error: BaseException) -> bool:
+    """Return whether an error is one printable line of reasonable length."""
     return str(error).isprintable() and len(str(error)) < 1000
 
 
 @pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("file", ["index.json", "tokenizer.json", "build.json"])
-def test_a_damaged_file_of_a_dataset_is_one_line(
+def test_a_damaged_dataset_file_gives_one_line(
     tmp_path: Path, shards: Path, file: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By inspect, verify, Tokenizer.load and a build over it; never a traceback."""
+    """From inspect, verify, Tokenizer.load and a rebuild; never a traceback."""
     folder = tmp_path / "shards"
     folder.mkdir()
     for path in shards.iterdir():
         os.link(path, folder / path.name)
     (folder / file).unlink()
     (folder / file).write_bytes(DAMAGED[name])
-    corpus = write_lines(tmp_path / "a.jsonl", texts_of(1, 40))
+    corpus = write_lines(tmp_path / "a.jsonl", random_texts(1, 40))
     tokenizer = str(shards / "tokenizer.json")
     for arguments in (
         ["inspect", str(folder)],
@@ -78,13 +78,15 @@ def test_a_damaged_file_of_a_dataset_is_one_line(
         ["build", str(corpus), "--tokenizer", tokenizer, "--out", str(folder)],
     ):
         assert main(arguments) in (0, 1, 2)
-        told = capsys.readouterr().err
-        assert told.count("\n") <= 1
-        assert len(told) < 1000
+        error = capsys.readouterr().err
+        assert error.count("\n") <= 1
+        assert len(error) < 1000
 
 
-def test_no_sound_checksum_makes_absurd_sizes_sound(tmp_path: Path, shards: Path) -> None:
-    """Counts whose sums leave 64 bits are refused even where every checksum was made to fit."""
+def test_overflowing_sizes_are_refused_despite_valid_checksums(
+    tmp_path: Path, shards: Path
+) -> None:
+    """Counts whose sums exceed 64 bits."""
     index = decode_index((shards / "index.json").read_bytes())
     huge = (1 << 63) - 1
     for change in ({"tokens": huge}, {"size_bytes": huge}, {"tokens": huge, "documents": huge}):
@@ -93,14 +95,14 @@ def test_no_sound_checksum_makes_absurd_sizes_sound(tmp_path: Path, shards: Path
         (tmp_path / "index.json").write_text(json.dumps(raw))
         with pytest.raises(DataError) as caught:
             TokenStream(tmp_path, sequence_length=8, batch_size=1)
-        assert one_line(caught.value)
+        assert is_one_line(caught.value)
     assert encode_index(index) == (shards / "index.json").read_bytes()
 
 
 @pytest.mark.parametrize(
     "path", ["a\0b", "x" * 1_000_000, "y/" * 3000], ids=["NUL", "long name", "long path"]
 )
-def test_a_path_that_no_system_takes_is_one_line(tmp_path: Path, path: str) -> None:
+def test_impossible_paths_give_one_line(tmp_path: Path, path: str) -> None:
     """A NUL, a million characters, thousands of folders."""
     for call in (
         lambda: inspect(path),
@@ -111,11 +113,11 @@ def test_a_path_that_no_system_takes_is_one_line(tmp_path: Path, path: str) -> N
     ):
         with pytest.raises(DataError) as caught:
             call()
-        assert one_line(caught.value)
+        assert is_one_line(caught.value)
 
 
-def test_links_in_a_circle_are_one_line(tmp_path: Path) -> None:
-    """As a corpus, as a tokenizer, as a dataset, and inside a corpus."""
+def test_symlink_loops_give_one_line(tmp_path: Path) -> None:
+    """As a corpus, a tokenizer, a dataset, and inside a corpus."""
     for name, target in (("a", "b"), ("b", "a")):
         (tmp_path / name).symlink_to(tmp_path / target)
     for call in (
@@ -126,45 +128,44 @@ def test_links_in_a_circle_are_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError) as caught:
             call()
-        assert one_line(caught.value)
+        assert is_one_line(caught.value)
 
 
 def _word_level(**vocab: int) -> dict[str, Any]:
     model = tokenizers.models.WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>")
-    made: dict[str, Any] = json.loads(tokenizers.Tokenizer(model).to_str())
-    made["model"]["vocab"] |= vocab  # the library itself leaves huge numbers out
-    return made
+    spec: dict[str, Any] = json.loads(tokenizers.Tokenizer(model).to_str())
+    spec["model"]["vocab"] |= vocab  # the library itself drops huge ids
+    return spec
 
 
-def test_a_tokenizer_of_absurd_ids_or_none_is_refused() -> None:
-    """An id beyond what a token on disk can tell, no token at all, a nonsense model."""
-    made = _word_level()
-    made["model"]["vocab"] = {}
-    absurd = [
-        made,
+def test_tokenizers_with_absurd_ids_or_no_tokens_are_refused() -> None:
+    """Ids too large for stored tokens, no tokens at all, or no valid model."""
+    empty = _word_level()
+    empty["model"]["vocab"] = {}
+    specs = [
+        empty,
         _word_level(a=(1 << 31) - 1),
         _word_level(a=(1 << 32) - 1),
         {**_word_level(), "model": None},
         [],
         3,
     ]
-    for one in absurd:
+    for spec in specs:
         with pytest.raises(TokenizerError) as caught:
-            Tokenizer(json.dumps(one).encode())
-        assert one_line(caught.value)
+            Tokenizer(json.dumps(spec).encode())
+        assert is_one_line(caught.value)
 
 
-def test_a_tokenizer_that_cannot_encode_is_one_line() -> None:
-    """What the binding raises in the midst of a build names the tokenizer."""
-    made = _word_level()
-    made["model"]["unk_token"] = "gone"
+def test_a_tokenizer_that_fails_to_encode_is_named() -> None:
+    spec = _word_level()
+    spec["model"]["unk_token"] = "gone"
     for call in (Tokenizer.encode, Tokenizer.encode_chat):
         with pytest.raises(TokenizerError, match="cannot encode"):
-            call(Tokenizer(json.dumps(made).encode()), "unknown")
+            call(Tokenizer(json.dumps(spec).encode()), "unknown")
 
 
-def test_no_text_becomes_the_end_of_text() -> None:
-    """Where a model's own vocabulary makes a word the end, the build stops and names the text."""
+def test_text_that_encodes_to_the_end_of_text_is_refused() -> None:
+    """The vocabulary itself maps a word to the end-of-text id; the error quotes the text."""
     tokenizer = Tokenizer(json.dumps(_word_level(a=1)).encode())
     assert [ids.tolist() for ids in tokenizer.encode_documents(["a"])] == [[1, 0]]
     with pytest.raises(TokenizerError, match=r"end-of-text token 0 .*as in '<\|endoftext\|>'"):
@@ -182,18 +183,18 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_damaged_tokenizer_config_is_one_line(tmp_path: Path, name: str) -> None:
-    """Wherever a template's folder is read."""
+def test_a_damaged_tokenizer_config_gives_one_line(tmp_path: Path, name: str) -> None:
+    """Wherever a template folder is read."""
     (tmp_path / "tokenizer_config.json").write_bytes(CONFIGS[name])
     with pytest.raises(TokenizerError) as caught:
         ChatTemplate.load(tmp_path)
-    assert one_line(caught.value)
+    assert is_one_line(caught.value)
     if name not in ("half a character", "a number"):
         with pytest.raises(TokenizerError):
             ChatTemplate("{{ bos_token }}").with_tokens_of(tmp_path).files()
 
 
-def test_a_template_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_an_oversized_template_file_is_refused_before_reading(tmp_path: Path) -> None:
     """A sparse file of a terabyte takes no memory."""
     with (tmp_path / "chat_template.jinja").open("wb") as file:
         file.truncate(1 << 40)
@@ -201,10 +202,10 @@ def test_a_template_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path:
         ChatTemplate.load(tmp_path)
 
 
-def test_rows_of_every_odd_kind_are_refused_with_their_line(
+def test_malformed_rows_are_refused_with_their_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Deep, half characters, numbers that no type holds, wrong types; line by line, exit 2."""
+    """Deep nesting, lone surrogates, overflowing numbers, wrong types."""
     folder = write_tokenizer(tmp_path / "model", CHATML)
     user = {"role": "user", "content": "x"}
     rows = [
@@ -223,17 +224,17 @@ def test_rows_of_every_odd_kind_are_refused_with_their_line(
         path = tmp_path / f"{number}.jsonl"
         path.write_bytes(row + b"\n")
         out = str(tmp_path / "out")
-        given = ["--tokenizer", str(folder), "--chat-template", str(folder), "--out", out]
-        assert main(["build", str(path), *given]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1
-        assert f"{number}.jsonl" in told
-        assert len(told) < 1000
+        options = ["--tokenizer", str(folder), "--chat-template", str(folder), "--out", out]
+        assert main(["build", str(path), *options]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"{number}.jsonl" in error
+        assert len(error) < 1000
 
 
-def test_a_journal_that_names_a_file_elsewhere_is_refused() -> None:
-    """What stands beside a build cannot have another file cut off."""
-    sound = {
+def test_a_journal_entry_with_another_path_is_refused() -> None:
+    """Otherwise a resumed build could truncate an unrelated file."""
+    valid = {
         "name": "shard-00000.msd",
         "split": "train",
         "size_bytes": 16,
@@ -244,7 +245,7 @@ def test_a_journal_that_names_a_file_elsewhere_is_refused() -> None:
         "ends": (),
         "table": b"",
     }
-    ShardState(**sound)  # type: ignore[arg-type]
+    ShardState(**valid)  # type: ignore[arg-type]
     for change in ({"name": "../x"}, {"name": "/etc/passwd"}, {"table": b"x"}, {"tokens": -1}):
         with pytest.raises(ValueError, match=r"is not a shard|is invalid"):
-            ShardState(**{**sound, **change})  # type: ignore[arg-type]
+            ShardState(**{**valid, **change})  # type: ignore[arg-type]

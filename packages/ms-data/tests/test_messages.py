@@ -1,4 +1,4 @@
-"""Published forms of instruction and preference sets, recognized strictly."""
+"""Published formats of instruction and preference data, recognized strictly."""
 
 from typing import Any
 
@@ -23,13 +23,12 @@ ANSWER = {"from": "gpt", "value": "So."}
         {"instruction": "Why?", "input": "", "output": "So.", "history": []},
     ],
 )
-def test_the_three_forms_mean_the_same(row: dict[str, Any]) -> None:
-    """One question, one answer."""
+def test_the_three_conversation_formats_are_equivalent(row: dict[str, Any]) -> None:
     assert read_conversation(row).messages == [ASK, SAY]
 
 
-def test_all_parts_of_a_form_are_read() -> None:
-    """System, history and input; tools as text; calls and observations; a sample's weight."""
+def test_all_parts_of_a_format_are_read() -> None:
+    """System prompt, history and input; tools as text; tool calls and results; sample weights."""
     row: dict[str, Any] = {
         "instruction": "Add.",
         "input": "2 3",
@@ -38,36 +37,38 @@ def test_all_parts_of_a_form_are_read() -> None:
         "history": [["1 1", "2"]],
         "weight": 0.5,
     }
-    read = read_conversation(row)
-    assert [one["role"] for one in read.messages] == [
+    conversation = read_conversation(row)
+    assert [message["role"] for message in conversation.messages] == [
         "system",
         "user",
         "assistant",
         "user",
         "assistant",
     ]
-    assert read.messages[3]["content"] == "Add.\n\n2 3"
-    assert read.weight == 0.5
+    assert conversation.messages[3]["content"] == "Add.\n\n2 3"
+    assert conversation.weight == 0.5
     turns = [
         {"from": "human", "value": "Weather?"},
         {"from": "function_call", "value": '{"name": "w", "arguments": {"at": "Rome"}}'},
         {"from": "observation", "value": "sunny"},
         {"from": "gpt", "value": "Sunny."},
     ]
-    read = read_conversation({"conversations": turns, "tools": '[{"name": "w"}]', "system": "S"})
-    assert read.tools == [{"name": "w"}]
-    assert [one["role"] for one in read.messages] == [
+    conversation = read_conversation(
+        {"conversations": turns, "tools": '[{"name": "w"}]', "system": "S"}
+    )
+    assert conversation.tools == [{"name": "w"}]
+    assert [message["role"] for message in conversation.messages] == [
         "system",
         "user",
         "assistant",
         "tool",
         "assistant",
     ]
-    assert read.messages[2]["tool_calls"][0]["function"]["arguments"] == {"at": "Rome"}
+    assert conversation.messages[2]["tool_calls"][0]["function"]["arguments"] == {"at": "Rome"}
 
 
-def test_a_turn_may_say_that_it_is_not_learnt() -> None:
-    """ShareGPT's weight means what OpenAI's does; None is the same as no such key."""
+def test_sharegpt_turn_weights_mean_the_same_as_openai_ones() -> None:
+    """A weight of None equals a missing key."""
     turns = [{**TURN, "weight": None}, {**ANSWER, "weight": 0}, TURN, {**ANSWER, "weight": 1}]
     assert read_conversation({"conversations": turns}).messages == [
         ASK,
@@ -78,7 +79,7 @@ def test_a_turn_may_say_that_it_is_not_learnt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ({}, "matches no format"),
         ({"text": "plain"}, "matches no format, its keys are 'text'"),
@@ -106,9 +107,11 @@ def test_a_turn_may_say_that_it_is_not_learnt() -> None:
         ({"messages": [ASK, SAY], "tools": "{"}, "not JSON"),
     ],
 )
-def test_a_row_of_another_form_is_refused_with_the_place(row: dict[str, Any], says: str) -> None:
-    """What, where and what it should be."""
-    with pytest.raises(ValueError, match=says):
+def test_malformed_conversations_are_refused_with_the_location(
+    row: dict[str, Any], message: str
+) -> None:
+    """The error says what is wrong, where, and what is expected."""
+    with pytest.raises(ValueError, match=message):
         read_conversation(row)
 
 
@@ -128,8 +131,7 @@ def test_a_row_of_another_form_is_refused_with_the_place(row: dict[str, Any], sa
         {"instruction": "Why?", "input": "", "chosen": "So.", "rejected": "No."},
     ],
 )
-def test_the_forms_of_a_pair_mean_the_same(row: dict[str, Any]) -> None:
-    """One prompt, two answers."""
+def test_the_preference_formats_are_equivalent(row: dict[str, Any]) -> None:
     pair = read_pair(row)
     assert (pair.prompt, pair.chosen, pair.rejected) == ([ASK], [SAY], [NO])
     assert (pair.margin, pair.weight) == (0.0, 1.0)
@@ -137,14 +139,14 @@ def test_the_forms_of_a_pair_mean_the_same(row: dict[str, Any]) -> None:
     assert read_pair({**row, "system": "Be terse."}).prompt == [TERSE, ASK]
 
 
-def test_a_system_that_the_prompt_begins_with_is_not_repeated() -> None:
-    """As where a set keeps it in a column of its own too."""
+def test_a_system_prompt_already_in_the_prompt_is_not_repeated() -> None:
+    """Some datasets also store it in a separate column."""
     row = {"prompt": [TERSE, ASK], "chosen": "So.", "rejected": "No.", "system": "Be terse."}
     assert read_pair(row).prompt == [TERSE, ASK]
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         (
             {"prompt": [TERSE, ASK], "chosen": "y", "rejected": "z", "system": "Be kind."},
@@ -157,7 +159,6 @@ def test_a_system_that_the_prompt_begins_with_is_not_repeated() -> None:
         ({"prompt": "x", "chosen": [ASK], "rejected": [SAY]}, "assistant message"),
     ],
 )
-def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], says: str) -> None:
-    """Neither answer may be guessed."""
-    with pytest.raises(ValueError, match=says):
+def test_malformed_pairs_are_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_pair(row)

@@ -1,4 +1,4 @@
-"""The ledger of a mixture: no source is ever off by more than one sample."""
+"""Mixture counts: no source is ever off by more than one sample."""
 
 import json
 
@@ -20,51 +20,53 @@ WEIGHTS = st.integers(1, 7).flatmap(
         max_size=6,
     )
 )
-# Weights are rounded to multiples of 2**-32 that sum to 1, so dues are exact; `due` gives floats.
+# Weights are rounded to multiples of 2**-32 that sum to 1, so dues are exact; `due` returns floats.
 TOLERANCE = 1e-6
 
 
-def worst(mixture: Mixture) -> float:
-    """How far the source that is most off is off."""
+def max_deviation(mixture: Mixture) -> float:
+    """Return the largest deviation of a source's count from its due."""
     due = mixture.due(mixture.position)
     return max(abs(due[name] - count) for name, count in mixture.counts.items())
 
 
 @settings(max_examples=150, deadline=None)
 @given(WEIGHTS)
-def test_planned_phases_hold_the_ledger_at_every_prefix(
+def test_planned_phases_keep_every_source_within_one_sample(
     plan: list[tuple[int, list[float]]],
 ) -> None:
-    """Tijdeman's bound: below one sample a source, whatever the weights and their changes."""
+    """Tijdeman's bound, for any weights and phase changes."""
     start, phases = 0, []
     for length, weights in plan:
         phases.append(Phase(start, weights))
         start += length
-    mixture = Mixture([str(one) for one in range(len(plan[0][1]))], phases)
+    mixture = Mixture([str(number) for number in range(len(plan[0][1]))], phases)
     for _ in range(start + 60):
         mixture.draw()
-        assert worst(mixture) < 1
+        assert max_deviation(mixture) < 1
     assert sum(mixture.counts.values()) == mixture.position == start + 60
 
 
 @settings(max_examples=150, deadline=None)
 @given(WEIGHTS)
-def test_unforeseen_weights_hold_the_ledger_too(plan: list[tuple[int, list[float]]]) -> None:
-    """A change takes effect within n - 1 samples, and no source is off by more than one."""
+def test_unplanned_weight_changes_keep_every_source_within_one_sample(
+    plan: list[tuple[int, list[float]]],
+) -> None:
+    """A change takes effect within n - 1 samples."""
     count = len(plan[0][1])
-    mixture = Mixture([str(one) for one in range(count)], plan[0][1])
+    mixture = Mixture([str(number) for number in range(count)], plan[0][1])
     for length, weights in plan:
-        before = mixture.position
-        assert before <= mixture.change(weights) < before + count
+        position = mixture.position
+        assert position <= mixture.change(weights) < position + count
         for _ in range(length):
             mixture.draw()
-            assert worst(mixture) <= 1 + TOLERANCE
+            assert max_deviation(mixture) <= 1 + TOLERANCE
     due = mixture.due(mixture.position)
     assert sum(due.values()) == pytest.approx(mixture.position, abs=TOLERANCE)
 
 
 def test_due_is_the_sum_of_the_weights() -> None:
-    """Held against plain sums, at a prefix in each phase."""
+    """Compare with plain sums at a prefix in each phase."""
     phases = [Phase(0, [3, 1]), Phase(100, [0, 1]), Phase(150, [1, 1])]
     mixture = Mixture(["a", "b"], phases)
     assert mixture.due(100) == pytest.approx({"a": 75, "b": 25}, abs=TOLERANCE)
@@ -77,27 +79,27 @@ def test_due_is_the_sum_of_the_weights() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(WEIGHTS, st.integers(0, 50), st.integers(0, 50))
-def test_a_saved_ledger_goes_on_the_same(
+def test_a_restored_mixture_continues_identically(
     plan: list[tuple[int, list[float]]], first: int, second: int
 ) -> None:
-    """Through JSON, before and while a change is led in."""
-    names = [str(one) for one in range(len(plan[0][1]))]
+    """Through JSON, before and during a weight change."""
+    names = [str(number) for number in range(len(plan[0][1]))]
     mixture = Mixture(names, plan[0][1])
     for _ in range(first):
         mixture.draw()
     mixture.change(plan[-1][1])
     for _ in range(second % (len(names) + 1)):
         mixture.draw()
-    again = Mixture(names)
-    again.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
+    restored = Mixture(names)
+    restored.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
     mixture.change(plan[0][1])
-    again.change(plan[0][1])
-    assert [mixture.draw() for _ in range(80)] == [again.draw() for _ in range(80)]
-    assert again.counts == mixture.counts
+    restored.change(plan[0][1])
+    assert [mixture.draw() for _ in range(80)] == [restored.draw() for _ in range(80)]
+    assert restored.counts == mixture.counts
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"),
+    ("weights", "message"),
     [
         ([0.0, 0.0], "at least one weight must be above 0"),
         ([1.0, -1.0], "0 or more"),
@@ -106,14 +108,13 @@ def test_a_saved_ledger_goes_on_the_same(
         ([Phase(3, [1, 1])], "must start at 0"),
     ],
 )
-def test_weights_that_cannot_be_are_refused(weights: list[float], says: str) -> None:
-    """One line says which."""
-    with pytest.raises(SettingError, match=says):
+def test_invalid_weights_are_refused(weights: list[float], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
         Mixture(["a", "b"], weights)
 
 
-def test_a_ledger_of_other_sources_is_refused() -> None:
-    """Names are part of it, and counts must fit them."""
+def test_a_state_with_other_sources_is_refused() -> None:
+    """Source names must match, and counts must be valid."""
     state = Mixture(["a", "b"]).state_dict()
     with pytest.raises(StateError, match="has sources"):
         Mixture(["a", "c"]).load_state_dict(state)
@@ -123,13 +124,13 @@ def test_a_ledger_of_other_sources_is_refused() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), size=st.integers(1, 5))
-def test_limits_hold_at_every_prefix_beside_the_ledger(data: st.DataObject, size: int) -> None:
-    """No source gives more than its limit or strays from its due; a ledger loaded is the same."""
+def test_limits_hold_at_every_prefix(data: st.DataObject, size: int) -> None:
+    """No source exceeds its limit or deviates from its due; a restored mixture agrees."""
     names = [str(number) for number in range(size)]
     weight = st.sampled_from([0.5, 1.0, 2.0, 0.3])
     limits = data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, 40)))
-    given_weights = st.lists(weight, min_size=size, max_size=size)
-    mixture = Mixture(names, data.draw(given_weights), limits=limits)
+    weights = st.lists(weight, min_size=size, max_size=size)
+    mixture = Mixture(names, data.draw(weights), limits=limits)
     for _ in range(80):
         if mixture.position == mixture.end:
             break
@@ -139,7 +140,7 @@ def test_limits_hold_at_every_prefix_beside_the_ledger(data: st.DataObject, size
             assert abs(drawn - due[name]) < 1
             assert drawn <= limits.get(name, 80)
         if data.draw(st.integers(0, 19)) == 0:
-            mixture.change(data.draw(given_weights))
+            mixture.change(data.draw(weights))
             loaded = Mixture(names, limits=limits)
             loaded.load_state_dict(mixture.state_dict())
             assert loaded.end == mixture.end

@@ -1,4 +1,4 @@
-"""A Ray cluster gives the bytes of one machine; a real local one is started."""
+"""Ray clusters give the same bytes as one machine, tested with a local cluster."""
 
 import os
 import signal
@@ -20,62 +20,75 @@ from ms_data.engine.pools import Send, worker_count
 from ms_data.engine.ray_cluster import ClusterError, _connect, _get
 
 from .chats import write_rows, write_tokenizer
-from .pictures import QWEN2, asked, drawn, encoded, write_model
-from .test_array_jobs import RULES, files_below
-from .test_build import texts_of, write_lines
+from .pictures import QWEN2, encode_image, media_row, random_image, write_model
+from .test_array_jobs import RULES, read_tree
+from .test_build import random_texts, write_lines
 
-PASS = """
+CLEAN_SCRIPT = """
 import sys
 from ms_data.cli import main
 from ms_data.engine import batches
 batches.BATCH_CHARACTERS = 2000
 sys.exit(main(["clean", *sys.argv[1:]]))
 """
-"""`ms-data clean` in small batches."""
+"""`ms-data clean` with small batches."""
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of which some come twice."""
+    """Texts with some duplicates."""
     folder = tmp_path_factory.mktemp("corpus")
-    texts = texts_of(1, 200)
+    texts = random_texts(1, 200)
     write_lines(folder / "a.jsonl", [*texts, *texts[:50]])
     return folder
 
 
-def test_what_is_no_cluster_is_refused(corpus: Path, tmp_path: Path) -> None:
-    """Before anything is read; and what needs no cluster does not ask for ray."""
-    for wrong in ("spark", "ray:8000", "16"):
+def test_invalid_workers_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """Before anything is read, and without importing ray."""
+    for value in ("spark", "ray:8000", "16"):
         with pytest.raises(SettingError, match="must be a number, ray or ray://HOST:PORT"):
-            worker_count(wrong)
+            worker_count(value)
     assert worker_count(3) == 3
     rules = tmp_path / "rules.toml"
     rules.write_text("[unicode]\n")
-    line = ["clean", str(corpus), str(rules), "--out", str(tmp_path / "out"), "--workers", "many"]
-    with pytest.raises(SystemExit) as ended:
-        main(line)
-    assert ended.value.code == 2
+    command = [
+        "clean",
+        str(corpus),
+        str(rules),
+        "--out",
+        str(tmp_path / "out"),
+        "--workers",
+        "many",
+    ]
+    with pytest.raises(SystemExit) as exit_info:
+        main(command)
+    assert exit_info.value.code == 2
 
 
 @pytest.fixture
 def conversations(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    """What `build` takes for conversations, preference pairs, and rows with pictures and sound."""
-    said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Since 日本."}]
+    """`build` arguments for conversations, preference pairs, and rows with images."""
+    messages = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "Since 日本."},
+    ]
     model = write_tokenizer(tmp_path / "model")
     rows = write_rows(
-        tmp_path / "rows.jsonl", [{"messages": said * n, "weight": 0.5} for n in range(1, 40)]
+        tmp_path / "rows.jsonl", [{"messages": messages * n, "weight": 0.5} for n in range(1, 40)]
     )
     pairs = [
         {"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No." * n, "margin": n}
         for n in range(1, 40)
     ]
-    seeing = write_model(tmp_path / "seeing", QWEN2)
-    pictures = []
+    vision_model = write_model(tmp_path / "seeing", QWEN2)
+    media_rows = []
     for number in range(9):
-        (tmp_path / f"{number}.png").write_bytes(encoded(drawn(20 + number, 20, number)))
+        (tmp_path / f"{number}.png").write_bytes(
+            encode_image(random_image(20 + number, 20, number))
+        )
         parts: list[dict[str, Any]] = [{"type": "text", "text": f"What is {number}?"}]
         parts += [{"type": "image", "image": f"{number}.png"}] * (number % 3)
-        pictures.append(asked(parts, f"It is {number}."))
+        media_rows.append(media_row(parts, f"It is {number}."))
     return {
         "conversations": {"corpus": rows, "tokenizer": model, "chat": model},
         "preferences": {
@@ -85,46 +98,46 @@ def conversations(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "pairs": True,
         },
         "media": {
-            "corpus": write_rows(tmp_path / "pictures.jsonl", pictures),
-            "tokenizer": seeing,
-            "chat": seeing,
-            "processor": seeing,
+            "corpus": write_rows(tmp_path / "pictures.jsonl", media_rows),
+            "tokenizer": vision_model,
+            "chat": vision_model,
+            "processor": vision_model,
         },
     }
 
 
-def test_what_a_cluster_is_sent_makes_the_words_of_this_process(
+def test_batches_encoded_by_cluster_workers_equal_local_ones(
     conversations: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a cluster: the batches go to what one of its processes runs, and back as bytes."""
+    """Runs the workers' code in this process, with requests and replies as bytes."""
 
     @contextmanager
-    def here(function: str, setup: bytes, *, address: str) -> Iterator[tuple[Send, int]]:
+    def run_locally(function: str, setup: bytes, *, address: str) -> Iterator[tuple[Send, int]]:
         module, _, name = function.partition(":")
         work = getattr(import_module(module), name)(setup)
         addresses.append(address)
         yield lambda request: partial(work, request), 2
 
     addresses: list[str] = []
-    monkeypatch.setattr("ms_data.engine.pools.ray_pool", here)
+    monkeypatch.setattr("ms_data.engine.pools.ray_pool", run_locally)
     monkeypatch.setattr("ms_data.engine.pools.check_ray", lambda: None)
     monkeypatch.setattr("ms_data.engine.batches.BATCH_CHARACTERS", 800)
     for name, settings in conversations.items():
-        build(out=tmp_path / "here" / name, held_out_fraction=0.2, **settings)
-        build(out=tmp_path / "there" / name, held_out_fraction=0.2, workers="ray", **settings)
+        build(out=tmp_path / "local" / name, held_out_fraction=0.2, **settings)
+        build(out=tmp_path / "cluster" / name, held_out_fraction=0.2, workers="ray", **settings)
     assert addresses == ["ray"] * len(conversations)
-    assert files_below(tmp_path / "there") == files_below(tmp_path / "here")
+    assert read_tree(tmp_path / "cluster") == read_tree(tmp_path / "local")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_cluster_gives_the_bytes_of_one_machine(
+def test_a_cluster_gives_the_same_bytes_as_one_machine(
     corpus: Path,
     conversations: dict[str, dict[str, Any]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each command, on a cluster that stays and on one that it starts for itself."""
+    """Every command, on a running cluster and on one started for the call."""
     ray = pytest.importorskip("ray")
     monkeypatch.setattr("ms_data.engine.batches.BATCH_CHARACTERS", 8000)
     tokenizer = train_tokenizer(corpus, vocab_size=320)
@@ -143,26 +156,26 @@ def test_a_cluster_gives_the_bytes_of_one_machine(
         for name, settings in conversations.items():
             build(out=folder / name, held_out_fraction=0.2, workers=workers, **settings)
 
-    run(tmp_path / "here", None)
+    run(tmp_path / "local", None)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        run(tmp_path / "there", "ray")
+        run(tmp_path / "cluster", "ray")
         assert ray.is_initialized()
-        ends = write_lines(tmp_path / "ends.jsonl", ["a", "b c"])
-        wrong = tokenizer.encode("b")[0]
-        spelt = type(tokenizer)(tokenizer.content, end_of_text=wrong)
+        texts = write_lines(tmp_path / "ends.jsonl", ["a", "b c"])
+        token_id = tokenizer.encode("b")[0]
+        ambiguous = type(tokenizer)(tokenizer.content, end_of_text=token_id)
         with pytest.raises(TokenizerError, match="encodes a text with the end-of-text"):
-            build(ends, tokenizer=spelt, out=tmp_path / "no", workers="ray")
+            build(texts, tokenizer=ambiguous, out=tmp_path / "no", workers="ray")
     finally:
         ray.shutdown()
-    assert files_below(tmp_path / "there") == files_below(tmp_path / "here")
+    assert read_tree(tmp_path / "cluster") == read_tree(tmp_path / "local")
     clean(corpus, RULES, out=tmp_path / "own", workers="ray")
     assert not ray.is_initialized()
-    assert files_below(tmp_path / "own") == files_below(tmp_path / "here" / "clean")
+    assert read_tree(tmp_path / "own") == read_tree(tmp_path / "local" / "clean")
 
 
-def test_a_cluster_that_does_not_start_is_one_line() -> None:
-    """Ray raises a plain Exception where a node takes too long to start."""
+def test_a_cluster_that_does_not_start_gives_one_line() -> None:
+    """Ray raises a plain Exception when a node takes too long to start."""
 
     class SlowRay:
         def init(self, *_: object, **__: object) -> None:
@@ -173,8 +186,8 @@ def test_a_cluster_that_does_not_start_is_one_line() -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_cluster_that_loses_its_processes_is_one_line() -> None:
-    """And what the work itself raises is raised as it is."""
+def test_lost_cluster_workers_give_one_line() -> None:
+    """Errors of the work itself are raised unchanged."""
     ray = pytest.importorskip("ray")
 
     class LosingRay:
@@ -196,25 +209,25 @@ def test_a_cluster_that_loses_its_processes_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(("ending", "code", "lines"), [("os._exit(1)", 1, 1), ("pass", 0, 0)])
-def test_a_process_that_ray_ends_leaves_one_line(ending: str, code: int, lines: int) -> None:
-    """Ray's C++ code calls _exit when it has lost its head; an ordinary end prints nothing."""
+def test_a_process_terminated_by_ray_leaves_one_line(ending: str, code: int, lines: int) -> None:
+    """Ray's C++ code calls _exit when it loses its head node; a normal exit prints nothing."""
     script = f"""
 import os
 from ms_data.engine.ray_cluster import explained_exit
 with explained_exit():
     {ending}
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
-    assert done.returncode == code
-    assert len(done.stderr.splitlines()) == lines
-    assert ("run the same command again to resume" in done.stderr) == bool(lines)
+    assert result.returncode == code
+    assert len(result.stderr.splitlines()) == lines
+    assert ("run the same command again to resume" in result.stderr) == bool(lines)
 
 
 def descendants(root: int) -> dict[int, str]:
-    """Command lines of all processes below a process."""
-    below: dict[int, str] = {}
+    """Map the process ids of all descendants of a process to their command lines."""
+    found_processes: dict[int, str] = {}
     parents, lines = {}, {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -225,8 +238,8 @@ def descendants(root: int) -> dict[int, str]:
     level = {root}
     while level:
         level = {process for process, parent in parents.items() if parent in level}
-        below |= {process: lines[process] for process in level}
-    return below
+        found_processes |= {process: lines[process] for process in level}
+    return found_processes
 
 
 @pytest.mark.slow
@@ -234,26 +247,34 @@ def descendants(root: int) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("victim", "recovers"), [("ray::", True), ("raylet/raylet", False), ("gcs_server", False)]
 )
-def test_a_pass_whose_ray_process_is_killed_recovers_or_ends_in_one_line_and_resumes(
+def test_killing_a_ray_process_recovers_or_ends_in_one_line_and_resumes(
     victim: str, recovers: bool, corpus: Path, tmp_path: Path
 ) -> None:
-    """Kill -9 of a worker, a node or the head; nothing is lost, and the bytes are the same."""
+    """SIGKILL of a worker, a node or the head; the output is the same."""
     pytest.importorskip("ray")
     rules = tmp_path / "rules.toml"
     rules.write_text("[unicode]\n")
-    line = [sys.executable, "-c", PASS, str(corpus), str(rules), "--out", str(tmp_path / "out")]
-    line += ["--workers", "ray"]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-c",
+        CLEAN_SCRIPT,
+        str(corpus),
+        str(rules),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    command += ["--workers", "ray"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not any("_run_task" in text for text in descendants(process.pid).values()):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    below = descendants(process.pid)
-    chosen = [number for number, text in below.items() if victim in text]
-    assert chosen
-    for number in chosen:
+    processes = descendants(process.pid)
+    victims = [number for number, text in processes.items() if victim in text]
+    assert victims
+    for number in victims:
         os.kill(number, signal.SIGKILL)
     _, errors = process.communicate()
-    for number in below:  # Ray's agents outlive a node that was killed
+    for number in processes:  # Ray's agents outlive a killed node
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
     assert "Traceback" not in errors
@@ -261,6 +282,6 @@ def test_a_pass_whose_ray_process_is_killed_recovers_or_ends_in_one_line_and_res
     if not recovers:
         assert process.returncode == 1
         assert sum("run the same command again" in text for text in errors.splitlines()) == 1
-        assert subprocess.run(line, check=False).returncode == 0
-    clean(corpus, rules, out=tmp_path / "here", workers=1)
-    assert files_below(tmp_path / "out") == files_below(tmp_path / "here")
+        assert subprocess.run(command, check=False).returncode == 0
+    clean(corpus, rules, out=tmp_path / "local", workers=1)
+    assert read_tree(tmp_path / "out") == read_tree(tmp_path / "local")

@@ -1,4 +1,4 @@
-"""Documents come out of files in one order, from any point on."""
+"""Documents are read from files in a fixed order, starting at any position."""
 
 import gzip
 import json
@@ -17,70 +17,65 @@ from ms_data.corpus.find import find_corpus
 from ms_data.corpus.reader import FileReader, OpenFile, ReadOptions, ReadResult
 from ms_data.corpus.readers import READERS
 
-from .test_build import texts_of, write_lines
+from .test_build import random_texts, write_lines
 
 
-def texts(source: Corpus, start: Position | None = None) -> list[str]:
-    """All documents of a corpus."""
+def read_texts(source: Corpus, start: Position | None = None) -> list[str]:
+    """Return the texts of all documents from a position on."""
     return [document.text for document in source.documents(start or Position())]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     lines=st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=30),
-    packing=st.sampled_from(["", ".gz", ".zst"]),
+    suffix=st.sampled_from(["", ".gz", ".zst"]),
 )
 def test_json_lines_give_back_any_text(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str], packing: str
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], suffix: str
 ) -> None:
-    """Whatever Unicode a text holds, it comes back, and lines of other members are read too."""
-    path = tmp_path_factory.mktemp("lines") / f"a.jsonl{packing}"
-    assert texts(find_corpus(write_lines(path, lines))) == lines
+    """Any Unicode survives, and other columns are ignored."""
+    path = tmp_path_factory.mktemp("lines") / f"a.jsonl{suffix}"
+    assert read_texts(find_corpus(write_lines(path, lines))) == lines
 
 
-def test_reading_goes_on_from_the_position_after_any_document(tmp_path: Path) -> None:
-    """What a document says comes after it is what an undisturbed reading gives next."""
+def test_reading_resumes_at_the_position_after_any_document(tmp_path: Path) -> None:
     for number, name in enumerate(["a.txt", "b.jsonl", "c.jsonl.gz", "d.jsonl.zst", "e.txt"]):
         if name.endswith(".txt"):
             (tmp_path / name).write_text(f"text {number}")
         else:
-            write_lines(tmp_path / name, texts_of(number, 9))
+            write_lines(tmp_path / name, random_texts(number, 9))
     source = find_corpus(tmp_path)
     documents = list(source.documents())
     assert len(documents) == 29
     for number, document in enumerate(documents):
-        rest = [other.text for other in documents[number + 1 :]]
-        assert texts(source, document.after) == rest
+        remaining = [later.text for later in documents[number + 1 :]]
+        assert read_texts(source, document.after) == remaining
     assert documents[-1].read_bytes == source.size_bytes
 
 
-def test_blank_lines_empty_texts_and_byte_order_marks_are_no_documents(tmp_path: Path) -> None:
-    """Only text counts; a mark at the head of a file is not part of it."""
+def test_blank_lines_empty_texts_and_byte_order_marks_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": ""}\n')
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbftwo")
     (tmp_path / "c.txt").write_bytes(b"")
-    assert texts(find_corpus(tmp_path)) == ["one", "two"]
+    assert read_texts(find_corpus(tmp_path)) == ["one", "two"]
 
 
-def test_lines_longer_than_a_block_stay_whole(tmp_path: Path) -> None:
-    """A document of three megabytes between small ones is one document."""
+def test_lines_longer_than_a_block_are_one_document(tmp_path: Path) -> None:
     lines = ["small", "long " * 600_000, "small again"]
-    for packing in ("", ".gz", ".zst"):
-        path = write_lines(tmp_path / f"a.jsonl{packing}", lines)
-        assert texts(find_corpus(path)) == lines
+    for suffix in ("", ".gz", ".zst"):
+        path = write_lines(tmp_path / f"a.jsonl{suffix}", lines)
+        assert read_texts(find_corpus(path)) == lines
 
 
-def test_text_files_may_be_packed(tmp_path: Path) -> None:
-    """A .gz or .zst that is no JSON Lines file is one text."""
+def test_compressed_text_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one"))
     (tmp_path / "b.py.zst").write_bytes(zstandard.ZstdCompressor().compress(b"two"))
-    assert texts(find_corpus(tmp_path)) == ["one", "two"]
+    assert read_texts(find_corpus(tmp_path)) == ["one", "two"]
 
 
-def test_another_key_can_hold_the_text(tmp_path: Path) -> None:
-    """The key is chosen by the user; others may hold anything."""
+def test_the_text_column_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": 3, "content": "one"}) + "\n")
-    assert texts(find_corpus(tmp_path, text_column="content")) == ["one"]
+    assert read_texts(find_corpus(tmp_path, text_column="content")) == ["one"]
 
 
 BAD = {
@@ -99,35 +94,36 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_not_text_is_named_or_left_out(tmp_path: Path, name: str) -> None:
-    """File and line, or file and byte, are in the error; skip_invalid leaves just it out."""
+def test_unreadable_documents_are_refused_or_skipped(tmp_path: Path, name: str) -> None:
+    """The error names file and line, or file and byte; skip_invalid skips only that document."""
     content, match = BAD[name]
     (tmp_path / name).write_bytes(content)
     (tmp_path / "z.txt").write_text("last")
     with pytest.raises(CorpusError, match=match):
-        texts(find_corpus(tmp_path))
+        read_texts(find_corpus(tmp_path))
     reasons: list[str] = []
     source = find_corpus(tmp_path, skip_invalid=True)
-    found = [document.text for document in source.documents(on_skip=reasons.append)]
-    assert found == (["x"] if content.startswith(b'{"text": "x"}') else []) + ["last"]
+    texts_read = [document.text for document in source.documents(on_skip=reasons.append)]
+    assert texts_read == (["x"] if content.startswith(b'{"text": "x"}') else []) + ["last"]
     assert len(reasons) == 1
 
 
-@pytest.mark.parametrize("packing", [".gz", ".zst"])
-def test_damaged_packed_files_are_errors_even_when_skipping(tmp_path: Path, packing: str) -> None:
-    """A cut, a flip and a file that is not packed at all: none is taken for its end."""
-    path = write_lines(tmp_path / f"a.jsonl{packing}", texts_of(1, 400))
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_damaged_compressed_files_are_errors_even_with_skip_invalid(
+    tmp_path: Path, suffix: str
+) -> None:
+    """Truncation, a flipped bit, and a file that is not compressed."""
+    path = write_lines(tmp_path / f"a.jsonl{suffix}", random_texts(1, 400))
     content = path.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 0x40
     for damaged in (content[:-9], content[: len(content) // 2], bytes(flipped), b"no such thing"):
         path.write_bytes(damaged)
         with pytest.raises(CorpusError, match=r"a\.jsonl"):
-            texts(find_corpus(path, skip_invalid=True))
+            read_texts(find_corpus(path, skip_invalid=True))
 
 
-def test_a_corpus_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """A wrong path, a folder without files and one with only hidden ones."""
+def test_missing_and_empty_corpora_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="no file or folder"):
         find_corpus(tmp_path / "nowhere")
     (tmp_path / ".hidden").write_text("text")
@@ -135,8 +131,8 @@ def test_a_corpus_that_is_not_there_is_named(tmp_path: Path) -> None:
         find_corpus(tmp_path)
 
 
-def test_links_are_followed_and_one_to_nothing_is_named(tmp_path: Path) -> None:
-    """Files and folders behind links are read, each folder once, by its own name if it has one."""
+def test_symlinks_are_followed_and_broken_ones_named(tmp_path: Path) -> None:
+    """Each folder is read once, under its real name if it is inside the corpus."""
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "b.txt").write_text("two")
     folder = tmp_path / "in"
@@ -148,7 +144,7 @@ def test_links_are_followed_and_one_to_nothing_is_named(tmp_path: Path) -> None:
     (folder / "own").mkdir()
     (folder / "own" / "c.txt").write_text("three")
     (folder / "link").symlink_to(folder / "own")
-    assert texts(find_corpus(folder)) == ["one", "two", "three", "one"]
+    assert read_texts(find_corpus(folder)) == ["one", "two", "three", "one"]
     assert folder / "own" / "c.txt" in find_corpus(folder).files
     (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CorpusError, match=r"gone\.txt: broken link; fix or remove it"):
@@ -156,7 +152,7 @@ def test_links_are_followed_and_one_to_nothing_is_named(tmp_path: Path) -> None:
 
 
 def test_python_sources_are_decoded_by_their_cookie() -> None:
-    """The library's files in other encodings are read as Python reads them."""
+    """Encodings declared in a source file are honored."""
     source = find_corpus("stdlib")
     assert source.reader is READERS["python_source"]
     assert source.options.skip_invalid
@@ -167,7 +163,7 @@ def test_python_sources_are_decoded_by_their_cookie() -> None:
 
 
 def read_rows(file: OpenFile, options: ReadOptions, start: int) -> Iterator[ReadResult]:
-    """Reads the rows of a SQLite table from the file itself, out of order."""
+    """Read the rows of a SQLite table from an open file."""
     file.raw.seek(0)
     database = sqlite3.connect(":memory:")
     database.deserialize(file.raw.read())
@@ -179,15 +175,15 @@ def read_rows(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Read
 def test_a_reader_claims_files_by_their_first_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What would be left out as no text is read, and reading goes on from any row."""
+    """Files that would be skipped as binary are read, and reading resumes at any row."""
     with sqlite3.connect(tmp_path / "b.db") as database:
         database.execute("create table rows (text)")
         database.executemany("insert into rows values (?)", [("one",), ("",), ("two",)])
     (tmp_path / "a.txt").write_text("zero")
-    assert texts(find_corpus(tmp_path)) == ["zero"]
+    assert read_texts(find_corpus(tmp_path)) == ["zero"]
     signatures = (b"SQLite format 3\x00",)
     monkeypatch.setitem(READERS, "sqlite", FileReader(documents=read_rows, signatures=signatures))
     source = find_corpus(tmp_path)
-    assert texts(source) == ["zero", "one", "two"]
+    assert read_texts(source) == ["zero", "one", "two"]
     (_, first, _) = source.documents()
-    assert texts(source, first.after) == ["two"]
+    assert read_texts(source, first.after) == ["two"]

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - Chinese punctuation is what is tested
-"""Each rule decides by what it says, held against a slow truth where it is fast."""
+"""Each cleaning rule, and the optimized ones compared with brute-force references."""
 
 import json
 import random
@@ -30,77 +30,75 @@ CHINESE = "今天天气很好，我们决定去公园散步。湖边有很多人
 
 
 def apply(name: str, text: str, **values: object) -> Outcome:
-    """What one rule makes of a text."""
+    """Apply one rule to a text."""
     return make_rule(name, values, where="test").apply(Text(text, plain_words))
 
 
 def dropped(name: str, text: str, **values: object) -> str:
-    """The setting by which a rule drops a text; empty where it is kept."""
-    found = apply(name, text, **values)
-    return found.setting if isinstance(found, Drop) else ""
+    """Return the setting by which a rule drops a text, or an empty string if it keeps it."""
+    outcome = apply(name, text, **values)
+    return outcome.setting if isinstance(outcome, Drop) else ""
 
 
 def changed(name: str, text: str, **values: object) -> str:
-    """What a rule leaves of a text."""
-    found = apply(name, text, **values)
-    assert not isinstance(found, Drop)
-    return text if found is None else found.text
+    """Return the text after a rule."""
+    outcome = apply(name, text, **values)
+    assert not isinstance(outcome, Drop)
+    return text if outcome is None else outcome.text
 
 
 def prose(seed: int, sentences: int = 12) -> str:
-    """Sentences of different words, a paragraph each few."""
+    """Return sentences of random words, one per line."""
     rng = random.Random(seed)
     words = [f"{a}{b}" for a in ("mar", "ten", "sol", "vid", "lor") for b in ("ine", "or", "ally")]
-    made = []
+    lines = []
     for _ in range(sentences):
         body = [rng.choice(words) + rng.choice("aeiou") * rng.randint(0, 2) for _ in range(9)]
-        made.append("The " + " ".join(body) + " and that is it.")
-    return "\n".join(made)
+        lines.append("The " + " ".join(body) + " and that is it.")
+    return "\n".join(lines)
 
 
-def slow_top(words: list[str], n: int) -> int:
-    """Characters that the commonest n-gram fills, by texts."""
-    ngrams = [" ".join(words[at : at + n]) for at in range(len(words) - n + 1)]
+def top_characters_slowly(words: list[str], n: int) -> int:
+    """Return the characters covered by the most frequent n-gram, comparing strings."""
+    ngrams = [" ".join(words[start : start + n]) for start in range(len(words) - n + 1)]
     if not ngrams:
         return 0
     text, count = Counter(ngrams).most_common(1)[0]
     return len(text) * count
 
 
-def slow_repeated(words: list[str], n: int) -> int:
-    """Characters of n-grams that stood before, by texts."""
-    seen, found, at = set(), 0, 0
-    while at + n <= len(words):
-        ngram = tuple(words[at : at + n])
+def repeated_characters_slowly(words: list[str], n: int) -> int:
+    """Return the characters of n-grams that occurred before, comparing strings."""
+    seen, characters, start = set(), 0, 0
+    while start + n <= len(words):
+        ngram = tuple(words[start : start + n])
         if ngram in seen:
-            found += len("".join(ngram))
-            at += n
+            characters += len("".join(ngram))
+            start += n
         else:
             seen.add(ngram)
-            at += 1
-    return found
+            start += 1
+    return characters
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(["a", "bb", "ccc", "dddd", "e"]), max_size=60))
-def test_repeated_words_are_those_of_the_slow_truth(words: list[str]) -> None:
-    """Sorted hashes find what comparing the n-grams as texts finds, for every n."""
+def test_ngram_repetition_matches_the_brute_force_reference(words: list[str]) -> None:
+    """For every n, hashes give the same counts as comparing the n-grams as strings."""
     ngrams = Ngrams(words)
     for n in range(2, 11):
         ngrams.grow()
-        assert ngrams.top_characters() == slow_top(words, n)
-        assert ngrams.repeated_characters() == slow_repeated(words, n)
+        assert ngrams.top_characters() == top_characters_slowly(words, n)
+        assert ngrams.repeated_characters() == repeated_characters_slowly(words, n)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=80))
-def test_words_lose_no_character_but_white_space(text: str) -> None:
-    """All else stands in some word."""
+def test_splitting_into_words_loses_only_whitespace(text: str) -> None:
     assert "".join(plain_words(text)) == "".join(text.split())
 
 
-def test_words_are_split_as_people_read_them() -> None:
-    """Signs stand alone, apostrophes stay, and each Chinese character is a word."""
+def test_words_keep_apostrophes_and_split_punctuation_and_chinese_characters() -> None:
     assert plain_words("Don't stop... 你好 x_1!") == (
         ["Don't", "stop", "...", "你", "好", "x_1", "!"]
     )
@@ -110,8 +108,8 @@ def test_words_are_split_as_people_read_them() -> None:
     ("text", "count"),
     [("", 0), ("No end", 1), ("One. Two! Three?", 3), ("Wait... what?!", 2), ("你好。再见！", 2)],
 )
-def test_sentences_end_behind_their_signs(text: str, count: int) -> None:
-    """A row of signs ends one sentence, in any script."""
+def test_sentences_are_counted_by_their_final_punctuation(text: str, count: int) -> None:
+    """Repeated punctuation ends one sentence, in any script."""
     assert count_sentences(["..." if w == "..." else w for w in plain_words(text)]) == count - (
         text == "Wait... what?!"
     )
@@ -154,36 +152,36 @@ GOOD = prose(1)
          + "湖泊山川" * 15, "min_ended_lines"),
     ],
 )  # fmt: skip
-def test_a_rule_drops_by_the_setting_that_it_names(rule: str, text: str, setting: str) -> None:
-    """Each measure of the published rules drops the text that is made for it, and no other."""
+def test_each_setting_drops_the_text_that_violates_it(rule: str, text: str, setting: str) -> None:
+    """The outcome names the setting; good text passes."""
     assert dropped(rule, text) == setting
 
 
-def test_c4_cuts_lines_and_counts_what_it_cut() -> None:
-    """Lines without an end, of few words, or about scripts and cookies go; citations too."""
+def test_c4_removes_bad_lines_and_counts_them_by_setting() -> None:
+    """Lines without final punctuation, with few words, about scripts or cookies; citations."""
     cut = "Menu\nPlease enable Javascript now.\nTwo words.\nWe use cookies here."
     text = f"{GOOD}\n{cut}\nSo it is.[3]"
-    found = apply("c4_quality", text)
-    assert isinstance(found, Change)
-    assert found.text == f"{GOOD}\nSo it is."
-    cuts = {cut.setting: cut.times for cut in found.cuts}
+    outcome = apply("c4_quality", text)
+    assert isinstance(outcome, Change)
+    assert outcome.text == f"{GOOD}\nSo it is."
+    cuts = {cut.setting: cut.times for cut in outcome.cuts}
     assert cuts == {"ended_lines": 1, "javascript": 1, "min_words_a_line": 1, "policies": 1}
 
 
-def test_unicode_is_repaired_and_composed() -> None:
-    """A wrong decoding is undone, a letter and its accent are one, and quotes stay."""
+def test_unicode_fixes_mojibake_and_composes_accents() -> None:
+    """Quotation marks stay as they are."""
     assert changed("unicode", "cafÃ© “e\u0301”") == "café “é”"
     assert changed("unicode", "ﬁ", form="NFKC") == "fi"
 
 
-def test_control_characters_go_and_line_ends_are_one() -> None:
-    """Escapes of terminals, bold by typing twice, marks of order and bells go; joiners stay."""
+def test_control_characters_are_removed_and_line_ends_unified() -> None:
+    """Removes terminal escapes, overstrikes, byte order marks, bells; keeps zero-width joiners."""
     text = "a\r\nb\rc\x1b[31mred\x1b[0m N\bNA\bA \ufeff\u200bx\x07 👩\u200d🚀\tt"
     assert changed("control_characters", text) == "a\nb\ncred NA x 👩\u200d🚀\tt"
 
 
-def test_chinese_is_written_one_way() -> None:
-    """Wide letters are narrow, punctuation behind a character is wide, spaces between go."""
+def test_chinese_text_is_normalized() -> None:
+    """Full-width letters become narrow, punctuation becomes wide, inner spaces are removed."""
     text = "我有１２个ＡＰＩ,版本是3.11.　这 是 测试:好吗?"
     assert changed("chinese_text", text) == "我有12个API,版本是3.11. 这是测试：好吗？"
     assert changed("chinese_text", "我 爱 北京 天安门.") == "我爱北京天安门。"
@@ -201,24 +199,28 @@ def test_chinese_is_written_one_way() -> None:
         ("使用 ls 命令列出文件，选项 options and arguments 如下", "zh"),
     ],
 )
-def test_languages_are_told_by_script_and_letters(text: str, language: str) -> None:
+def test_languages_are_identified_by_script_and_letters(text: str, language: str) -> None:
     """Chinese, Japanese and Korean need no model."""
     assert identify(text) == language
 
 
-def test_scripts_of_chinese_are_told_without_a_table() -> None:
-    """Characters that one old encoding alone holds decide; common ones say nothing."""
+def test_simplified_and_traditional_chinese_are_distinguished() -> None:
+    """Characters found in only one legacy encoding decide."""
     assert chinese_script("这个软件的设计很简单") == "simplified"
     assert chinese_script("這個軟體的設計很簡單") == "traditional"
     assert chinese_script("你好") == "unknown"
 
 
-def identity(body: str) -> str:
-    """An identity number with its check digit."""
-    return next(body + last for last in "0123456789X" if is_chinese_identity(body + last))
+def complete_identity(body: str) -> str:
+    """Append the check digit to a Chinese identity number."""
+    return next(
+        body + check_digit
+        for check_digit in "0123456789X"
+        if is_chinese_identity(body + check_digit)
+    )
 
 
-CARD = next(one for one in (f"453201511283036{n}" for n in range(10)) if passes_luhn(one))
+CARD = next(card for card in (f"453201511283036{n}" for n in range(10)) if passes_luhn(card))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ CARD = next(one for one in (f"453201511283036{n}" for n in range(10)) if passes_
         ("电话 010-62345678, +86 138-1234-5678", "电话 <telephone>, <telephone>"),
         ("from 8.8.8.8 and 2001:4860:4860::8888 on", "from <ip_address> and <ip_address> on"),
         ("at 192.168.0.1 and 127.0.0.1 and 999.1.1.1", None),
-        (f"身份证{identity('11010519491231002')}。", "身份证<identity_number>。"),
+        (f"身份证{complete_identity('11010519491231002')}。", "身份证<identity_number>。"),
         (f"card {CARD[:4]} {CARD[4:8]} {CARD[8:12]} {CARD[12:]}!", "card <card_number>!"),
         ("SSN 078-05-1120", "SSN <identity_number>"),
         ("version 1.2.3.4.5 of 2024-01-31 has 1234567890123456 rows", None),
@@ -242,29 +244,30 @@ CARD = next(one for one in (f"453201511283036{n}" for n in range(10)) if passes_
         ("ISBN 978-3-16-148410-0", None),
     ],
 )  # fmt: skip
-def test_personal_data_is_masked_by_its_kind(text: str, masked: str | None) -> None:
-    """Forms and check digits decide; versions, dates and counts stay."""
+def test_personal_data_is_replaced_by_its_type(text: str, masked: str | None) -> None:
+    """Formats and check digits decide; versions, dates and counts stay."""
     assert changed("personal_data", text) == (masked or text)
 
 
-def test_a_wrong_check_digit_is_no_identity_and_no_card() -> None:
-    """One changed digit of a number makes it a plain number."""
-    number = identity("11010519491231002")
-    wrong = [number[:at] + str((int(number[at]) + 1) % 10) + number[at + 1 :] for at in range(17)]
+def test_numbers_with_a_wrong_check_digit_are_not_personal_data() -> None:
+    number = complete_identity("11010519491231002")
+    wrong = [
+        number[:position] + str((int(number[position]) + 1) % 10) + number[position + 1 :]
+        for position in range(17)
+    ]
     assert not any(map(is_chinese_identity, wrong))
-    for at in range(1, 15):
-        digits = CARD[:at] + str((int(CARD[at]) + 1) % 10) + CARD[at + 1 :]
+    for position in range(1, 15):
+        digits = CARD[:position] + str((int(CARD[position]) + 1) % 10) + CARD[position + 1 :]
         assert find_personal_data(digits, frozenset(PERSONAL_DATA_TYPES)) == []
 
 
-def test_dropping_says_what_kind_was_found_and_never_the_data() -> None:
-    """The ledger holds a count."""
-    found = apply("personal_data", "me@example.org", action="drop")
-    assert found == Drop("mail", 1, 0)
+def test_the_drop_outcome_holds_the_type_and_count_but_not_the_data() -> None:
+    outcome = apply("personal_data", "me@example.org", action="drop")
+    assert outcome == Drop("mail", 1, 0)
 
 
-def test_documents_that_share_a_row_of_words_with_a_benchmark_are_dropped(tmp_path: Path) -> None:
-    """Case and signs do not count; a short text is looked for whole; Chinese goes by characters."""
+def test_decontaminate_drops_documents_that_share_an_ngram_with_a_benchmark(tmp_path: Path) -> None:
+    """Ignores case and punctuation; short items must match completely; Chinese uses characters."""
     long = " ".join(f"word{n}" for n in range(30))
     rows = [
         long,
@@ -284,12 +287,11 @@ def test_documents_that_share_a_row_of_words_with_a_benchmark_are_dropped(tmp_pa
         assert dropped("decontaminate", text, benchmarks=str(path)) == setting
 
 
-def test_every_rule_is_in_the_template_and_says_its_source() -> None:
-    """What `init clean` writes reads back as rules, and names all settings of all rules."""
+def test_the_rules_template_covers_every_rule_and_reads_back() -> None:
     text = rules_template()
-    for name, kind in RULES.items():
+    for name, rule_class in RULES.items():
         assert f"[{name}]" in text
-        assert (kind.__doc__ or "").partition("\n")[0] in text
+        assert (rule_class.__doc__ or "").partition("\n")[0] in text
     path_free = text.replace("# [c4_paragraphs]", "[c4_paragraphs]")
     import tomllib
 
@@ -299,7 +301,7 @@ def test_every_rule_is_in_the_template_and_says_its_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "words"),
+    ("tables", "message"),
     [
         ({}, "holds no rules"),
         ({"gopher": {}}, "did you mean 'gopher_quality'|gopher_repetition"),
@@ -312,8 +314,8 @@ def test_every_rule_is_in_the_template_and_says_its_source() -> None:
         ({"language": {"keep": "en"}}, "list of strings"),
     ],
 )
-def test_settings_that_cannot_be_used_are_one_line(tables: dict[str, object], words: str) -> None:
-    """The error names the rule, what is wrong and the remedy."""
-    with pytest.raises(ConfigError, match=words) as raised:
+def test_bad_rule_settings_are_refused_in_one_line(tables: dict[str, object], message: str) -> None:
+    """The error names the rule, the problem and the remedy."""
+    with pytest.raises(ConfigError, match=message) as raised:
         read_rules(tables)
     assert "\n" not in str(raised.value)

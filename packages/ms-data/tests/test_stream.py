@@ -1,4 +1,4 @@
-"""TokenStream against a plain, slow reading of the same documents."""
+"""TokenStream compared with a slow reference on the same documents."""
 
 import json
 from itertools import chain, islice
@@ -22,14 +22,14 @@ TYPES = {"tokens": "int64", "targets": "int64", "positions": "int64", "documents
 
 @frozen
 class Reader:
-    """A place among readers."""
+    """A rank and the number of ranks."""
 
     rank: int
     count: int
 
 
 def rows_of(batch: Batch) -> list[list[list[int]]]:
-    """Each row of a batch as four lists."""
+    """Return each row of a batch as four lists."""
     columns = [batch[key].tolist() for key in KEYS]  # type: ignore[literal-required]
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -38,7 +38,7 @@ def rows_of(batch: Batch) -> list[list[list[int]]]:
 @given(
     seed=st.integers(0, 2**40),
     count=st.integers(1, 40),
-    longest=st.integers(1, 120),
+    max_tokens=st.integers(1, 120),
     length=st.integers(1, 40),
     chunk=st.one_of(st.none(), st.integers(1, 9)),
     window=st.integers(1, 9),
@@ -47,11 +47,11 @@ def rows_of(batch: Batch) -> list[list[list[int]]]:
     vocabulary=st.sampled_from([500, 70_000]),
     shuffle=st.booleans(),
 )
-def test_two_epochs_equal_the_slow_truth(
+def test_two_epochs_equal_the_reference_samples_in_order(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,
     count: int,
-    longest: int,
+    max_tokens: int,
     length: int,
     chunk: int | None,
     window: int,
@@ -60,8 +60,8 @@ def test_two_epochs_equal_the_slow_truth(
     vocabulary: int,
     shuffle: bool,
 ) -> None:
-    """Each row is the sample that the order names, cut by hand from the documents."""
-    documents = random_documents(seed, count, longest, vocabulary)
+    """Rows follow `Order` and are cut directly from the documents."""
+    documents = random_documents(seed, count, max_tokens, vocabulary)
     assume(sum(map(len, documents)) >= length)
     folder = write_dataset(
         tmp_path_factory.mktemp("any") / "shards",
@@ -92,20 +92,20 @@ def test_two_epochs_equal_the_slow_truth(
         for number in range(-(-samples // order.window_samples))
         for sample in order.window(epoch, number).tolist()
     ]
-    truth = true_samples(documents, length)
-    assert len(truth) == samples
-    got = [row for data in islice(stream, 2 * samples // batch) for row in rows_of(data)]
-    assert got == [truth[sample] for sample in expected[: len(got)]]
-    assert len(got) == 2 * samples // batch * batch
+    samples_by_number = true_samples(documents, length)
+    assert len(samples_by_number) == samples
+    rows = [row for data in islice(stream, 2 * samples // batch) for row in rows_of(data)]
+    assert rows == [samples_by_number[sample] for sample in expected[: len(rows)]]
+    assert len(rows) == 2 * samples // batch * batch
 
 
 def ten_batches(stream: TokenStream) -> list[list[list[list[int]]]]:
-    """The rows of the next ten batches."""
+    """Return the rows of the next ten batches."""
     return [rows_of(batch) for batch in islice(stream, 10)]
 
 
 def small_stream(folder: Path, batch: int = 6, place: Reader | None = None) -> TokenStream:
-    """A stream whose ten batches cross windows and epochs."""
+    """Return a stream whose first ten batches cross windows and epochs."""
     return TokenStream(
         folder,
         sequence_length=24,
@@ -117,8 +117,8 @@ def small_stream(folder: Path, batch: int = 6, place: Reader | None = None) -> T
     )
 
 
-def test_batches_have_the_shapes_and_types_of_the_contract(dataset: Path) -> None:
-    """Tokens, targets and positions are int64, documents int32, all (B, S) and writable."""
+def test_batches_have_documented_shapes_and_dtypes(dataset: Path) -> None:
+    """All arrays are (B, S) and writable; documents are int32, the others int64."""
     batch = next(TokenStream(dataset, sequence_length=24, batch_size=6))
     assert {key: str(value.dtype) for key, value in batch.items()} == TYPES  # type: ignore[attr-defined]
     assert {value.shape for value in batch.values()} == {(6, 24)}  # type: ignore[attr-defined]
@@ -126,22 +126,21 @@ def test_batches_have_the_shapes_and_types_of_the_contract(dataset: Path) -> Non
 
 
 @pytest.mark.parametrize("count", [2, 3, 6, 12])
-def test_rows_of_all_ranks_make_the_batches_of_one(dataset: Path, count: int) -> None:
-    """Whatever count divides the batch, ranks laid end to end equal a single reader."""
-    alone = ten_batches(small_stream(dataset, 12))
+def test_the_rows_of_all_ranks_form_the_single_reader_batches(dataset: Path, count: int) -> None:
+    expected = ten_batches(small_stream(dataset, 12))
     readers = [small_stream(dataset, 12, Reader(rank, count)) for rank in range(count)]
     parts = [ten_batches(reader) for reader in readers]
-    assert [list(chain(*batches)) for batches in zip(*parts, strict=True)] == alone
+    assert [list(chain(*batches)) for batches in zip(*parts, strict=True)] == expected
 
 
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(0, 9), min_size=10, max_size=10), mixed=st.booleans())
-def test_unequal_shares_change_who_reads_which_rows_and_nothing_else(
+def test_unequal_shares_redistribute_rows_without_changing_batches_or_states(
     dataset: Path, cuts: list[int], mixed: bool
 ) -> None:
-    """Shares that change before each batch: laid end to end the batches of one, and its states."""
-    sources = {"one": dataset, "other": dataset} if mixed else dataset
-    alone, *readers = (
+    """Shares change before every batch."""
+    sources = {"first": dataset, "second": dataset} if mixed else dataset
+    reference, *readers = (
         TokenStream(sources, sequence_length=24, batch_size=12, seed=5, place=place)
         for place in (None, Reader(0, 3), Reader(1, 3), Reader(2, 3))
     )
@@ -151,17 +150,17 @@ def test_unequal_shares_change_who_reads_which_rows_and_nothing_else(
             reader.share_out(shares)
         parts = [rows_of(next(reader)) for reader in readers]
         assert [len(part) for part in parts] == list(shares)
-        assert [*chain(*parts)] == rows_of(next(alone))
+        assert [*chain(*parts)] == rows_of(next(reference))
         assert {json.dumps(reader.state_dict()) for reader in readers} == {
-            json.dumps(alone.state_dict())
+            json.dumps(reference.state_dict())
         }
 
 
 @pytest.mark.parametrize("shares", [(6,), (3, 2), (6, 0), (7, -1), (2, 2, 2)])
-def test_shares_that_do_not_make_up_the_batch_are_refused(
+def test_shares_must_be_positive_and_sum_to_the_batch(
     dataset: Path, shares: tuple[int, ...]
 ) -> None:
-    """One for each process, at least a row, and all rows; the shares before stay."""
+    """After a refusal the previous shares remain."""
     reader = small_stream(dataset, 6, Reader(1, 2))
     with pytest.raises(SettingError, match="do not divide batch_size 6 among 2 ranks"):
         reader.share_out(shares)
@@ -170,38 +169,39 @@ def test_shares_that_do_not_make_up_the_batch_are_refused(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    before=st.integers(0, 40),
+    batches_before=st.integers(0, 40),
     batches=st.tuples(st.sampled_from([2, 4, 6, 10]), st.sampled_from([2, 4, 6, 10])),
     counts=st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 2])),
 )
-def test_resuming_anywhere_equals_going_on(
-    dataset: Path, before: int, batches: tuple[int, int], counts: tuple[int, int]
+def test_resuming_at_any_point_continues_exactly(
+    dataset: Path, batches_before: int, batches: tuple[int, int], counts: tuple[int, int]
 ) -> None:
-    """A JSON state taken anywhere goes on, also with other batch sizes and rank counts."""
+    """Also with other batch sizes and rank counts; the state goes through JSON."""
     first = small_stream(dataset, batches[0], Reader(0, counts[0]))
-    for _ in range(before):
+    for _ in range(batches_before):
         next(first)
     state = json.loads(json.dumps(first.state_dict()))
 
-    whole = small_stream(dataset, 2)
-    rows = [row for _ in range(before * batches[0] // 2) for row in rows_of(next(whole))]
-    assert len(rows) == before * batches[0]
-    expected = [row for _ in range(batches[1] * 2) for row in rows_of(next(whole))]
+    reference = small_stream(dataset, 2)
+    skipped = [
+        row for _ in range(batches_before * batches[0] // 2) for row in rows_of(next(reference))
+    ]
+    assert len(skipped) == batches_before * batches[0]
+    expected = [row for _ in range(batches[1] * 2) for row in rows_of(next(reference))]
 
     readers = [
         small_stream(dataset, batches[1], Reader(rank, counts[1])) for rank in range(counts[1])
     ]
-    got = []
+    rows = []
     for reader in readers:
         reader.load_state_dict(state)
     for _ in range(3):
         for reader in readers:
-            got += rows_of(next(reader))
-    assert got == expected[: len(got)]
+            rows += rows_of(next(reader))
+    assert rows == expected[: len(rows)]
 
 
 def test_a_state_is_small_and_the_same_on_every_rank(dataset: Path) -> None:
-    """The state is a few JSON values that say where all ranks stand."""
     readers = [small_stream(dataset, 6, Reader(rank, 3)) for rank in range(3)]
     for reader in readers:
         next(reader)
@@ -215,31 +215,32 @@ def test_a_state_is_small_and_the_same_on_every_rank(dataset: Path) -> None:
     ("name", "value"),
     [("seed", 6), ("sequence_length", 25), ("shuffle", False), ("window_chunks", 5)],
 )
-def test_a_state_of_another_order_is_refused_by_name(dataset: Path, name: str, value: int) -> None:
-    """What the order depends on must agree, and the error names what does not."""
-    settings_of = {
+def test_a_state_with_another_order_setting_is_refused_by_name(
+    dataset: Path, name: str, value: int
+) -> None:
+    base_settings = {
         "sequence_length": 24,
         "batch_size": 6,
         "seed": 5,
         "chunk_samples": 3,
         "window_chunks": 4,
     }
-    other = TokenStream(dataset, **(settings_of | {name: value}))  # type: ignore[arg-type]
+    stream = TokenStream(dataset, **(base_settings | {name: value}))  # type: ignore[arg-type]
     with pytest.raises(StateError, match=name):
-        other.load_state_dict(small_stream(dataset).state_dict())
+        stream.load_state_dict(small_stream(dataset).state_dict())
 
 
-def test_settings_may_be_numbers_of_numpy(dataset: Path) -> None:
-    """The state is JSON all the same, and that of plain numbers."""
+def test_settings_accept_numpy_integers(dataset: Path) -> None:
+    """The state is still JSON and equals that of Python integers."""
     states = []
-    for number in (int, np.int64):
+    for integer in (int, np.int64):
         stream = TokenStream(
             dataset,
-            sequence_length=number(8),
-            batch_size=number(2),
-            seed=number(3),
-            chunk_samples=number(2),
-            window_chunks=number(3),
+            sequence_length=integer(8),
+            batch_size=integer(2),
+            seed=integer(3),
+            chunk_samples=integer(2),
+            window_chunks=integer(3),
         )
         next(stream)
         states.append(json.dumps(stream.state_dict()))
@@ -247,35 +248,35 @@ def test_settings_may_be_numbers_of_numpy(dataset: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
+    ("name", "bad_value"),
     [
-        *(("sources", wrong) for wrong in (3.5, b"shards", ["a", 3], object())),
-        *(("place", wrong) for wrong in (0, "", {"rank": 0}, 2, object())),
-        *(("cache_mib", wrong) for wrong in (None, 0.5, "64", [], float("nan"))),
-        *(("sequence_length", wrong) for wrong in (None, 8.0, "8", True, b"8")),
-        *(("batch_size", wrong) for wrong in (None, 2.0, [2], True, "2")),
-        *(("window_chunks", wrong) for wrong in (None, 0, 1.5, "4", {})),
+        *(("sources", bad_value) for bad_value in (3.5, b"shards", ["a", 3], object())),
+        *(("place", bad_value) for bad_value in (0, "", {"rank": 0}, 2, object())),
+        *(("cache_mib", bad_value) for bad_value in (None, 0.5, "64", [], float("nan"))),
+        *(("sequence_length", bad_value) for bad_value in (None, 8.0, "8", True, b"8")),
+        *(("batch_size", bad_value) for bad_value in (None, 2.0, [2], True, "2")),
+        *(("window_chunks", bad_value) for bad_value in (None, 0, 1.5, "4", {})),
     ],
 )
-def test_a_setting_of_another_type_is_refused_by_name(
-    dataset: Path, name: str, wrong: object
+def test_settings_of_the_wrong_type_are_refused_by_name(
+    dataset: Path, name: str, bad_value: object
 ) -> None:
-    """Never Python's own error, and never a default instead of what was given."""
-    settings = {"sources": dataset, "sequence_length": 8, "batch_size": 2} | {name: wrong}
-    with pytest.raises(SettingError, match=name) as refused:
+    """Neither a builtin error nor a silent default."""
+    settings = {"sources": dataset, "sequence_length": 8, "batch_size": 2} | {name: bad_value}
+    with pytest.raises(SettingError, match=name) as error:
         TokenStream(**settings)  # type: ignore[arg-type]
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_state_of_other_data_is_refused(dataset: Path, tmp_path: Path) -> None:
-    """A dataset is known by its content: the same shape with other tokens is another one."""
+def test_a_state_of_another_dataset_is_refused(dataset: Path, tmp_path: Path) -> None:
+    """Datasets are identified by content, not by shape."""
     other = write_dataset(tmp_path / "other", random_documents(1, 40, 50))
     with pytest.raises(StateError, match="dataset"):
         small_stream(other).load_state_dict(small_stream(dataset).state_dict())
 
 
 def test_damaged_states_are_refused(dataset: Path) -> None:
-    """An unknown version, a missing count or a wrong type is an error, not a guess."""
+    """Unknown versions, missing counts and wrong types."""
     stream = small_stream(dataset)
     good = stream.state_dict()
     for change in ({"version": 1}, {"consumed_samples": -1}, {"consumed_samples": "6"}):
@@ -285,8 +286,7 @@ def test_damaged_states_are_refused(dataset: Path) -> None:
         stream.load_state_dict({})
 
 
-def test_epochs_end_the_stream_after_the_last_whole_batch(dataset: Path) -> None:
-    """Three epochs give every batch that they can fill, and no more."""
+def test_epochs_end_the_stream_after_the_last_full_batch(dataset: Path) -> None:
     stream = TokenStream(dataset, sequence_length=24, batch_size=7, epochs=3)
     count = sum(1 for _ in stream)
     assert count == 3 * stream.samples_per_epoch // 7
@@ -294,18 +294,17 @@ def test_epochs_end_the_stream_after_the_last_whole_batch(dataset: Path) -> None
     assert list(stream) == []
 
 
-def test_each_epoch_is_shuffled_anew_and_complete(dataset: Path) -> None:
-    """Two epochs hold the same samples in another order."""
-    probe = TokenStream(dataset, sequence_length=24, batch_size=1)
-    rows = [rows_of(next(probe))[0][0] for _ in range(2 * probe.samples_per_epoch)]
-    first, second = rows[: probe.samples_per_epoch], rows[probe.samples_per_epoch :]
+def test_each_epoch_has_all_samples_in_a_new_order(dataset: Path) -> None:
+    stream = TokenStream(dataset, sequence_length=24, batch_size=1)
+    rows = [rows_of(next(stream))[0][0] for _ in range(2 * stream.samples_per_epoch)]
+    first, second = rows[: stream.samples_per_epoch], rows[stream.samples_per_epoch :]
     assert first != second
     assert sorted(first) == sorted(second)
-    assert probe.epoch == 2
+    assert stream.epoch == 2
 
 
-def test_a_batch_may_be_larger_than_many_epochs(tmp_path: Path) -> None:
-    """A corpus of three samples still fills batches of eight."""
+def test_a_batch_may_span_several_epochs(tmp_path: Path) -> None:
+    """Three samples fill batches of eight."""
     documents = [np.array([1, 2, 3, END])] * 3
     stream = TokenStream(
         write_dataset(tmp_path / "few", documents), sequence_length=4, batch_size=8
@@ -315,18 +314,15 @@ def test_a_batch_may_be_larger_than_many_epochs(tmp_path: Path) -> None:
     assert batch["targets"].tolist() == [[2, 3, END, -100]] * 8
 
 
-def test_frames_are_decoded_once_in_a_window(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reading a whole unshuffled window costs one decode a frame."""
+def test_frames_are_decoded_once_per_window(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[tuple[str, int]] = []
-    read = Shard.read
+    original_read = Shard.read
 
-    def counting(shard: Shard, number: int) -> Frame:
+    def counting_read(shard: Shard, number: int) -> Frame:
         decoded.append((shard.path.name, number))
-        return read(shard, number)
+        return original_read(shard, number)
 
-    monkeypatch.setattr(Shard, "read", counting)
+    monkeypatch.setattr(Shard, "read", counting_read)
     stream = TokenStream(
         dataset, sequence_length=8, batch_size=4, shuffle=False, chunk_samples=3, window_chunks=999
     )
@@ -337,7 +333,7 @@ def test_frames_are_decoded_once_in_a_window(
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("change", "message"),
     [
         ({"batch_size": 0}, "batch_size"),
         ({"sequence_length": 0}, "sequence_length"),
@@ -349,10 +345,9 @@ def test_frames_are_decoded_once_in_a_window(
         ({"batch_size": 10**6, "epochs": 1}, "lower batch_size"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(
-    dataset: Path, change: dict[str, object], text: str
+def test_invalid_settings_are_refused_with_a_remedy(
+    dataset: Path, change: dict[str, object], message: str
 ) -> None:
-    """The error names the setting and what to do."""
-    given_settings: dict[str, object] = {"sequence_length": 24, "batch_size": 6}
-    with pytest.raises(SettingError, match=text):
-        TokenStream(dataset, **(given_settings | change))  # type: ignore[arg-type]
+    base_settings: dict[str, object] = {"sequence_length": 24, "batch_size": 6}
+    with pytest.raises(SettingError, match=message):
+        TokenStream(dataset, **(base_settings | change))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Chat templates come from other people: whatever one does is bounded in time, memory and size."""
+"""Chat templates are untrusted: their time, memory and output are bounded."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from ms_data.errors import TokenizerError
 
 from .chats import CHATML
 
-ASKED = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 _NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
 _GROWING = "{% set ns = namespace(x=X, y=X) %}{% for i in range(60) %}BODY{% endfor %}"
 
@@ -77,14 +77,14 @@ BROKEN = {
 
 
 def _error(source: str) -> Exception:
-    """The error that a template ends in."""
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is checked by the caller
-        ChatTemplate(source).render_for_training(ASKED)
+    """Return the error that a template raises."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller checks the message
+        ChatTemplate(source).render_for_training(MESSAGES)
     return caught.value
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_a_template_that_never_ends_is_stopped(name: str) -> None:
+def test_endless_templates_are_stopped(name: str) -> None:
     """By one of the limits, in one line, while the caller continues."""
     error = _error(SLOW[name])
     assert isinstance(error, TokenizerError)
@@ -93,73 +93,75 @@ def test_a_template_that_never_ends_is_stopped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_template_that_asks_for_gigabytes_is_stopped(name: str) -> None:
-    """Whatever multiplies: operators, formats, filters, methods of text, lists and numbers."""
+def test_templates_that_build_huge_values_are_stopped(name: str) -> None:
+    """Operators, formats, filters, and methods of strings, lists and numbers."""
     error = _error(LARGE[name])
     assert isinstance(error, TokenizerError)
     assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_template_that_breaks_is_refused_in_one_short_line(name: str) -> None:
-    """Python's own errors too, without what a terminal would obey."""
-    source, says = BROKEN[name]
-    with pytest.raises(ValueError, match=says) as caught:
-        ChatTemplate(source).render_for_training(ASKED)
+def test_failing_templates_are_refused_in_one_short_line(name: str) -> None:
+    """Includes builtin exceptions; terminal escapes are removed."""
+    source, message = BROKEN[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        ChatTemplate(source).render_for_training(MESSAGES)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
 
 
-def test_no_attack_takes_200_megabytes() -> None:
-    """Peak memory of a fresh caller and of what it begins, over every third attack."""
+def test_no_template_takes_200_mib() -> None:
+    """Peak memory of a fresh process and its children, over every third template."""
     script = (
         "import re, resource\n"
-        "from tests.test_template_limits import ASKED, LARGE\n"
+        "from tests.test_template_limits import MESSAGES, LARGE\n"
         "from ms_data import ChatTemplate\n"
-        # ru_maxrss begins with that of the process that started this one.
+        # ru_maxrss is inherited from the parent process.
         "status = lambda: open('/proc/self/status').read()\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', status())[1])\n"
         "before = peak()\n"
         "for source in list(LARGE.values())[::3]:\n"
-        "    try: ChatTemplate(source).render_for_training(ASKED)\n"
+        "    try: ChatTemplate(source).render_for_training(MESSAGES)\n"
         "    except ValueError: pass\n"
-        "grown = peak() - before\n"
-        "print(grown, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
+        "growth = peak() - before\n"
+        "print(growth, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
     )
     command = [sys.executable, "-c", script]
-    package = Path(__file__).parents[1]  # where `tests` can be imported
-    told = subprocess.run(command, cwd=package, capture_output=True, text=True, check=True)
-    assert sum(map(int, told.stdout.split())) < 200 << 10
+    package = Path(__file__).parents[1]  # so that `tests` is importable
+    result = subprocess.run(command, cwd=package, capture_output=True, text=True, check=True)
+    assert sum(map(int, result.stdout.split())) < 200 << 10
 
 
-def test_templates_go_on_after_one_was_stopped_and_in_threads_and_forks() -> None:
-    """One process serves all; it is begun again, and a forked caller begins its own."""
-    sound = ChatTemplate(CHATML)
-    text = sound.render(ASKED)
+def test_rendering_works_after_a_stopped_template_and_in_threads_and_forks() -> None:
+    """The sandbox process is restarted, and a forked caller starts a new one."""
+    template = ChatTemplate(CHATML)
+    text = template.render(MESSAGES)
     with pytest.raises(TokenizerError):
-        ChatTemplate(LARGE["text times a number"]).render(ASKED)
-    assert sound.render(ASKED) == text
-    found: list[str] = []
+        ChatTemplate(LARGE["text times a number"]).render(MESSAGES)
+    assert template.render(MESSAGES) == text
+    rendered: list[str] = []
     threads = [
-        threading.Thread(target=lambda: found.extend(sound.render(ASKED) for _ in range(20)))
+        threading.Thread(
+            target=lambda: rendered.extend(template.render(MESSAGES) for _ in range(20))
+        )
         for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [text] * 80
+    assert rendered == [text] * 80
     if (child := os.fork()) == 0:
-        os._exit(0 if sound.render(ASKED) == text else 1)
+        os._exit(0 if template.render(MESSAGES) == text else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert sound.render(ASKED) == text
+    assert template.render(MESSAGES) == text
 
 
-def test_many_templates_and_long_conversations_are_served() -> None:
-    """More templates than are kept compiled; a conversation of two megabytes and 400 messages."""
+def test_many_templates_and_long_conversations_are_rendered() -> None:
+    """More templates than the compile cache holds; a conversation of 2 MB and 400 messages."""
     templates = [ChatTemplate(f"{number}{{{{ messages[0].content }}}}") for number in range(40)]
     for number, template in enumerate(templates):
-        assert template.render(ASKED) == f"{number}Why?"
+        assert template.render(MESSAGES) == f"{number}Why?"
     turn = [
         {"role": "user", "content": "é漢 " * 1200},
         {"role": "assistant", "content": "So. " * 9},
@@ -168,8 +170,8 @@ def test_many_templates_and_long_conversations_are_served() -> None:
     assert len(rendered.spans) == 200
 
 
-def test_what_no_json_holds_is_refused() -> None:
-    """A deep or cyclic message, a set, half a character."""
+def test_messages_that_json_cannot_represent_are_refused() -> None:
+    """Cyclic lists, sets, lone surrogates."""
     template = ChatTemplate(CHATML)
     deep: list[object] = []
     deep.append(deep)
@@ -182,8 +184,7 @@ def test_what_no_json_holds_is_refused() -> None:
     ("source", "tokens"),
     [(None, None), (3.5, {}), (b"{{ 1 }}", None), ("{{ 1 }}", ["x", 3]), ("{{ 1 }}", "a")],
 )
-def test_a_template_of_another_type_is_one_line(source: object, tokens: object) -> None:
-    """Never Python's own error."""
-    with pytest.raises(TokenizerError, match="a chat template must be a text") as refused:
+def test_arguments_of_the_wrong_type_give_one_line(source: object, tokens: object) -> None:
+    with pytest.raises(TokenizerError, match="a chat template must be a text") as error:
         ChatTemplate(source, special_tokens=tokens)  # type: ignore[arg-type]
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)

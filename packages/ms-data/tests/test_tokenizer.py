@@ -1,4 +1,4 @@
-"""The tokenizer is exact, deterministic and careful with other people's files."""
+"""The tokenizer is exact, deterministic and robust against untrusted files."""
 
 import json
 import re
@@ -21,37 +21,37 @@ from ms_data import (
 from ms_data.tokenization.tokenizer import END_OF_TEXT
 from ms_data.tokenization.training import LONGEST_WORD, _split_long_words
 
-from .test_build import texts_of, write_lines
+from .test_build import random_texts, write_lines
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fifty texts."""
-    return write_lines(tmp_path_factory.mktemp("lines") / "a.jsonl", texts_of(6, 50))
+    """A file of fifty texts."""
+    return write_lines(tmp_path_factory.mktemp("lines") / "a.jsonl", random_texts(6, 50))
 
 
 @pytest.fixture(scope="module")
 def tokenizer(lines: Path) -> Tokenizer:
-    """A small BPE."""
+    """A small BPE tokenizer."""
     return train_tokenizer(lines, vocab_size=300)
 
 
 @given(text=st.text(max_size=60))
-def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
-    """Bytes that were never seen in training are encoded all the same."""
+def test_any_text_decodes_to_itself(tokenizer: Tokenizer, text: str) -> None:
+    """Including bytes not seen in training."""
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_documents_end_in_the_end_of_text(tokenizer: Tokenizer) -> None:
-    """Encoding many equals encoding one by one, and adds the end."""
-    texts = texts_of(7, 20)
+    """Batched encoding equals single encoding plus the end token."""
+    texts = random_texts(7, 20)
     encoded = [tokens.tolist() for tokens in tokenizer.encode_documents(texts)]
     assert encoded == [[*tokenizer.encode(text), tokenizer.end_of_text] for text in texts]
     assert tokenizer.decode(encoded[0]) == texts[0]
 
 
 def test_training_twice_gives_the_same_file(lines: Path, tmp_path: Path) -> None:
-    """The tokenizer depends on the corpus alone, and is written whole."""
+    """No temporary file is left."""
     for name in ("one.json", "two.json"):
         train_tokenizer(lines, vocab_size=300, out=tmp_path / name)
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
@@ -59,10 +59,10 @@ def test_training_twice_gives_the_same_file(lines: Path, tmp_path: Path) -> None
     assert Tokenizer.load(tmp_path / "one.json").vocabulary_size == 300
 
 
-def test_a_folder_of_shards_gives_its_tokenizer(
+def test_a_dataset_folder_loads_as_its_tokenizer(
     lines: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Shards carry their tokenizer, and one that was exchanged is refused."""
+    """A replaced tokenizer file is detected."""
     build(lines, tokenizer=tokenizer, out=tmp_path / "out")
     loaded = Tokenizer.load(tmp_path / "out")
     assert loaded.digest == tokenizer.digest
@@ -72,8 +72,7 @@ def test_a_folder_of_shards_gives_its_tokenizer(
         Tokenizer.load(tmp_path / "out")
 
 
-def test_truncation_and_padding_of_a_file_are_ignored(tokenizer: Tokenizer) -> None:
-    """A published tokenizer that cuts at 5 tokens must not cut documents."""
+def test_truncation_settings_of_a_tokenizer_file_are_ignored(tokenizer: Tokenizer) -> None:
     model = json.loads(tokenizer.content)
     model["truncation"] = {
         "direction": "Right",
@@ -81,13 +80,12 @@ def test_truncation_and_padding_of_a_file_are_ignored(tokenizer: Tokenizer) -> N
         "strategy": "LongestFirst",
         "stride": 0,
     }
-    cutting = Tokenizer(json.dumps(model).encode())
+    truncating = Tokenizer(json.dumps(model).encode())
     text = "alpha beta gamma " * 9
-    assert cutting.encode(text) == tokenizer.encode(text)
+    assert truncating.encode(text) == tokenizer.encode(text)
 
 
-def test_dropout_of_a_file_is_ignored(tokenizer: Tokenizer) -> None:
-    """A BPE that was published with it gives the same text the same tokens every time."""
+def test_bpe_dropout_of_a_tokenizer_file_is_ignored(tokenizer: Tokenizer) -> None:
     model = json.loads(tokenizer.content)
     model["model"]["dropout"] = 0.9
     dropping = Tokenizer(json.dumps(model).encode())
@@ -96,23 +94,22 @@ def test_dropout_of_a_file_is_ignored(tokenizer: Tokenizer) -> None:
     assert dropping.encode_chat(text) == tokenizer.encode_chat(text)
 
 
-def test_the_end_of_text_can_be_named(tokenizer: Tokenizer) -> None:
-    """A file without a usual name needs one; a wrong name is refused with the remedy."""
-    odd = tokenizer.content.replace(END_OF_TEXT.encode(), b"<<stop>>")
+def test_the_end_of_text_can_be_chosen(tokenizer: Tokenizer) -> None:
+    """Required if no usual name exists; unknown names are refused with the remedy."""
+    content = tokenizer.content.replace(END_OF_TEXT.encode(), b"<<stop>>")
     with pytest.raises(TokenizerError, match="--end-of-text"):
-        Tokenizer(odd)
+        Tokenizer(content)
     with pytest.raises(TokenizerError, match="'<stop>'"):
-        Tokenizer(odd, end_of_text="<stop>")
-    assert Tokenizer(odd, end_of_text="<<stop>>").end_of_text == 0
-    assert Tokenizer(odd, end_of_text=5).end_of_text == 5
+        Tokenizer(content, end_of_text="<stop>")
+    assert Tokenizer(content, end_of_text="<<stop>>").end_of_text == 0
+    assert Tokenizer(content, end_of_text=5).end_of_text == 5
     for number in (-1, tokenizer.vocabulary_size):
         with pytest.raises(TokenizerError, match=f"has no token {number} to end a text"):
-            Tokenizer(odd, end_of_text=number)
+            Tokenizer(content, end_of_text=number)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"model": 3}', b"\xff\xfe", b"[1, 2]"])
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes) -> None:
-    """The path and the remedy are in the error."""
+def test_invalid_tokenizer_files_are_refused_by_path(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.json").write_bytes(content)
     with pytest.raises(TokenizerError, match=r"t\.json: not a tokenizer\.json"):
         Tokenizer.load(tmp_path / "t.json")
@@ -121,8 +118,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes) ->
         Tokenizer.load(tmp_path / "t.json")
 
 
-def test_training_needs_room_and_text(lines: Path, tmp_path: Path) -> None:
-    """A vocabulary without room for the bytes, and a corpus without text, are refused."""
+def test_training_needs_a_valid_vocab_size_and_text(lines: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="257"):
         train_tokenizer(lines, vocab_size=256)
     with pytest.raises(SettingError, match="to 2097152, got"):
@@ -132,11 +128,11 @@ def test_training_needs_room_and_text(lines: Path, tmp_path: Path) -> None:
         train_tokenizer(tmp_path, vocab_size=300)
 
 
-def test_a_tokenizers_folder_opens_in_transformers(tmp_path: Path) -> None:
-    """With its end and padding set and the same tokens; a name in .json is the file alone."""
+def test_a_tokenizer_folder_loads_in_transformers(tmp_path: Path) -> None:
+    """With end and padding tokens and equal ids. An `out` ending in .json writes only that file."""
     from transformers import AutoTokenizer
 
-    path = write_lines(tmp_path / "a.jsonl", texts_of(1, 40))
+    path = write_lines(tmp_path / "a.jsonl", random_texts(1, 40))
     train_tokenizer(path, vocab_size=300, out=tmp_path / "folder")
     train_tokenizer(path, vocab_size=300, out=tmp_path / "file.json")
     ours, theirs = (
@@ -147,22 +143,26 @@ def test_a_tokenizers_folder_opens_in_transformers(tmp_path: Path) -> None:
     assert theirs.eos_token == theirs.pad_token == END_OF_TEXT == ours.end_of_text_name
     assert theirs.eos_token_id == ours.end_of_text
     assert len(theirs) == ours.vocabulary_size
-    for text in texts_of(2, 9):
+    for text in random_texts(2, 9):
         assert theirs(text)["input_ids"] == ours.encode(text)
         assert theirs.decode(ours.encode(text)) == text
-    told = json.loads(
+    config = json.loads(
         ours.files({"bos_token": "<s>", "eos_token": "</s>"})["tokenizer_config.json"]
     )
-    assert (told["bos_token"], told["eos_token"], told["pad_token"]) == ("<s>", "</s>", END_OF_TEXT)
+    assert (config["bos_token"], config["eos_token"], config["pad_token"]) == (
+        "<s>",
+        "</s>",
+        END_OF_TEXT,
+    )
 
 
 @pytest.mark.parametrize("letter", ["{", "x", " ", "\u4e00"])
-def test_a_word_without_end_is_cut_for_the_trainer(letter: str, tmp_path: Path) -> None:
-    """200,000 equal characters were one word; training time grows with its square."""
+def test_extremely_long_words_are_split_for_training(letter: str, tmp_path: Path) -> None:
+    """Training time grows with the square of the word length."""
     text = "one two three. " * 50 + letter * 200_000
     parts = list(_split_long_words(text))
     assert "".join(parts) == text
-    assert not any(re.search(rf"{re.escape(letter)}{{{LONGEST_WORD + 1}}}", one) for one in parts)
+    assert not any(re.search(rf"{re.escape(letter)}{{{LONGEST_WORD + 1}}}", part) for part in parts)
     (tmp_path / "text.txt").write_text(text)
     tokenizer = train_tokenizer(tmp_path / "text.txt", vocab_size=270)
     assert len(json.loads(tokenizer.content)["model"]["vocab"]) == 270

@@ -1,4 +1,4 @@
-"""A hostile tokenizer costs no more memory or time than a sound one."""
+"""Hostile tokenizers cost no more memory or time than valid ones."""
 
 import json
 import subprocess
@@ -17,23 +17,23 @@ from ms_data.tokenization import tokenizer_limits
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 
 
-def document(**changes: Any) -> dict[str, Any]:
-    """A small tokenizer.json, with some of its members replaced."""
+def tokenizer_spec(**overrides: Any) -> dict[str, Any]:
+    """Return a small tokenizer.json, with some members replaced."""
     vocab = {letter: number for number, letter in enumerate(["<|endoftext|>", *LETTERS])}
     model = Model(models.BPE(vocab=vocab, merges=[]))
     model.add_special_tokens(["<|endoftext|>"])
-    found: dict[str, Any] = json.loads(model.to_str())
-    return found | changes
+    spec: dict[str, Any] = json.loads(model.to_str())
+    return spec | overrides
 
 
 def load(spec: dict[str, Any]) -> Tokenizer:
-    """Read a tokenizer.json."""
+    """Load a tokenizer.json."""
     return Tokenizer(json.dumps(spec).encode())
 
 
 def test_ids_far_beyond_the_vocabulary_are_refused() -> None:
-    """The library takes memory by the largest id: 4 GB for a file of 5 kB."""
-    spec = document()
+    """The library allocates by the largest id: 4 GB for a 5 kB file."""
+    spec = tokenizer_spec()
     for shift in (10**6, 10**9, 2**32 - 100):
         vocab = {token: number + shift for token, number in spec["model"]["vocab"].items()}
         with pytest.raises(TokenizerError, match="renumber them"):
@@ -43,16 +43,16 @@ def test_ids_far_beyond_the_vocabulary_are_refused() -> None:
         load({**spec, "added_tokens": [*spec["added_tokens"], token]})
 
 
-def test_a_vocabulary_beyond_all_others_is_refused() -> None:
+def test_an_oversized_vocabulary_is_refused() -> None:
     """Before the library reads it, which would take minutes."""
     vocab = {str(number): number for number in range(tokenizer_limits.MAX_TOKENS + 1)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "0"}
     with pytest.raises(TokenizerError, match="must not exceed 2,097,152"):
-        load(document(model=model))
+        load(tokenizer_spec(model=model))
 
 
-def replaced(*pairs: tuple[str, str]) -> dict[str, Any]:
-    """A sequence of replacements."""
+def replacements(*pairs: tuple[str, str]) -> dict[str, Any]:
+    """Return a normalizer that applies a sequence of replacements."""
     parts = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in pairs]
     return {"type": "Sequence", "normalizers": parts}
 
@@ -60,22 +60,22 @@ def replaced(*pairs: tuple[str, str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "normalizer",
     [
-        replaced(("e", "x" * 100_000)),
-        replaced(*[("a", "aa")] * 30),
-        replaced(("", "x" * 5000)),
+        replacements(("e", "x" * 100_000)),
+        replacements(*[("a", "aa")] * 30),
+        replacements(("", "x" * 5000)),
         {"type": "Replace", "pattern": {"Regex": "e*"}, "content": "y" * 9000},
     ],
     ids=["long", "chain", "empty", "expression"],
 )
-def test_replacements_that_grow_without_measure_are_refused(normalizer: dict[str, Any]) -> None:
-    """When the tokenizer is read."""
+def test_replacements_that_expand_text_too_much_are_refused(normalizer: dict[str, Any]) -> None:
+    """On loading."""
     with pytest.raises(TokenizerError, match="thousands of times longer"):
-        load(document(normalizer=normalizer))
+        load(tokenizer_spec(normalizer=normalizer))
 
 
-def test_a_text_that_grows_too_much_is_refused(tmp_path: Path) -> None:
-    """Text that a normalizer makes 100 times longer; other text passes."""
-    tokenizer = load(document(normalizer=replaced(("e", "x" * 100))))
+def test_text_that_a_normalizer_expands_too_much_is_refused(tmp_path: Path) -> None:
+    """Other text passes."""
+    tokenizer = load(tokenizer_spec(normalizer=replacements(("e", "x" * 100))))
     assert tokenizer.encode("a bad cat")
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_documents([text])):
         with pytest.raises(TokenizerError, match="16 times longer"):
@@ -95,15 +95,14 @@ def test_a_text_that_grows_too_much_is_refused(tmp_path: Path) -> None:
     ids=["nfkc", "llama", "bert"],
 )
 def test_common_normalizers_are_not_measured(normalizer: Any) -> None:
-    """They cannot grow by much, and measuring costs time."""
-    model = Model.from_str(json.dumps(document()))
+    """Their expansion is bounded, and measuring takes time."""
+    model = Model.from_str(json.dumps(tokenizer_spec()))
     model.normalizer = normalizer
     assert not tokenizer_limits.may_grow(json.loads(model.to_str())["normalizer"])
 
 
-def test_many_tokens_around_a_text_are_refused() -> None:
-    """No tokenizer puts more than a few there."""
-    spec = document()
+def test_post_processors_that_add_many_tokens_are_refused() -> None:
+    spec = tokenizer_spec()
     piece = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
     template = {
         "type": "TemplateProcessing",
@@ -117,10 +116,10 @@ def test_many_tokens_around_a_text_are_refused() -> None:
         load({**spec, "post_processor": template})
 
 
-def test_a_model_that_cannot_be_written_again_leaves_the_work_to_the_library(
+def test_a_model_that_does_not_round_trip_is_encoded_by_the_library(
     tmp_path: Path,
 ) -> None:
-    """Two tokens of one id: the library reads them, and writes only one of them."""
+    """Two tokens share an id: the library reads both but writes one."""
     pieces = ["<|endoftext|>", "Ġ", "w", "Ġw", *LETTERS[:9]]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     model = Model(models.BPE(vocab=vocab, merges=[("Ġ", "w")]))
@@ -137,14 +136,14 @@ def test_a_model_that_cannot_be_written_again_leaves_the_work_to_the_library(
 
 
 def test_a_longer_document_takes_little_more_memory(tmp_path: Path) -> None:
-    """1 or 4 MiB of one letter; in one piece each MiB would take 280 MiB. Peak of a process."""
+    """1 and 4 MiB of one letter; unsplit, each MiB would take 280 MiB."""
     (tmp_path / "words.txt").write_text("so it is " * 99)
     tokenizer = tmp_path / "tokenizer.json"
     train_tokenizer(tmp_path / "words.txt", vocab_size=300, out=tokenizer)
     script = (
         "import re, sys; from ms_data import build\n"
         "build(sys.argv[1], tokenizer=sys.argv[2], out=sys.argv[3])\n"
-        # ru_maxrss begins with that of the process that started this one.
+        # ru_maxrss is inherited from the parent process.
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
     )
     peaks_mib = []
@@ -153,6 +152,6 @@ def test_a_longer_document_takes_little_more_memory(tmp_path: Path) -> None:
         path.write_text("a" * (size_mib << 20))
         out = tmp_path / f"{size_mib}"
         command = [sys.executable, "-c", script, str(path), str(tokenizer), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks_mib.append(int(done.stdout) >> 10)
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks_mib.append(int(result.stdout) >> 10)
     assert peaks_mib[1] < peaks_mib[0] + 200

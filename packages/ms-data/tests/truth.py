@@ -1,4 +1,4 @@
-"""Small datasets with a known content, and the slow truth they are compared with."""
+"""Small datasets with known content, and a slow reference implementation to compare with."""
 
 from pathlib import Path
 
@@ -20,18 +20,20 @@ def write_dataset(
     documents_per_shard: int = 7,
     vocabulary_size: int = VOCABULARY,
 ) -> Path:
-    """Writes documents, each with its end, as a dataset of one split."""
+    """Write documents, each ending in END, as a dataset with one split."""
     folder.mkdir(parents=True, exist_ok=True)
-    kind = token_type_for(vocabulary_size)
+    token_type = token_type_for(vocabulary_size)
     entries = []
     for number, start in enumerate(range(0, len(documents), documents_per_shard)):
         name = f"shard-{number:05d}.msd"
-        writer = ShardWriter(folder / name, "train", token_type=kind, frame_tokens=frame_tokens)
+        writer = ShardWriter(
+            folder / name, "train", token_type=token_type, frame_tokens=frame_tokens
+        )
         for document in documents[start : start + documents_per_shard]:
             writer.append(document)
         entries.append(writer.close())
     index = Index(
-        token_type=kind,
+        token_type=token_type,
         frame_tokens=frame_tokens,
         vocabulary_size=vocabulary_size,
         end_of_text=END,
@@ -45,35 +47,35 @@ def write_dataset(
 
 
 def random_documents(
-    seed: int, count: int, longest: int, vocabulary_size: int = VOCABULARY
+    seed: int, count: int, max_tokens: int, vocabulary_size: int = VOCABULARY
 ) -> list[NDArray[np.int64]]:
-    """Documents of 1 to `longest` tokens, the last of each being END."""
+    """Return random documents of 1 to `max_tokens` tokens, each ending in END."""
     rng = np.random.default_rng(seed)
     return [
-        np.append(rng.integers(0, vocabulary_size - 1, rng.integers(0, longest)), END)
+        np.append(rng.integers(0, vocabulary_size - 1, rng.integers(0, max_tokens)), END)
         for _ in range(count)
     ]
 
 
 def true_samples(documents: list[NDArray[np.int64]], length: int) -> list[list[list[int]]]:
-    """Every whole sample token by token: tokens, targets, positions and documents."""
-    laid = [
-        (int(token), place, number, place == len(document) - 1)
+    """Return tokens, targets, positions and document numbers of every full sample."""
+    stream = [
+        (int(token), position, number, position == len(document) - 1)
         for number, document in enumerate(documents)
-        for place, token in enumerate(document)
+        for position, token in enumerate(document)
     ]
-    return [_true_sample(laid, sample, length) for sample in range(len(laid) // length)]
+    return [_true_sample(stream, sample, length) for sample in range(len(stream) // length)]
 
 
 def _true_sample(
-    laid: list[tuple[int, int, int, bool]], sample: int, length: int
+    stream: list[tuple[int, int, int, bool]], sample: int, length: int
 ) -> list[list[int]]:
     rows: list[list[int]] = [[], [], [], []]
-    first_place, first = laid[sample * length][1:3]
-    for at in range(sample * length, (sample + 1) * length):
-        token, place, number, is_last = laid[at]
+    first_position, first = stream[sample * length][1:3]
+    for index in range(sample * length, (sample + 1) * length):
+        token, position, number, is_last = stream[index]
         rows[0].append(token)
-        rows[1].append(-100 if is_last else laid[at + 1][0])
-        rows[2].append(place - first_place if number == first else place)
+        rows[1].append(-100 if is_last else stream[index + 1][0])
+        rows[2].append(position - first_position if number == first else position)
         rows[3].append(number - first)
     return rows
