@@ -20,7 +20,7 @@ Command = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use small batches, save after each, and run no tokenizer threads, which hang forked children."""
+    """Use small batches, save after each, and run no tokenizer threads, which hang forks."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 4000)
     monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -1,6 +1,6 @@
 """What kernels take of chips that are not here, and the lint that reads their TTIR."""
 
-# ruff: noqa: D103, N803  (kernels at fault, told by their names; pointers are capital in Triton)
+# ruff: noqa: N803  (kernels at fault, told by their names; pointers are capital in Triton)
 import importlib.util
 from pathlib import Path
 
