@@ -3,11 +3,11 @@
     python benchmarks/attention_gpu_check.py            # on a GPU
     TRITON_INTERPRET=1 python benchmarks/attention_gpu_check.py --device cpu --dtypes float32
 
-Each dtype runs in a process of its own, so that its first launch is really the first one. The
-example of the contract runs through the registered operator and through direct calls of the
-kernel, with and without documents and sinks, with other head widths, and under other launch
-settings. Every line gives the largest error as a share of the tolerance; a wrong result is followed
-by the first wrong rows. To tell a compiler error from one of ours, repeat the run with another
+Each dtype runs in a fresh process, so that its first launch really is the first one. The
+contract's example runs through the registered operator and through direct calls of the kernel,
+with and without documents and sinks, with other head widths, and under other launch settings.
+Every line gives the largest error as a multiple of the tolerance; a wrong result is followed by
+its first wrong rows. To distinguish a compiler error from one of ours, repeat the run with another
 assembler: TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas. Exit code 0 if everything is within
 tolerance, 1 otherwise, 2 without an accelerator.
 """
@@ -76,7 +76,7 @@ def check(device: torch.device, dtype: torch.dtype, repeats: int) -> int:
     for case, sizes, without, change in cases():
         tensors = CONTRACT.draw(dict(sizes), dtype=dtype, device=device)
         inputs = [None if name in without else tensor for name, tensor in tensors.items()]
-        shares = []
+        ratios_of_runs = []
         with ExitStack() as stack:
             # One override is active at a time, so gradients are checked under defaults only.
             if change:
@@ -84,19 +84,24 @@ def check(device: torch.device, dtype: torch.dtype, repeats: int) -> int:
                 stack.enter_context(trying(kernels.FORWARD, {**used, **change}))
             for repeat in range(repeats):
                 run = kernels.IMPLEMENTATION.run
-                found = dict(compare(CONTRACT, run, inputs, (True, None, None)))
-                shares.append(found)
+                ratios = dict(compare(CONTRACT, run, inputs, (True, None, None)))
+                ratios_of_runs.append(ratios)
                 direct = forward_error(inputs)
-                found["direct call"] = direct[0]
+                ratios["direct call"] = direct[0]
                 if repeat == 0 and direct[1]:
                     print(f"    wrong rows (batch, query, head): {direct[1]}")
-        worst = {name: max(each[name] for each in shares) for name in shares[0]}
-        bad = not all(share <= 1 for share in worst.values())
+        max_ratios = {
+            name: max(ratios_[name] for ratios_ in ratios_of_runs) for name in ratios_of_runs[0]
+        }
+        bad = not all(ratio <= 1 for ratio in max_ratios.values())
         wrong += bad
-        figures = ", ".join(f"{name} {share:.3g}" for name, share in worst.items())
+        figures = ", ".join(f"{name} {ratio:.3g}" for name, ratio in max_ratios.items())
         print(f"{'WRONG' if bad else 'ok   '} {case}: {figures}", flush=True)
         if bad:
-            print(f"    by run: {[round(each['result'], 2) for each in shares]}", flush=True)
+            print(
+                f"    by run: {[round(ratios_['result'], 2) for ratios_ in ratios_of_runs]}",
+                flush=True,
+            )
     print(f"{dtype}: {wrong} cases wrong", flush=True)
     return int(wrong > 0)
 
@@ -113,18 +118,19 @@ def cases() -> Iterator[tuple[str, Mapping[str, int], tuple[str, ...], Mapping[s
 
 
 def forward_error(inputs: list[Tensor | None]) -> tuple[float, list[tuple[int, ...]]]:
-    """Return the error of a direct call as a share of the tolerance, and the first wrong rows."""
+    """Return the error of a direct call relative to the tolerance, and the first wrong rows."""
     result, _ = kernels._forward(*inputs, True, None, None)  # type: ignore[arg-type]
-    wide = [
-        each.double() if each is not None and each.is_floating_point() else each for each in inputs
+    float64_inputs = [
+        tensor.double() if tensor is not None and tensor.is_floating_point() else tensor
+        for tensor in inputs
     ]
-    truth = CONTRACT.reference(*wide, True, None, None)
+    expected = CONTRACT.reference(*float64_inputs, True, None, None)
     tolerance = CONTRACT.tolerance.results[result.dtype]
-    share = (result.double() - truth).abs() / (
-        tolerance.relative * truth.abs() + tolerance.absolute
+    ratio = (result.double() - expected).abs() / (
+        tolerance.relative * expected.abs() + tolerance.absolute
     )
-    rows = (~(share <= 1)).any(-1).nonzero()
-    return float(share.max()), [tuple(row.tolist()) for row in rows[:8]]
+    rows = (~(ratio <= 1)).any(-1).nonzero()
+    return float(ratio.max()), [tuple(row.tolist()) for row in rows[:8]]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the operators cost on this machine, beside the plain way and torch's own; see README.md.
+"""Time the operators on this machine against plain torch and torch's fused versions; see README.md.
 
 python benchmarks/bench.py            # about a minute
 python benchmarks/bench.py --full     # linear_cross_entropy of 4096 x 512 x 32768
@@ -53,20 +53,20 @@ def main() -> None:
 
 
 def bench_losses(rows: int, width: int, classes: int, rounds: int) -> list[dict[str, object]]:
-    """Time forward and backward of each way in turn, and its peak memory beyond the inputs."""
+    """Time forward and backward of each method alternately, with peak memory above the inputs."""
     hidden = torch.randn(rows, width, requires_grad=True)
     weight = torch.randn(classes, width).mul_(width**-0.5).requires_grad_()
     targets = torch.randint(classes, (rows,))
     prompts = targets.clone()
     prompts[: rows * 3 // 4] = -100
-    ways: dict[str, Callable[[], Tensor]] = {
+    methods: dict[str, Callable[[], Tensor]] = {
         "plain: F.cross_entropy(hidden @ weight.T)": lambda: F.cross_entropy(
             hidden @ weight.T, targets
         ),
         "ms_kernels.linear_cross_entropy": lambda: ms_kernels.linear_cross_entropy(
             hidden, weight, targets
         ),
-        "the same, a loss a token, then the mean": lambda: ms_kernels.linear_cross_entropy(
+        "the same, one loss per token, then the mean": lambda: ms_kernels.linear_cross_entropy(
             hidden, weight, targets, reduction="none"
         ).mean(),
         "the same, 3/4 of targets ignored": lambda: ms_kernels.linear_cross_entropy(
@@ -74,23 +74,23 @@ def bench_losses(rows: int, width: int, classes: int, rounds: int) -> list[dict[
         ),
     }
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13 and later
-        ways["F.linear_cross_entropy"] = lambda: F.linear_cross_entropy(hidden, weight, targets)
+        methods["F.linear_cross_entropy"] = lambda: F.linear_cross_entropy(hidden, weight, targets)
         chunked = torch.nn.LinearCrossEntropyOptions()
-        ways["F.linear_cross_entropy, chunked"] = lambda: F.linear_cross_entropy(
+        methods["F.linear_cross_entropy, chunked"] = lambda: F.linear_cross_entropy(
             hidden, weight, targets, options=chunked
         )
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     extra_mib: dict[str, float] = {}
     losses: dict[str, float] = {}
     for _ in range(rounds):
-        for name, way in ways.items():
+        for name, method in methods.items():
             hidden.grad = weight.grad = None
-            before = reset_peak_mib()
+            baseline = reset_peak_mib()
             start = time.perf_counter()
-            loss = way()
+            loss = method()
             loss.backward()  # type: ignore[no-untyped-call]
             seconds[name].append(time.perf_counter() - start)
-            extra_mib[name] = peak_mib() - before
+            extra_mib[name] = peak_mib() - baseline
             losses[name] = loss.item()
     return [
         {
@@ -100,18 +100,18 @@ def bench_losses(rows: int, width: int, classes: int, rounds: int) -> list[dict[
             "extra_mib": extra_mib[name],
             "loss": losses[name],
         }
-        for name in ways
+        for name in methods
     ]
 
 
 def reset_peak_mib() -> float:
-    """Forget the process's peak memory and return what it holds now."""
+    """Reset the process's peak memory and return its current usage."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def peak_mib() -> float:
-    """Return the most memory that the process held since the last reset."""
+    """Return the peak memory of the process since the last reset."""
     return _status("VmHWM")
 
 
@@ -124,27 +124,27 @@ def _status(key: str) -> float:
 
 def bench_operators(rounds: int) -> list[dict[str, object]]:
     """Time every implementation that takes the call, forward and forward with backward."""
-    found: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
     for dtype in (torch.float32, torch.bfloat16):
         for operator, dims in ROWS.items():
             contract = CONTRACTS[operator]
-            without = [each.name for each in contract.arguments if each.optional]
-            drawn = contract.draw(dims, dtype=dtype)
-            inputs = tuple(None if name in without else each for name, each in drawn.items())
-            options = tuple(each.default for each in contract.options)
+            without = [argument.name for argument in contract.arguments if argument.optional]
+            example = contract.draw(dims, dtype=dtype)
+            inputs = tuple(None if name in without else tensor for name, tensor in example.items())
+            options = tuple(option.default for option in contract.options)
             call = describe_call(contract, inputs, options)
             runs = {
-                each.backend: each.run
-                for each in IMPLEMENTATIONS
-                if each.operator == operator and obstacle_to(each, call) is None
+                impl.backend: impl.run
+                for impl in IMPLEMENTATIONS
+                if impl.operator == operator and obstacle_to(impl, call) is None
             }
             best: dict[str, list[float]] = {name: [1e9, 1e9] for name in runs}
-            for _ in range(rounds + 1):  # the first warms up
+            for _ in range(rounds + 1):  # the first round warms up
                 for name, run in runs.items():
-                    for place, backward in enumerate((False, True)):
-                        took = _time(contract, run, inputs, options, backward)
-                        best[name][place] = min(best[name][place], took)
-            found += [
+                    for index, backward in enumerate((False, True)):
+                        seconds = _time(contract, run, inputs, options, backward)
+                        best[name][index] = min(best[name][index], seconds)
+            rows += [
                 {
                     "operator": operator,
                     "dtype": str(dtype).removeprefix("torch."),
@@ -154,57 +154,59 @@ def bench_operators(rounds: int) -> list[dict[str, object]]:
                 }
                 for name, (forward, both) in best.items()
             ]
-    return found
+    return rows
 
 
 def _time(contract, run, inputs, options, backward: bool) -> float:  # type: ignore[no-untyped-def]
     """Return the seconds of one pass."""
     leaves = [
-        None if each is None else each.detach().requires_grad_(backward and argument.differentiable)
-        for argument, each in zip(contract.arguments, inputs, strict=True)
+        None
+        if tensor is None
+        else tensor.detach().requires_grad_(backward and argument.differentiable)
+        for argument, tensor in zip(contract.arguments, inputs, strict=True)
     ]
     start = time.perf_counter()
     result = run(*leaves, *options)
     result = result if isinstance(result, tuple) else (result,)
     if backward:
-        wanted = [each for each in leaves if each is not None and each.requires_grad]
-        torch.autograd.grad(result, wanted, [torch.ones_like(each) for each in result])
+        differentiable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        torch.autograd.grad(result, differentiable, [torch.ones_like(part) for part in result])
     return time.perf_counter() - start
 
 
 def bench_overhead() -> dict[str, float]:
-    """Measure what checking and choosing cost a call that looks like one before."""
-    found = {}
+    """Measure the cost of argument checks and dispatch for a repeated call."""
+    overhead_us = {}
     for operator, contract in CONTRACTS.items():
         inputs = tuple(contract.draw({}).values())
-        options = tuple(each.default for each in contract.options)
+        options = tuple(option.default for option in contract.options)
         best = float("inf")
         for _ in range(20):
             start = time.perf_counter()
             for _ in range(2000):
                 implementation(contract, inputs, options)
             best = min(best, (time.perf_counter() - start) / 2000)
-        found[operator] = 1e6 * best
-    return found
+        overhead_us[operator] = 1e6 * best
+    return overhead_us
 
 
 def show(facts, sizes) -> None:  # type: ignore[no-untyped-def]
     print(f"torch {facts['torch']}, {facts['threads']} thread(s)\n")
     print(f"linear_cross_entropy {' x '.join(map(str, sizes))}, float32, forward and backward")
-    for each in facts["linear_cross_entropy"]:
+    for row in facts["linear_cross_entropy"]:
         print(
-            f"  {each['way']:<42} {each['best_s']:6.2f} s best {each['median_s']:6.2f} s median"
-            f" {each['extra_mib']:6.0f} MiB  loss {each['loss']:.5f}"
+            f"  {row['way']:<42} {row['best_s']:6.2f} s best {row['median_s']:6.2f} s median"
+            f" {row['extra_mib']:6.0f} MiB  loss {row['loss']:.5f}"
         )
     print("\noperators, best ms: forward / forward and backward")
-    for each in facts["operators"]:
+    for row in facts["operators"]:
         print(
-            f"  {each['operator']:<21} {each['dtype']:<9} {each['backend']:<10}"
-            f" {each['forward_ms']:8.2f} / {each['both_ms']:8.2f}"
+            f"  {row['operator']:<21} {row['dtype']:<9} {row['backend']:<10}"
+            f" {row['forward_ms']:8.2f} / {row['both_ms']:8.2f}"
         )
-    print("\nchecking and choosing, µs a call")
-    for operator, took in facts["overhead_us"].items():
-        print(f"  {operator:<21} {took:.1f}")
+    print("\nargument checks and dispatch, µs per call")
+    for operator, microseconds in facts["overhead_us"].items():
+        print(f"  {operator:<21} {microseconds:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What each kernel takes of a chip, beside the golden files; no chip is needed.
+"""Compare each kernel's resources on a chip with the golden files; no chip is needed.
 
-python benchmarks/budgets.py [--update] [--target sm_90] ...   # exit code 1 where one differs
+python benchmarks/budgets.py [--update] [--target sm_90] ...   # exit code 1 on a difference
 
-A golden file holds for one version of Triton; another makes other code.
+A golden file is valid for one version of Triton, as others generate different code.
 """
 
 import argparse
@@ -19,27 +19,27 @@ from ms_kernels.errors import KernelError
 GOLDEN = Path(__file__).parent / "budgets"
 FIELDS = tuple(Resources.__annotations__)
 DTYPES = {"sm_90": ("bf16", "fp16", "fp32")}
-"""What a chip's golden file holds; bfloat16 alone where nothing stands here."""
+"""Dtypes in a chip's golden file; bfloat16 only for chips not listed."""
 
 
-def kept(target: str) -> tuple[str, ...]:
-    """Return the dtypes whose kernels a chip's golden file holds."""
+def golden_dtypes(target: str) -> tuple[str, ...]:
+    """Return the dtypes whose kernels are in a chip's golden file."""
     return DTYPES.get(target, ("bf16",))
 
 
-def measured(target: str) -> dict[str, list[int]]:
-    """Compile the kernels of a chip's dtypes; return their facts in the order of `FIELDS`."""
+def compile_kernels(target: str) -> dict[str, list[int]]:
+    """Compile the kernels of a chip's dtypes; return their resources in the order of `FIELDS`."""
     chip = target_named(target)
-    found = {}
+    resources = {}
     for entry in entries(target):
-        if entry.dtype not in kept(target):
+        if entry.dtype not in golden_dtypes(target):
             continue
-        made = compile_entry(entry, chip)
-        faults = lint(made.ttir, entry.greatest())
+        compiled = compile_entry(entry, chip)
+        faults = lint(compiled.ttir, entry.greatest())
         if faults:
             raise SystemExit(f"{entry.name}: {faults[0]}")
-        found[entry.name] = [getattr(made.resources, name) for name in FIELDS]
-    return found
+        resources[entry.name] = [getattr(compiled.resources, name) for name in FIELDS]
+    return resources
 
 
 def golden(target: str) -> dict:
@@ -49,7 +49,7 @@ def golden(target: str) -> dict:
 
 
 def write(target: str, kernels: dict[str, list[int]]) -> None:
-    """Write a golden file, a line for each kernel, so that a change shows in review."""
+    """Write a golden file with one line per kernel, so that changes are easy to review."""
     lines = [
         f"  {json.dumps(name)}: {json.dumps(facts)}" for name, facts in sorted(kernels.items())
     ]
@@ -61,24 +61,24 @@ def write(target: str, kernels: dict[str, list[int]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--update", action="store_true", help="write the golden files anew")
+    parser.add_argument("--update", action="store_true", help="rewrite the golden files")
     parser.add_argument("--target", action="append", help="only this chip; may be repeated")
     options = parser.parse_args()
-    chips = [each.name for each in TARGETS.values() if each.backend != "cpu"]
+    chips = [target_.name for target_ in TARGETS.values() if target_.backend != "cpu"]
     differing = 0
     try:
         for target in options.target or chips:
-            now = measured(target)
+            current = compile_kernels(target)
             if options.update:
-                write(target, now)
-            before = golden(target)
-            for name in sorted({*now, *before["kernels"]}):
-                was, is_ = before["kernels"].get(name), now.get(name)
-                if was != is_:
+                write(target, current)
+            expected = golden(target)
+            for name in sorted({*current, *expected["kernels"]}):
+                old, new = expected["kernels"].get(name), current.get(name)
+                if old != new:
                     differing += 1
-                    print(f"{target} {name}: {was} is now {is_} ({', '.join(FIELDS)})")
-            spilling = [name for name, facts in now.items() if facts[1]]
-            print(f"{target}: {len(now)} kernels, spilling: {', '.join(spilling) or 'none'}")
+                    print(f"{target} {name}: {old} is now {new} ({', '.join(FIELDS)})")
+            spilling = [name for name, facts in current.items() if facts[1]]
+            print(f"{target}: {len(current)} kernels, spilling: {', '.join(spilling) or 'none'}")
     except KernelError as error:
         print(f"budgets.py: {error}", file=sys.stderr)
         return 2

@@ -1,13 +1,13 @@
-"""Everything that exists, on this machine's accelerator: proofs, times, memory, in one table.
+"""Benchmark everything on this machine's accelerator: checks, times and memory, in one table.
 
-python benchmarks/gpu.py [--out table.md]     # needs ms-kernels on the path, nothing else
-python benchmarks/gpu.py --dry                # tiny sizes on the CPU: does the script work?
+python benchmarks/gpu.py [--out table.md]     # needs only ms-kernels on the path
+python benchmarks/gpu.py --dry                # tiny sizes on the CPU, to test the script
 
-Times are medians of rounds in which all ways have their turn, between two events. Bandwidth and
-FLOP rates divide the contract's least work by them, beside a copy and a matrix product measured
-here. Each section (`accelerator/`) is written as it ends; one that fails says why, and the next one
-runs. A way that does not run has a row with its error. Exit code 0 when all proofs hold and nothing
-of ours failed, 1 otherwise, 2 where there is no accelerator.
+Times are medians over rounds in which all methods alternate, between two events. Bandwidth and
+FLOP rates divide the contract's least work by these times; a copy and a matrix product are
+measured for comparison. Each section (`accelerator/`) is written when it ends; a failing section
+reports its error, and the next one runs. A method that does not run has a row with its error.
+Exit code 0 if all checks pass and nothing of ours fails, 1 otherwise, 2 without an accelerator.
 """
 
 import argparse
@@ -36,40 +36,40 @@ def main() -> int:
     device = torch.device("cpu")
     if not options.dry:
         if not torch.accelerator.is_available():
-            print("gpu.py: there is no accelerator here, or torch was built without one")
+            print("gpu.py: no accelerator is available, or torch was built without one")
             return 2
         device = torch.device(torch.accelerator.current_accelerator().type, 0)
     report = Report(device=device, small=options.dry, out=options.out)
     report.add("# ms-kernels on an accelerator", "", _versions(device))
     if options.dry:
-        report.add("", "A dry run: tiny sizes, kernels interpreted. Its times mean nothing.")
+        report.add("", "A dry run: tiny sizes, interpreted kernels. Its times mean nothing.")
     report.section("Proofs", proofs.prove)
     rates = report.section("Ceilings", ceilings.measure)
     for name, body in (
-        ("The library built ahead of time", library.launch),
-        ("Operators bound by memory", lambda each: memory_bound.measure(each, rates)),
-        ("Linear cross-entropy", lambda each: loss.measure(each, rates)),
-        ("Attention, beside each of torch's kernels", attention.plain),
-        ("A Llama block, trained", block.measure),
+        ("Ahead-of-time library", library.launch),
+        ("Memory-bound operators", lambda report_: memory_bound.measure(report_, rates)),
+        ("Linear cross-entropy", lambda report_: loss.measure(report_, rates)),
+        ("Attention compared with each of torch's kernels", attention.plain),
+        ("Training a Llama block", block.measure),
         ("Other operators", others.measure),
-        ("Where our own attention alone can go", attention.masked),
+        ("Attention that only our kernel supports", attention.masked),
     ):
         report.section(name, body)
-    report.add("", f"{time.monotonic() - report.started:.0f} s in all; all held: {report.held}")
-    return 0 if report.held else 1
+    report.add("", f"{time.monotonic() - report.start:.0f} s in all; all passed: {report.passed}")
+    return 0 if report.passed else 1
 
 
 def _versions(device: torch.device) -> str:
     module = torch.get_device_module(device)
     name = module.get_device_name() if hasattr(module, "get_device_name") else str(device)
-    known = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
-    known.append(f"ms-kernels {ms_kernels.__version__}")
+    versions = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
+    versions.append(f"ms-kernels {ms_kernels.__version__}")
     for package in ("triton", "liger-kernel"):
         try:
-            known.append(f"{package} {importlib.metadata.version(package)}")
+            versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
-            known.append(f"no {package}")
-    return f"{time.strftime('%Y-%m-%d')}, {name}; {', '.join(known)}"
+            versions.append(f"no {package}")
+    return f"{time.strftime('%Y-%m-%d')}, {name}; {', '.join(versions)}"
 
 
 if __name__ == "__main__":

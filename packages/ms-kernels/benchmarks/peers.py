@@ -1,11 +1,11 @@
-"""linear_cross_entropy beside torch's ways on this CPU: time, memory, loss; see README.md.
+"""Compare linear_cross_entropy with torch on this CPU: time, memory, loss; see README.md.
 
 python benchmarks/peers.py [--rounds 3] [--rows 4096 --width 512 --classes 32768] [--json]
 
-Each pass runs in a process of its own, forward and backward after a warm-up, the ways in turn,
-round after round. Time is the process's own CPU time on one thread, which other load stretches
-little; memory is the process's peak beyond what it held before the pass. Exits with 1 where ours
-is slower than the plain way, or takes more than a fifth of its extra memory.
+Each pass runs forward and backward in a fresh process after a warm-up; methods alternate round by
+round. Time is the process's CPU time on one thread, which other load affects little. Memory is the
+process's peak above its usage before the pass. Exits with 1 if ours is slower than the plain
+method or takes more than a fifth of its extra memory.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import ms_kernels
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 OURS = "ms_kernels.linear_cross_entropy"
-COMPILED = "torch.compile of the plain way"
+COMPILED = "torch.compile of the plain method"
 PLAIN = "plain: F.cross_entropy(hidden @ weight.T)"
 
 
@@ -39,21 +39,21 @@ def per_token(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return ms_kernels.linear_cross_entropy(hidden, weight, targets, reduction="none").mean()
 
 
-def ways() -> dict[str, Loss]:
-    """Return every way to the same loss, by name."""
-    found: dict[str, Loss] = {
+def methods() -> dict[str, Loss]:
+    """Return every method of computing the same loss, by name."""
+    losses: dict[str, Loss] = {
         PLAIN: plain,
         OURS: ms_kernels.linear_cross_entropy,
-        "the same, a loss a token, then the mean": per_token,
+        "the same, one loss per token, then the mean": per_token,
         COMPILED: torch.compile(plain),
     }
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13 and later
         chunked = torch.nn.LinearCrossEntropyOptions()
-        found["F.linear_cross_entropy"] = F.linear_cross_entropy
-        found["F.linear_cross_entropy, chunked"] = lambda hidden, weight, targets: (
+        losses["F.linear_cross_entropy"] = F.linear_cross_entropy
+        losses["F.linear_cross_entropy, chunked"] = lambda hidden, weight, targets: (
             F.linear_cross_entropy(hidden, weight, targets, options=chunked)
         )
-    return found
+    return losses
 
 
 def main() -> int:
@@ -61,57 +61,59 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--classes", type=int, default=32768)
-    parser.add_argument("--rounds", type=int, default=3, help="passes of each way (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="passes per method (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = options.rows, options.width, options.classes
     if options.one:
-        way, whole = ways()[options.one], options.one == COMPILED
-        print(json.dumps(one_pass(way, *sizes, warm_rows=options.rows if whole else 64)))
+        method, full_warmup = methods()[options.one], options.one == COMPILED
+        print(json.dumps(one_pass(method, *sizes, warm_rows=options.rows if full_warmup else 64)))
         return 0
-    passes: dict[str, list[dict[str, float]]] = {name: [] for name in ways()}
+    passes: dict[str, list[dict[str, float]]] = {name: [] for name in methods()}
     for _ in range(options.rounds):
-        for name, found in passes.items():
-            found.append(in_own_process(name, sizes))
-    rows = [summary(name, found) for name, found in passes.items()]
-    return tell(rows, sizes, options.json)
+        for name, measurements in passes.items():
+            measurements.append(run_in_subprocess(name, sizes))
+    rows = [summary(name, measurements) for name, measurements in passes.items()]
+    return print_report(rows, sizes, options.json)
 
 
-def in_own_process(name: str, sizes: tuple[int, int, int]) -> dict[str, float]:
-    """Run one pass of a way and return what it measured."""
+def run_in_subprocess(name: str, sizes: tuple[int, int, int]) -> dict[str, float]:
+    """Run one pass of a method in a fresh process and return its measurements."""
     flags = zip(("--rows", "--width", "--classes"), map(str, sizes), strict=True)
-    command = [sys.executable, __file__, "--one", name, *(word for pair in flags for word in pair)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    command = [sys.executable, __file__, "--one", name, *(arg for pair in flags for arg in pair)]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    measurement: dict[str, float] = json.loads(process.stdout)
+    return measurement
 
 
-def one_pass(way: Loss, rows: int, width: int, classes: int, *, warm_rows: int) -> dict[str, float]:
-    """Measure one pass, forward and backward, after one that counts for nothing."""
+def one_pass(
+    method: Loss, rows: int, width: int, classes: int, *, warm_rows: int
+) -> dict[str, float]:
+    """Measure one forward and backward pass after a warm-up pass."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     hidden = torch.randn(rows, width, requires_grad=True)
     weight = torch.randn(classes, width).mul_(width**-0.5).requires_grad_()
     targets = torch.randint(classes, (rows,))
-    # What is compiled is compiled for its sizes; the others warm up on a few rows.
-    way(hidden[:warm_rows], weight, targets[:warm_rows]).backward()  # type: ignore[no-untyped-call]
+    # Compiled methods warm up at full size, the others on a few rows.
+    method(hidden[:warm_rows], weight, targets[:warm_rows]).backward()  # type: ignore[no-untyped-call]
     hidden.grad = weight.grad = None
-    before = held_mib()
+    baseline = reset_peak_mib()
     wall, start = time.perf_counter(), time.process_time()
-    loss = way(hidden, weight, targets)
+    loss = method(hidden, weight, targets)
     loss.backward()  # type: ignore[no-untyped-call]
-    took = time.process_time() - start
+    cpu_s = time.process_time() - start
     return {
-        "cpu_s": took,
+        "cpu_s": cpu_s,
         "wall_s": time.perf_counter() - wall,
-        "extra_mib": peak_mib() - before,
+        "extra_mib": peak_mib() - baseline,
         "loss": loss.item(),
     }
 
 
-def held_mib() -> float:
-    """Forget the process's peak where the system can, and return what it holds now."""
+def reset_peak_mib() -> float:
+    """Reset the process's peak memory where supported, and return its current usage."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return _status("VmRSS")
@@ -120,7 +122,7 @@ def held_mib() -> float:
 
 
 def peak_mib() -> float:
-    """Return the most memory that the process held since then."""
+    """Return the peak memory of the process since the reset."""
     try:
         return _status("VmHWM")
     except OSError:
@@ -135,18 +137,23 @@ def _status(key: str) -> float:
     raise LookupError(key)
 
 
-def summary(name: str, found: list[dict[str, float]]) -> dict[str, object]:
-    """Return the medians of a way's passes."""
-    median = {key: statistics.median(each[key] for each in found) for key in found[0]}
-    least, most = min(each["cpu_s"] for each in found), max(each["cpu_s"] for each in found)
-    return {"way": name, **median, "least_cpu_s": least, "most_cpu_s": most}
+def summary(name: str, passes: list[dict[str, float]]) -> dict[str, object]:
+    """Return the medians over a method's passes."""
+    median = {
+        key: statistics.median(measurement[key] for measurement in passes) for key in passes[0]
+    }
+    fastest, slowest = (
+        min(measurement["cpu_s"] for measurement in passes),
+        max(measurement["cpu_s"] for measurement in passes),
+    )
+    return {"way": name, **median, "least_cpu_s": fastest, "most_cpu_s": slowest}
 
 
-def tell(rows: list[dict[str, object]], sizes: tuple[int, int, int], as_json: bool) -> int:
-    """Print what was measured and whether the promise holds; return the exit code."""
-    by_way = {row["way"]: row for row in rows}
-    time_ratio = by_way[OURS]["cpu_s"] / by_way[PLAIN]["cpu_s"]  # type: ignore[operator]
-    memory_ratio = by_way[OURS]["extra_mib"] / by_way[PLAIN]["extra_mib"]  # type: ignore[operator]
+def print_report(rows: list[dict[str, object]], sizes: tuple[int, int, int], as_json: bool) -> int:
+    """Print the measurements and whether the promise holds; return the exit code."""
+    by_method = {row["way"]: row for row in rows}
+    time_ratio = by_method[OURS]["cpu_s"] / by_method[PLAIN]["cpu_s"]  # type: ignore[operator]
+    memory_ratio = by_method[OURS]["extra_mib"] / by_method[PLAIN]["extra_mib"]  # type: ignore[operator]
     holds = time_ratio <= 1 and memory_ratio <= 0.2
     if as_json:
         facts = {"torch": torch.__version__, "sizes": sizes, "ways": rows, "holds": holds}
@@ -159,7 +166,7 @@ def tell(rows: list[dict[str, object]], sizes: tuple[int, int, int], as_json: bo
             f"  {row['way']:<42} {row['cpu_s']:6.2f} s CPU ({row['least_cpu_s']:.2f} to "
             f"{row['most_cpu_s']:.2f}) {row['extra_mib']:6.0f} MiB  loss {row['loss']:.5f}"
         )
-    print("  Liger 0.8.5 is Triton alone and cannot run on a CPU.")
+    print("  Liger 0.8.5 supports only Triton and cannot run on a CPU.")
     print(f"\nours / plain: time {time_ratio:.2f}, extra memory {memory_ratio:.2f}", end="; ")
     print("holds" if holds else "DOES NOT HOLD (time up to 1, memory up to 0.2)")
     return 0 if holds else 1

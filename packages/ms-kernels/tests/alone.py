@@ -1,4 +1,4 @@
-"""Run by `nox -s alone` in a bare environment: the installed wheel, with nothing but its needs."""
+"""Test of the installed wheel with only its required dependencies; run by `nox -s alone`."""
 
 import importlib.util
 import subprocess
@@ -12,13 +12,13 @@ from ms_kernels.core.tables import chips
 
 
 def check(holds: bool, fact: str) -> None:
-    """End with status 1 where a fact does not hold."""
+    """Exit with status 1 if the fact does not hold."""
     if not holds:
         sys.exit(f"does not hold: {fact}")
 
 
 def main() -> None:
-    """One pass through every operator, and the command."""
+    """Run every operator once, and the command."""
     for sibling in ("ms_data", "ms_parallel", "ms_align", "ms_compress", "ms_profile"):
         check(importlib.util.find_spec(sibling) is None, f"{sibling} is absent here")
     torch.manual_seed(0)
@@ -28,9 +28,9 @@ def main() -> None:
     with use_backend("reference"):
         q, k = rotary(q, k, angles.cos(), angles.sin())
         out = attention(q, k, v)
-        normal = rms_norm(hidden, torch.ones(16))
+        normed = rms_norm(hidden, torch.ones(16))
         loss = linear_cross_entropy(
-            swiglu(normal, normal), torch.randn(32, 16), torch.randint(32, (2, 6))
+            swiglu(normed, normed), torch.randn(32, 16), torch.randint(32, (2, 6))
         )
     loss.backward()
     check(out.shape == (2, 6, 4, 8), "attention keeps its queries' shape")
@@ -39,9 +39,9 @@ def main() -> None:
     check(len(choice.verdicts) > 0, "explain says why")
     check("cpu-avx512" in chips(), "tuning tables are in the wheel")
     tokens, experts = torch.randn(5, 8), torch.randint(3, (5, 2))
-    rows, _, places = ms_kernels.permute_tokens(tokens, experts, count=3)
-    same = ms_kernels.unpermute_tokens(rows, places, torch.full((5, 2), 0.5))
-    check(torch.allclose(same, tokens), "tokens come back from their experts")
+    rows, _, row_index = ms_kernels.permute_tokens(tokens, experts, count=3)
+    restored = ms_kernels.unpermute_tokens(rows, row_index, torch.full((5, 2), 0.5))
+    check(torch.allclose(restored, tokens), "tokens come back from their experts")
     command = [sys.executable, "-I", "-m", "ms_kernels", "list"]
     check(subprocess.run(command, capture_output=True).returncode == 0, "ms-kernels list works")
     print(f"ms-kernels {ms_kernels.__version__} works alone")

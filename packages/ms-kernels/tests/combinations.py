@@ -1,11 +1,11 @@
-"""Every pair of option, optional argument, dtype, layout, sizes and backend against float64.
+"""Pairwise tests of option, optional argument, dtype, layout, sizes and backend against float64.
 
     python packages/ms-kernels/tests/combinations.py                        # the full array
     python packages/ms-kernels/tests/combinations.py --sample 60 --seed 3   # some of its rows
 
-The factors of an operator are read off its contract and its implementations, so a new operator,
-option, argument or backend is covered without a change here. Triton's kernels run interpreted, in
-a process of their own.
+The factors of an operator come from its contract and its implementations, so a new operator,
+option, argument or backend is covered without a change here. Triton kernels run interpreted, in
+a separate process.
 """
 
 import argparse
@@ -39,18 +39,20 @@ Row = dict[str, int]
 def factors_of(operator: str) -> dict[str, list[Any]]:
     """Return the levels of each factor of an operator's calls."""
     contract = OPERATORS[operator].contract
-    optional = [each.name for each in contract.arguments if each.optional]
+    optional = [argument.name for argument in contract.arguments if argument.optional]
     return {
         "backend": [
-            each.backend
-            for each in OPERATORS[operator].implementations
-            if each.backend == "triton" or each.devices is None or "cpu" in each.devices
+            impl.backend
+            for impl in OPERATORS[operator].implementations
+            if impl.backend == "triton" or impl.devices is None or "cpu" in impl.devices
         ],
         "dtype": list(DTYPES),
         "layout": list(LAYOUTS),
-        "sizes": [({}, {}), *((each.options, each.dims) for each in contract.variants)],
+        "sizes": [({}, {}), *((variant.options, variant.dims) for variant in contract.variants)],
         **{f"argument {name}": [True, False] for name in optional},
-        **{f"option {each.name}": [each.default, *each.trials] for each in contract.options},
+        **{
+            f"option {option.name}": [option.default, *option.trials] for option in contract.options
+        },
     }
 
 
@@ -60,14 +62,14 @@ def pairs_of(row: Row) -> set[tuple[tuple[str, int], tuple[str, int]]]:
 
 
 def covering_array(factors: Mapping[str, list[Any]], seed: int = 0) -> list[Row]:
-    """Return rows in which every pair of levels of two factors occurs, greedily few."""
+    """Return a greedily small set of rows that covers every pair of levels of two factors."""
     chance = random.Random(seed)
     names = list(factors)
     missing = {
-        ((one, i), (two, j))
-        for one, two in itertools.combinations(names, 2)
-        for i in range(len(factors[one]))
-        for j in range(len(factors[two]))
+        ((first, i), (second, j))
+        for first, second in itertools.combinations(names, 2)
+        for i in range(len(factors[first]))
+        for j in range(len(factors[second]))
     }
     rows: list[Row] = []
     while missing:
@@ -82,35 +84,35 @@ def covering_array(factors: Mapping[str, list[Any]], seed: int = 0) -> list[Row]
     return rows
 
 
-def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return a tensor of the same shape in a layout; expanded, its first dim repeats one item."""
+def with_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return a tensor of the same shape in a layout; "expanded" repeats the first item."""
     if layout == "strided" and tensor.ndim:
         wide = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
         wide[..., ::2] = tensor
         return wide[..., ::2]
-    # Indices must stay what they are: repeated places or counts would be wrong arguments.
+    # Index tensors keep their values: repeated positions or counts would be invalid arguments.
     if layout == "expanded" and tensor.is_floating_point() and tensor.shape[:1] > (1,):
         return tensor[:1].expand_as(tensor)
     return tensor
 
 
-def perform(operator: str, row: Row) -> tuple[str, str]:
-    """Run one row; return how it ended (held, refused or wrong), and why."""
+def run_row(operator: str, row: Row) -> tuple[str, str]:
+    """Run one row; return its outcome (held, refused or wrong) and the reason."""
     factors = factors_of(operator)
-    level = {name: factors[name][place] for name, place in row.items()}
+    level = {name: factors[name][index] for name, index in row.items()}
     contract: Contract = OPERATORS[operator].contract
     forced, dims = level["sizes"]
     dtype = DTYPES[level["dtype"]]
-    drawn = contract.draw(dims, dtype=dtype)
+    example = contract.draw(dims, dtype=dtype)
     tensors = [
-        laid_out(tensor, level["layout"]) if level.get(f"argument {name}", True) else None
-        for name, tensor in drawn.items()
+        with_layout(tensor, level["layout"]) if level.get(f"argument {name}", True) else None
+        for name, tensor in example.items()
     ]
     options = tuple(
-        forced.get(each.name, level[f"option {each.name}"]) for each in contract.options
+        forced.get(option.name, level[f"option {option.name}"]) for option in contract.options
     )
     implementation = next(
-        each for each in OPERATORS[operator].implementations if each.backend == level["backend"]
+        impl for impl in OPERATORS[operator].implementations if impl.backend == level["backend"]
     )
     try:
         call = describe_call(contract, tuple(tensors), options)
@@ -124,19 +126,19 @@ def perform(operator: str, row: Row) -> tuple[str, str]:
     if obstacle is not None:
         return "refused", obstacle
     try:
-        for part, share in compare(contract, implementation.run, tensors, options):
-            if not share <= 1:
-                return "wrong", f"{part} is off by {share:.3g} times the tolerance"
-    except Exception as error:  # any of torch's or Triton's is a defect of ours
+        for part, ratio in compare(contract, implementation.run, tensors, options):
+            if not ratio <= 1:
+                return "wrong", f"{part} is off by {ratio:.3g} times the tolerance"
+    except Exception as error:  # any error from torch or Triton is a defect of ours
         return "wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return "held", ""
 
 
 def main() -> int:
-    """Run the array, or a sample of it; 1 where a row is wrong or nothing was compared."""
+    """Run the array or a sample; return 1 if a row is wrong or nothing was compared."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sample", type=int, help="so many rows instead of all")
-    parser.add_argument("--seed", type=int, default=0, help="which rows a sample takes")
+    parser.add_argument("--sample", type=int, help="number of rows to run instead of all")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the sample")
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rows:  # the process of Triton's interpreter
@@ -145,10 +147,10 @@ def main() -> int:
         correct_bfloat16()
         for line in Path(options.rows).read_text().splitlines():
             operator, row = json.loads(line)
-            sys.stdout.write(json.dumps(perform(operator, row)) + "\n")
+            sys.stdout.write(json.dumps(run_row(operator, row)) + "\n")
             sys.stdout.flush()
         return 0
-    begun = time.monotonic()
+    start = time.monotonic()
     arrays = {operator: covering_array(factors_of(operator)) for operator in OPERATORS}
     jobs = [(operator, row) for operator, rows in arrays.items() for row in rows]
     pairs = sum(len(set().union(*map(pairs_of, rows))) for rows in arrays.values())
@@ -156,20 +158,23 @@ def main() -> int:
         jobs = random.Random(options.seed).sample(jobs, min(options.sample, len(jobs)))
     interpreted = [job for job in jobs if backend_of(*job) == "triton"]
     jobs = [job for job in jobs if backend_of(*job) != "triton"]
-    outcomes = [(*job, *perform(*job)) for job in jobs]
+    outcomes = [(*job, *run_row(*job)) for job in jobs]
     outcomes += [
-        (*job, *outcome) for job, outcome in zip(interpreted, interpret(interpreted), strict=True)
+        (*job, *result) for job, result in zip(interpreted, interpret(interpreted), strict=True)
     ]
-    for operator, row, how, why in outcomes:
-        if how == "wrong":
+    for operator, row, outcome, why in outcomes:
+        if outcome == "wrong":
             factors = factors_of(operator)
-            levels = {name: factors[name][place] for name, place in row.items()}
+            levels = {name: factors[name][index] for name, index in row.items()}
             sys.stdout.write(f"WRONG {operator} {levels}: {why}\n")
-    counts = {how: sum(each[2] == how for each in outcomes) for how in ("held", "refused", "wrong")}
+    counts = {
+        outcome: sum(result[2] == outcome for result in outcomes)
+        for outcome in ("held", "refused", "wrong")
+    }
     sys.stdout.write(
-        f"{len(OPERATORS)} operators, {pairs} pairs in the whole array; {len(outcomes)} runs: "
-        + ", ".join(f"{count} {how}" for how, count in counts.items())
-        + f"; {time.monotonic() - begun:.0f} s\n"
+        f"{len(OPERATORS)} operators, {pairs} pairs in the full array; {len(outcomes)} runs: "
+        + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        + f"; {time.monotonic() - start:.0f} s\n"
     )
     return 1 if counts["wrong"] or not counts["held"] else 0
 
@@ -181,21 +186,21 @@ def backend_of(operator: str, row: Row) -> str:
 
 
 def interpret(jobs: list[tuple[str, Row]]) -> list[list[str]]:
-    """Run rows of Triton's kernels in a process where Triton interprets them."""
+    """Run rows of Triton kernels in a process with Triton's interpreter."""
     if not jobs:
         return []
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"combinations-{os.getpid()}.jsonl"
     path.write_text("".join(json.dumps(job) + "\n" for job in jobs))
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, __file__, "--rows", str(path)],
             env={**os.environ, "TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
     finally:
         path.unlink()
-    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
-    lost = len(jobs) - len(outcomes)
-    return outcomes + [["wrong", f"the process ended with code {done.returncode}"]] * lost
+    outcomes = [json.loads(line) for line in process.stdout.splitlines()]
+    missing = len(jobs) - len(outcomes)
+    return outcomes + [["wrong", f"the process ended with code {process.returncode}"]] * missing
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Operators in numpy, which torch cannot look into, made into torch operators by `opaque`."""
+"""Numpy operators, opaque to torch, registered as torch operators by `opaque`."""
 
 import numpy
 import torch
@@ -36,13 +36,13 @@ def _rms_fake(x, weight, eps):
 def _rms_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_mask: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    values, slope, r = _array(x), _array(grad), _array(scale)[..., None]
+    values, grad_out, r = _array(x), _array(grad), _array(scale)[..., None]
     grad_x, grad_weight = absent_grad(x), absent_grad(weight)
     if needs_grad(grad_mask, 0):
-        pull = (slope * _array(weight) * values).mean(-1, keepdims=True)
-        grad_x = _new(r * slope * _array(weight) - r**3 * values * pull, x)
+        projection = (grad_out * _array(weight) * values).mean(-1, keepdims=True)
+        grad_x = _new(r * grad_out * _array(weight) - r**3 * values * projection, x)
     if needs_grad(grad_mask, 1):
-        parts = (slope * values * r).reshape(-1, values.shape[-1])
+        parts = (grad_out * values * r).reshape(-1, values.shape[-1])
         grad_weight = _new(parts.sum(0), weight)
     return grad_x, grad_weight
 
@@ -108,9 +108,11 @@ def _attend(
     scale: float | None,
 ) -> Tensor:
     with torch.no_grad():
-        wide = [torch.from_numpy(_array(each)) for each in (q, k, v)]
-        added = None if sinks is None else torch.from_numpy(_array(sinks))
-        result = CONTRACTS["attention"].reference(*wide, documents, added, causal, window, scale)
+        qkv = [torch.from_numpy(_array(tensor)) for tensor in (q, k, v)]
+        sink_values = None if sinks is None else torch.from_numpy(_array(sinks))
+        result = CONTRACTS["attention"].reference(
+            *qkv, documents, sink_values, causal, window, scale
+        )
     return _new(result.numpy(), q)
 
 
@@ -126,36 +128,38 @@ def _attend_backward(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # Below autograd nothing is recorded: the derivative is spelled out.
-    groups = k.shape[2]
-    q_, slope = (
-        _array(each).reshape(*q.shape[:2], groups, -1, each.shape[-1]) for each in (q, grad)
+    # Autograd does not record below this level, so the derivative is written out.
+    kv_heads = k.shape[2]
+    q_, grad_out = (
+        _array(tensor).reshape(*q.shape[:2], kv_heads, -1, tensor.shape[-1]) for tensor in (q, grad)
     )
     k_, v_ = _array(k), _array(v)
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = numpy.einsum("bqgrd,bkgd->bgrqk", q_, k_) * factor
+    scale_factor = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = numpy.einsum("bqgrd,bkgd->bgrqk", q_, k_) * scale_factor
     mask = visible(q.shape[1], k.shape[1], q.device, documents, causal, window)
     if mask is not None:
         scores = numpy.where(mask.numpy()[:, None, None], scores, -numpy.inf)
-    sink = numpy.full((groups, scores.shape[2], 1, 1), -numpy.inf, dtype=scores.dtype)
+    sink = numpy.full((kv_heads, scores.shape[2], 1, 1), -numpy.inf, dtype=scores.dtype)
     if sinks is not None:
         sink = _array(sinks).reshape(sink.shape)
-    top = numpy.maximum(scores.max(-1, keepdims=True), sink)
-    shares, missing = numpy.exp(scores - top), numpy.exp(sink - top)
-    total = shares.sum(-1, keepdims=True) + missing
-    shares, missing = shares / total, missing / total
-    pull = numpy.einsum("bqgrd,bkgd->bgrqk", slope, v_)
-    mean = (shares * pull).sum(-1, keepdims=True)
-    pull = shares * (pull - mean) * factor
-    found = (
-        numpy.einsum("bgrqk,bkgd->bqgrd", pull, k_).reshape(q.shape),
-        numpy.einsum("bgrqk,bqgrd->bkgd", pull, q_),
-        numpy.einsum("bgrqk,bqgrd->bkgd", shares, slope),
-        -(missing * mean).sum((0, 3, 4)).reshape(-1),
+    row_max = numpy.maximum(scores.max(-1, keepdims=True), sink)
+    p, sink_p = numpy.exp(scores - row_max), numpy.exp(sink - row_max)
+    denominator = p.sum(-1, keepdims=True) + sink_p
+    p, sink_p = p / denominator, sink_p / denominator
+    ds = numpy.einsum("bqgrd,bkgd->bgrqk", grad_out, v_)
+    delta = (p * ds).sum(-1, keepdims=True)
+    ds = p * (ds - delta) * scale_factor
+    grads = (
+        numpy.einsum("bgrqk,bkgd->bqgrd", ds, k_).reshape(q.shape),
+        numpy.einsum("bgrqk,bqgrd->bkgd", ds, q_),
+        numpy.einsum("bgrqk,bqgrd->bkgd", p, grad_out),
+        -(sink_p * delta).sum((0, 3, 4)).reshape(-1),
     )
     return tuple(
-        _new(each, q) if needs_grad(grad_mask, place) else absent_grad(like)
-        for place, (each, like) in enumerate(zip(found, (q, k, v, q[0, 0, :, 0]), strict=True))
+        _new(grad_array, q) if needs_grad(grad_mask, index) else absent_grad(like)
+        for index, (grad_array, like) in enumerate(
+            zip(grads, (q, k, v, q[0, 0, :, 0]), strict=True)
+        )
     )
 
 
@@ -179,9 +183,9 @@ def _step(
     eps: float,
     weight_decay: float,
 ) -> None:
-    slope, m, v = _array(gradient), mean.numpy(), square.numpy()
-    m += (1 - betas[0]) * (slope - m)
-    v += (1 - betas[1]) * (slope**2 - v)
+    grad, m, v = _array(gradient), mean.numpy(), square.numpy()
+    m += (1 - betas[0]) * (grad - m)
+    v += (1 - betas[1]) * (grad**2 - v)
     root = numpy.sqrt(v / (1 - betas[1] ** step)) + eps
     values = _array(weights) * (1 - learning_rate * weight_decay)
     values = values - learning_rate / (1 - betas[0] ** step) * m / root

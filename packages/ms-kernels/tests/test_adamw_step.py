@@ -1,4 +1,4 @@
-"""adamw_step: the steps of torch.optim.AdamW, in place."""
+"""adamw_step: matches torch.optim.AdamW, in place."""
 
 import itertools
 
@@ -11,18 +11,18 @@ from ms_kernels.operators import OPERATORS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_twenty_steps_are_those_of_torch(dtype):
-    """Weights and moments after 20 steps with changing rates and gradients.
+def test_twenty_steps_match_torch(dtype):
+    """Weights and moments after 20 steps with changing learning rates and gradients.
 
-    In bfloat16 torch is given float32 weights, rounded after each step as ours are; its own
-    bfloat16 moments would lose small gradients.
+    For bfloat16, torch gets float32 weights that are rounded after each step like ours, because
+    its bfloat16 moments would lose small gradients.
     """
     torch.manual_seed(0)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     weights = torch.randn(7, 33).to(dtype)
-    mean, square = torch.zeros(7, 33, dtype=wide), torch.zeros(7, 33, dtype=wide)
-    theirs = weights.to(wide, copy=True).requires_grad_()
-    optimizer = torch.optim.AdamW([theirs], betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    mean, square = torch.zeros(7, 33, dtype=state_dtype), torch.zeros(7, 33, dtype=state_dtype)
+    torch_weights = weights.to(state_dtype, copy=True).requires_grad_()
+    optimizer = torch.optim.AdamW([torch_weights], betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
     for step in range(1, 21):
         gradient = torch.randn(7, 33).to(dtype)
         rate = 0.01 / step
@@ -37,32 +37,32 @@ def test_twenty_steps_are_those_of_torch(dtype):
             eps=1e-6,
             weight_decay=0.1,
         )
-        theirs.grad = gradient.to(wide)
+        torch_weights.grad = gradient.to(state_dtype)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         with torch.no_grad():
-            theirs.copy_(theirs.to(dtype))
-    state = optimizer.state[theirs]
-    # The same operations in the same order, but for a rounding a step; bfloat16 may then round
+            torch_weights.copy_(torch_weights.to(dtype))
+    state = optimizer.state[torch_weights]
+    # The same operations in the same order up to one rounding per step; bfloat16 may then round
     # a weight the other way: one unit in its last place.
-    loose = {"rtol": 2**-7, "atol": 0} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(weights, theirs.detach().to(dtype), **loose)
+    tolerance = {"rtol": 2**-7, "atol": 0} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(weights, torch_weights.detach().to(dtype), **tolerance)
     torch.testing.assert_close(mean, state["exp_avg"])
     torch.testing.assert_close(square, state["exp_avg_sq"])
 
 
-def test_a_parameter_that_asks_for_gradients_is_written_all_the_same():
-    """No graph is kept, and the parameter stays a leaf."""
+def test_a_parameter_that_requires_grad_is_updated_in_place():
+    """No graph is recorded, and the parameter stays a leaf."""
     weights = torch.nn.Parameter(torch.ones(5))
     adamw_step(weights, torch.ones(5), torch.zeros(5), torch.zeros(5), step=1, learning_rate=0.5)
-    # The first step moves by the rate, but for eps; decay takes 1 % of half.
+    # The first step moves by the learning rate, up to eps; decay takes 1% of 0.5.
     torch.testing.assert_close(weights.detach(), torch.full((5,), 1 - 0.5 - 0.005))
     assert weights.is_leaf
     assert weights.requires_grad
 
 
-def test_changing_steps_and_rates_are_one_decision_and_still_checked(monkeypatch):
-    """Ten thousand steps would otherwise be ten thousand decisions."""
+def test_changing_steps_and_rates_share_one_cached_decision(monkeypatch):
+    """Otherwise ten thousand steps would be ten thousand decisions; values are still checked."""
     monkeypatch.setattr(dispatch, "_cache", {})
     tensors = [torch.zeros(4) for _ in range(4)]
     for step in range(1, 20):
@@ -74,61 +74,61 @@ def test_changing_steps_and_rates_are_one_decision_and_still_checked(monkeypatch
         adamw_step(*tensors, step=1, learning_rate=-1)
 
 
-def named(**changed):
-    """Return the four tensors of a step, some replaced."""
+def step_tensors(**overrides):
+    """Return the four tensors of a step, some of them replaced."""
     torch.manual_seed(0)
-    made = {name: torch.randn(6, 4) for name in ("weights", "gradient", "mean", "square")}
-    made["square"].abs_()
-    return {**made, **changed}
+    tensors = {name: torch.randn(6, 4) for name in ("weights", "gradient", "mean", "square")}
+    tensors["square"].abs_()
+    return {**tensors, **overrides}
 
 
 BACKENDS = [
-    each.backend
-    for each in OPERATORS["adamw_step"].implementations
-    if each.devices is None or "cpu" in each.devices
+    impl.backend
+    for impl in OPERATORS["adamw_step"].implementations
+    if impl.devices is None or "cpu" in impl.devices
 ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("pair", [*itertools.combinations(named(), 2)], ids="-".join)
-def test_two_arguments_in_one_memory_are_refused_and_nothing_is_written(pair, backend):
-    """The same tensor twice, or two views of one buffer that share a number."""
-    room = torch.rand(60)
+@pytest.mark.parametrize("pair", [*itertools.combinations(step_tensors(), 2)], ids="-".join)
+def test_overlapping_arguments_are_refused_before_any_write(pair, backend):
+    """The same tensor twice, or two overlapping views of one buffer."""
+    buffer = torch.rand(60)
     for views in (
-        (room[:24].view(6, 4), room[:24].view(6, 4)),
-        (room[:24].view(6, 4), room[23:47].view(6, 4)),
-        (room[:48:2].view(6, 4), room[22:46].view(6, 4)),
+        (buffer[:24].view(6, 4), buffer[:24].view(6, 4)),
+        (buffer[:24].view(6, 4), buffer[23:47].view(6, 4)),
+        (buffer[:48:2].view(6, 4), buffer[22:46].view(6, 4)),
     ):
-        given = named(**dict(zip(pair, views, strict=True)))
-        before = {name: each.clone() for name, each in given.items()}
-        # What the fused kernel cannot walk goes to the reference.
+        tensors = step_tensors(**dict(zip(pair, views, strict=True)))
+        originals = {name: tensor.clone() for name, tensor in tensors.items()}
+        # Layouts that the fused kernel does not support go to the reference.
         with use_backend(backend, "reference"), pytest.raises(ArgumentError) as caught:
-            adamw_step(**given, step=1, learning_rate=0.1)
+            adamw_step(**tensors, step=1, learning_rate=0.1)
         assert caught.value.argument == pair[1]
         assert f"in the memory of {pair[0]}" in str(caught.value)
-        assert all(torch.equal(each, before[name]) for name, each in given.items())
+        assert all(torch.equal(tensor, originals[name]) for name, tensor in tensors.items())
 
 
-def test_one_tensor_as_both_moments_is_refused_in_a_compiled_step_too():
-    """A graph has no addresses, but it knows a tensor that is given twice."""
+def test_a_compiled_step_refuses_one_tensor_for_both_moments():
+    """A graph has no addresses, but it knows when an input is passed twice."""
     moments = torch.zeros(6, 4)
     step = torch.compile(adamw_step, backend="eager")
     with pytest.raises(ArgumentError, match="square is in the memory of mean"):
-        step(**named(mean=moments, square=moments), step=1, learning_rate=0.1)
+        step(**step_tensors(mean=moments, square=moments), step=1, learning_rate=0.1)
 
 
-def test_columns_of_one_buffer_are_no_overlap():
-    """Moments kept side by side lie in each other's range, and share no number."""
-    room = torch.zeros(6, 8)
-    apart = named(mean=torch.zeros(6, 4), square=torch.zeros(6, 4))
-    beside = named(mean=room[:, ::2], square=room[:, 1::2])
-    for each in (apart, beside):
-        adamw_step(**each, step=1, learning_rate=0.1)
-    for name, each in apart.items():
-        torch.testing.assert_close(beside[name], each)
+def test_interleaved_columns_do_not_overlap():
+    """Moments in alternating columns span the same address range but share no element."""
+    buffer = torch.zeros(6, 8)
+    separate = step_tensors(mean=torch.zeros(6, 4), square=torch.zeros(6, 4))
+    interleaved = step_tensors(mean=buffer[:, ::2], square=buffer[:, 1::2])
+    for tensors in (separate, interleaved):
+        adamw_step(**tensors, step=1, learning_rate=0.1)
+    for name, tensor in separate.items():
+        torch.testing.assert_close(interleaved[name], tensor)
 
 
-def test_a_tensor_that_lies_on_itself_is_refused():
-    """An expanded tensor would be written several times in one place."""
+def test_a_self_overlapping_tensor_is_refused():
+    """An expanded tensor would be written several times at the same address."""
     with pytest.raises(ArgumentError, match="mean is of strides \\(0, 1\\), with elements"):
-        adamw_step(**named(mean=torch.zeros(4).expand(6, 4)), step=1, learning_rate=0.1)
+        adamw_step(**step_tensors(mean=torch.zeros(4).expand(6, 4)), step=1, learning_rate=0.1)

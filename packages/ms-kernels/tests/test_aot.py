@@ -1,4 +1,4 @@
-"""Libraries built ahead of time: whole or not at all, checked, and usable from C."""
+"""Ahead-of-time libraries: built atomically, checked on load, and usable from C."""
 
 import ctypes
 import json
@@ -20,9 +20,9 @@ from ms_kernels.cli import main
 from ms_kernels.errors import ArgumentError, BackendError
 
 pytest.importorskip("triton", reason="the extra cuda is not installed")
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
-FEW = ["scale_cast_bf16", "rms_norm_forward_bf16_4096"]
+TWO_KERNELS = ["scale_cast_bf16", "rms_norm_forward_bf16_4096"]
 PROGRAM = """
 #include <stdio.h>
 #include "ms_kernels.h"
@@ -42,11 +42,11 @@ int main(void) {
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """Return the folder of a small library for sm_90."""
-    return build("sm_90", tmp_path_factory.mktemp("lib"), only=FEW)
+    return build("sm_90", tmp_path_factory.mktemp("lib"), only=TWO_KERNELS)
 
 
 def has_driver():
-    """Whether this machine has NVIDIA's driver."""
+    """Return whether NVIDIA's driver is installed."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -55,72 +55,76 @@ def has_driver():
 
 
 def test_a_library_is_a_folder_of_listed_and_checksummed_files(library):
-    """The manifest names every file, each kernel's arguments, and what it takes of the chip."""
+    """The manifest lists every file and each kernel's arguments and resource use."""
     manifest = read_manifest(library)
     files = {each.path for each in manifest.files}
     assert files | {"manifest.json"} == {path.name for path in library.iterdir()}
-    names = [each.name for each in manifest.kernels]
+    names = [kernel.name for kernel in manifest.kernels]
     assert names == ["scale_cast_bf16", "rms_norm_forward_bf16_4096"]
     norm = manifest.kernels[1]
     assert norm.spilled_bytes == 0
     assert norm.vector_bits == 128
-    assert [each.name for each in norm.parameters][:2] == ["X", "RESIDUAL"]
+    assert [parameter.name for parameter in norm.parameters][:2] == ["X", "RESIDUAL"]
 
 
 @pytest.mark.skipif(has_driver(), reason="there is a driver here; benchmarks/gpu.py launches on it")
-def test_a_c_program_gets_errors_and_is_never_ended(library, tmp_path):
-    """Without a driver the launch returns a status and a line, and so does a width too large."""
+def test_a_c_program_gets_error_codes_and_does_not_crash(library, tmp_path):
+    """A missing driver and a width that is too large give a status and an error line."""
     (tmp_path / "main.c").write_text(PROGRAM)
     command = ["cc", "-Wall", "-Werror", "main.c", "-I", library, library / "libms_kernels.so"]
     rpath = f"-Wl,-rpath,{library}"
     subprocess.run([*command, rpath, "-o", "main"], cwd=tmp_path, check=True)
-    ended = subprocess.run([tmp_path / "main"], capture_output=True, text=True, check=True)
-    absent, wide = ended.stdout.splitlines()
-    assert absent.startswith("2|the driver's library is not on this machine|libcuda.so.1 is not")
-    assert wide.startswith("1|rms_norm_forward_bf16_4096: width is 8192; it must be from 1 to 4096")
+    result = subprocess.run([tmp_path / "main"], capture_output=True, text=True, check=True)
+    no_driver, too_wide = result.stdout.splitlines()
+    assert no_driver.startswith("2|the driver's library is not on this machine|libcuda.so.1 is not")
+    assert too_wide.startswith(
+        "1|rms_norm_forward_bf16_4096: width is 8192; it must be from 1 to 4096"
+    )
 
 
-def test_python_loads_it_with_neither_triton_nor_torch_compile(library):
-    """A process in which triton cannot be imported opens the library and gets its errors."""
+def test_loading_needs_neither_triton_nor_torch_compile(library):
+    """A process that cannot import triton opens the library and can read its manifest."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from ms_kernels.aot import load\n"
         f"library = load({str(library)!r})\n"
         "print(len(library.manifest.kernels))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "2\n"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "2\n"
 
 
-def test_wrong_arguments_are_told_before_anything_is_launched(library):
-    """A pointer that is no multiple of 16, a size out of range, a name that is none."""
-    opened = load(library)
-    right = {"X": 64, "FACTOR": 64, "Y": 64, "count": 32, "factor": 1.0}
-    for wrong, told in (
+def test_wrong_arguments_are_refused_before_the_launch(library):
+    """A misaligned pointer, a size out of range, an unknown name."""
+    aot_library = load(library)
+    valid = {"X": 64, "FACTOR": 64, "Y": 64, "count": 32, "factor": 1.0}
+    for change, message in (
         ({"X": 8}, "X is 0x8; it must be an address, a multiple of 16"),
         ({"X": 0}, "X is (nil)"),
         ({"count": 33}, "count is 33; it must be a multiple of 16"),
         ({"count": -16}, "count is -16; it must be from 0"),
     ):
         with pytest.raises(BackendError) as caught:
-            opened.launch("scale_cast_bf16", **{**right, **wrong})
-        assert told in str(caught.value)
+            aot_library.launch("scale_cast_bf16", **{**valid, **change})
+        assert message in str(caught.value)
     with pytest.raises(ArgumentError, match="size is not an argument of the kernel"):
-        opened.launch("scale_cast_bf16", **right, size=3)
+        aot_library.launch("scale_cast_bf16", **valid, size=3)
     with pytest.raises(ArgumentError, match="factor is missing"):
-        opened.launch("scale_cast_bf16", X=64, FACTOR=64, Y=64, count=32)
+        aot_library.launch("scale_cast_bf16", X=64, FACTOR=64, Y=64, count=32)
     with pytest.raises(BackendError, match="no kernel 'swish'"):
-        opened.launch("swish")
+        aot_library.launch("swish")
 
 
-def test_no_tiles_launch_nothing(library):
-    """A call on no rows is done at once, with no driver at all."""
+def test_an_empty_call_launches_nothing(library):
+    """A call on zero rows returns immediately and needs no driver."""
     load(library).launch("scale_cast_bf16", X=64, FACTOR=64, Y=64, count=0, factor=1.0)
 
 
 @pytest.mark.parametrize("fault", ["a bit", "a byte", "absent", "format", "outside", "no library"])
 def test_a_damaged_library_does_not_open(library, tmp_path, fault):
-    """What the manifest says is checked before anything is opened."""
+    """The manifest is checked before any file is opened."""
     folder = shutil.copytree(library, tmp_path / "copy")
     shared, manifest = folder / "libms_kernels.so", folder / "manifest.json"
     if fault == "a bit":
@@ -144,42 +148,42 @@ def test_a_damaged_library_does_not_open(library, tmp_path, fault):
     assert str(folder) in str(caught.value)
 
 
-def test_a_stopped_build_leaves_nothing_in_place_and_goes_on(tmp_path, monkeypatch):
-    """What was compiled before the stop is not compiled again."""
+def test_an_interrupted_build_leaves_no_output_and_resumes(tmp_path, monkeypatch):
+    """Kernels compiled before the interruption are not compiled again."""
     from ms_kernels.aot import gpu_library
 
     compiled = []
 
-    def stop(what, done, count):
+    def stop(name, done, count):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build("sm_90", tmp_path, only=FEW, progress=stop)
+        build("sm_90", tmp_path, only=TWO_KERNELS, progress=stop)
     assert not (tmp_path / "sm_90").exists()
-    first = gpu_library.compile_entry
+    original = gpu_library.compile_entry
     monkeypatch.setattr(
-        gpu_library, "compile_entry", lambda *given: compiled.append(given[0].name) or first(*given)
+        gpu_library, "compile_entry", lambda *args: compiled.append(args[0].name) or original(*args)
     )
-    assert build("sm_90", tmp_path, only=FEW) == tmp_path / "sm_90"
+    assert build("sm_90", tmp_path, only=TWO_KERNELS) == tmp_path / "sm_90"
     assert compiled == ["rms_norm_forward_bf16_4096"]
     assert load(tmp_path / "sm_90")
     assert [path.name for path in tmp_path.iterdir()] == ["sm_90"]
 
 
-def test_several_processes_build_the_same_library_as_one(library, tmp_path):
-    """Byte by byte, in the same order; a process is started for as few as one kernel here."""
+def test_parallel_builds_equal_serial_builds(library, tmp_path):
+    """Byte for byte and in the same order; this test uses processes even for single kernels."""
     from ms_kernels.aot import gpu_library
 
-    few = [each for each in entries("sm_90") if each.name in FEW]
+    selected = [entry for entry in entries("sm_90") if entry.name in TWO_KERNELS]
     work = partial(gpu_library._cached_or_compiled, target=target_named("sm_90"), work=tmp_path)
-    made = list(map_in_processes(work, few, jobs=2, min_items=1))
-    assert [each.entry.name for each in made] == [each.name for each in few]
-    for each in made:
-        assert each.binary == (library / f"{each.entry.name}.cubin").read_bytes()
+    kernels = list(map_in_processes(work, selected, jobs=2, min_items=1))
+    assert [kernel.entry.name for kernel in kernels] == [entry.name for entry in selected]
+    for kernel in kernels:
+        assert kernel.binary == (library / f"{kernel.entry.name}.cubin").read_bytes()
 
 
-def test_the_command_builds_for_amd_and_refuses_what_it_does_not_know(tmp_path, capsys):
-    """Exit code 0 with the folder; 2 with one line for a wrong target or a folder that is there."""
+def test_the_build_command_builds_for_amd_and_rejects_bad_input(tmp_path, capsys):
+    """Exit code 0 with the folder; 2 with one line for a wrong target or an existing folder."""
     arguments = ["build", "--target", "gfx942", "--out", str(tmp_path), "--only", "scale_cast_bf16"]
     assert main(arguments) == 0
     assert "for gfx942" in capsys.readouterr().out
@@ -187,22 +191,22 @@ def test_the_command_builds_for_amd_and_refuses_what_it_does_not_know(tmp_path, 
     assert main(arguments) == 2
     assert "exists; remove it" in capsys.readouterr().err
     assert main(["build", "--target", "sm_91", "--out", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert told == f"ms-kernels: target must be one of {', '.join(TARGETS)}, got 'sm_91'\n"
+    error = capsys.readouterr().err
+    assert error == f"ms-kernels: target must be one of {', '.join(TARGETS)}, got 'sm_91'\n"
     assert main([*arguments[:2], "sm_90", *arguments[3:6], "nothing"]) == 2
     assert "there are adamw_step, attention_backward_keys" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         main([*arguments[:4], str(tmp_path / "file"), "--only", "scale_cast_bf16"])
-    assert ended.value.code == 2
+    assert caught.value.code == 2
     assert "which is a file, but a folder will be written" in capsys.readouterr().err
     assert main([*arguments, "--jobs", "0"]) == 2
 
 
-def test_every_entry_has_a_name_of_its_own():
-    """Two kernels of one name would be one function."""
+def test_entry_names_are_unique():
+    """Two kernels with one name would be the same C function."""
     for target in TARGETS:
-        names = [each.name for each in entries(target)]
+        names = [entry.name for entry in entries(target)]
         assert len(names) == len(set(names))
 
 
@@ -239,18 +243,18 @@ def test_a_c_program_runs_the_cpu_library(tmp_path):
     rpath = f"-Wl,-rpath,{folder}"
     subprocess.run([*command, rpath, "-o", "main"], cwd=tmp_path, check=True)
     torch_folder = os.path.join(os.path.dirname(torch.__file__), "lib")
-    ended = subprocess.run(
+    process = subprocess.run(
         [tmp_path / "main", folder],
         capture_output=True,
         text=True,
         env={**os.environ, "LD_LIBRARY_PATH": torch_folder},
     )
-    assert ended.returncode == 0, ended.stderr
-    got = torch.tensor([float(line) for line in ended.stdout.splitlines()]).view(5, 96)
+    assert process.returncode == 0, process.stderr
+    output = torch.tensor([float(line) for line in process.stdout.splitlines()]).view(5, 96)
     x = torch.arange(5 * 96).remainder(13).sub(6).float().view(5, 96)
     weight = 1 + 0.01 * torch.arange(96).float()
-    truth = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-    torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["kind"] == "models"
     with pytest.raises(BackendError, match="models for the CPU"):

@@ -1,4 +1,4 @@
-"""What does not fit is refused in a line that names operator, argument, what it got, what fits."""
+"""Bad arguments are refused with one line: operator, argument, value and accepted values."""
 
 import math
 
@@ -11,19 +11,19 @@ from ms_kernels.operators import CONTRACTS
 
 
 def ones(*shape, **settings):
-    """Shorten the table below."""
+    """Shorthand for the table below."""
     return torch.ones(*shape, **settings)
 
 
-def call_with(operator, **changed):
-    """Call `operator` on its example, with some arguments replaced."""
+def call_with(operator, **overrides):
+    """Call `operator` on its example with some arguments replaced."""
     contract = CONTRACTS[operator]
-    usual = {**contract.draw({}), **{option.name: option.default for option in contract.options}}
-    return getattr(ms_kernels, operator)(**{**usual, **changed})
+    args = {**contract.draw({}), **{option.name: option.default for option in contract.options}}
+    return getattr(ms_kernels, operator)(**{**args, **overrides})
 
 
 WRONG = [
-    # operator, arguments, the culprit, words of what it got, words of what fits
+    # operator, arguments, argument at fault, words of its value, words of the accepted values
     ("rms_norm", {"x": [1.0]}, "x", "list", "torch.Tensor"),
     ("rms_norm", {"x": None}, "x", "None", "a tensor"),
     ("rms_norm", {"x": ones(4, 128, dtype=torch.int64)}, "x", "int64", "bfloat16"),
@@ -121,14 +121,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("operator", "changed", "argument", "got", "fits"),
+    ("operator", "overrides", "argument", "got", "fits"),
     WRONG,
     ids=[f"{case[0]}-{case[2]}-{index}" for index, case in enumerate(WRONG)],
 )
-def test_bad_input_is_told_in_one_line(operator, changed, argument, got, fits):
-    """One error names the operator, the argument, what it got and what fits."""
+def test_bad_input_gives_one_line(operator, overrides, argument, got, fits):
+    """The error names the operator, the argument, its value and the accepted values."""
     with pytest.raises(ArgumentError) as caught:
-        call_with(operator, **changed)
+        call_with(operator, **overrides)
     error = caught.value
     assert (error.operator, error.argument) == (operator, argument)
     assert got in error.got
@@ -137,14 +137,14 @@ def test_bad_input_is_told_in_one_line(operator, changed, argument, got, fits):
     assert "\n" not in str(error)
 
 
-def test_errors_are_also_the_builtins_that_fit():
+def test_errors_subclass_the_matching_builtins():
     """Callers may catch ValueError or RuntimeError without knowing this package."""
     assert issubclass(ArgumentError, KernelError | ValueError)
     assert issubclass(BackendError, RuntimeError)
 
 
-def test_a_good_call_does_not_excuse_a_bad_one():
-    """What is kept of one decision is never used for a call that differs in any fact."""
+def test_a_bad_call_after_a_good_one_is_still_refused():
+    """A cached decision is never used for a call that differs in any property."""
     x, weight = torch.randn(4, 8), torch.ones(8)
     for _ in range(3):
         ms_kernels.rms_norm(x, weight)
@@ -156,33 +156,33 @@ def test_a_good_call_does_not_excuse_a_bad_one():
 
 
 @pytest.mark.parametrize("operator", CONTRACTS)
-def test_no_rows_are_no_error(operator):
-    """Tensors without rows give results without rows, and gradients of zeros."""
+def test_empty_batches_are_valid(operator):
+    """Tensors without rows give results without rows and zero gradients."""
     contract = CONTRACTS[operator]
     if contract.mutates:
         pytest.skip("it returns nothing")
-    rows = {name: 0 for name in ("...", "B", "T", "R") if name in contract.example}
-    if "..." in rows or "B" in rows:
-        rows.pop("T", None)
-    drawn = contract.draw(rows)
+    empty_dims = {name: 0 for name in ("...", "B", "T", "R") if name in contract.example}
+    if "..." in empty_dims or "B" in empty_dims:
+        empty_dims.pop("T", None)
+    example = contract.draw(empty_dims)
     for argument in contract.arguments:
-        drawn[argument.name].requires_grad_(argument.differentiable)
-    usual = {option.name: option.default for option in contract.options}
-    if "reduction" in usual:
-        usual["reduction"] = "sum"
-    result = getattr(ms_kernels, operator)(**drawn, **usual)
-    total = sum(each.sum() for each in (result if isinstance(result, tuple) else (result,)))
+        example[argument.name].requires_grad_(argument.differentiable)
+    options = {option.name: option.default for option in contract.options}
+    if "reduction" in options:
+        options["reduction"] = "sum"
+    result = getattr(ms_kernels, operator)(**example, **options)
+    total = sum(part.sum() for part in (result if isinstance(result, tuple) else (result,)))
     assert total == 0
     if not total.requires_grad:
         return
     total.backward()
-    assert all(not each.grad.any() for each in drawn.values() if each.requires_grad)
+    assert all(not tensor.grad.any() for tensor in example.values() if tensor.requires_grad)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("rows", [0, 3])
-def test_the_mean_over_no_target_is_zero_and_so_are_its_gradients(backend, rows):
-    """A rank whose tokens are all ignored adds nothing to a sum over ranks, and no NaN."""
+def test_the_mean_over_no_targets_is_zero_with_zero_gradients(backend, rows):
+    """A rank whose tokens are all ignored adds zero to a sum over ranks, not NaN."""
     logits, targets = torch.randn(rows, 5, requires_grad=True), torch.full((rows,), -100)
     weight = torch.randn(4, 5, requires_grad=True)
     with ms_kernels.use_backend(backend):
@@ -191,31 +191,31 @@ def test_the_mean_over_no_target_is_zero_and_so_are_its_gradients(backend, rows)
             ms_kernels.linear_cross_entropy(logits, weight, targets),
         )
         sum(losses).backward()
-    assert [each.item() for each in losses] == [0, 0]
+    assert [loss.item() for loss in losses] == [0, 0]
     assert not logits.grad.any()
     assert not weight.grad.any()
 
 
 class Hostile:
-    """An object that cannot even be written down."""
+    """An object whose repr raises."""
 
     def __repr__(self):
         raise RuntimeError("no")
 
 
-NO_NUMBERS = [
+INVALID_NUMBERS = [
     *(math.nan, math.inf, -math.inf, 10**400, -(10**400), 10**5000, 1e39, 10**39, 1j, b"1", "1"),
     *([], {}, (1, 2, 3), (0.9, math.nan), (10**400, 0.9), (True, 0.9), Hostile(), torch.ones(2)),
 ]
-NO_NUMBERS_OR_BOOLS = [*NO_NUMBERS, True, False]
-OPTIONS = [(name, option) for name, each in CONTRACTS.items() for option in each.options]
+INVALID_NUMBERS_AND_BOOLS = [*INVALID_NUMBERS, True, False]
+OPTIONS = [(name, option) for name, contract in CONTRACTS.items() for option in contract.options]
 
 
 @pytest.mark.parametrize(("operator", "option"), OPTIONS, ids=lambda it: getattr(it, "name", it))
-def test_no_option_takes_what_is_no_finite_number_or_word(operator, option):
-    """Each is refused in one short line, and before a backend is asked."""
-    wrong = NO_NUMBERS if isinstance(option.default, bool) else NO_NUMBERS_OR_BOOLS
-    for value in wrong:
+def test_options_reject_anything_but_finite_numbers_and_known_words(operator, option):
+    """One short line, before any backend is chosen."""
+    invalid = INVALID_NUMBERS if isinstance(option.default, bool) else INVALID_NUMBERS_AND_BOOLS
+    for value in invalid:
         with pytest.raises(ArgumentError) as caught:
             call_with(operator, **{option.name: value})
         assert caught.value.argument == option.name
@@ -223,18 +223,18 @@ def test_no_option_takes_what_is_no_finite_number_or_word(operator, option):
         assert len(str(caught.value)) < 300
 
 
-def test_a_number_that_was_good_does_not_excuse_another_type_of_the_same_value():
-    """1, 1.0 and True are one key of a dictionary, and not one option."""
+def test_an_equal_value_of_another_type_is_still_refused():
+    """1, 1.0 and True are one dictionary key but not one option value."""
     q = torch.randn(1, 4, 2, 8)
     ms_kernels.attention(q, q, q, window=1, causal=True)
-    for wrong in ({"window": 1.0}, {"window": True}, {"causal": 1}):
+    for override in ({"window": 1.0}, {"window": True}, {"causal": 1}):
         with pytest.raises(ArgumentError):
-            ms_kernels.attention(q, q, q, **{"window": 1, "causal": True, **wrong})
+            ms_kernels.attention(q, q, q, **{"window": 1, "causal": True, **override})
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS_OR_BOOLS, ids=lambda it: type(it).__name__)
-def test_tables_scalings_and_packed_weights_take_finite_numbers_alone(value):
-    """Wherever a plain number is taken, beside the operators' options."""
+@pytest.mark.parametrize("value", INVALID_NUMBERS_AND_BOOLS, ids=lambda it: type(it).__name__)
+def test_tables_scalings_and_packed_weights_take_only_finite_numbers(value):
+    """Every other public function that takes a plain number."""
     positions, codes = torch.arange(4), torch.ones(2, 4, dtype=torch.uint8)
     scales = torch.ones(2, 1)
     for attempt in (
@@ -259,9 +259,9 @@ def test_tables_scalings_and_packed_weights_take_finite_numbers_alone(value):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [[0, 0, 1, 2], [0, 1, 2, 4], [0, 1, 2, -1]])
-def test_places_that_are_no_permutation_are_refused_on_the_cpu(wrong):
-    """A row named twice would have two gradients, and another none."""
-    places = torch.tensor(wrong).view(2, 2)
+@pytest.mark.parametrize("indices", [[0, 0, 1, 2], [0, 1, 2, 4], [0, 1, 2, -1]])
+def test_indices_that_are_not_a_permutation_are_refused_on_the_cpu(indices):
+    """A repeated row would get two gradients, and a missing one none."""
+    places = torch.tensor(indices).view(2, 2)
     with pytest.raises(ArgumentError, match="unpermute_tokens: places is"):
         ms_kernels.unpermute_tokens(torch.randn(4, 3), places)

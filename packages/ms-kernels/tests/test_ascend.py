@@ -1,4 +1,4 @@
-"""The Ascend adapters where there is no torch_npu: their choice, limits and calls."""
+"""The Ascend adapters without torch_npu: selection, limits and calls."""
 
 import subprocess
 import sys
@@ -14,12 +14,14 @@ from ms_kernels.operators.rotary import ascend as rotary
 from ms_kernels.operators.swiglu import ascend as gates
 
 GOLDEN = Path(__file__).parent / "ascend" / "golden"
-REFUSED = ("causal_conv1d", "gated_delta_rule")
-"""Operators for which torch_npu has nothing that fits, at any sizes."""
+UNSUPPORTED = ("causal_conv1d", "gated_delta_rule")
+"""Operators that torch_npu has no fitting kernel for, at any size."""
 ADAPTERS = [
-    each for each in IMPLEMENTATIONS if each.backend == "ascend" and each.operator not in REFUSED
+    impl
+    for impl in IMPLEMENTATIONS
+    if impl.backend == "ascend" and impl.operator not in UNSUPPORTED
 ]
-OPERATORS = [each.operator for each in ADAPTERS]
+OPERATORS = [impl.operator for impl in ADAPTERS]
 
 LIMITS = [
     ("rms_norm", {"...": 0}, {}, "does not support empty tensors"),
@@ -61,99 +63,101 @@ DEEPSEEK_V3 = [
     ("unpermute_tokens", {"R": 262_144, "T": 32_768, "C": 8, "H": 7168}, {}),
     ("linear_cross_entropy", {"...": 32_768, "H": 7168, "V": 129_280}, {}),
 ]
-"""A batch of 8 rows of 4,096 tokens at the sizes of its config.json."""
+"""A batch of 8 rows of 4,096 tokens with the sizes of DeepSeek-V3's config.json."""
 
 
-class Npu(NamedTuple):
-    """A device that torch cannot name before torch_npu is imported."""
+class NpuDevice(NamedTuple):
+    """A device that torch cannot name until torch_npu is imported."""
 
     type: str = "npu"
 
 
-def on_an_npu(call):
+def on_npu(call):
     """Describe the same call on an NPU."""
-    tensors = (each if each is None else each._replace(device=Npu()) for each in call.tensors)
+    tensors = (
+        tensor if tensor is None else tensor._replace(device=NpuDevice()) for tensor in call.tensors
+    )
     return call._replace(tensors=tuple(tensors))
 
 
 def npu_call(operator, dims=(), **options):
-    """Describe a call on an NPU, in bfloat16 where the adapter takes it."""
-    (implementation,) = [each for each in ADAPTERS if each.operator == operator]
-    half = torch.bfloat16 in implementation.dtypes
+    """Describe a call on an NPU, in bfloat16 where the adapter supports it."""
+    (adapter,) = [impl for impl in ADAPTERS if impl.operator == operator]
+    half = torch.bfloat16 in adapter.dtypes
     dtype = torch.bfloat16 if half else torch.float32
     contract = CONTRACTS[operator]
-    return on_an_npu(contract.call(dict(dims), dtype=dtype, options=options))
+    return on_npu(contract.call(dict(dims), dtype=dtype, options=options))
 
 
-def test_to_import_the_adapters_imports_no_torch_npu():
-    """Where torch_npu is installed it is left alone; where it is not, nothing is missed."""
+def test_importing_the_adapters_does_not_import_torch_npu():
+    """The adapters import it lazily, so it may be missing."""
     script = "import sys; sys.modules['torch_npu'] = None; import ms_kernels.operators"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_an_npu_gets_the_fused_operator_and_says_why(operator):
-    """The choice is made from a description, on a machine that has no NPU."""
+def test_an_npu_gets_the_fused_operator(operator):
+    """The choice uses a description of the call, so it needs no NPU."""
     choice = choose(npu_call(operator), IMPLEMENTATIONS)
     assert choice.backend == "ascend"
     wide = CONTRACTS[operator].call({}, dtype=torch.float64)
-    assert choose(on_an_npu(wide), IMPLEMENTATIONS).backend != "ascend"
+    assert choose(on_npu(wide), IMPLEMENTATIONS).backend != "ascend"
     assert choose(CONTRACTS[operator].call({}, device="cuda"), IMPLEMENTATIONS).backend != "ascend"
 
 
-@pytest.mark.parametrize("operator", REFUSED)
-def test_what_torch_npu_has_nothing_for_is_refused_by_name(operator):
-    """The verdict names torch_npu's operator and what it lacks; the reference takes the call."""
+@pytest.mark.parametrize("operator", UNSUPPORTED)
+def test_operators_without_a_torch_npu_kernel_are_refused_by_name(operator):
+    """The verdict names torch_npu's operator and its limitation; the reference takes the call."""
     contract = CONTRACTS[operator]
     for dtype in (torch.float32, torch.bfloat16):
-        choice = choose(on_an_npu(contract.call({}, dtype=dtype)), IMPLEMENTATIONS)
+        choice = choose(on_npu(contract.call({}, dtype=dtype)), IMPLEMENTATIONS)
         assert choice.backend == "reference"
-        reasons = {each.backend: each.reason for each in choice.verdicts}
+        reasons = {verdict.backend: verdict.reason for verdict in choice.verdicts}
         assert "has no fitting kernel: npu_" in reasons["ascend"]
         assert "triton" in reasons["triton"]
 
 
-@pytest.mark.parametrize(("operator", "dims", "options", "told"), LIMITS)
-def test_what_cann_documents_as_a_limit_is_refused_beforehand(operator, dims, options, told):
-    """torch_npu's Meta kernels check no sizes; the adapters do, and another backend is taken."""
+@pytest.mark.parametrize(("operator", "dims", "options", "reason"), LIMITS)
+def test_cann_limits_are_checked_before_the_call(operator, dims, options, reason):
+    """Sizes are not checked by torch_npu's Meta kernels, so the adapters check them."""
     choice = choose(npu_call(operator, dims, **options), IMPLEMENTATIONS)
     assert choice.backend != "ascend"
-    (verdict,) = [each for each in choice.verdicts if each.backend == "ascend"]
-    assert told in verdict.reason
+    (npu_verdict,) = [v for v in choice.verdicts if v.backend == "ascend"]
+    assert reason in npu_verdict.reason
 
 
 @pytest.mark.parametrize(("operator", "dims", "options"), DEEPSEEK_V3)
-def test_deepseek_v3_is_taken_at_its_own_sizes(operator, dims, options):
-    """No limit sends one of its operators to plain torch, interleaved positions among them."""
+def test_deepseek_v3_sizes_are_supported(operator, dims, options):
+    """None of its operators, interleaved rotary included, falls back to plain torch."""
     assert choose(npu_call(operator, dims, **options), IMPLEMENTATIONS).backend == "ascend"
 
 
-def choice_with_weights(operator, dtype):
-    """Choose for a call in bfloat16 whose last tensor has another dtype."""
+def backend_with_weights(operator, dtype):
+    """Return the backend for a bfloat16 call whose last tensor has another dtype."""
     call = npu_call(operator)
     tensors = (*call.tensors[:-1], call.tensors[-1]._replace(dtype=dtype))
     return choose(call._replace(tensors=tensors), IMPLEMENTATIONS).backend
 
 
-def test_weights_of_a_third_dtype_are_refused():
-    """RMSNorm takes weights of x's dtype or float32; the sum with a residual x's alone."""
-    for operator, other in (("rms_norm", torch.float16), ("add_rms_norm", torch.float32)):
-        assert choice_with_weights(operator, other) != "ascend"
+def test_unsupported_weight_dtypes_are_refused():
+    """RMSNorm takes weights of x's dtype or float32; with a residual only x's dtype."""
+    for operator, dtype in (("rms_norm", torch.float16), ("add_rms_norm", torch.float32)):
+        assert backend_with_weights(operator, dtype) != "ascend"
 
 
-def test_a_router_may_weigh_in_float32():
-    """Rows in bfloat16 are summed with weights in any dtype but float64, which CANN lacks."""
-    assert choice_with_weights("unpermute_tokens", torch.float32) == "ascend"
-    assert choice_with_weights("unpermute_tokens", torch.float64) != "ascend"
+def test_float32_router_weights_are_supported():
+    """Bfloat16 rows are summed with weights of any dtype except float64, which CANN lacks."""
+    assert backend_with_weights("unpermute_tokens", torch.float32) == "ascend"
+    assert backend_with_weights("unpermute_tokens", torch.float64) != "ascend"
 
 
-class Called(Exception):  # noqa: N818 - it is no error
-    """An operator of torch_npu was called, with arguments that fit."""
+class CalledError(Exception):
+    """Raised when an operator of torch_npu is called with valid arguments."""
 
 
-class Namespace:
-    """Stands for `torch.ops.npu`: checks a call against its schema and goes no further."""
+class FakeNamespace:
+    """A fake `torch.ops.npu` that checks each call against its schema and stops there."""
 
     def __init__(self):
         lines = (GOLDEN / "schemas.txt").read_text().splitlines()
@@ -161,26 +165,26 @@ class Namespace:
         self.schemas = {schema.name.removeprefix("npu::"): schema for schema in parsed}
 
     def __getattr__(self, name):
-        return lambda *given, **named: fit(self.schemas[name], given, named)
+        return lambda *args, **kwargs: check_call(self.schemas[name], args, kwargs)
 
 
-def fit(schema, given, named):
-    """Check arguments as the dispatcher would, by place, name, and kind."""
+def check_call(schema, args, kwargs):
+    """Check arguments like the dispatcher: by position, name and type."""
     slots = schema.arguments
-    assert len(given) <= sum(not slot.kwarg_only for slot in slots)
-    bound = dict(zip((slot.name for slot in slots), given, strict=False))
-    assert not bound.keys() & named.keys()
-    bound |= named
+    assert len(args) <= sum(not slot.kwarg_only for slot in slots)
+    bound = dict(zip((slot.name for slot in slots), args, strict=False))
+    assert not bound.keys() & kwargs.keys()
+    bound |= kwargs
     assert bound.keys() <= {slot.name for slot in slots}
     for slot in slots:
         assert slot.name in bound or slot.has_default_value()
         if bound.get(slot.name) is not None:
-            assert isinstance(bound[slot.name], kinds(str(slot.type))), slot.name
-    raise Called(schema.name)
+            assert isinstance(bound[slot.name], python_types(str(slot.type))), slot.name
+    raise CalledError(schema.name)
 
 
-def kinds(name):
-    """Return the Python types that a schema's type takes."""
+def python_types(name):
+    """Return the Python types accepted for a schema type."""
     name = name.removeprefix("Optional[").rstrip("]")
     if name.startswith("List["):
         return list
@@ -188,47 +192,47 @@ def kinds(name):
 
 
 @pytest.mark.parametrize("implementation", ADAPTERS, ids=OPERATORS)
-def test_the_calls_fit_torch_npus_schemas(implementation, monkeypatch):
-    """The schemas are those of the wheel, as a golden file; every option is tried."""
+def test_adapter_calls_match_torch_npu_schemas(implementation, monkeypatch):
+    """The schemas are those of the wheel, stored as a golden file; every option value is tried."""
     contract = CONTRACTS[implementation.operator]
     if implementation.operator in ("layer_norm", "adamw_step"):
-        pytest.skip("it goes through torch's own operator")
-    monkeypatch.setattr(torch.ops, "npu", Namespace())
+        pytest.skip("it uses torch's own operator")
+    monkeypatch.setattr(torch.ops, "npu", FakeNamespace())
     dtype = torch.bfloat16 if torch.bfloat16 in implementation.dtypes else torch.float32
-    trials = [{}, *({each.name: value} for each in contract.options for value in each.trials)]
+    trials = [{}, *({option.name: value} for option in contract.options for value in option.trials)]
     for trial in trials:
         tensors = contract.draw({}, dtype=dtype).values()
-        options = [trial.get(each.name, each.default) for each in contract.options]
-        with pytest.raises(Called):
+        options = [trial.get(option.name, option.default) for option in contract.options]
+        with pytest.raises(CalledError):
             implementation.run(*tensors, *options)
 
 
-def test_halves_that_stand_side_by_side_are_joined_without_a_copy():
-    """One projection cut in two is one tensor to the fused gate; anything else is copied."""
-    whole = torch.randn(3, 5, 16)
-    gate, up = whole.chunk(2, -1)
+def test_adjacent_halves_are_joined_without_a_copy():
+    """Two halves of one projection are passed as one tensor; other pairs are copied."""
+    projection = torch.randn(3, 5, 16)
+    gate, up = projection.chunk(2, -1)
     joined = gates.concat_gate_up(gate, up)
-    assert joined.data_ptr() == whole.data_ptr()
-    assert torch.equal(joined, whole)
+    assert joined.data_ptr() == projection.data_ptr()
+    assert torch.equal(joined, projection)
     rows = torch.randn(6, 40)[:, 4:36].unflatten(0, (2, 3)).chunk(2, -1)
     assert gates.concat_gate_up(*rows).data_ptr() == rows[0].data_ptr()
-    others = [
+    non_adjacent = [
         (up, gate),
         (gate, up.contiguous()),
         (gate, gate),
         (gate[..., ::2], up[..., ::2]),
     ]
-    for one, two in others:
-        assert torch.equal(gates.concat_gate_up(one, two), torch.cat((one, two), -1))
+    for first, second in non_adjacent:
+        assert torch.equal(gates.concat_gate_up(first, second), torch.cat((first, second), -1))
 
 
-def test_widened_tables_are_made_once_and_again_when_they_change():
-    """A table of angles is doubled for all layers of a step, and anew once it was written to."""
+def test_widened_tables_are_cached_until_they_change():
+    """An angle table is widened once for all layers of a step and again after a write to it."""
     table = torch.randn(1, 4, 3)
     wide = rotary._widen(table, False)
     assert torch.equal(wide, torch.cat((table, table), -1).unsqueeze(2))
     assert rotary._widen(table, False) is wide
-    other = rotary._widen(table, True)
-    assert torch.equal(other, table.repeat_interleave(2, -1).unsqueeze(2))
+    interleaved = rotary._widen(table, True)
+    assert torch.equal(interleaved, table.repeat_interleave(2, -1).unsqueeze(2))
     table.mul_(2)
-    assert torch.equal(rotary._widen(table, True), 2 * other)
+    assert torch.equal(rotary._widen(table, True), 2 * interleaved)

@@ -1,4 +1,4 @@
-"""The command `ms-kernels`: what it prints, and its exit codes."""
+"""The `ms-kernels` command: its output and exit codes."""
 
 import json
 import subprocess
@@ -26,20 +26,20 @@ def run(capsys, *arguments):
 
 
 def test_list_names_every_operator_and_backend(capsys):
-    """Both forms of `list` tell all that is registered."""
+    """The text and the JSON form of `list` name everything that is registered."""
     code, text, _ = run(capsys, "list")
     assert code == 0
     facts = json.loads(run(capsys, "list", "--json")[1])
-    assert [each["operator"] for each in facts] == list(CONTRACTS)
-    listed = {(each["operator"], it["backend"]) for each in facts for it in each["backends"]}
-    assert listed == {(each.operator, each.backend) for each in IMPLEMENTATIONS}
-    for each in facts:
-        assert each["operator"] + ":" in text
-        assert each["summary"] in text
+    assert [fact["operator"] for fact in facts] == list(CONTRACTS)
+    listed = {(fact["operator"], row["backend"]) for fact in facts for row in fact["backends"]}
+    assert listed == {(impl.operator, impl.backend) for impl in IMPLEMENTATIONS}
+    for fact in facts:
+        assert fact["operator"] + ":" in text
+        assert fact["summary"] in text
 
 
-def test_explain_tells_the_choice_its_reasons_and_the_least_work(capsys):
-    """The choice for a device that is not here can be asked for as well."""
+def test_explain_prints_the_choice_its_reasons_and_the_least_work(capsys):
+    """It also answers for a device that is not present."""
     code, text, _ = run(capsys, "explain", "rms_norm", "--device", "mps", "...=8192", "H=4096")
     assert code == 0
     assert "rms_norm on mps in float32, ...=8192 H=4096" in text
@@ -49,19 +49,19 @@ def test_explain_tells_the_choice_its_reasons_and_the_least_work(capsys):
     code, text, _ = run(capsys, "explain", "attention", *details, "--json")
     fact = json.loads(text)
     assert (code, fact["backend"], fact["sizes"]["Sq"]) == (0, "cpu", 1)
-    assert [each["backend"] for each in fact["verdicts"] if each["taken"]] == ["cpu"]
+    assert [verdict["backend"] for verdict in fact["verdicts"] if verdict["taken"]] == ["cpu"]
     assert fact["least_work"]["forward"]["flops"] > 0
 
 
 def test_least_work_is_the_roofline(capsys):
-    """8192 rows of 4096 bfloat16 are read and written once: 128 MiB."""
+    """8192 rows of 4096 bfloat16 values are read and written once: 128 MiB."""
     arguments = ("explain", "rms_norm", "...=8192", "H=4096", "--dtype", "bfloat16", "--json")
     fact = json.loads(run(capsys, *arguments)[1])
     assert fact["least_work"]["forward"]["size_bytes"] == 2 * 2 * 8192 * 4096 + 2 * 4096
 
 
-def test_check_proves_and_tells_how_far_from_the_truth(capsys):
-    """A check that holds exits with 0, and says what it did not run and why."""
+def test_check_reports_errors_and_skipped_backends(capsys):
+    """A passing check exits with 0 and lists the skipped backends with reasons."""
     code, text, _ = run(capsys, "check", "--operator", "rotary", "--dtype", "bfloat16")
     assert code == 0
     assert "supports float32, float64, not bfloat16" in text
@@ -69,12 +69,16 @@ def test_check_proves_and_tells_how_far_from_the_truth(capsys):
     code, text, _ = run(capsys, "check", "--operator", "swiglu", "--backend", "cpu", "--json")
     findings = json.loads(text)
     assert code == 0
-    assert [each["part"] for each in findings] == ["result", "gradient of gate", "gradient of up"]
-    assert all(each["holds"] and each["backend"] == "cpu" for each in findings)
+    assert [finding["part"] for finding in findings] == [
+        "result",
+        "gradient of gate",
+        "gradient of up",
+    ]
+    assert all(finding["holds"] and finding["backend"] == "cpu" for finding in findings)
 
 
-def test_bench_times_every_backend_that_takes_the_call(capsys, monkeypatch):
-    """Forward, with backward where there is a gradient, and the rates of the least work."""
+def test_bench_times_every_eligible_backend(capsys, monkeypatch):
+    """Forward, backward where there is a gradient, and rates relative to the least work."""
     monkeypatch.setattr("ms_kernels.tuning.tuner.STEPS", (2,))
     code, text, _ = run(
         capsys, "bench", "--operator", "geglu", "--operator", "adamw_step", "--json"
@@ -90,46 +94,48 @@ def test_bench_times_every_backend_that_takes_the_call(capsys, monkeypatch):
     assert "ms forward" in run(capsys, "bench", "--operator", "geglu", "--backend", "reference")[1]
 
 
-def test_bench_makes_a_table_that_reads_back(capsys, monkeypatch, tmp_path):
-    """An entry for each implementation of the CPU and each dtype, none of the reference."""
+def test_bench_writes_a_readable_table(capsys, monkeypatch, tmp_path):
+    """An entry per CPU implementation and dtype, none for the reference."""
     monkeypatch.setattr("ms_kernels.tuning.tuner.STEPS", (1, 4))
     path = tmp_path / f"{chip_of(torch.device('cpu'))}.json"
     arguments = ("bench", "--tune", "--operator", "swiglu", "--out", str(path))
-    code, text, told = run(capsys, *arguments)
+    code, text, log = run(capsys, *arguments)
     assert (code, text) == (0, f"wrote {path}\n")
-    assert "swiglu cpu float32: pays from" in told
+    assert "swiglu cpu float32: pays from" in log
     entries = read_table(path).entries
     assert {entry.key for entry in entries} == {
         ("swiglu", "cpu", dtype) for dtype in ("float32", "bfloat16")
     }
 
 
-def test_explain_asks_the_table_of_any_chip(capsys):
-    """A chip without a table is said to have none."""
+def test_explain_accepts_any_chip_name(capsys):
+    """A chip without a table is reported as such."""
     code, text, _ = run(capsys, "explain", "rms_norm", "--chip", "sm_999", "--device", "cuda")
     assert code == 0
     assert "no tuning table for sm_999" in text
 
 
 @pytest.mark.parametrize("fault", ["result", "gradient", "nan"])
-def test_check_finds_a_backend_that_is_wrong(capsys, monkeypatch, fault):
-    """A thousandth off in the result, a missing gradient or a NaN: exit code 1."""
+def test_check_detects_a_wrong_backend(capsys, monkeypatch, fault):
+    """A result off by 0.1%, a missing gradient or a NaN gives exit code 1."""
 
-    def wrong(gate, up):
-        right = torch.nn.functional.silu(gate) * up
+    def wrong_swiglu(gate, up):
+        correct = torch.nn.functional.silu(gate) * up
         if fault == "result":
-            return right * 1.001
-        return right.detach() + 0 * gate.sum() + 0 * up.sum() if fault == "gradient" else right / 0
+            return correct * 1.001
+        return (
+            correct.detach() + 0 * gate.sum() + 0 * up.sum() if fault == "gradient" else correct / 0
+        )
 
-    broken = Implementation(operator="swiglu", backend="cpu", run=wrong, merit="")
-    monkeypatch.setattr("ms_kernels.checking.IMPLEMENTATIONS", (broken,))
+    wrong_backend = Implementation(operator="swiglu", backend="cpu", run=wrong_swiglu, merit="")
+    monkeypatch.setattr("ms_kernels.checking.IMPLEMENTATIONS", (wrong_backend,))
     code, text, _ = run(capsys, "check")
     assert code == 1
     assert "FAIL" in text
 
 
-def test_a_check_that_ran_nothing_does_not_hold(capsys):
-    """Asking for what no backend takes is a failure, not a success."""
+def test_a_check_that_ran_nothing_fails(capsys):
+    """Selecting only calls that no backend takes is a failure, not a success."""
     code, text, _ = run(
         capsys, "check", "--operator", "rotary", "--backend", "cpu", "--dtype", "float16"
     )
@@ -138,7 +144,7 @@ def test_a_check_that_ran_nothing_does_not_hold(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["explain", "rmsnorm"], "unknown operator 'rmsnorm'; use one of adamw_step"),
         (["explain", "rms_norm", "W=3"], "one of ...=SIZE, H=SIZE, eps=VALUE"),
@@ -160,12 +166,12 @@ def test_a_check_that_ran_nothing_does_not_hold(capsys):
         (["bench", "--tune", "--out", "/no/such/folder/t.json"], "the folder does not exist"),
     ],
 )
-def test_bad_input_exits_with_two_and_one_line(capsys, arguments, told):
-    """One line on standard error says what and what would fit."""
+def test_bad_input_exits_with_two_and_one_line(capsys, arguments, message):
+    """One line on standard error states the problem and the valid values."""
     code, text, error = run(capsys, *arguments)
     assert (code, text) == (2, "")
     assert error.startswith("ms-kernels: ")
-    assert told in error
+    assert message in error
     assert error.count("\n") == 1
 
 
@@ -174,51 +180,51 @@ def test_bad_input_exits_with_two_and_one_line(capsys, arguments, told):
     [[], ["bench", "x"], ["list", "--color"], ["check", "x"], ["bench", "--tune", "--out", "."]],
 )
 def test_an_unknown_command_or_flag_exits_with_two(capsys, arguments):
-    """Errors of argparse have the same exit code, and are one line that begins with the command."""
+    """Errors from argparse have the same exit code and are one line starting with the command."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("ms-kernels")
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ms-kernels")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["list", "explain", "check", "bench", "build"])
 def test_every_command_has_help_with_an_example(capsys, command):
-    """`--help` shows how to type it."""
+    """The example is a line that can be copied to a shell."""
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
     assert f"example: ms-kernels {command}" in capsys.readouterr().out
 
 
-def test_the_module_is_the_command():
+def test_python_m_runs_the_command():
     """`python -m ms_kernels` exits with the command's code."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "ms_kernels", "explain", "nothing"], capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
 
 
-def test_the_command_knows_the_backends_that_dispatch_knows():
-    """There is one list of backends, and one check against it."""
+def test_the_command_and_dispatch_share_one_backend_list():
+    """One list of backends and one check against it."""
     command = import_module("ms_kernels.commands.check")
     assert command.check_backends is selection.check_backends
     assert selection.BACKENDS is operator.BACKENDS
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bench", "--help"]])
-def test_help_and_version_import_no_torch(arguments):
-    """They answer at once: torch takes seconds to import."""
+def test_help_and_version_do_not_import_torch(arguments):
+    """They answer immediately; importing torch takes seconds."""
     code = (
         "import sys\nfrom ms_kernels.cli import main\n"
         f"try:\n    main({arguments!r})\nexcept SystemExit as ended:\n    code = ended.code\n"
         "print(code, 'torch' in sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stderr == "0 False\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.stderr == "0 False\n"
     if arguments == ["--version"]:
-        assert done.stdout == f"ms-kernels {ms_kernels.__version__}\n"
+        assert process.stdout == f"ms-kernels {ms_kernels.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -230,28 +236,28 @@ def test_help_and_version_import_no_torch(arguments):
     ],
     ids=" ".join,
 )
-def test_json_is_one_document(capsys, arguments):
-    """On standard output, and nothing beside it."""
+def test_json_output_is_a_single_document(capsys, arguments):
+    """Standard output holds only the JSON; standard error stays empty."""
     code, text, error = run(capsys, *arguments, "--json")
     assert (code, error) == (0, "")
     json.loads(text)
 
 
-def test_ctrl_c_ends_with_130_and_one_line():
-    """A command that is interrupted leaves no traceback."""
+def test_ctrl_c_exits_with_130_and_one_line():
+    """An interrupted command prints no traceback."""
     code = (
         "import signal, sys\nfrom ms_kernels import cli\n"
         "def interrupted(options):\n    signal.raise_signal(signal.SIGINT)\n"
         "cli._command = lambda name: interrupted\n"
         "sys.exit(cli.main(['check']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "ms-kernels: interrupted\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (130, "")
+    assert process.stderr == "ms-kernels: interrupted\n"
 
 
-def test_the_package_is_imported_in_silence_without_numpy_and_without_torch():
-    """The first operator that is asked for imports torch, which does not warn of numpy then."""
+def test_importing_the_package_needs_no_numpy_and_no_torch():
+    """The first operator access imports torch, without its warning about a missing numpy."""
     code = (
         "import sys, warnings\n"
         "class Missing:\n"
@@ -266,5 +272,5 @@ def test_the_package_is_imported_in_silence_without_numpy_and_without_torch():
         "import torch\n"
         "assert rms_norm(torch.ones(2, 3), torch.ones(3)).shape == (2, 3)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")

@@ -18,16 +18,16 @@ from ms_kernels.operators import OPERATORS  # noqa: E402
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_the_array_covers_every_pair(operator):
-    """Counted from the levels: each pair of levels of two factors stands in a row."""
+    """Every pair of levels of two factors occurs in some row."""
     factors = factors_of(operator)
     covered = set().union(*map(pairs_of, covering_array(factors)))
     counts = [len(levels) for levels in factors.values()]
-    assert len(covered) == sum(one * two for one, two in itertools.combinations(counts, 2))
+    assert len(covered) == sum(a * b for a, b in itertools.combinations(counts, 2))
 
 
-def test_a_sample_of_all_pairs_holds():
-    """Other rows every day; `combinations.py` runs them all."""
+def test_a_sample_of_the_array_passes():
+    """The sample changes daily; `combinations.py` runs all rows."""
     seed = str(datetime.date.today().toordinal())
     command = [sys.executable, str(SCRIPT), "--sample", "16", "--seed", seed]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"seed {seed}: {done.stdout[-3000:]}{done.stderr[-2000:]}"
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, f"seed {seed}: {process.stdout[-3000:]}{process.stderr[-2000:]}"

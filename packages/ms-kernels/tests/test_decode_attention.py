@@ -1,4 +1,4 @@
-"""decode_attention: one row of attention, whatever pages it is kept in."""
+"""decode_attention: the last row of attention over any page layout."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from ms_kernels.operators.decode_attention.contract import decode_attention as r
     window=st.sampled_from([None, 1, 5, 100]),
     seed=st.integers(0, 1000),
 )
-def test_it_is_the_last_row_of_attention(lengths, page, window, seed):
-    """Pages in any order, tables with garbage past the end, NaN in what is not used."""
+def test_it_equals_the_last_row_of_attention(lengths, page, window, seed):
+    """Pages in any order, tables with garbage past the end, NaN in unused positions."""
     generator = torch.Generator().manual_seed(seed)
     width = -(-max(lengths) // page) + 1
     order = torch.randperm(width * len(lengths), generator=generator).to(torch.int32)
@@ -27,33 +27,35 @@ def test_it_is_the_last_row_of_attention(lengths, page, window, seed):
     rows = []
     for b, length in enumerate(lengths):
         k, v = torch.randn(2, 1, length, 2, 8, generator=generator)
-        for place in range(length):
-            pages[:, table[b, place // page], place % page] = torch.stack((k, v))[:, 0, place]
+        for position in range(length):
+            pages[:, table[b, position // page], position % page] = torch.stack((k, v))[
+                :, 0, position
+            ]
         rows.append(attention(q[None, None, b], k, v, window=window)[0, 0])
         table[b, -(-length // page) :] = -7
-        table[b, : max(length - (window or length), 0) // page] = -1  # left behind by the window
-    got = decode_attention(q, *pages, table, torch.tensor(lengths).int(), window=window)
+        table[b, : max(length - (window or length), 0) // page] = -1  # pages before the window
+    result = decode_attention(q, *pages, table, torch.tensor(lengths).int(), window=window)
     # Sums of up to 40 terms in float32, in another order.
-    torch.testing.assert_close(got, torch.stack(rows), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, torch.stack(rows), rtol=1e-5, atol=1e-5)
 
 
 def test_a_sequence_without_positions_gives_zeros():
-    """An empty slot of a batch is no NaN."""
+    """An empty batch slot does not give NaN."""
     q, pages = torch.randn(2, 4, 8), torch.full((3, 4, 2, 8), torch.nan)
     table = torch.full((2, 2), 99, dtype=torch.int32)
-    got = decode_attention(q, pages, pages, table, torch.zeros(2).int())
-    assert torch.equal(got, torch.zeros_like(q))
+    result = decode_attention(q, pages, pages, table, torch.zeros(2).int())
+    assert torch.equal(result, torch.zeros_like(q))
 
 
-def drawn():
-    """Return two sequences of 5 and 7 positions in pages of 4, and their table."""
+def two_sequences():
+    """Return two sequences of 5 and 7 positions in pages of 4, and their page table."""
     torch.manual_seed(0)
     table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     lengths = torch.tensor([5, 7], dtype=torch.int32)
     return torch.randn(2, 4, 8), *torch.randn(2, 4, 4, 2, 8), table, lengths
 
 
-WRONG = {
+OUT_OF_RANGE = {
     "the page before the first": ("page_table", (1, 1), -1),
     "the page after the last": ("page_table", (0, 0), 4),
     "a length below 0": ("lengths", (1,), -1),
@@ -62,23 +64,23 @@ WRONG = {
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", OUT_OF_RANGE)
 def test_a_page_or_length_out_of_range_is_refused_on_the_cpu(case, backend):
-    """A page of -1 is not the last one; the error names the argument and the number."""
-    name, place, wrong = WRONG[case]
-    *tensors, table, lengths = drawn()
-    {"page_table": table, "lengths": lengths}[name][place] = wrong
-    with use_backend(backend), pytest.raises(ArgumentError, match=f"{name} is {wrong} somewhere"):
+    """A page of -1 does not mean the last page; the error names the argument and the value."""
+    name, index, value = OUT_OF_RANGE[case]
+    *tensors, table, lengths = two_sequences()
+    {"page_table": table, "lengths": lengths}[name][index] = value
+    with use_backend(backend), pytest.raises(ArgumentError, match=f"{name} is {value} somewhere"):
         decode_attention(*tensors, table, lengths)
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_where_nothing_is_checked_a_wrong_index_makes_nan_and_reads_nothing(case):
-    """As on an accelerator: the sequence at fault is NaN, the other one as it was."""
-    name, place, wrong = WRONG[case]
-    *tensors, table, lengths = drawn()
-    right = reference(*tensors, table, lengths)
-    {"page_table": table, "lengths": lengths}[name][place] = wrong
-    got = reference(*tensors, table, lengths)
-    assert got[place[0]].isnan().all()
-    torch.testing.assert_close(got[1 - place[0]], right[1 - place[0]])
+@pytest.mark.parametrize("case", OUT_OF_RANGE)
+def test_unchecked_out_of_range_values_give_nan_without_a_read(case):
+    """As on an accelerator: the faulty sequence is NaN, the other is unchanged."""
+    name, index, value = OUT_OF_RANGE[case]
+    *tensors, table, lengths = two_sequences()
+    expected = reference(*tensors, table, lengths)
+    {"page_table": table, "lengths": lengths}[name][index] = value
+    result = reference(*tensors, table, lengths)
+    assert result[index[0]].isnan().all()
+    torch.testing.assert_close(result[1 - index[0]], expected[1 - index[0]])

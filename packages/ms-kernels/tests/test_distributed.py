@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 
-def test_operators_take_dtensors_however_they_are_split_and_run_under_fsdp(tmp_path):
-    """Replicated or split over rows, positions, heads or classes: results and gradients stay.
+def test_operators_support_all_dtensor_placements_and_fsdp(tmp_path):
+    """Replicated or sharded over rows, positions, heads or classes: results and gradients match.
 
-    Opaque operators keep their rows and heads where they are; blocks of them train under FSDP2.
+    Opaque operators keep rows and heads sharded; blocks of them train under FSDP2.
     """
     script = str(Path(__file__).with_name("dtensor_process.py"))
     processes = [
@@ -18,8 +18,8 @@ def test_operators_take_dtensors_however_they_are_split_and_run_under_fsdp(tmp_p
         for rank in range(2)
     ]
     try:
-        told = [process.communicate(timeout=200)[1].decode() for process in processes]
+        errors = [process.communicate(timeout=200)[1].decode() for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)

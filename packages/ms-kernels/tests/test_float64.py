@@ -1,7 +1,7 @@
-"""A float64 call is float64 throughout: no intermediate number, forward or backward, is narrower.
+"""A float64 call has no narrower intermediate, forward or backward.
 
-A bool or a whole number times a Python float, and a tensor made without a dtype, are of torch's
-default dtype, float32: a gradient then has eight digits where sixteen were asked for.
+A bool or integer tensor times a Python float, and a tensor created without a dtype, have torch's
+default dtype, float32: the gradient then has eight correct digits instead of sixteen.
 """
 
 import pytest
@@ -19,166 +19,182 @@ from ms_kernels.core.dispatch import describe_call
 from ms_kernels.operators import CONTRACTS
 from ms_kernels.packed_weights import dequantize
 
-from .test_operators import HERE, IDENTITIES, arguments_of
+from .test_operators import CPU_IMPLEMENTATIONS, IMPLEMENTATION_IDS, draw_arguments
 
-TAKING = [
-    pytest.param(each, id=identity)
-    for each, identity in zip(HERE, IDENTITIES, strict=True)
-    if each.dtypes is None or torch.float64 in each.dtypes
+FLOAT64_IMPLEMENTATIONS = [
+    pytest.param(impl, id=impl_id)
+    for impl, impl_id in zip(CPU_IMPLEMENTATIONS, IMPLEMENTATION_IDS, strict=True)
+    if impl.dtypes is None or torch.float64 in impl.dtypes
 ]
 
 
-class Narrower(TorchDispatchMode):
-    """Notes each operation that makes a floating tensor narrower than float64."""
+class NarrowTensors(TorchDispatchMode):
+    """Records each operation that returns a floating-point tensor narrower than float64."""
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.narrow = []
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         result = function(*arguments, **(keywords or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and each.dtype in (
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.dtype in (
                 torch.float32,
                 torch.bfloat16,
                 torch.float16,
             ):
-                self.found.append(f"{function} made {each.dtype} {tuple(each.shape)}")
+                self.narrow.append(f"{function} made {leaf.dtype} {tuple(leaf.shape)}")
         return result
 
 
 def run(contract, implementation, tensors, options):
-    """Perform a call and its backward pass, if it has one, on copies."""
-    given = [
-        each if each is None else each.detach().clone().requires_grad_(argument.differentiable)
-        for argument, each in zip(contract.arguments, tensors, strict=True)
+    """Run a call and its backward pass, if it has one, on copies."""
+    inputs = [
+        tensor
+        if tensor is None
+        else tensor.detach().clone().requires_grad_(argument.differentiable)
+        for argument, tensor in zip(contract.arguments, tensors, strict=True)
     ]
-    found = implementation.run(*given, *options)
-    results = found if isinstance(found, tuple) else (found,)
-    slopes = [each for each in results if each is not None and each.requires_grad]
-    if slopes:
-        torch.autograd.backward(slopes, [torch.ones_like(each) for each in slopes])
+    output = implementation.run(*inputs, *options)
+    results = output if isinstance(output, tuple) else (output,)
+    differentiable = [result for result in results if result is not None and result.requires_grad]
+    if differentiable:
+        torch.autograd.backward(
+            differentiable, [torch.ones_like(result) for result in differentiable]
+        )
 
 
-@pytest.mark.parametrize("implementation", TAKING)
+@pytest.mark.parametrize("implementation", FLOAT64_IMPLEMENTATIONS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_no_number_of_a_float64_call_is_narrower(implementation, data):
-    """Every operation of every backend, with every option, forward and backward, gives float64."""
+def test_float64_calls_have_no_narrower_intermediates(implementation, data):
+    """Every operation of every backend, with every option, forward and backward."""
     contract = CONTRACTS[implementation.operator]
-    tensors, options = arguments_of(data, contract, torch.float64)
+    tensors, options = draw_arguments(data, contract, torch.float64)
     if obstacle_to(implementation, describe_call(contract, tuple(tensors), options)):
         return
-    with Narrower() as narrower:
+    with NarrowTensors() as recorder:
         run(contract, implementation, tensors, options)
-    found = narrower.found
+    narrow = recorder.narrow
     if (implementation.operator, implementation.backend) == ("adamw_step", "cpu"):
-        # torch's fused kernel counts steps in float32, exactly up to 2^24.
-        found = [each for each in found if not each.endswith("float32 ()")]
-    assert found == []
+        # torch's fused kernel counts steps in float32, which is exact up to 2^24.
+        narrow = [operation for operation in narrow if not operation.endswith("float32 ()")]
+    assert narrow == []
 
 
-@pytest.mark.parametrize("implementation", TAKING)
+@pytest.mark.parametrize("implementation", FLOAT64_IMPLEMENTATIONS)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_narrower_weights_do_not_narrow_a_float64_call(implementation, data):
-    """Weights, scales and tables of other dtypes are exact in float64, and so is what follows."""
+    """Weights, scales and tables of narrower dtypes convert exactly, so the results are float64."""
     contract = CONTRACTS[implementation.operator]
     if contract.mutates:
-        return  # it computes in the moments' dtype, and says so
-    tensors, options = arguments_of(data, contract, torch.float64)
+        return  # it computes in the moments' dtype, as documented
+    tensors, options = draw_arguments(data, contract, torch.float64)
     narrowed = []
-    for argument, each in zip(contract.arguments, tensors, strict=True):
-        free = argument.like is None and argument is not contract.arguments[0]
-        if each is not None and free and each.is_floating_point():
-            dtype = data.draw(st.sampled_from([it for it in FLOATING if it in argument.dtypes]))
-            each = each.to(dtype)
-        elif each is not None and argument.like is not None:
-            model = [other.name for other in contract.arguments].index(argument.like)
-            each = each if narrowed[model] is None else each.to(narrowed[model].dtype)
-        narrowed.append(each)
+    for argument, tensor in zip(contract.arguments, tensors, strict=True):
+        own_dtype = argument.like is None and argument is not contract.arguments[0]
+        if tensor is not None and own_dtype and tensor.is_floating_point():
+            dtype = data.draw(st.sampled_from([d for d in FLOATING if d in argument.dtypes]))
+            tensor = tensor.to(dtype)
+        elif tensor is not None and argument.like is not None:
+            like_index = [arg.name for arg in contract.arguments].index(argument.like)
+            tensor = (
+                tensor if narrowed[like_index] is None else tensor.to(narrowed[like_index].dtype)
+            )
+        narrowed.append(tensor)
     if obstacle_to(implementation, describe_call(contract, tuple(narrowed), options)):
         return
-    for part, share in compare(contract, implementation.run, narrowed, options):
+    for part, ratio in compare(contract, implementation.run, narrowed, options):
         name = part.removeprefix("gradient of ")
-        own = [
-            each.dtype
-            for argument, each in zip(contract.arguments, narrowed, strict=True)
+        dtypes = [
+            tensor.dtype
+            for argument, tensor in zip(contract.arguments, narrowed, strict=True)
             if argument.name == name
         ]
-        if own in ([], [torch.float64]):  # a gradient of a narrower weight is as narrow as it
-            assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"
+        if dtypes in ([], [torch.float64]):  # a narrower weight's gradient has the weight's dtype
+            assert ratio <= 1, f"{part} is off by {ratio:.3g} times the tolerance"
 
 
 def plain_loss(hidden, weight, targets, ignore_index, smoothing, z_loss, reduction):
-    """Return linear_cross_entropy by torch's own functions, to be differentiated by autograd."""
+    """Linear cross entropy from torch's own functions, differentiated by autograd."""
     logits = hidden @ weight.T
     losses = F.cross_entropy(
         logits, targets, ignore_index=ignore_index, label_smoothing=smoothing, reduction="none"
     )
-    counted = targets != ignore_index
-    losses = losses + z_loss * logits.logsumexp(-1).square() * counted
+    valid = targets != ignore_index
+    losses = losses + z_loss * logits.logsumexp(-1).square() * valid
     if reduction == "none":
         return losses
-    return losses.sum() / (max(int(counted.sum()), 1) if reduction == "mean" else 1)
+    return losses.sum() / (max(int(valid.sum()), 1) if reduction == "mean" else 1)
 
 
-def plain_chosen(hidden, weight, tokens, temperature, ignore_index, entropy):
-    """Return token_log_probs by torch's own functions."""
-    shares = (hidden @ weight.T / temperature).log_softmax(-1)
-    counted = tokens != ignore_index
-    picked = shares.gather(-1, tokens.masked_fill(~counted, 0).unsqueeze(-1)).squeeze(-1) * counted
-    return (picked, -(shares.exp() * shares).sum(-1) * counted) if entropy else picked
+def plain_log_probs(hidden, weight, tokens, temperature, ignore_index, entropy):
+    """Token log-probabilities from torch's own functions."""
+    log_probs = (hidden @ weight.T / temperature).log_softmax(-1)
+    valid = tokens != ignore_index
+    token_log_probs = (
+        log_probs.gather(-1, tokens.masked_fill(~valid, 0).unsqueeze(-1)).squeeze(-1) * valid
+    )
+    return (
+        (token_log_probs, -(log_probs.exp() * log_probs).sum(-1) * valid)
+        if entropy
+        else token_log_probs
+    )
 
 
 def plain_quantized(x, packed, scales, zeros, bits, group_size):
-    """Return quantized_linear by a plain product."""
+    """Quantized linear layer as dequantization and a plain product."""
     return x @ dequantize(packed, scales, zeros, bits=bits, group_size=group_size).T
 
 
 PLAIN = {
     "linear_cross_entropy": plain_loss,
-    "token_log_probs": plain_chosen,
+    "token_log_probs": plain_log_probs,
     "quantized_linear": plain_quantized,
 }
-"""Plain functions of the operators whose reference writes its gradient itself."""
-WRITTEN = [each for each in TAKING if each.values[0].operator in PLAIN]
+"""Plain versions of the operators whose reference has a hand-written gradient."""
+HAND_WRITTEN = [impl for impl in FLOAT64_IMPLEMENTATIONS if impl.values[0].operator in PLAIN]
 
 
-@pytest.mark.parametrize("implementation", WRITTEN)
+@pytest.mark.parametrize("implementation", HAND_WRITTEN)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_gradients_written_by_hand_equal_autograd_to_the_last_digits(implementation, data):
-    """They agree with torch's own functions in float64 to 1e-11, which the contract promises."""
+def test_hand_written_gradients_equal_autograd(implementation, data):
+    """They match torch's own functions in float64 to 1e-11, as the contract promises."""
     contract = CONTRACTS[implementation.operator]
-    tensors, options = arguments_of(data, contract, torch.float64)
+    tensors, options = draw_arguments(data, contract, torch.float64)
     if obstacle_to(implementation, describe_call(contract, tuple(tensors), options)):
         return
-    answers = []
+    outputs = []
     for function in (implementation.run, PLAIN[contract.name]):
         leaves = [
-            each if each is None else each.detach().clone().requires_grad_(argument.differentiable)
-            for argument, each in zip(contract.arguments, tensors, strict=True)
+            tensor
+            if tensor is None
+            else tensor.detach().clone().requires_grad_(argument.differentiable)
+            for argument, tensor in zip(contract.arguments, tensors, strict=True)
         ]
-        found = function(*leaves, *options)
-        results = found if isinstance(found, tuple) else (found,)
-        pulls = [torch.linspace(0.5, 2, each.numel()).view_as(each).to(each) for each in results]
-        torch.autograd.backward(results, pulls)
-        slopes = [each.grad for each in leaves if each is not None and each.requires_grad]
-        answers.append([*results, *slopes])
-    for got, truth in zip(*answers, strict=True):
-        torch.testing.assert_close(got, truth, rtol=1e-11, atol=1e-11)
+        output = function(*leaves, *options)
+        results = output if isinstance(output, tuple) else (output,)
+        grad_outputs = [
+            torch.linspace(0.5, 2, result.numel()).view_as(result).to(result) for result in results
+        ]
+        torch.autograd.backward(results, grad_outputs)
+        grads = [leaf.grad for leaf in leaves if leaf is not None and leaf.requires_grad]
+        outputs.append([*results, *grads])
+    for actual, expected in zip(*outputs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_every_operator_with_a_gradient_of_its_own_is_tried():
-    """An operator whose reference is an autograd function has a plain one here."""
-    own = {
+def test_every_hand_written_gradient_is_tested():
+    """Every operator whose reference is an autograd function has a plain version here."""
+    hand_written = {
         name
         for name, contract in CONTRACTS.items()
         if any(
-            isinstance(each, type) and issubclass(each, torch.autograd.Function)
-            for each in contract.reference.__globals__.values()
+            isinstance(value, type) and issubclass(value, torch.autograd.Function)
+            for value in contract.reference.__globals__.values()
         )
     }
-    assert own == set(PLAIN)
+    assert hand_written == set(PLAIN)
     assert ACCUMULATED[-1] == torch.float64

@@ -1,4 +1,4 @@
-"""Opaque operators under everything that torch does with operators."""
+"""Opaque operators under torch's transformations: compile, fake tensors, checkpointing."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ DIFFERENTIABLE = OPERATORS[:3]
 
 
 def example(name, dtype=torch.float32, grad=True):
-    """Return the operator's arguments and options, small."""
+    """Return small arguments and options for the operator."""
     contract = CONTRACTS[name]
     sizes = {"...": 6, "H": 8} if "..." in contract.example else {"Sq": 5, "Sk": 7, "D": 4}
     tensors = list(contract.draw(sizes, dtype=dtype).values())
@@ -30,31 +30,31 @@ def example(name, dtype=torch.float32, grad=True):
     return [*tensors, *contract.defaults]
 
 
-def pulled(result, leaves):
-    """Return gradients of all results, each pulled by its own numbers."""
+def grads_of(result, leaves):
+    """Return gradients of all results, each with different output gradients."""
     results = result if isinstance(result, tuple) else (result,)
-    pulls = [torch.linspace(-1, 1, each.numel()).view(each.shape) for each in results]
-    return torch.autograd.grad(results, leaves, pulls)
+    grad_outputs = [torch.linspace(-1, 1, part.numel()).view(part.shape) for part in results]
+    return torch.autograd.grad(results, leaves, grad_outputs)
 
 
 def leaves_of(arguments):
-    """Return what wants a gradient."""
-    return [each for each in arguments if isinstance(each, torch.Tensor) and each.requires_grad]
+    """Return the arguments that require a gradient."""
+    return [arg for arg in arguments if isinstance(arg, torch.Tensor) and arg.requires_grad]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_an_opaque_operator_computes_what_its_functions_do(name):
-    """Results and gradients lie within the contract's tolerance."""
+def test_an_opaque_operator_computes_its_functions(name):
+    """Results and gradients are within the contract's tolerance."""
     contract = CONTRACTS[name]
     tensors = list(contract.draw({}).values())
     run = getattr(opaque_operators, name)
-    for part, share in compare(contract, run, tensors, contract.defaults):
-        assert share <= 1, part
+    for part, ratio in compare(contract, run, tensors, contract.defaults):
+        assert ratio <= 1, part
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck_holds(name):
-    """Schema, autograd registration, fakes and AOT dispatch are as torch wants them."""
+def test_opcheck_passes(name):
+    """Schema, autograd registration, fakes and AOT dispatch."""
     operator = getattr(torch.ops.ms_kernels, f"{name}_numpy").default
     arguments = example(name, grad=name in DIFFERENTIABLE)
     torch.library.opcheck(operator, tuple(arguments))
@@ -64,46 +64,46 @@ def test_opcheck_holds(name):
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
-def test_opcheck_holds_for_the_backward_pass(name):
-    """It is an operator of its own; absent_grad gradients are empty."""
+def test_opcheck_passes_for_the_backward_operator(name):
+    """The backward pass is a separate operator; gradients marked absent_grad are empty."""
     backward = getattr(torch.ops.ms_kernels, f"{name}_numpy_backward").default
     x, weight = torch.randn(6, 8), torch.randn(8)
-    given = (x, weight, torch.rand(6)) if name == "rms_norm" else (None, x, weight, torch.rand(6))
+    saved = (x, weight, torch.rand(6)) if name == "rms_norm" else (None, x, weight, torch.rand(6))
     for grad_mask in range(4):
         torch.library.opcheck(
             backward,
-            (torch.randn(6, 8), *given, grad_mask, 1e-6),
+            (torch.randn(6, 8), *saved, grad_mask, 1e-6),
             test_utils=("test_schema", "test_faketensor"),
         )
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_torch_compile_makes_one_graph_forward_and_backward(name):
-    """fullgraph, with dynamic shapes after the first, results and gradients unchanged."""
+    """fullgraph, with dynamic shapes after the first call, and unchanged results and gradients."""
     run = getattr(opaque_operators, name)
-    compiled = torch.compile(lambda *given: run(*given), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda *args: run(*args), fullgraph=True, backend="aot_eager")
     for rows in (3, 4, 5):
-        answers = []
+        outputs = []
         for function in (compiled, run):
             arguments = example(name, grad=name in DIFFERENTIABLE)
             if name != "attention":
                 arguments = [
-                    each[:rows].detach().requires_grad_(each.requires_grad)
-                    if isinstance(each, torch.Tensor) and each.shape[0] == 6
-                    else each
-                    for each in arguments
+                    arg[:rows].detach().requires_grad_(arg.requires_grad)
+                    if isinstance(arg, torch.Tensor) and arg.shape[0] == 6
+                    else arg
+                    for arg in arguments
                 ]
             result = function(*arguments)
             if name == "adamw_step":
-                answers.append(arguments[:4])
+                outputs.append(arguments[:4])
             else:
                 results = result if isinstance(result, tuple) else (result,)
-                answers.append([*results, *pulled(result, leaves_of(arguments))])
-        torch.testing.assert_close(*answers)
+                outputs.append([*results, *grads_of(result, leaves_of(arguments))])
+        torch.testing.assert_close(*outputs)
 
 
-def test_inductor_leaves_it_as_it_is():
-    """The default backend calls the operator too, among what it fuses."""
+def test_inductor_calls_the_opaque_operator():
+    """The default backend calls the operator between the kernels it fuses."""
     x, weight, eps = example("rms_norm")
 
     def block(x):
@@ -111,56 +111,56 @@ def test_inductor_leaves_it_as_it_is():
 
     compiled = torch.compile(block, fullgraph=True)
     torch.testing.assert_close(compiled(x), block(x))
-    torch.testing.assert_close(pulled(compiled(x), [x]), pulled(block(x), [x]))
+    torch.testing.assert_close(grads_of(compiled(x), [x]), grads_of(block(x), [x]))
 
 
 def test_fake_tensors_pass_through():
-    """Shapes without data, forward and backward: numpy would fail on them."""
+    """Shapes without data, forward and backward; numpy would fail on them."""
     with FakeTensorMode():
         x, weight = torch.empty(6, 8, requires_grad=True), torch.empty(8, requires_grad=True)
         normed, summed = opaque_operators.add_rms_norm(x, x, weight, 1e-6)
         assert normed.shape == summed.shape == (6, 8)
         grads = torch.autograd.grad((normed, summed), (x, weight), (normed, summed))
-        assert [each.shape for each in grads] == [(6, 8), (8,)]
+        assert [grad.shape for grad in grads] == [(6, 8), (8,)]
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_a_block_may_be_recomputed(name):
-    """Activation checkpointing runs it again and gives the same gradients."""
+def test_activation_checkpointing_gives_the_same_gradients(name):
+    """The forward pass runs again in backward and returns the same bits."""
     run = getattr(opaque_operators, name)
     arguments = example(name)
     leaves = leaves_of(arguments)
-    plain = pulled(run(*arguments), leaves)
-    again = pulled(checkpoint(run, *arguments, use_reentrant=False), leaves)
-    torch.testing.assert_close(again, plain, rtol=0, atol=0)
+    plain = grads_of(run(*arguments), leaves)
+    recomputed = grads_of(checkpoint(run, *arguments, use_reentrant=False), leaves)
+    torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
 
-def test_a_selective_recompute_may_keep_its_results():
-    """A policy sees the operator by name, and spares running it again."""
-    seen = []
+def test_selective_checkpointing_can_save_the_results():
+    """The policy sees the operator by name and can avoid recomputing it."""
+    policy_calls = []
     operator = torch.ops.ms_kernels.rms_norm_numpy.default
 
-    def policy(ctx, function, *given, **named):
-        seen.append((function, ctx.is_recompute))
+    def policy(ctx, function, *args, **kwargs):
+        policy_calls.append((function, ctx.is_recompute))
         return (
             CheckpointPolicy.MUST_SAVE if function is operator else CheckpointPolicy.MUST_RECOMPUTE
         )
 
     arguments = example("rms_norm")
     leaves = leaves_of(arguments)
-    plain = pulled(opaque_operators.rms_norm(*arguments), leaves)
+    plain = grads_of(opaque_operators.rms_norm(*arguments), leaves)
     result = checkpoint(
         opaque_operators.rms_norm,
         *arguments,
         use_reentrant=False,
         context_fn=partial(create_selective_checkpoint_contexts, policy),
     )
-    torch.testing.assert_close(pulled(result, leaves), plain, rtol=0, atol=0)
-    assert (operator, False) in seen
+    torch.testing.assert_close(grads_of(result, leaves), plain, rtol=0, atol=0)
+    assert (operator, False) in policy_calls
 
 
-def test_plain_tensors_take_the_short_way_with_the_same_answer():
-    """Called directly or through the dispatcher, results and gradients are the same bits."""
+def test_direct_and_dispatched_calls_agree_bitwise():
+    """Plain tensors bypass the dispatcher; results and gradients are the same bits."""
     for name in DIFFERENTIABLE:
         arguments = example(name)
         leaves = leaves_of(arguments)
@@ -170,25 +170,27 @@ def test_plain_tensors_take_the_short_way_with_the_same_answer():
             dispatched = dispatched[: len(CONTRACTS[name].results)]
             dispatched = dispatched if len(dispatched) > 1 else dispatched[0]
         torch.testing.assert_close(direct, dispatched, rtol=0, atol=0)
-        got, truth = pulled(direct, leaves), pulled(dispatched, leaves)
-        torch.testing.assert_close(got, truth, rtol=0, atol=0)
+        direct_grads, dispatched_grads = grads_of(direct, leaves), grads_of(dispatched, leaves)
+        torch.testing.assert_close(direct_grads, dispatched_grads, rtol=0, atol=0)
 
 
-def test_only_what_is_wanted_is_made():
-    """A frozen weight has no gradient; a result that nothing flowed into is None, not zeros."""
+def test_only_required_gradients_are_computed():
+    """A frozen weight gets no gradient, and an unused result passes None instead of zeros."""
     x, residual, weight, eps = example("add_rms_norm")
     weight = weight.detach()
     normed, summed = opaque_operators.add_rms_norm(x, residual, weight, eps)
     assert torch.equal(torch.autograd.grad(summed.sum(), x, retain_graph=True)[0], torch.ones(6, 8))
-    (got,) = torch.autograd.grad(normed.sum(), residual)
-    twin = x.detach().requires_grad_()
-    truth = CONTRACTS["add_rms_norm"].reference(twin, residual.detach(), weight, eps)[0]
+    (grad,) = torch.autograd.grad(normed.sum(), residual)
+    x_copy = x.detach().requires_grad_()
+    expected = CONTRACTS["add_rms_norm"].reference(x_copy, residual.detach(), weight, eps)[0]
     # Sums of 8 terms in float32.
-    torch.testing.assert_close(got, torch.autograd.grad(truth.sum(), twin)[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        grad, torch.autograd.grad(expected.sum(), x_copy)[0], rtol=1e-5, atol=1e-6
+    )
 
 
-def test_it_refuses_to_be_differentiated_twice():
-    """A gradient of a gradient would be wrong in silence; it is an error."""
+def test_double_backward_is_refused():
+    """A second derivative would be silently wrong, so it is an error."""
     x, weight, eps = example("rms_norm")
     result = opaque_operators.rms_norm(x, weight, eps)
     (grad,) = torch.autograd.grad(result.square().sum(), x, create_graph=True)
@@ -196,8 +198,8 @@ def test_it_refuses_to_be_differentiated_twice():
         grad.sum().backward()
 
 
-def test_what_is_written_in_place_is_a_new_version():
-    """Autograd must see that a tensor it saved was changed."""
+def test_in_place_writes_bump_the_version_counter():
+    """Autograd must see that a saved tensor was changed."""
     weights, gradient, mean, square, *options = example("adamw_step", grad=False)
     before = weights._version
     opaque_operators.adamw_step(weights, gradient, mean, square, *options)

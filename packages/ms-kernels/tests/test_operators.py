@@ -1,4 +1,4 @@
-"""Every implementation against the truth, on sizes, strides, dtypes and options drawn at random."""
+"""Every implementation against float64 truth, with random sizes, strides, dtypes and options."""
 
 import pytest
 import torch
@@ -48,18 +48,20 @@ SHAPES = {
     "quantized_linear": (24, 40),
     "gated_delta_rule": (2, 48, 4, 8),
 }
-"""Shape of the example's first result, where it is not that of the first argument."""
+"""Shape of the example's first result, where it differs from the first argument's."""
 STRIDES = ["contiguous", "every other feature", "dims reversed", "wider rows"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-HERE = [each for each in IMPLEMENTATIONS if each.devices is None or "cpu" in each.devices]
-IDENTITIES = [f"{each.operator}-{each.backend}" for each in HERE]
+CPU_IMPLEMENTATIONS = [
+    impl for impl in IMPLEMENTATIONS if impl.devices is None or "cpu" in impl.devices
+]
+IMPLEMENTATION_IDS = [f"{impl.operator}-{impl.backend}" for impl in CPU_IMPLEMENTATIONS]
 
 
 @st.composite
 def dims_of(draw, operator, limits=None):
-    """Draw sizes, odd ones and no rows among them; `settle` then keeps the contract's rules."""
+    """Draw sizes, odd and zero among them; `match_group_size` then applies the contract's rules."""
     limits = {**SIZES[operator], **(limits or {})}
-    dims = {name: draw(st.integers(*each)) for name, each in limits.items()}
+    dims = {name: draw(st.integers(*bounds)) for name, bounds in limits.items()}
     if operator == "rotary":
         dims["C"] = draw(st.sampled_from([1, dims["B"]]))
         dims["R/2"] = draw(st.integers(1, dims["D"] // 2))
@@ -84,8 +86,8 @@ def options_of(draw, contract):
 
 
 @st.composite
-def settled(draw, contract, dims, options):
-    """Return sizes and options of a quantized weight that belong together."""
+def match_group_size(draw, contract, dims, options):
+    """Return sizes and options that fit together for a quantized weight."""
     if contract.name != "quantized_linear":
         return dims, options
     bits, group_size = draw(st.sampled_from([4, 8])), 2 * draw(st.integers(1, 9))
@@ -93,29 +95,29 @@ def settled(draw, contract, dims, options):
     return {**dims, "K": width, "P": width * bits // 8}, (bits, group_size)
 
 
-def restride(tensor, how):
-    """Return the same numbers laid out in another way."""
-    if how == "every other feature":
+def restride(tensor, layout):
+    """Return the same numbers in another memory layout."""
+    if layout == "every other feature":
         wide = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
         wide[..., ::2] = tensor
         return wide[..., ::2]
-    if how == "dims reversed":
+    if layout == "dims reversed":
         order = tuple(reversed(range(tensor.ndim)))
         return tensor.permute(order).contiguous().permute(order)
-    if how == "wider rows":
+    if layout == "wider rows":
         wide = tensor.new_zeros((*tensor.shape[:-1], tensor.shape[-1] + 3))
         wide[..., : tensor.shape[-1]] = tensor
         return wide[..., : tensor.shape[-1]]
     return tensor
 
 
-def arguments_of(data, contract, dtype, limits=None):
-    """Draw the tensors and options of one call, sizes within `limits` where it names them."""
+def draw_arguments(data, contract, dtype, limits=None):
+    """Draw the tensors and options of one call, with sizes within `limits`."""
     dims = data.draw(dims_of(contract.name, limits))
     dims, options = data.draw(
-        settled(contract, dims, data.draw(options_of(contract))), label="sizes and options"
+        match_group_size(contract, dims, data.draw(options_of(contract))), label="sizes and options"
     )
-    drawn = contract.draw(
+    example = contract.draw(
         dims,
         dtype=dtype,
         seed=data.draw(st.integers(0, 2**31), label="seed"),
@@ -123,17 +125,17 @@ def arguments_of(data, contract, dtype, limits=None):
     tensors = [
         None
         if argument.optional and data.draw(st.booleans(), label=f"no {argument.name}")
-        else restride(drawn[argument.name], data.draw(st.sampled_from(STRIDES)))
+        else restride(example[argument.name], data.draw(st.sampled_from(STRIDES)))
         for argument in contract.arguments
     ]
     return tensors, options
 
 
-@pytest.mark.parametrize("implementation", HERE, ids=IDENTITIES)
+@pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS, ids=IMPLEMENTATION_IDS)
 def test_every_backend_equals_the_reference_in_float64(implementation):
-    """Results and gradients lie within the contract's tolerance, derived beside it.
+    """Results and gradients are within the contract's tolerance, which the contract derives.
 
-    What does not pay by size alone must be right all the same.
+    Implementations are tested at all sizes, also where dispatch would not choose them.
     """
     contract = CONTRACTS[implementation.operator]
     compared = 0
@@ -143,12 +145,12 @@ def test_every_backend_equals_the_reference_in_float64(implementation):
     def compare_one_call(data):
         nonlocal compared
         dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
-        tensors, options = arguments_of(data, contract, dtype)
+        tensors, options = draw_arguments(data, contract, dtype)
         call = describe_call(contract, tuple(tensors), options)
         contract.bind(call)
         assume(obstacle_to(implementation, call) is None)
-        for part, share in compare(contract, implementation.run, tensors, options):
-            assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"
+        for part, ratio in compare(contract, implementation.run, tensors, options):
+            assert ratio <= 1, f"{part} is off by {ratio:.3g} times the tolerance"
         compared += 1
 
     compare_one_call()
@@ -159,13 +161,13 @@ def test_every_backend_equals_the_reference_in_float64(implementation):
     ("keys", "values", "fused"), [(1, 15, False), (7, 21, False), (8, 8, True)]
 )
 def test_the_fused_cpu_kernel_is_not_used_for_wide_values_in_half_precision(keys, values, fused):
-    """Its rounding grows with sqrt(Dv / D); what is used instead is within the tolerance."""
+    """Its rounding error grows with sqrt(Dv / D); the fallback is within the tolerance."""
     contract = CONTRACTS["attention"]
     (cpu,) = (i for i in IMPLEMENTATIONS if (i.operator, i.backend) == ("attention", "cpu"))
     sizes = {"B": 1, "Sk": 34, "Sq": 22, "Hq": 6, "Hk": 2, "D": keys, "Dv": values}
     for seed in range(20):
-        drawn = contract.draw(sizes, dtype=torch.bfloat16, seed=seed)
-        tensors = [*(drawn[name] for name in "qkv"), None, None]
+        example = contract.draw(sizes, dtype=torch.bfloat16, seed=seed)
+        tensors = [*(example[name] for name in "qkv"), None, None]
         options = (True, None, None)
         call = describe_call(contract, tuple(tensors), options)
         assert (obstacle_to(cpu, call) is None) == fused
@@ -176,21 +178,21 @@ def test_the_fused_cpu_kernel_is_not_used_for_wide_values_in_half_precision(keys
 @pytest.mark.parametrize("name", CONTRACTS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_the_reference_equals_the_formula_one_number_at_a_time(name, data):
-    """In float64 the reference is what the formula says, spelled out in loops."""
+def test_the_reference_equals_the_formula_in_loops(name, data):
+    """In float64 the reference equals the formula spelled out in scalar loops."""
     contract = CONTRACTS[name]
-    tensors, options = arguments_of(data, contract, torch.float64)
+    tensors, options = draw_arguments(data, contract, torch.float64)
     copies = [tensor if tensor is None else tensor.clone() for tensor in tensors]
-    got, truth = contract.reference(*tensors, *options), TRUTHS[name](*copies, *options)
+    actual, expected = contract.reference(*tensors, *options), TRUTHS[name](*copies, *options)
     if contract.mutates:
-        got, truth = tensors, copies
-    # Both are float64; sums of up to 90 terms of order 1 to 100 differ in their order alone.
-    torch.testing.assert_close(got, truth, rtol=1e-9, atol=1e-9, equal_nan=True)
+        actual, expected = tensors, copies
+    # Both are float64 sums of up to 90 terms of order 1 to 100 and differ only in order.
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize("implementation", HERE, ids=IDENTITIES)
+@pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS, ids=IMPLEMENTATION_IDS)
 def test_leading_dims_are_rows(implementation):
-    """A tensor of more dims gives what its rows give, in its own shape."""
+    """A tensor with more leading dims gives the results of its flattened rows, reshaped."""
     contract = CONTRACTS[implementation.operator]
     if "..." not in contract.example:
         pytest.skip("its dims are fixed")
@@ -204,26 +206,28 @@ def test_leading_dims_are_rows(implementation):
         tensor.unflatten(0, (2, 3, 2)) if "..." in argument.dims else tensor
         for argument, tensor in zip(contract.arguments, flat, strict=True)
     ]
-    rows, deeper = (implementation.run(*given, *options) for given in (flat, deep))
-    if not isinstance(rows, tuple):
-        rows, deeper = (rows,), (deeper,)
-    for row, deep_one in zip(rows, deeper, strict=True):
-        assert torch.equal(deep_one, row.unflatten(0, (2, 3, 2)))
+    flat_results, deep_results = (
+        implementation.run(*tensors, *options) for tensors in (flat, deep)
+    )
+    if not isinstance(flat_results, tuple):
+        flat_results, deep_results = (flat_results,), (deep_results,)
+    for flat_result, deep_result in zip(flat_results, deep_results, strict=True):
+        assert torch.equal(deep_result, flat_result.unflatten(0, (2, 3, 2)))
 
 
-def test_dtypes_and_shapes_of_results_are_as_promised():
-    """Results have the inputs' dtype; losses are float32, float64 for float64."""
-    for implementation in HERE:
+def test_result_dtypes_and_shapes_follow_the_contract():
+    """Results have the inputs' dtype; losses are float32, or float64 for float64 inputs."""
+    for implementation in CPU_IMPLEMENTATIONS:
         contract = CONTRACTS[implementation.operator]
         for dtype in DTYPES:
             tensors = list(contract.draw({}, dtype=dtype).values())
             options = tuple(option.default for option in contract.options)
             if obstacle_to(implementation, describe_call(contract, tuple(tensors), options)):
                 continue
-            got = implementation.run(*tensors, *options)
-            first = got[0] if isinstance(got, tuple) else got
+            result = implementation.run(*tensors, *options)
+            first = result[0] if isinstance(result, tuple) else result
             if contract.mutates:
-                assert got is None
+                assert result is None
             elif "entropy" in contract.name or contract.name == "token_log_probs":
                 assert first.dtype == (dtype if dtype == torch.float64 else torch.float32)
                 assert first.shape == (tensors[2].shape if "token" in contract.name else ())
@@ -232,28 +236,28 @@ def test_dtypes_and_shapes_of_results_are_as_promised():
                 assert (first.dtype, first.shape) == (dtype, shape)
 
 
-@pytest.mark.parametrize("implementation", HERE, ids=IDENTITIES)
-def test_inputs_stay_as_they_were(implementation):
-    """No implementation writes into its inputs, forward or backward, but where that is its task."""
+@pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS, ids=IMPLEMENTATION_IDS)
+def test_inputs_are_not_modified(implementation):
+    """Neither forward nor backward writes to inputs that the contract does not declare mutated."""
     contract = CONTRACTS[implementation.operator]
     tensors = contract.draw({})
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    originals = {name: tensor.clone() for name, tensor in tensors.items()}
     list(compare(contract, implementation.run, tensors.values(), contract.defaults))
     if contract.mutates:
         implementation.run(*tensors.values(), *contract.defaults)
-    written = {argument.name for argument in contract.arguments if argument.mutated}
+    mutated = {argument.name for argument in contract.arguments if argument.mutated}
     for name, tensor in tensors.items():
-        assert torch.equal(tensor, before[name]) == (name not in written)
+        assert torch.equal(tensor, originals[name]) == (name not in mutated)
 
 
 def test_a_finding_names_the_sizes_of_its_trial():
-    """Two trials with the same options differ in their sizes, and say so."""
-    told = {each.options for each in check(["attention"], ["reference"])}
-    assert {"", "D=24, Dv=8", "window=7, D=8, Dv=24"} <= told
+    """Trials with the same options differ in their sizes, and the finding says so."""
+    descriptions = {finding.options for finding in check(["attention"], ["reference"])}
+    assert {"", "D=24, Dv=8", "window=7, D=8, Dv=24"} <= descriptions
 
 
-def test_tiles_of_attention_are_never_narrower_than_assemblers_get_right():
-    """Some ptxas miscompile products of 16 columns for sm_90 (see `NARROWEST`)."""
+def test_attention_tiles_are_at_least_32_wide():
+    """Some ptxas versions miscompile 16-column products for sm_90 (see `NARROWEST`)."""
     key = TableKey("sm_90", torch.bfloat16)
     for width, values in ((24, 8), (8, 24), (16, 16), (1, 1)):
         for kernel in attention_triton.TUNED:

@@ -1,4 +1,4 @@
-"""Packed weights: the layout as documented, the way there and back, the error of rounding."""
+"""Packed weights: documented layout, round trips and rounding error."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from ms_kernels.packed_weights import dequantize, pack_codes, quantize, unpack_c
 
 @settings(max_examples=50, deadline=None)
 @given(rows=st.integers(0, 5), half=st.integers(0, 9), bits=st.sampled_from([4, 8]))
-def test_codes_come_back(rows, half, bits):
+def test_codes_round_trip(rows, half, bits):
     """Unpacking is the inverse of packing."""
     codes = torch.randint(2**bits, (rows, 2 * half))
     packed = pack_codes(codes, bits=bits)
@@ -19,8 +19,8 @@ def test_codes_come_back(rows, half, bits):
     assert torch.equal(unpack_codes(packed, bits=bits).long(), codes)
 
 
-def test_the_first_of_two_codes_stands_in_the_low_half():
-    """The layout is a promise to files: byte = even code + 16 · odd code."""
+def test_the_first_of_two_codes_is_in_the_low_nibble():
+    """Files depend on this layout: byte = even code + 16 * odd code."""
     assert pack_codes(torch.tensor([[1, 2, 15, 0]]), bits=4).tolist() == [[0x21, 0x0F]]
 
 
@@ -31,20 +31,22 @@ def test_the_first_of_two_codes_stands_in_the_low_half():
     symmetric=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_a_weight_is_off_by_half_a_step_at_most(bits, group_size, symmetric, seed):
-    """Rounding to the nearest code; where there is a zero, its rounding adds another half."""
+def test_rounding_error_is_at_most_half_a_step(bits, group_size, symmetric, seed):
+    """Rounding is to the nearest code; with a zero point, its rounding adds another half step."""
     weight = torch.randn(5, 4 * group_size, generator=torch.Generator().manual_seed(seed))
     weight[0, :group_size] = 0
     packed, scales, zeros = quantize(weight, bits=bits, group_size=group_size, symmetric=symmetric)
-    back = dequantize(packed, scales, zeros, bits=bits, group_size=group_size)
+    restored = dequantize(packed, scales, zeros, bits=bits, group_size=group_size)
     steps = scales.repeat_interleave(group_size, 1)
     assert (zeros is None) == symmetric
-    assert bool(((back - weight).abs() <= (0.5 if symmetric else 1) * steps * 1.001 + 1e-7).all())
-    assert bool((back[0, :group_size] == 0).all())
+    assert bool(
+        ((restored - weight).abs() <= (0.5 if symmetric else 1) * steps * 1.001 + 1e-7).all()
+    )
+    assert bool((restored[0, :group_size] == 0).all())
 
 
-def test_quantized_linear_is_a_product_with_the_unpacked_matrix():
-    """What `quantize` packs, `quantized_linear` multiplies; the gradient flows to x alone."""
+def test_quantized_linear_equals_a_product_with_the_unpacked_matrix():
+    """It multiplies weights packed by `quantize`; only x gets a gradient."""
     weight = torch.randn(24, 64)
     packed, scales, zeros = quantize(weight, bits=8, group_size=16, symmetric=False)
     x = torch.randn(3, 5, 64, requires_grad=True)
@@ -53,16 +55,16 @@ def test_quantized_linear_is_a_product_with_the_unpacked_matrix():
     matrix = dequantize(packed, scales.detach(), zeros, bits=8, group_size=16)
     # float32 sums of 64 terms of order one.
     torch.testing.assert_close(result, x @ matrix.T, rtol=1e-5, atol=1e-4)
-    pull = torch.randn(3, 5, 24)
-    result.backward(pull)
-    torch.testing.assert_close(x.grad, pull @ matrix, rtol=1e-5, atol=1e-4)
+    grad_out = torch.randn(3, 5, 24)
+    result.backward(grad_out)
+    torch.testing.assert_close(x.grad, grad_out @ matrix, rtol=1e-5, atol=1e-4)
     assert scales.grad is None
-    # 8 bits: about half a hundredth of the largest weights of a group, summed at random.
+    # 8 bits: an error of about 0.5% of a group's largest weight, summed randomly.
     assert (result - x @ weight.T).abs().max() < 1
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: pack_codes(torch.tensor([[16, 0]]), bits=4), "codes is 0 to 16; it must be from"),
         (lambda: pack_codes(torch.tensor([[-1, 0]]), bits=8), "codes is -1 to 0"),
@@ -74,8 +76,8 @@ def test_quantized_linear_is_a_product_with_the_unpacked_matrix():
         (lambda: quantize(torch.ones(6), bits=4, group_size=2), "weight is float32 of shape (6,)"),
     ],
 )
-def test_bad_input_is_told(make, told):
-    """Each names what is wrong and what fits."""
+def test_bad_input_is_refused(make, message):
+    """The error names the problem and the valid values."""
     with pytest.raises(ArgumentError) as caught:
         make()
-    assert told in str(caught.value)
+    assert message in str(caught.value)

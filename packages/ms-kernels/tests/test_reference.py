@@ -44,24 +44,24 @@ OPTIONS = {
     "gated_delta_rule": [(None, False, False), (0.3, True, True)],
 }
 CASES = [
-    pytest.param(each, options, id=f"{each.operator}-{each.backend}-{options}")
-    for each in IMPLEMENTATIONS
-    if each.devices is None or "cpu" in each.devices
-    for options in OPTIONS.get(each.operator, ())  # none where there is no gradient
+    pytest.param(impl, options, id=f"{impl.operator}-{impl.backend}-{options}")
+    for impl in IMPLEMENTATIONS
+    if impl.devices is None or "cpu" in impl.devices
+    for options in OPTIONS.get(impl.operator, ())  # empty for operators without a gradient
 ]
 
 
 @pytest.mark.parametrize(("implementation", "options"), CASES)
 def test_gradients_equal_finite_differences(implementation, options):
-    """The derivative of every implementation is right: gradcheck in float64 holds."""
+    """Gradcheck in float64 passes for every implementation."""
     contract = CONTRACTS[implementation.operator]
-    drawn = contract.draw(SMALL[contract.name], dtype=torch.float64)
-    call = describe_call(contract, tuple(drawn.values()), options)
+    example = contract.draw(SMALL[contract.name], dtype=torch.float64)
+    call = describe_call(contract, tuple(example.values()), options)
     obstacle = obstacle_to(implementation, call)
     if obstacle is not None:
         pytest.skip(obstacle)
     tensors = [
         tensor.requires_grad_(argument.differentiable)
-        for argument, tensor in zip(contract.arguments, drawn.values(), strict=True)
+        for argument, tensor in zip(contract.arguments, example.values(), strict=True)
     ]
-    assert torch.autograd.gradcheck(lambda *given: implementation.run(*given, *options), tensors)
+    assert torch.autograd.gradcheck(lambda *args: implementation.run(*args, *options), tensors)

@@ -1,4 +1,4 @@
-"""rotary_table: cosines and sines as transformers computes them, for each kind of scaling."""
+"""rotary_table: the cosines and sines of transformers for every kind of scaling."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ SCALINGS = [
 ]
 
 
-def table_of_transformers(parameters, width, base):
+def transformers_table(parameters, width, base):
     """Return cosines and sines (1, S, R/2) from transformers' frequencies."""
     config = LlamaConfig(
         hidden_size=4 * width,
@@ -78,32 +78,32 @@ def table_of_transformers(parameters, width, base):
 
 @pytest.mark.parametrize(("scaling", "parameters"), SCALINGS)
 @pytest.mark.parametrize(("width", "base"), [(64, 10000.0), (128, 500000.0)])
-def test_tables_are_those_of_transformers(scaling, parameters, width, base):
-    """To what float32 keeps of an angle: 1e5 radians are known to 4e-3, a rounding or two."""
-    got = rotary_table(torch.arange(LENGTH), width=width, base=base, scaling=scaling)
-    truth = table_of_transformers(parameters, width, base)
-    for each, expected in zip(got, truth, strict=True):
-        assert (each.shape, each.dtype) == ((1, LENGTH, width // 2), torch.float32)
-        torch.testing.assert_close(each, expected, rtol=0, atol=2e-2)
-        # Small angles leave no room for a wrong formula.
-        torch.testing.assert_close(each[:, :64], expected[:, :64], rtol=0, atol=2e-5)
+def test_tables_match_transformers(scaling, parameters, width, base):
+    """Up to float32 rounding of the angle: 1e5 radians are known to about 4e-3."""
+    tables = rotary_table(torch.arange(LENGTH), width=width, base=base, scaling=scaling)
+    expected_tables = transformers_table(parameters, width, base)
+    for table, expected in zip(tables, expected_tables, strict=True):
+        assert (table.shape, table.dtype) == ((1, LENGTH, width // 2), torch.float32)
+        torch.testing.assert_close(table, expected, rtol=0, atol=2e-2)
+        # The tight tolerance on small angles would reveal a wrong formula.
+        torch.testing.assert_close(table[:, :64], expected[:, :64], rtol=0, atol=2e-5)
 
 
-def test_positions_of_a_batch_have_a_row_each():
-    """Positions (C, S) that restart give the same angles where they are the same."""
+def test_batched_positions_get_one_row_each():
+    """Positions (C, S) that restart give the same angles for the same position."""
     positions = torch.stack((torch.arange(6), torch.tensor([0, 1, 2, 0, 1, 2])))
     cos, sin = rotary_table(positions, width=8)
     assert cos.shape == sin.shape == (2, 6, 4)
     assert torch.equal(cos[1, 3:], cos[0, :3])
     q = torch.randn(2, 6, 2, 8)
-    turned, _ = rotary(q, q, cos, sin)
-    assert torch.equal(turned[:, 0], q[:, 0])
-    # A turn keeps lengths: float32 roundings of 8 terms.
-    torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
+    rotated, _ = rotary(q, q, cos, sin)
+    assert torch.equal(rotated[:, 0], q[:, 0])
+    # Rotation preserves norms: float32 roundings of 8 terms.
+    torch.testing.assert_close(rotated.norm(dim=-1), q.norm(dim=-1))
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: rotary_table(torch.arange(3.0), width=8), "positions is float32"),
         (lambda: rotary_table([1, 2], width=8), "positions is no tensor"),
@@ -115,20 +115,22 @@ def test_positions_of_a_batch_have_a_row_each():
         (lambda: YarnScaling(factor=2, original_length=0), "original_length"),
     ],
 )
-def test_bad_settings_are_told(make, told):
-    """Each names what is wrong."""
+def test_bad_settings_are_refused(make, message):
+    """The error names the setting and its value."""
     with pytest.raises((ArgumentError, ValueError)) as caught:
         make()
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_table_compiles_without_a_graph_break():
-    """A model may make its tables inside what is compiled."""
+    """A model may compute its tables in compiled code."""
     scaling = YarnScaling(factor=4, original_length=64)
 
     def table(positions):
         return rotary_table(positions, width=16, scaling=scaling)
 
     compiled = torch.compile(table, fullgraph=True, backend="aot_eager")
-    for got, truth in zip(compiled(torch.arange(9)), table(torch.arange(9)), strict=True):
-        torch.testing.assert_close(got, truth)
+    for compiled_table, plain_table in zip(
+        compiled(torch.arange(9)), table(torch.arange(9)), strict=True
+    ):
+        torch.testing.assert_close(compiled_table, plain_table)

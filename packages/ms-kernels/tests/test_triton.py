@@ -1,4 +1,4 @@
-"""The Triton backend where there is no GPU: its kernels interpreted, its choice, its launches."""
+"""The Triton backend without a GPU: interpreted kernels, selection and launches."""
 
 import os
 import subprocess
@@ -14,11 +14,11 @@ from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 pytest.importorskip("triton", reason="the extra cuda is not installed")
 
 TESTS = Path(__file__).parent
-OPERATORS = [each.operator for each in IMPLEMENTATIONS if each.backend == "triton"]
+OPERATORS = [impl.operator for impl in IMPLEMENTATIONS if impl.backend == "triton"]
 
 
-def interpret(*arguments, examples):
-    """Run the interpreted tests in a process of their own, and return how it ended."""
+def run_interpreted(*arguments, examples):
+    """Run the interpreted tests in a subprocess and return the completed process."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "MS_EXAMPLES": str(examples)}
     return subprocess.run(
@@ -32,24 +32,24 @@ def interpret(*arguments, examples):
 HALF = " or ".join(f"[{operator}]" for operator in OPERATORS[::2])
 
 
-@pytest.mark.parametrize("chosen", [HALF, f"not ({HALF})"], ids=["half", "the rest"])
-def test_the_kernels_equal_the_reference_in_the_interpreter(chosen):
-    """Every operator, on a few calls drawn at random; torch is told the truth about each."""
-    ended = interpret("-k", chosen, examples=4)
-    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
+@pytest.mark.parametrize("selection", [HALF, f"not ({HALF})"], ids=["half", "the rest"])
+def test_kernels_equal_the_reference_in_the_interpreter(selection):
+    """Every operator on a few random calls, plus opcheck."""
+    process = run_interpreted("-k", selection, examples=4)
+    assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-2000:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_the_kernels_equal_the_reference_on_many_calls(operator):
-    """The same on a hundred calls."""
-    ended = interpret("-k", f"[{operator}]", examples=100)
-    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
+def test_kernels_equal_the_reference_on_many_calls(operator):
+    """The same with a hundred calls per operator."""
+    process = run_interpreted("-k", f"[{operator}]", examples=100)
+    assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-2000:]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_a_gpu_gets_the_kernels_and_says_why(operator):
-    """The choice is made from a description, on a machine that has no GPU."""
+def test_a_gpu_gets_the_triton_kernels(operator):
+    """The choice uses a description of the call, so it needs no GPU."""
     contract = CONTRACTS[operator]
     call = contract.call({}, dtype=torch.float32, device="cuda")
     assert choose(call, IMPLEMENTATIONS).backend == "triton"
@@ -58,46 +58,46 @@ def test_a_gpu_gets_the_kernels_and_says_why(operator):
     assert choose(contract.call({}), IMPLEMENTATIONS).backend != "triton"
 
 
-def test_plain_attention_on_cuda_goes_to_torchs_own_kernels_and_says_so():
-    """In half precision without window, documents or cache; everything else is ours."""
+def test_plain_attention_on_cuda_uses_torch_sdpa():
+    """In half precision without window, documents or cache; all other calls use our kernel."""
     contract = CONTRACTS["attention"]
 
-    def chosen(dims=(), without=("documents", "sinks"), dtype=torch.bfloat16, **options):
+    def choice_for(dims=(), without=("documents", "sinks"), dtype=torch.bfloat16, **options):
         call = contract.call(
             dict(dims), device="cuda", dtype=dtype, without=without, options=options
         )
         return choose(call, IMPLEMENTATIONS)
 
-    plain = chosen()
+    plain = choice_for()
     assert plain.backend == "sdpa"
     assert "cuDNN" in plain.implementation.merit
-    assert chosen(causal=False).backend == "sdpa"
-    for other in (
-        chosen(window=8),
-        chosen(without=("sinks",)),
-        chosen(without=("documents",)),
-        chosen({"Dv": 8}),
-        chosen({"Sq": 1}),
-        chosen({"D": 20}),
-        chosen(dtype=torch.float32),
+    assert choice_for(causal=False).backend == "sdpa"
+    for choice in (
+        choice_for(window=8),
+        choice_for(without=("sinks",)),
+        choice_for(without=("documents",)),
+        choice_for({"Dv": 8}),
+        choice_for({"Sq": 1}),
+        choice_for({"D": 20}),
+        choice_for(dtype=torch.float32),
     ):
-        assert other.backend == "triton"
-        assert [each.backend for each in other.verdicts].index("sdpa") >= 0
+        assert choice.backend == "triton"
+        assert [verdict.backend for verdict in choice.verdicts].index("sdpa") >= 0
 
 
-def test_what_no_kernel_holds_goes_to_the_reference():
-    """Rows and heads have a limit, and the verdict names it."""
+def test_sizes_above_the_kernel_limits_use_the_reference():
+    """Rows and heads have a maximum width, and the verdict names it."""
     call = CONTRACTS["rms_norm"].call({"H": 65_537}, device="cuda")
     choice = choose(call, IMPLEMENTATIONS)
     assert choice.backend == "reference"
-    (verdict,) = [each for each in choice.verdicts if each.backend == "triton"]
+    (verdict,) = [v for v in choice.verdicts if v.backend == "triton"]
     assert "rows of up to 65536 features, not 65537" in verdict.reason
     call = CONTRACTS["attention"].call({"D": 257}, device="cuda")
     assert choose(call, IMPLEMENTATIONS).backend == "reference"
 
 
-def test_without_triton_the_reference_is_taken_and_the_extra_is_named():
-    """A machine whose Triton is missing says what to install; nothing fails."""
+def test_without_triton_the_reference_is_used_and_the_extra_is_named():
+    """Without Triton the explanation says what to install, and calls still work."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import ms_kernels.operators, ms_kernels.core.dispatch as d\n"
@@ -105,16 +105,20 @@ def test_without_triton_the_reference_is_taken_and_the_extra_is_named():
         "choice = d.decide(call)\n"
         "print(choice.backend, [each.reason for each in choice.verdicts])\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith("reference")
-    assert "ms-kernels[cuda]" in ended.stdout
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.startswith("reference")
+    assert "ms-kernels[cuda]" in process.stdout
 
 
-def test_importing_the_package_imports_no_kernel():
-    """Triton takes a second to import, so the first call that needs it does."""
+def test_importing_the_package_does_not_import_kernels():
+    """Importing Triton takes a second, so the first call that needs it does it."""
     code = (
         "import sys, ms_kernels.operators\n"
         "print(any(each.endswith('.kernels') for each in sys.modules), 'triton' in sys.modules)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "False False\n"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "False False\n"

@@ -1,4 +1,4 @@
-"""Tuning tables: what they say, what they refuse, and that a choice is a pure function of them."""
+"""Tuning tables: contents, validation, and choices that depend on nothing else."""
 
 import json
 
@@ -28,39 +28,39 @@ TABLE = {"format": "ms-kernels-tuning-1", "chip": "toy", "torch": "2.13.0", "ent
 
 
 @pytest.fixture
-def toy(monkeypatch, tmp_path):
-    """Give a function that makes a table of one entry count, of the chip ``toy`` or another."""
+def install_toy_table(monkeypatch, tmp_path):
+    """Return a function that installs a one-entry table for the chip ``toy`` or another."""
     monkeypatch.setattr(tables, "_folder", lambda: tmp_path)
     tables._entries.cache_clear()
 
-    def forget():
+    def clear_caches():
         tables._entries.cache_clear()
         launches.launch_of.cache_clear()
 
     def install(chip="toy", **entry):
         table = {**TABLE, "chip": chip, "entries": [{**ENTRY, **entry}]}
         (tmp_path / f"{chip}.json").write_text(json.dumps(table))
-        forget()
+        clear_caches()
 
     yield install
-    forget()
+    clear_caches()
 
 
-def test_a_table_is_written_and_read_back_the_same(tmp_path):
-    """One entry a line, in order, so that a change reviews well."""
+def test_a_table_round_trips(tmp_path):
+    """One entry per line, sorted, so that diffs are easy to review."""
     entries = tuple(
         TableEntry(operator="rms_norm", backend="cpu", version=1, dtype=dtype, pays_from=pays_from)
         for dtype, pays_from in (("float32", 5), ("bfloat16", None))
     )
     table = Table(chip="toy", torch="2.13.0", entries=entries)
     write_table(table, tmp_path / "toy.json")
-    assert [each.name for each in tmp_path.iterdir()] == ["toy.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["toy.json"]
     assert len((tmp_path / "toy.json").read_text().splitlines()) == 3
     assert read_table(tmp_path / "toy.json").entries == entries[::-1]
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"format": "ms-kernels-tuning-2"}, "Invalid value 'ms-kernels-tuning-2'"),
         ({"chips": 1}, "unknown field `chips`"),
@@ -77,19 +77,19 @@ def test_a_table_is_written_and_read_back_the_same(tmp_path):
         ),
     ],
 )
-def test_a_damaged_table_is_refused_in_one_line(tmp_path, change, told):
-    """The file, what is wrong with it, and the remedy."""
+def test_a_damaged_table_is_refused_in_one_line(tmp_path, change, message):
+    """The error names the file, the problem and the fix."""
     path = tmp_path / "toy.json"
     path.write_text(json.dumps({**TABLE, **change}))
     with pytest.raises(TableError) as caught:
         read_table(path)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_truncated_absent_or_huge_table_is_refused(tmp_path):
-    """Nothing is read that is larger than a table may be."""
+def test_a_truncated_missing_or_oversized_table_is_refused(tmp_path):
+    """Files above the size limit are not read."""
     path = tmp_path / "toy.json"
     with pytest.raises(TableError, match="No such file"):
         read_table(path)
@@ -101,87 +101,90 @@ def test_a_truncated_absent_or_huge_table_is_refused(tmp_path):
         read_table(path)
 
 
-def asked(rows, chip):
-    """Describe rms_norm of rows of 8 on the CPU: 8 · rows + 8 elements."""
+def rms_norm_call(rows, chip):
+    """Describe rms_norm on the CPU with rows of 8: 8 * rows + 8 elements."""
     return CONTRACTS["rms_norm"].call({"...": rows, "H": 8}, chip=chip)
 
 
-def reason(choice):
-    """Return why the CPU's own implementation was taken or not."""
-    return next(each.reason for each in choice.verdicts if each.backend == "cpu")
+def cpu_reason(choice):
+    """Return why the CPU implementation was chosen or not."""
+    return next(verdict.reason for verdict in choice.verdicts if verdict.backend == "cpu")
 
 
-def test_a_threshold_decides_by_all_elements_and_is_told(toy):
-    """Below it the next backend is taken; the reason names the threshold and the table."""
-    toy(pays_from=1000)
-    small = choose(asked(123, "toy"), IMPLEMENTATIONS)
+def test_a_threshold_counts_all_elements_and_appears_in_the_reason(install_toy_table):
+    """Below it the next backend is chosen; the reason names the threshold and the table."""
+    install_toy_table(pays_from=1000)
+    small = choose(rms_norm_call(123, "toy"), IMPLEMENTATIONS)
     assert small.backend == "reference"
-    assert reason(small) == "is faster from 1000 elements on toy, and this call has 992"
-    assert choose(asked(124, "toy"), IMPLEMENTATIONS).backend == "cpu"
-    toy(pays_from=None)
-    never = choose(asked(10**6, "toy"), IMPLEMENTATIONS)
-    assert reason(never) == "was not faster at any size measured on toy"
+    assert cpu_reason(small) == "is faster from 1000 elements on toy, and this call has 992"
+    assert choose(rms_norm_call(124, "toy"), IMPLEMENTATIONS).backend == "cpu"
+    install_toy_table(pays_from=None)
+    never = choose(rms_norm_call(10**6, "toy"), IMPLEMENTATIONS)
+    assert cpu_reason(never) == "was not faster at any size measured on toy"
 
 
 @pytest.mark.parametrize("stale", [{"version": 2}, {"dtype": "bfloat16"}, {"backend": "triton"}])
-def test_what_a_table_does_not_know_follows_the_implementation(toy, stale):
-    """Another version, dtype, backend, or a chip without a table: the built-in threshold."""
-    toy(pays_from=0, **stale)
+def test_calls_without_a_table_entry_use_the_implementations_threshold(install_toy_table, stale):
+    """For another version, dtype or backend, or a chip without a table."""
+    install_toy_table(pays_from=0, **stale)
     for chip in ("toy", "unknown", ""):
-        choice = choose(asked(1000, chip), IMPLEMENTATIONS)
+        choice = choose(rms_norm_call(1000, chip), IMPLEMENTATIONS)
         assert choice.backend == "reference"
-        assert reason(choice) == "is faster from 65536 elements, and this call has 8008"
+        assert cpu_reason(choice) == "is faster from 65536 elements, and this call has 8008"
 
 
-def test_a_configuration_is_the_first_whose_sizes_hold(toy):
-    """Then the kernel's own; a tuner's trial goes before all, and a kernel without is told."""
-    steps = [
+def test_the_first_configuration_that_fits_the_sizes_is_used(install_toy_table):
+    """Without a matching entry the kernel's defaults apply; a tuner's trial overrides both."""
+    configurations = [
         {"kernel": "walk", "at_most": {"H": 64}, "values": {"block": 1}},
         {"kernel": "walk", "at_most": {"H": 512, "rows": 10}, "values": {"block": 2}},
     ]
-    toy(configurations=steps)
-    about = {"operator": "rms_norm", "name": "walk", "backend": "cpu", "sizes": ("H", "rows")}
-    walk = TunedKernel(**about, defaults=((100, {"block": 8}), (ANY_SIZE, {"block": 9})))
+    install_toy_table(configurations=configurations)
+    fields = {"operator": "rms_norm", "name": "walk", "backend": "cpu", "sizes": ("H", "rows")}
+    tuned = TunedKernel(**fields, defaults=((100, {"block": 8}), (ANY_SIZE, {"block": 9})))
 
-    def found(kernel=walk, chip="toy", **sizes):
+    def values_of(kernel=tuned, chip="toy", **sizes):
+        """Without a table the kernel's defaults apply; a tuner's trial overrides both."""
         return kernel.values(TableKey(chip, torch.float32), sizes["H"], sizes["rows"])
 
-    assert found(H=64, rows=99) == {"block": 1}
-    assert found(H=65, rows=10) == {"block": 2}
-    assert found(H=65, rows=11) == {"block": 8}
-    assert found(H=101, rows=11) == {"block": 9}
-    assert found(H=64, rows=99, chip="other") == {"block": 8}
-    with launches.trying(walk, {"block": 7}):
-        assert found(H=1, rows=1) == {"block": 7}
-    for other in ({"operator": "swiglu"}, {"name": "run"}):
-        with launches.trying(TunedKernel(**{**about, **other}), {"block": 7}):
-            assert found(H=1, rows=1) == {"block": 1}
+    assert values_of(H=64, rows=99) == {"block": 1}
+    assert values_of(H=65, rows=10) == {"block": 2}
+    assert values_of(H=65, rows=11) == {"block": 8}
+    assert values_of(H=101, rows=11) == {"block": 9}
+    assert values_of(H=64, rows=99, chip="other") == {"block": 8}
+    with launches.trying(tuned, {"block": 7}):
+        assert values_of(H=1, rows=1) == {"block": 7}
+    for change in ({"operator": "swiglu"}, {"name": "run"}):
+        with launches.trying(TunedKernel(**{**fields, **change}), {"block": 7}):
+            assert values_of(H=1, rows=1) == {"block": 1}
     with pytest.raises(TableError, match="no tuning table has run of rms_norm cpu, version 1"):
-        found(TunedKernel(**{**about, "name": "run"}), H=1, rows=1)
+        values_of(TunedKernel(**{**fields, "name": "run"}), H=1, rows=1)
     with pytest.raises(TableError, match="version 2"):
-        found(TunedKernel(**about, version=2), H=1, rows=1)
+        values_of(TunedKernel(**fields, version=2), H=1, rows=1)
 
 
-def test_float32_may_have_defaults_of_its_own():
-    """Kernels hold half as many elements of twice the size."""
-    half, single = ((ANY_SIZE, {"block": 2}),), ((ANY_SIZE, {"block": 1}),)
-    kernel = TunedKernel(operator="swiglu", name="walk", defaults=half, wide_defaults=single)
-    chosen = {dtype: kernel.values(TableKey("", dtype))["block"] for dtype in DTYPES}
-    assert chosen == {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}
+def test_float32_can_have_its_own_defaults():
+    """A kernel's tile holds half the number of elements at twice the size."""
+    half_defaults, wide_defaults = ((ANY_SIZE, {"block": 2}),), ((ANY_SIZE, {"block": 1}),)
+    kernel = TunedKernel(
+        operator="swiglu", name="walk", defaults=half_defaults, wide_defaults=wide_defaults
+    )
+    blocks = {dtype: kernel.values(TableKey("", dtype))["block"] for dtype in DTYPES}
+    assert blocks == {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}
 
 
-def test_explain_names_what_a_kernel_runs_with_and_whether_it_was_measured(toy):
-    """The parameters, whose table they stand in, and that nobody timed them."""
+def test_explain_names_launch_parameters_and_whether_they_were_measured(install_toy_table):
+    """The launch parameters, the chip whose table they come from, and whether they were timed."""
     contract = CONTRACTS["rms_norm"]
 
-    def launched(chip):
+    def launches_on(chip):
         call = contract.call({"H": 4096}, device="cuda", chip=chip)
         choice = with_launches(choose(call, IMPLEMENTATIONS), call, contract.bind(call))
-        return [str(each) for each in choice.launches]
+        return [str(launch) for launch in choice.launches]
 
     forward = {"kernel": "rms_norm_forward", "at_most": {}, "values": {"ELEMENTS": 7}}
-    toy(backend="triton", configurations=[forward])
-    assert launched("toy") == [
+    install_toy_table(backend="triton", configurations=[forward])
+    assert launches_on("toy") == [
         "rms_norm_forward ELEMENTS=7 (toy, measured)",
         "rms_norm_backward ELEMENTS=2048 PROGRAMS=256 num_warps=8 (any, never measured)",
     ]
@@ -197,16 +200,16 @@ def test_explain_names_what_a_kernel_runs_with_and_whether_it_was_measured(toy):
         ([(10, 0.5), (10, 1.5), (100, 1.0)], 100),
     ],
 )
-def test_a_backend_pays_from_where_it_is_slower_no_more(ratios, pays_from):
-    """From there on at every size that was tried; the least of all stands for those below."""
+def test_a_backend_pays_from_the_size_above_which_it_is_never_slower(ratios, pays_from):
+    """The smallest measured size also covers all sizes below it."""
     assert tuner._pays_from(ratios) == pays_from
 
 
-def test_a_tuner_takes_the_fastest_configuration_by_measuring(toy, monkeypatch):
-    """One of three configurations works often and one does not run: the third is chosen."""
-    again = TunedKernel(
+def test_the_tuner_picks_the_fastest_measured_configuration(install_toy_table, monkeypatch):
+    """Of three configurations one is slow and one fails to run, so the third is chosen."""
+    repeat_kernel = TunedKernel(
         operator="swiglu",
-        name="again",
+        name="repeat",
         backend="toy",
         sizes=("I",),
         tried_at=({"I": 64, "...": 64}, {"I": 256, "...": 64}),
@@ -215,51 +218,53 @@ def test_a_tuner_takes_the_fastest_configuration_by_measuring(toy, monkeypatch):
     )
 
     def run(gate, up):
-        values = again.values(TableKey("toy", gate.dtype), gate.shape[1])
+        values = repeat_kernel.values(TableKey("toy", gate.dtype), gate.shape[1])
         if values["times"] < 0:
             raise RuntimeError("out of shared memory")
         for _ in range(values["times"]):
             result = torch.nn.functional.silu(gate) * up
         return result
 
-    toy_ = Implementation(operator="swiglu", backend="toy", run=run, merit="", tuned=(again,))
-    reference = next(
-        each for each in IMPLEMENTATIONS if (each.operator, each.backend) == ("swiglu", "reference")
+    toy_backend = Implementation(
+        operator="swiglu", backend="toy", run=run, merit="", tuned=(repeat_kernel,)
     )
-    monkeypatch.setattr(tuner, "IMPLEMENTATIONS", (toy_, reference))
+    reference = next(
+        impl for impl in IMPLEMENTATIONS if (impl.operator, impl.backend) == ("swiglu", "reference")
+    )
+    monkeypatch.setattr(tuner, "IMPLEMENTATIONS", (toy_backend, reference))
     table = tuner.tune(torch.device("cpu"), dtypes=(torch.float32,), spend_s=0.01)
     (entry,) = table.entries
-    # Both sizes chose the same, so the larger stands for both.
-    (found,) = entry.configurations
-    assert (found.kernel, found.at_most, found.values) == ("again", {"I": 256}, {"times": 1})
+    # Both sizes chose the same configuration, so one entry at the larger size covers both.
+    (config,) = entry.configurations
+    assert (config.kernel, config.at_most, config.values) == ("repeat", {"I": 256}, {"times": 1})
     assert entry.measured
 
 
-def test_every_kernel_has_a_configuration_on_a_chip_that_nobody_measured():
-    """In three dtypes, at any size, with the parameters that its candidates have."""
-    for each in IMPLEMENTATIONS:
-        for dtype in each.dtypes if each.tuned else ():
-            for kernel in each.tuned:
+def test_every_kernel_has_a_configuration_on_an_unmeasured_chip():
+    """In three dtypes, at any size, with the parameters of its candidates."""
+    for impl in IMPLEMENTATIONS:
+        for dtype in impl.dtypes if impl.tuned else ():
+            for kernel in impl.tuned:
                 sizes = tuple(2**30 for _ in kernel.sizes)
                 launch = launches.launch_of(kernel, "nowhere", describe(dtype), sizes)
                 assert (launch.chip, launch.measured) == ("any", False)
-                assert (kernel.operator, kernel.backend) == (each.operator, each.backend)
-                assert kernel.version == each.version
+                assert (kernel.operator, kernel.backend) == (impl.operator, impl.backend)
+                assert kernel.version == impl.version
                 for candidate in kernel.candidates:
                     assert candidate.keys() == launch.values.keys(), kernel.name
 
 
-def test_no_gpus_table_claims_to_be_measured():
-    """Nothing has run on a GPU, and each entry says so."""
+def test_gpu_tables_do_not_claim_to_be_measured():
+    """None was measured on a GPU, and every entry says so."""
     for chip in ("gfx942", "sm_80", "sm_89", "sm_90", "sm_100"):
         table = read_table(tables._folder() / f"{chip}.json")
         assert table.torch == ""
         assert not any(entry.measured for entry in table.entries)
 
 
-def test_every_committed_table_is_whole_and_of_what_exists():
-    """Each reads strictly, and each entry is for an implementation in its present version."""
-    versions = {(each.operator, each.backend): each.version for each in IMPLEMENTATIONS}
+def test_every_committed_table_is_valid_and_current():
+    """Each table parses strictly, and each entry matches an implementation's current version."""
+    versions = {(impl.operator, impl.backend): impl.version for impl in IMPLEMENTATIONS}
     assert "cpu-avx512" in tables.chips()
     for chip in tables.chips():
         table = read_table(tables._folder() / f"{chip}.json")
@@ -267,8 +272,8 @@ def test_every_committed_table_is_whole_and_of_what_exists():
             assert versions[entry.operator, entry.backend] == entry.version
 
 
-def test_the_chip_of_a_device_is_a_name_that_a_file_may_have():
-    """For the CPU by its vector unit; for a device that is not here by its type."""
+def test_the_chip_name_is_a_valid_file_name():
+    """CPUs are named by vector extension, absent devices by type."""
     assert chips.chip_of(torch.device("cpu")).startswith("cpu-")
     assert chips.chip_of(torch.device("meta")) == "meta"
     call = dispatch.describe_call(CONTRACTS["swiglu"], (torch.ones(2, 3),) * 2, ())
@@ -276,7 +281,7 @@ def test_the_chip_of_a_device_is_a_name_that_a_file_may_have():
 
 
 def test_structs_are_frozen():
-    """A decision cannot be changed by whoever holds a table."""
+    """A table's holder cannot change a decision."""
     with pytest.raises(AttributeError):
         Configuration(at_most={}, values={"block": 1}).values = {}
     assert msgspec.structs.asdict(TableEntry(operator="a", backend="b", version=1, dtype="int8"))

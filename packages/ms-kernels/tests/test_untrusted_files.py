@@ -1,4 +1,4 @@
-"""Files that somebody else wrote or damaged: each is read whole, or refused in one line."""
+"""Foreign and damaged files: each is read completely or refused with a one-line error."""
 
 import ctypes
 import hashlib
@@ -23,7 +23,7 @@ from ms_kernels.core.tables import Table, read_table
 MUTANTS = int(os.environ.get("MS_MUTANTS", "400"))
 
 DEEP = b"[" * 200_000
-WHOLE_FILES = {
+FOREIGN_FILES = {
     "nothing": b"",
     "deep lists": DEEP,
     "deep objects": b'{"a":' * 200_000,
@@ -42,60 +42,62 @@ WORDS = [b"null", b"-1", b"1e999", b"9" * 30, b"{}", b"[]", b'""', b'"../x"', b"
 
 
 def mutants(content, count):
-    """Yield damaged versions of a file: cut, bits flipped, values and pieces exchanged."""
+    """Yield damaged versions of a file: truncated, bits flipped, values or ranges replaced."""
     chance = random.Random(0)
     for _ in range(count):
-        made = bytearray(content)
-        how = chance.randrange(5)
-        start = chance.randrange(len(made))
-        end = min(start + chance.randrange(1, 40), len(made))
-        if how == 0:
-            del made[start:]
-        elif how == 1:
-            made[start] ^= 1 << chance.randrange(8)
-        elif how == 2:
-            del made[start:end]
-        elif how == 3:
-            made[start:end] = chance.choice(WORDS)
+        damaged = bytearray(content)
+        damage = chance.randrange(5)
+        start = chance.randrange(len(damaged))
+        end = min(start + chance.randrange(1, 40), len(damaged))
+        if damage == 0:
+            del damaged[start:]
+        elif damage == 1:
+            damaged[start] ^= 1 << chance.randrange(8)
+        elif damage == 2:
+            del damaged[start:end]
+        elif damage == 3:
+            damaged[start:end] = chance.choice(WORDS)
         else:
-            values = [place for place, each in enumerate(made) if each in b":,"]
-            place = chance.choice(values) + 1
-            stop = min(made.find(each, place) for each in b",}]" if made.find(each, place) > 0)
-            made[place:stop] = chance.choice(WORDS)
-        yield bytes(made)
+            value_starts = [position for position, char in enumerate(damaged) if char in b":,"]
+            position = chance.choice(value_starts) + 1
+            value_end = min(
+                damaged.find(char, position) for char in b",}]" if damaged.find(char, position) > 0
+            )
+            damaged[position:value_end] = chance.choice(WORDS)
+        yield bytes(damaged)
 
 
-def refused(read, error):
-    """Say whether reading is refused, in one line; any other error is a defect."""
-    told = None
+def is_refused(read, error):
+    """Return whether reading is refused with a one-line error; any other error is a defect."""
+    message = None
     try:
         read()
     except error as caught:
-        told = str(caught)
-    if told is None:
+        message = str(caught)
+    if message is None:
         return False
-    assert told.isprintable()  # no line end either
-    assert len(told) < 1500
+    assert message.isprintable()  # so no newline either
+    assert len(message) < 1500
     return True
 
 
 def table_bytes():
-    """Return the largest table that is committed, of entries and configurations."""
+    """Return the largest committed table, with entries and configurations."""
     return (tables._folder() / "sm_90.json").read_bytes()
 
 
 @pytest.fixture
 def library(tmp_path):
-    """Return the folder of a library of one kernel that returns what it is given."""
-    place = tmp_path / "lib"
-    place.mkdir()
-    (place / "lib.c").write_text(
+    """Return the folder of a library with one kernel that does nothing."""
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    (folder / "lib.c").write_text(
         'const char *ms_last_error(void) { return ""; }\n'
         'const char *ms_status_text(int s) { return "bad"; }\n'
         "int ms_copy(void *stream, void *p, long i, long n, float f) { return 0; }\n"
     )
     command = ["cc", "-shared", "-fPIC", "-o", "lib.so", "lib.c"]
-    subprocess.run(command, cwd=place, check=True)
+    subprocess.run(command, cwd=folder, check=True)
     kinds = {"X": "pointer", "i": "i32", "n": "i64", "f": "f32"}
     kernel = {
         "name": "copy",
@@ -108,7 +110,7 @@ def library(tmp_path):
             ("registers", "spilled_bytes", "shared_bytes", "matrix_instructions", "vector_bits"), 0
         ),
     }
-    file = file_of(place, "lib.so")
+    file = file_of(folder, "lib.so")
     manifest = {
         "format": "ms-kernels.1",
         "target": "sm_90",
@@ -118,88 +120,88 @@ def library(tmp_path):
         "kernels": [kernel],
         "files": [{"path": "lib.so", "size_bytes": file.size_bytes, "sha256": file.sha256}],
     }
-    (place / "manifest.json").write_text(json.dumps(manifest))
-    return place
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
 
 
-def test_the_library_of_these_tests_opens(library):
-    """What the mutants are made of is sound."""
+def test_the_undamaged_library_opens(library):
+    """The mutants below start from a valid library."""
     opened = load(library)
     assert isinstance(opened, Library)
     opened.launch("copy", X=0, i=1, n=2, f=1.5)
 
 
-@pytest.mark.parametrize("content", WHOLE_FILES.values(), ids=WHOLE_FILES)
-def test_a_file_that_is_nothing_of_the_kind_is_refused(tmp_path, library, content):
-    """Deep nesting, no text, huge numbers: as a table and as a manifest."""
+@pytest.mark.parametrize("content", FOREIGN_FILES.values(), ids=FOREIGN_FILES)
+def test_a_foreign_file_is_refused_as_table_and_as_manifest(tmp_path, library, content):
+    """Deep nesting, binary data, huge numbers."""
     table = tmp_path / "x.json"
     table.write_bytes(content)
-    assert refused(lambda: read_table(table), TableError)
+    assert is_refused(lambda: read_table(table), TableError)
     (library / "manifest.json").write_bytes(content)
-    assert refused(lambda: load(library), BackendError)
+    assert is_refused(lambda: load(library), BackendError)
 
 
-def test_damaged_tables_are_refused_or_are_tables(tmp_path):
-    """Whatever of the damage is no damage to JSON and its types gives a table that holds."""
+def test_damaged_tables_are_refused_or_valid(tmp_path):
+    """Damage that leaves valid JSON of the right types gives a valid table."""
     path = tmp_path / "sm_90.json"
-    taken = 0
-    for made in mutants(table_bytes(), MUTANTS):
-        path.write_bytes(made)
-        found = []
-        if not refused(lambda: found.append(read_table(path)), TableError):  # noqa: B023
-            assert isinstance(found[0], Table)
-            taken += 1
-    assert 0 < taken < MUTANTS
+    accepted = 0
+    for damaged in mutants(table_bytes(), MUTANTS):
+        path.write_bytes(damaged)
+        tables_read = []
+        if not is_refused(lambda: tables_read.append(read_table(path)), TableError):  # noqa: B023
+            assert isinstance(tables_read[0], Table)
+            accepted += 1
+    assert 0 < accepted < MUTANTS
 
 
-def test_damaged_manifests_are_refused_or_open(library):
-    """A library never opens other files than its own, and never fails otherwise."""
+def test_damaged_manifests_are_refused_or_valid(library):
+    """A library never opens files other than its own and never fails in another way."""
     path = library / "manifest.json"
-    sound = path.read_bytes()
-    taken = 0
-    for made in mutants(sound, MUTANTS):
-        path.write_bytes(made)
-        found = []
-        if not refused(lambda: found.append(read_manifest(library)), BackendError):  # noqa: B023
-            assert isinstance(found[0], Manifest)
-            taken += 1
-            refused(lambda: load(library), BackendError)
-    assert 0 < taken < MUTANTS
+    content = path.read_bytes()
+    accepted = 0
+    for damaged in mutants(content, MUTANTS):
+        path.write_bytes(damaged)
+        manifests = []
+        if not is_refused(lambda: manifests.append(read_manifest(library)), BackendError):  # noqa: B023
+            assert isinstance(manifests[0], Manifest)
+            accepted += 1
+            is_refused(lambda: load(library), BackendError)
+    assert 0 < accepted < MUTANTS
 
 
 def test_damaged_library_files_are_refused(library):
-    """One bit of the library that differs from its checksum."""
+    """A single flipped bit no longer matches the checksum."""
     binary = library / "lib.so"
-    made = bytearray(binary.read_bytes())
-    made[len(made) // 2] ^= 4
-    binary.write_bytes(made)
-    assert refused(lambda: load(library), BackendError)
+    damaged = bytearray(binary.read_bytes())
+    damaged[len(damaged) // 2] ^= 4
+    binary.write_bytes(damaged)
+    assert is_refused(lambda: load(library), BackendError)
 
 
 def test_a_library_without_the_functions_of_its_manifest_is_refused(library):
-    """A name that is not exported, or no shared library at all."""
+    """A kernel that is not exported, or a file that is not a shared library."""
     manifest = json.loads((library / "manifest.json").read_text())
     manifest["kernels"][0]["name"] = "other"
     (library / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(BackendError, match="has no ms_other"):
         load(library)
-    (library / "lib.so").unlink()  # what is open stays as it is
+    (library / "lib.so").unlink()  # the open library keeps its mapping
     (library / "lib.so").write_bytes(b"no library")
     manifest["files"][0] |= {
         "size_bytes": 10,
         "sha256": hashlib.sha256(b"no library").hexdigest(),
     }
     (library / "manifest.json").write_text(json.dumps(manifest))
-    assert refused(lambda: load(library), BackendError)
+    assert is_refused(lambda: load(library), BackendError)
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), None, "1", [], 1.5, True])
 @pytest.mark.parametrize("name", ["X", "i", "n"])
-def test_a_launch_takes_numbers_that_fit_alone(library, name, value):
-    """Plain ctypes would cut the upper bits off in silence."""
-    given = {"X": 0, "i": 1, "n": 2, "f": 1.5}
+def test_a_launch_rejects_numbers_that_do_not_fit(library, name, value):
+    """Plain ctypes would silently drop the upper bits."""
+    args = {"X": 0, "i": 1, "n": 2, "f": 1.5}
     with pytest.raises(KernelError, match=f"copy: {name} is"):
-        load(library).launch("copy", **{**given, name: value})
+        load(library).launch("copy", **{**args, name: value})
 
 
 PATHS = {
@@ -213,27 +215,27 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-def test_a_path_that_no_system_takes_is_refused(tmp_path, monkeypatch, capsys, path):
-    """Read or written: one line, exit code 2."""
+def test_an_unusable_path_is_refused(tmp_path, monkeypatch, capsys, path):
+    """For reading and writing: one line and exit code 2."""
     monkeypatch.chdir(tmp_path)
     os.symlink("circle", tmp_path / "circle")
     (tmp_path / "file").write_text("")
-    assert refused(lambda: read_table(tmp_path / f"{path}.json"), TableError)
-    assert refused(lambda: load(tmp_path / path), BackendError)
+    assert is_refused(lambda: read_table(tmp_path / f"{path}.json"), TableError)
+    assert is_refused(lambda: load(tmp_path / path), BackendError)
     for command in (
         ["bench", "--tune", "--operator", "swiglu", "--out", path],
         ["build", "--target", "cpu", "--only", "nothing", "--out", path],
     ):
         if path.startswith("nowhere") and command[0] == "build":
-            continue  # its folders are made
-        assert code_of(command) == 2
-        told = capsys.readouterr().err
-        assert re.match(rf"ms-kernels( {command[0]})?: ", told)
-        assert (told.count("\n"), len(told) < 1500) == (1, True)
+            continue  # build creates missing folders
+        assert exit_code_of(command) == 2
+        error = capsys.readouterr().err
+        assert re.match(rf"ms-kernels( {command[0]})?: ", error)
+        assert (error.count("\n"), len(error) < 1500) == (1, True)
 
 
-def code_of(command):
-    """The exit code, which argparse raises."""
+def exit_code_of(command):
+    """Return the command's exit code, also when argparse raises it."""
     try:
         return main(command)
     except SystemExit as ended:
@@ -252,16 +254,16 @@ def code_of(command):
     ],
     ids=lambda it: it[:6].encode("ascii", "replace").decode(),
 )
-def test_a_detail_that_is_no_value_is_refused(capsys, detail):
-    """Digits without end, nesting, what is no text."""
-    assert code_of(["explain", "rms_norm", detail]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("ms-kernels: ")
-    assert (told.count("\n"), len(told) < 1500) == (1, True)
+def test_an_invalid_detail_is_refused(capsys, detail):
+    """Endless digits, nesting, invalid text."""
+    assert exit_code_of(["explain", "rms_norm", detail]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ms-kernels: ")
+    assert (error.count("\n"), len(error) < 1500) == (1, True)
 
 
-def test_kept_pieces_of_a_stopped_build_are_sealed(tmp_path):
-    """A piece of which one bit flipped is compiled anew."""
+def test_cached_pieces_of_an_interrupted_build_are_sealed(tmp_path):
+    """A piece with one flipped bit is compiled again."""
     from ms_kernels.aot.cpu_library import _is_kept, _sealed
 
     package, library, seal = (tmp_path / name for name in ("x.pt2", "x.so", "x.key"))
@@ -275,7 +277,7 @@ def test_kept_pieces_of_a_stopped_build_are_sealed(tmp_path):
     assert not _is_kept(seal, "key", package, library)
 
 
-def test_a_number_of_c_is_what_was_given():
-    """The types that a launch passes hold the numbers whole."""
+def test_ctypes_integers_hold_64_bits():
+    """The ctypes that a launch passes keep all bits."""
     assert ctypes.c_int64(2**40).value == 2**40
     assert torch.iinfo(torch.int64).max == 2**63 - 1

@@ -1,1 +1,1 @@
-"""Sections of `gpu.py`: each proves or measures one thing and writes one table."""
+"""Sections of `gpu.py`: each checks or measures one thing and writes one table."""

@@ -1,4 +1,4 @@
-"""Attention: the chosen kernel, ours, and each of torch's; and what torch's do not take."""
+"""Attention: default, Triton and torch kernels, and masks that torch does not support."""
 
 from collections.abc import Callable
 
@@ -14,82 +14,85 @@ from ms_kernels.operators import CONTRACTS
 
 __all__ = ["masked", "plain"]
 
-TORCHS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
-"""Kernels of torch's that count as the best there is."""
+TORCH_KERNELS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
+"""Torch kernels that the fastest is chosen from."""
 
 
 def plain(report: Report) -> None:
-    """Time causal attention, forward and with gradients; a kernel that does not run says why."""
+    """Time causal attention, forward and with gradients."""
     shapes = [(1, 16, 4, 2, 16)] if report.small else [
         (4, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (8, 2048, 32, 32, 64),
     ]  # fmt: skip
-    rest = (None, None, *CONTRACTS["attention"].defaults)  # no documents, no sinks
-    report.table("B S Hq Hk D", "pass", "way", "ms", "TFLOP/s", "of the best of torch's")
+    args = (None, None, *CONTRACTS["attention"].defaults)  # no documents, no sinks
+    report.table("B S Hq Hk D", "pass", "method", "ms", "TFLOP/s", "of torch's best")
     for batch, length, heads, groups, width in shapes:
-        q, k, v = _drawn(report, batch, length, (heads, groups, groups), width)
+        q, k, v = _random_qkv(report, batch, length, (heads, groups, groups), width)
         steps: dict[str, Callable[[], Tensor]] = {
             "ms_kernels, as chosen": lambda q=q, k=k, v=v: ms_kernels.attention(q, k, v)
         }
-        for each in ours(report, "attention"):
-            if each.backend == "triton":
-                steps["ms_kernels, triton"] = lambda q=q, k=k, v=v, run=each.run: run(
-                    q, k, v, *rest
+        for impl in ours(report, "attention"):
+            if impl.backend == "triton":
+                steps["ms_kernels, triton"] = lambda q=q, k=k, v=v, run=impl.run: run(
+                    q, k, v, *args
                 )
-        for name in TORCHS:
+        for name in TORCH_KERNELS:
             kernel = getattr(SDPBackend, name)
             steps[name] = lambda q=q, k=k, v=v, kernel=kernel: _sdpa(kernel, q, k, v)
         flops = 2 * batch * heads * length * length * width
-        for told, both in (("forward", False), ("forward and backward", True)):
-            ways = {
+        for pass_name, both in (("forward", False), ("forward and backward", True)):
+            methods = {
                 name: _both_passes(run, (q, k, v)) if both else run for name, run in steps.items()
             }
-            took, failed = report.times(ways, spend_s=0.3, may_fail=is_peer)
-            best = min((took[name] for name in TORCHS if name in took), default=float("nan"))
+            seconds_of, failed = report.times(methods, spend_s=0.3, may_fail=is_peer)
+            best = min(
+                (seconds_of[name] for name in TORCH_KERNELS if name in seconds_of),
+                default=float("nan"),
+            )
             shape = f"{batch} {length} {heads} {groups} {width}"
-            for name, seconds in took.items():
+            for name, seconds in seconds_of.items():
                 rate = flops * (3.5 if both else 1) / seconds / 1e12
                 cells = (f"{1e3 * seconds:.3f}", f"{rate:.3g}", f"{best / seconds:.0%}")
-                report.row(shape, told, name, *cells)
+                report.row(shape, pass_name, name, *cells)
             for name, reason in failed.items():
-                report.row(shape, told, name, "failed", reason, "")
+                report.row(shape, pass_name, name, "failed", reason, "")
 
 
 def masked(report: Report) -> None:
-    """Time windows and documents, which torch's kernels do not take, beside full attention."""
+    """Time windows and documents, which torch's kernels do not support, and full attention."""
     batch, length, heads, groups, width = (
         (1, 64, 4, 2, 16) if report.small else (1, 16384, 32, 8, 128)
     )
-    q, k, v = _drawn(report, batch, length, (heads, groups, groups), width)
+    q, k, v = _random_qkv(report, batch, length, (heads, groups, groups), width)
     documents = torch.arange(length, device=report.device).div(length // 8, rounding_mode="floor")
     documents = documents.int().expand(batch, length).contiguous()
-    ways = {
+    methods = {
         "causal": lambda: ms_kernels.attention(q, k, v),
         f"window {length // 16}": lambda: ms_kernels.attention(q, k, v, window=length // 16),
         "8 documents": lambda: ms_kernels.attention(q, k, v, documents=documents),
     }
-    took, failed = report.times(
-        {name: _both_passes(run, (q, k, v)) for name, run in ways.items()}, spend_s=0.3
+    seconds_of, failed = report.times(
+        {name: _both_passes(run, (q, k, v)) for name, run in methods.items()}, spend_s=0.3
     )
     report.table("mask", "forward and backward, ms")
-    for name, seconds in took.items():
+    for name, seconds in seconds_of.items():
         report.row(name, f"{1e3 * seconds:.3f}")
     for name, reason in failed.items():
         report.row(name, f"failed: {reason}")
 
 
-def _drawn(
+def _random_qkv(
     report: Report, batch: int, length: int, heads: tuple[int, ...], width: int
 ) -> tuple[Tensor, ...]:
     dtype = torch.float32 if report.small else torch.bfloat16
     return tuple(
-        torch.randn(batch, length, each, width, device=report.device, dtype=dtype).requires_grad_()
-        for each in heads
+        torch.randn(batch, length, count, width, device=report.device, dtype=dtype).requires_grad_()
+        for count in heads
     )
 
 
 def _sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(kernel):
-        heads = (each.transpose(1, 2) for each in (q, k, v))
+        heads = (t.transpose(1, 2) for t in (q, k, v))
         grouped = q.shape[2] != k.shape[2]
         return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=grouped)
 

@@ -1,4 +1,4 @@
-"""A Llama block, trained: ours and plain, eager and compiled."""
+"""Training steps of a Llama block: ours and plain torch, eager and compiled."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ __all__ = ["Block", "Plain", "measure"]
 
 
 class Block(nn.Module):
-    """A block of Llama, its operators passed in."""
+    """A Llama block whose operators are passed in."""
 
     def __init__(self, operators: object, width: int, heads: int, groups: int, inner: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Plain:
-    """What a careful user writes in torch, for torch.compile to fuse."""
+    """Operators as a careful user writes them in torch, for torch.compile to fuse."""
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -60,19 +60,19 @@ class Plain:
 
     @staticmethod
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn q and k."""
+        """Apply rotary position embedding to q and k."""
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-        turned = []
-        for each in (q, k):
-            one, two = each.float().chunk(2, dim=-1)
-            pair = (one * cos - two * sin, two * cos + one * sin)
-            turned.append(torch.cat(pair, dim=-1).to(each.dtype))
-        return turned[0], turned[1]
+        rotated = []
+        for x in (q, k):
+            first, second = x.float().chunk(2, dim=-1)
+            pair = (first * cos - second * sin, second * cos + first * sin)
+            rotated.append(torch.cat(pair, dim=-1).to(x.dtype))
+        return rotated[0], rotated[1]
 
     @staticmethod
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend causally."""
-        heads = (each.transpose(1, 2) for each in (q, k, v))
+        """Causal attention."""
+        heads = (t.transpose(1, 2) for t in (q, k, v))
         result = F.scaled_dot_product_attention(
             *heads, is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
         )
@@ -80,21 +80,23 @@ class Plain:
 
     @staticmethod
     def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-        """Gate."""
+        """SiLU-gated product."""
         return F.silu(gate) * up
 
 
 def measure(report: Report) -> None:
-    """Time a step of each, and compare results."""
+    """Time a training step of each version, and compare results."""
     width, heads, groups, inner = (32, 4, 2, 64) if report.small else (4096, 32, 8, 14336)
     batch, length = (2, 16) if report.small else (2, 4096)
     dtype = torch.float32 if report.small else torch.bfloat16
     torch.manual_seed(0)
     x = torch.randn(batch, length, width, device=report.device, dtype=dtype).requires_grad_()
     half = width // heads // 2
-    place = torch.arange(length, device=report.device).float()
-    turns = torch.outer(place, 10000.0 ** -(torch.arange(half, device=report.device) / half))[None]
-    angles, state = (turns.cos(), turns.sin()), None
+    positions = torch.arange(length, device=report.device).float()
+    angles_ = torch.outer(positions, 10000.0 ** -(torch.arange(half, device=report.device) / half))[
+        None
+    ]
+    angles, state = (angles_.cos(), angles_.sin()), None
     steps: dict[str, Callable[[], Tensor]] = {}
     for name, operators, compiled in (
         ("plain", Plain, False),
@@ -108,16 +110,20 @@ def measure(report: Report) -> None:
         state = state or block.state_dict()
         block.load_state_dict(state)
         steps[name] = _step(torch.compile(block) if compiled else block, block, x, angles)
-    took, failed = report.times(
+    seconds_of, failed = report.times(
         steps, spend_s=1.0, rounds=3, may_fail=lambda name: name.startswith("plain")
     )
-    report.table("way", "ms", "times faster than plain, compiled", "extra MiB", "off plain")
-    base = took.get("plain, compiled", took.get("plain", float("nan")))
-    truth = steps["plain"]().float() if "plain" in took else None
-    for name, seconds in took.items():
-        off = "" if truth is None else f"{(steps[name]().float() - truth).abs().max().item():.3g}"
+    report.table("method", "ms", "speedup over plain, compiled", "extra MiB", "error")
+    base = seconds_of.get("plain, compiled", seconds_of.get("plain", float("nan")))
+    expected = steps["plain"]().float() if "plain" in seconds_of else None
+    for name, seconds in seconds_of.items():
+        error = (
+            ""
+            if expected is None
+            else f"{(steps[name]().float() - expected).abs().max().item():.3g}"
+        )
         extra = f"{report.extra_mib(steps[name]):.0f}"
-        report.row(name, f"{1e3 * seconds:.3f}", f"{base / seconds:.2f}", extra, off)
+        report.row(name, f"{1e3 * seconds:.3f}", f"{base / seconds:.2f}", extra, error)
     for name, reason in failed.items():
         report.row(name, "failed", reason, "", "")
 

@@ -1,4 +1,4 @@
-"""What the device was seen to do: a copy and a product, which nothing can be faster than."""
+"""Measured rates of a copy and a matrix product, as upper bounds for this device."""
 
 import torch
 from attrs import frozen
@@ -10,12 +10,12 @@ __all__ = ["Ceilings", "measure"]
 
 @frozen(kw_only=True)
 class Ceilings:
-    """Rates of this device."""
+    """Measured rates of this device."""
 
     copy_rate: float
-    """Bytes read and written a second."""
+    """Bytes read and written per second."""
     product_rate: float
-    """FLOP a second of a bfloat16 product."""
+    """FLOP per second of a bfloat16 product."""
 
 
 def measure(report: Report) -> Ceilings:
@@ -25,12 +25,14 @@ def measure(report: Report) -> Ceilings:
     block = torch.empty(size, dtype=torch.uint8, device=report.device)
     target = torch.empty_like(block)
     square = torch.randn(side, side, device=report.device, dtype=torch.bfloat16)
-    ways = {"copy": lambda: target.copy_(block), "product": lambda: square @ square}
-    took, _ = report.times(ways)
-    found = Ceilings(copy_rate=2 * size / took["copy"], product_rate=2 * side**3 / took["product"])
+    methods = {"copy": lambda: target.copy_(block), "product": lambda: square @ square}
+    seconds_of, _ = report.times(methods)
+    ceilings = Ceilings(
+        copy_rate=2 * size / seconds_of["copy"], product_rate=2 * side**3 / seconds_of["product"]
+    )
     report.add(
         "",
-        f"Copy {found.copy_rate / 1e9:.0f} GB/s; "
-        f"bfloat16 product {found.product_rate / 1e12:.3g} TFLOP/s.",
+        f"Copy {ceilings.copy_rate / 1e9:.0f} GB/s; "
+        f"bfloat16 product {ceilings.product_rate / 1e12:.3g} TFLOP/s.",
     )
-    return found
+    return ceilings

@@ -1,4 +1,4 @@
-"""linear_cross_entropy beside its floor, torch's own and Liger's, with memory and losses."""
+"""linear_cross_entropy against its lower bound, torch and Liger: time, memory and loss."""
 
 import importlib.util
 from collections.abc import Callable
@@ -17,7 +17,7 @@ __all__ = ["measure"]
 
 
 def measure(report: Report, ceilings: Ceilings) -> None:
-    """Time it, forward and backward; the floor is three products."""
+    """Time forward and backward; the lower bound is three matrix products."""
     rows, width, classes = (8, 32, 256) if report.small else (8192, 4096, 128256)
     dtype = torch.float32 if report.small else torch.bfloat16
     hidden = torch.randn(rows, width, device=report.device, dtype=dtype).requires_grad_()
@@ -26,24 +26,24 @@ def measure(report: Report, ceilings: Ceilings) -> None:
     targets = torch.randint(classes, (rows,), device=report.device)
     floor = 6 * rows * width * classes / ceilings.product_rate
     report.add("", f"{rows} x {width} x {classes}, {dtype}; three products: {1e3 * floor:.2f} ms.")
-    losses = _ways(report, hidden, weight, targets)
-    truth = _truth(hidden, weight, targets)
-    report.table("way", "ms", "times floor", "extra MiB", "loss", "off the float32 loss")
+    losses = _methods(report, hidden, weight, targets)
+    expected = _float32_loss(hidden, weight, targets)
+    report.table("method", "ms", "times floor", "extra MiB", "loss", "minus the float32 loss")
     steps = {name: _both_passes(loss, (hidden, weight)) for name, loss in losses.items()}
-    took, failed = report.times(steps, spend_s=1.0, rounds=3, may_fail=is_peer)
-    for name, seconds in took.items():
+    seconds_of, failed = report.times(steps, spend_s=1.0, rounds=3, may_fail=is_peer)
+    for name, seconds in seconds_of.items():
         value = losses[name]().detach().item()
-        extra, off = f"{report.extra_mib(steps[name]):.0f}", f"{value - truth:+.5f}"
-        cells = (f"{1e3 * seconds:.2f}", f"{seconds / floor:.2f}", extra, f"{value:.5f}", off)
+        extra, error = f"{report.extra_mib(steps[name]):.0f}", f"{value - expected:+.5f}"
+        cells = (f"{1e3 * seconds:.2f}", f"{seconds / floor:.2f}", extra, f"{value:.5f}", error)
         report.row(name, *cells)
     for name, reason in failed.items():
         report.row(name, "failed", reason, "", "", "")
 
 
-def _ways(
+def _methods(
     report: Report, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return ways to the same loss by name."""
+    """Return methods of computing the same loss, by name."""
 
     def plain() -> Tensor:
         return F.cross_entropy((hidden @ weight.T).float(), targets)
@@ -52,8 +52,8 @@ def _ways(
         "ms_kernels": lambda: ms_kernels.linear_cross_entropy(hidden, weight, targets),
         "plain torch": plain,
     }
-    for each in ours(report, "linear_cross_entropy") if report.small else ():
-        losses[f"ms_kernels, {each.backend}"] = lambda run=each.run: run(
+    for impl in ours(report, "linear_cross_entropy") if report.small else ():
+        losses[f"ms_kernels, {impl.backend}"] = lambda run=impl.run: run(
             hidden, weight, targets, *CONTRACTS["linear_cross_entropy"].defaults
         )
     if hasattr(F, "linear_cross_entropy"):
@@ -67,12 +67,12 @@ def _ways(
     return losses
 
 
-def _truth(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
-    """Return the loss from float32 logits, a few rows at a time."""
+def _float32_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
+    """Return the loss from float32 logits, 1,024 rows at a time."""
     with torch.no_grad():
         parts = [
-            F.cross_entropy(part.float() @ weight.float().T, wanted, reduction="sum").double()
-            for part, wanted in zip(hidden.split(1024), targets.split(1024), strict=True)
+            F.cross_entropy(rows.float() @ weight.float().T, row_targets, reduction="sum").double()
+            for rows, row_targets in zip(hidden.split(1024), targets.split(1024), strict=True)
         ]
     return float(sum(parts)) / len(targets)
 

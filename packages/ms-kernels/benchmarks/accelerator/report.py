@@ -1,4 +1,4 @@
-"""The table, written as it grows, and the ways that did not run, with their errors."""
+"""The result table, written incrementally, with the errors of methods that did not run."""
 
 import time
 import traceback
@@ -13,26 +13,26 @@ from ms_kernels.tuning.measure import in_turn
 __all__ = ["Report", "reason_of"]
 
 ENDS_S = 560.0
-"""Sections that would begin later than this after the start are left out, and told."""
+"""Sections that would start later than this are skipped and reported as such."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error's kind and first line, as a cell of a table."""
+    """Return an error's type and first line, as a table cell."""
     line = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {line}".replace("|", "/")[:200]
 
 
 @mutable(kw_only=True)
 class Report:
-    """What was proved and measured."""
+    """The results of all checks and measurements."""
 
     device: torch.device
     small: bool
-    """Whether all is tiny and on the CPU, Triton's kernels interpreted."""
+    """Use tiny sizes on the CPU, with Triton's kernels interpreted."""
     out: Path | None
-    started: float = field(factory=time.monotonic)
-    held: bool = True
-    """Whether every proof held and nothing of ours failed."""
+    start: float = field(factory=time.monotonic)
+    passed: bool = True
+    """Whether all checks passed and nothing of ours failed."""
     lines: list[str] = field(factory=list)
 
     def add(self, *lines: str) -> None:
@@ -43,69 +43,69 @@ class Report:
             self.out.write_text("\n".join(self.lines) + "\n")
 
     def table(self, *columns: str) -> None:
-        """Begin a table."""
+        """Start a table."""
         self.add("", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}")
 
     def row(self, *cells: object) -> None:
         """Add a row of a table."""
-        self.add(f"| {' | '.join(str(each) for each in cells)} |")
+        self.add(f"| {' | '.join(str(cell) for cell in cells)} |")
 
     def section(self, name: str, body: Callable[["Report"], object]) -> object:
-        """Run a section; what goes wrong in it is told and ends it alone."""
+        """Run a section; an error is reported and ends only that section."""
         self.add("", f"## {name}")
-        if time.monotonic() - self.started > ENDS_S:
-            self.held = False
-            self.add("", "left out: the time was up")
+        if time.monotonic() - self.start > ENDS_S:
+            self.passed = False
+            self.add("", "skipped: out of time")
             return None
-        began, found = time.monotonic(), None
+        section_start, result = time.monotonic(), None
         try:
-            found = body(self)
-        except Exception as error:  # whatever it is, the other sections still run
-            self.held = False
-            told = traceback.extract_tb(error.__traceback__)[-1]
-            self.add("", f"**failed** at {told.name}: {reason_of(error)}")
+            result = body(self)
+        except Exception as error:  # the other sections still run
+            self.passed = False
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            self.add("", f"**failed** at {frame.name}: {reason_of(error)}")
         finally:
             if not self.small:
                 torch.accelerator.synchronize()
                 torch.accelerator.empty_cache()
-        self.add("", f"({time.monotonic() - began:.0f} s)")
-        return found
+        self.add("", f"({time.monotonic() - section_start:.0f} s)")
+        return result
 
     def times(
         self,
-        ways: Mapping[str, Callable[[], object]],
+        methods: Mapping[str, Callable[[], object]],
         *,
         spend_s: float = 0.2,
         rounds: int = 5,
         may_fail: Callable[[str], bool] = lambda name: False,
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the seconds of each way that runs, and why each other one does not.
+        """Return the seconds of every method that runs, and the reason for every one that does not.
 
         Args:
-            ways: what to time, by name.
-            spend_s: seconds for each way.
-            rounds: how often each has its turn.
-            may_fail: whether a way is a peer's, whose failure is told and nothing more.
+            methods: functions to time, by name.
+            spend_s: seconds to spend on each method.
+            rounds: number of alternating rounds.
+            may_fail: whether a method is a peer's, whose failure is only reported.
         """
         steps, failed = {}, {}
-        for name, way in ways.items():
+        for name, method in methods.items():
             try:
-                way()
-                steps[name] = way
-            except Exception as error:  # a way that this chip or build lacks
+                method()
+                steps[name] = method
+            except Exception as error:  # a method that this chip or build does not support
                 failed[name] = reason_of(error)
-                self.held &= may_fail(name)
+                self.passed &= may_fail(name)
         if self.small:
             spend_s, rounds = 0.0, 1
         return in_turn(steps, self.device, spend_s=spend_s, rounds=rounds), failed
 
     def extra_mib(self, step: Callable[[], object]) -> float:
-        """Return the peak memory of one pass beyond what was there before; NaN on the CPU."""
+        """Return the peak memory of one pass above the usage before it; NaN on the CPU."""
         if self.small:
             return float("nan")
         step()
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
-        before = torch.accelerator.memory_allocated()
+        baseline = torch.accelerator.memory_allocated()
         step()
-        return (torch.accelerator.max_memory_allocated() - before) / 2**20
+        return (torch.accelerator.max_memory_allocated() - baseline) / 2**20

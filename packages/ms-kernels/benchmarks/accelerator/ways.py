@@ -1,4 +1,4 @@
-"""Ways to do one operator: ours, torch.compile of the reference, and Liger's where it has one."""
+"""Methods for one operator: ours, torch.compile of the reference, and Liger's where it has one."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from ms_kernels.core.choice import Implementation, obstacle_to
 from ms_kernels.core.dispatch import describe_call
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
-__all__ = ["is_peer", "ours", "sizes_of", "ways_of"]
+__all__ = ["is_peer", "methods_of", "ours", "sizes_of"]
 
 SIZES = {
     "rms_norm": {"...": 8192, "H": 4096},
@@ -35,14 +35,14 @@ SIZES = {
         "B": 32, "Hq": 32, "Hk": 8, "D": 128, "P": 8192, "page": 16, "N": 256,
     },
 }  # fmt: skip
-"""Large shapes of the operators that memory or one product bounds."""
+"""Large shapes for operators limited by memory or by a single product."""
 
 TINY = {"...": 3, "S": 3, "T": 4, "R": 8, "B": 1}
-"""Rows in a dry run."""
+"""Row counts for a dry run."""
 
 
 def sizes_of(report: Report, operator: str) -> dict[str, int]:
-    """Return the sizes to measure an operator at, where they differ from its example."""
+    """Return the sizes at which to measure an operator, where they differ from its example."""
     if not report.small:
         return SIZES.get(operator, {})
     return {name: size for name, size in TINY.items() if name in CONTRACTS[operator].example}
@@ -53,41 +53,41 @@ def ours(report: Report, operator: str) -> Iterator[Implementation]:
 
     In a dry run Triton's kernels are interpreted, on the CPU.
     """
-    for each in IMPLEMENTATIONS:
-        if each.operator == operator and each.backend in ("sdpa", "triton", "cpu"):
-            if report.small and each.backend == "triton":
-                yield evolve(each, devices=frozenset({"cpu"}))
-            elif report.small == (each.backend == "cpu"):
-                yield each
+    for impl in IMPLEMENTATIONS:
+        if impl.operator == operator and impl.backend in ("sdpa", "triton", "cpu"):
+            if report.small and impl.backend == "triton":
+                yield evolve(impl, devices=frozenset({"cpu"}))
+            elif report.small == (impl.backend == "cpu"):
+                yield impl
 
 
 def is_peer(name: str) -> bool:
-    """Whether a way is somebody else's."""
+    """Return whether a method is another library's."""
     return name not in ("sdpa", "triton", "cpu") and not name.startswith("ms_kernels")
 
 
-def ways_of(
+def methods_of(
     report: Report, operator: str, dtype: torch.dtype
 ) -> tuple[dict[str, Callable[..., Any]], tuple[Tensor | None, ...], Contract]:
-    """Return ways to do one operator by name, the call's tensors and its contract."""
+    """Return methods for one operator by name, the call's tensors and its contract."""
     contract = CONTRACTS[operator]
-    drawn = contract.draw(sizes_of(report, operator), dtype=dtype, device=report.device)
-    spare = [argument.name for argument in contract.arguments if argument.optional]
-    inputs = tuple(None if name in spare else tensor for name, tensor in drawn.items())
+    example = contract.draw(sizes_of(report, operator), dtype=dtype, device=report.device)
+    optional = [argument.name for argument in contract.arguments if argument.optional]
+    inputs = tuple(None if name in optional else tensor for name, tensor in example.items())
     call = describe_call(contract, inputs, contract.defaults)
-    ways = {
-        each.backend: each.run for each in ours(report, operator) if not obstacle_to(each, call)
+    methods = {
+        impl.backend: impl.run for impl in ours(report, operator) if not obstacle_to(impl, call)
     }
-    if not report.small and operator != "gated_delta_rule":  # which goes a token at a time
-        ways["torch.compile"] = torch.compile(contract.reference, dynamic=False)
-    ways |= dict(_liger(operator, inputs))
-    return ways, inputs, contract
+    if not report.small and operator != "gated_delta_rule":  # its reference loops over tokens
+        methods["torch.compile"] = torch.compile(contract.reference, dynamic=False)
+    methods |= dict(_liger(operator, inputs))
+    return methods, inputs, contract
 
 
 def _liger(
     operator: str, inputs: tuple[Tensor | None, ...]
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield Liger's way, where it is installed and has one, in our arguments."""
+    """Yield Liger's function with our arguments, if it is installed and has one."""
     if importlib.util.find_spec("liger_kernel") is None or inputs[0].device.type == "cpu":
         return
     if operator == "rms_norm":
@@ -110,8 +110,8 @@ def _liger(
     elif operator == "cross_entropy":
         from liger_kernel.transformers.functional import liger_cross_entropy
 
-        # It writes the gradient into the logits, so it gets a copy; the copy's time is told too.
+        # It overwrites the logits with their gradient, so it gets a copy, whose time is included.
         yield (
-            "Liger (writes into its input: with a copy)",
-            lambda logits, targets, *rest: liger_cross_entropy(logits.clone(), targets),
+            "Liger (overwrites its input: with a copy)",
+            lambda logits, targets, *args: liger_cross_entropy(logits.clone(), targets),
         )

@@ -1,6 +1,6 @@
-"""Blocks of decoders on the operators of ms_kernels: of our own, and DeepSeek-V3's of ms_parallel.
+"""Decoder blocks built on ms_kernels: our own, and DeepSeek-V3's from ms_parallel.
 
-Ours are a Llama block, a mixture, and latent attention with sinks.
+Ours are a Llama block, a mixture of experts, and latent attention with sinks.
 """
 
 import torch
@@ -12,8 +12,8 @@ from ms_parallel.models.parts.attention import RotaryContext
 from ms_parallel.models.registry import architecture, build_model
 
 WIDTH, HEADS, INNER, LENGTH, EXPERTS, CHOICES = 64, 4, 96, 16, 4, 2
-NARROW, KEPT, TURNED, VALUE = 32, 16, 8, 16
-"""Features of latent attention: what keys are made from, theirs that do not turn and that do."""
+LATENT, NOPE, ROPE, VALUE_DIM = 32, 16, 8, 16
+"""Latent attention: latent width, key features without and with rotary, value features."""
 
 
 class Norm(nn.Module):
@@ -24,24 +24,24 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x):
-        """(..., WIDTH) to the same."""
+        """Map (..., WIDTH) to (..., WIDTH)."""
         return ms_kernels.rms_norm(x, self.weight)
 
 
-class NarrowNorm(nn.Module):
-    """RMSNorm of few features."""
+class LatentNorm(nn.Module):
+    """RMSNorm over the latent features."""
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(NARROW))
+        self.weight = nn.Parameter(torch.ones(LATENT))
 
     def forward(self, x):
-        """(..., NARROW) to the same."""
+        """Map (..., LATENT) to (..., LATENT)."""
         return ms_kernels.rms_norm(x, self.weight)
 
 
 class LlamaBlock(nn.Module):
-    """Queries, keys and values from one projection, gate and up from another."""
+    """A Llama block with fused QKV and gate-up projections."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(INNER, WIDTH, bias=False)
 
     def forward(self, x, cos, sin):
-        """(B, S, WIDTH) to the same."""
+        """Map (B, S, WIDTH) to (B, S, WIDTH)."""
         projected = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1))
         q, k, v = projected.unbind(-3)
         q, k = ms_kernels.rotary(q, k, cos, sin)
@@ -62,7 +62,7 @@ class LlamaBlock(nn.Module):
 
 
 class MixtureBlock(nn.Module):
-    """A router and experts, each a SwiGLU; no token is dropped."""
+    """A router with SwiGLU experts and no token dropping."""
 
     def __init__(self):
         super().__init__()
@@ -72,36 +72,41 @@ class MixtureBlock(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) * 0.1)
 
     def forward(self, x):
-        """(B, S, WIDTH) to the same."""
+        """Map (B, S, WIDTH) to (B, S, WIDTH)."""
         tokens = self.norm(x).flatten(0, -2)
-        shares, experts = F.softmax(self.router(tokens), -1).topk(CHOICES)
+        router_weights, experts = F.softmax(self.router(tokens), -1).topk(CHOICES)
         rows, counts, places = ms_kernels.permute_tokens(tokens, experts, count=EXPERTS)
         gate, up = ms_kernels.grouped_matmul(rows, self.gate_up, counts).chunk(2, -1)
         rows = ms_kernels.grouped_matmul(ms_kernels.swiglu(gate, up), self.down, counts)
-        return x + ms_kernels.unpermute_tokens(rows, places, shares).view_as(x)
+        return x + ms_kernels.unpermute_tokens(rows, places, router_weights).view_as(x)
 
 
 class LatentBlock(nn.Module):
-    """Keys and values from few features, values of their own width, a sink of each head."""
+    """Latent attention: low-rank keys and values, a separate value width, one sink per head."""
 
     def __init__(self):
         super().__init__()
-        self.norms = nn.ModuleList([Norm(), NarrowNorm(), NarrowNorm()])
-        self.narrow = nn.Linear(WIDTH, 2 * NARROW + TURNED, bias=False)
-        self.queries = nn.Linear(NARROW, HEADS * (KEPT + TURNED), bias=False)
-        self.keys_values = nn.Linear(NARROW, HEADS * (KEPT + VALUE), bias=False)
-        self.out = nn.Linear(HEADS * VALUE, WIDTH, bias=False)
+        self.norms = nn.ModuleList([Norm(), LatentNorm(), LatentNorm()])
+        self.narrow = nn.Linear(WIDTH, 2 * LATENT + ROPE, bias=False)
+        self.queries = nn.Linear(LATENT, HEADS * (NOPE + ROPE), bias=False)
+        self.keys_values = nn.Linear(LATENT, HEADS * (NOPE + VALUE_DIM), bias=False)
+        self.out = nn.Linear(HEADS * VALUE_DIM, WIDTH, bias=False)
         self.sinks = nn.Parameter(torch.linspace(-1, 1, HEADS))
 
     def forward(self, x, cos, sin):
-        """(B, S, WIDTH) to the same."""
-        of_q, of_kv, shared = self.narrow(self.norms[0](x)).split((NARROW, NARROW, TURNED), -1)
-        q = self.queries(self.norms[1](of_q)).unflatten(-1, (HEADS, -1))
-        made = self.keys_values(self.norms[2](of_kv)).unflatten(-1, (HEADS, -1))
-        (kept, turned), (keys, values) = q.split((KEPT, TURNED), -1), made.split((KEPT, VALUE), -1)
-        turned, shared = ms_kernels.rotary(turned, shared.unsqueeze(-2), cos, sin)
-        q = torch.cat((kept, turned), -1)
-        k = torch.cat((keys, shared.expand(-1, -1, HEADS, -1)), -1)
+        """Map (B, S, WIDTH) to (B, S, WIDTH)."""
+        latent_q, latent_kv, shared_rope = self.narrow(self.norms[0](x)).split(
+            (LATENT, LATENT, ROPE), -1
+        )
+        q = self.queries(self.norms[1](latent_q)).unflatten(-1, (HEADS, -1))
+        keys_and_values = self.keys_values(self.norms[2](latent_kv)).unflatten(-1, (HEADS, -1))
+        (nope, rope), (keys, values) = (
+            q.split((NOPE, ROPE), -1),
+            keys_and_values.split((NOPE, VALUE_DIM), -1),
+        )
+        rope, shared_rope = ms_kernels.rotary(rope, shared_rope.unsqueeze(-2), cos, sin)
+        q = torch.cat((nope, rope), -1)
+        k = torch.cat((keys, shared_rope.expand(-1, -1, HEADS, -1)), -1)
         mixed = ms_kernels.attention(q, k, values, scale=0.2, sinks=self.sinks)
         return x + self.out(mixed.flatten(-2))
 
@@ -115,11 +120,11 @@ DEEPSEEK = architecture(
         "num_hidden_layers": 2,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
-        "q_lora_rank": NARROW,
-        "kv_lora_rank": NARROW,
-        "qk_nope_head_dim": KEPT,
-        "qk_rope_head_dim": TURNED,
-        "v_head_dim": VALUE,
+        "q_lora_rank": LATENT,
+        "kv_lora_rank": LATENT,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "v_head_dim": VALUE_DIM,
         "n_routed_experts": 2 * EXPERTS,
         "num_experts_per_tok": CHOICES,
         "moe_intermediate_size": INNER // 2,
@@ -128,11 +133,11 @@ DEEPSEEK = architecture(
         "first_k_dense_replace": 1,
     },
 )
-"""Latent attention in both layers, experts in the second; interleaved positions."""
+"""Latent attention in both layers, experts in the second, interleaved rotary embedding."""
 
 
-def drawn(config):
-    """Build a model of ms_parallel with weights of order one, and routers whose choice is bent."""
+def random_model(config):
+    """Build an ms_parallel model with random weights and nonzero router biases."""
     model = build_model(config, ops=ms_kernels)
     for parameter in model.parameters():
         scale = 0.1 if parameter.ndim > 1 else 0.0
@@ -144,38 +149,38 @@ def drawn(config):
 
 
 class DeepseekLatentBlock(nn.Module):
-    """The first layer of a DeepSeek-V3: latent attention and a plain feed-forward."""
+    """The first layer of a DeepSeek-V3: latent attention and a dense feed-forward."""
 
     def __init__(self):
         super().__init__()
-        self.layer = drawn(DEEPSEEK).model.layers["0"]
+        self.layer = random_model(DEEPSEEK).model.layers["0"]
 
     def forward(self, x, cos, sin):
-        """(B, S, WIDTH) to the same."""
+        """Map (B, S, WIDTH) to (B, S, WIDTH)."""
         context = RotaryContext(tables=((cos, sin),), documents=None, cache=None, lengths=None)
         return self.layer(x, context=context)
 
 
 class DeepseekExperts(nn.Module):
-    """The feed-forward of its second layer: a router of sigmoids and groups, shared experts."""
+    """The feed-forward of the second layer: sigmoid router with groups, and shared experts."""
 
     def __init__(self):
         super().__init__()
-        self.mixture = drawn(DEEPSEEK).model.layers["1"].mlp
+        self.mixture = random_model(DEEPSEEK).model.layers["1"].mlp
 
     def forward(self, x):
-        """(B, S, WIDTH) to the same."""
+        """Map (B, S, WIDTH) to (B, S, WIDTH)."""
         return self.mixture(x)
 
 
 def inputs_of(block, dtype):
-    """Make what a block takes, on the CPU."""
+    """Return a block's inputs on the CPU."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, LENGTH, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
     if block in (MixtureBlock, DeepseekExperts):
         return (x,)
-    half = (WIDTH // HEADS if block is LlamaBlock else TURNED) // 2
+    half = (WIDTH // HEADS if block is LlamaBlock else ROPE) // 2
     angles = torch.outer(torch.arange(LENGTH), 10000.0 ** (-torch.arange(half) / half))
-    # An engine's batches have positions of their own in every row.
+    # In an engine's batches every row has its own positions.
     rows = len(x) if block is DeepseekLatentBlock else 1
     return x, *(table.repeat(rows, 1, 1) for table in (angles.cos(), angles.sin()))

@@ -1,4 +1,4 @@
-"""torch_npu's wheel on the null runtime: `nox -s ascend` has what these tests need."""
+"""Run torch_npu's wheel on the null runtime; `nox -s ascend` installs the requirements."""
 
 import importlib.util
 import os
@@ -18,14 +18,14 @@ else:
 
 @pytest.fixture
 def golden():
-    """Compare text with a golden file; the variable MS_WRITE_GOLDEN writes it instead."""
+    """Return a function that compares text with a golden file; MS_WRITE_GOLDEN rewrites it."""
 
     def compare(name, text):
         path = GOLDEN / name
         if os.environ.get("MS_WRITE_GOLDEN"):
             path.write_text(text)
         assert text == path.read_text(), (
-            f"{name} differs; MS_WRITE_GOLDEN=1 nox -s ascend writes it anew, for review"
+            f"{name} differs; MS_WRITE_GOLDEN=1 nox -s ascend rewrites it for review"
         )
 
     return compare

@@ -1,11 +1,11 @@
-"""Lower the Triton kernels to Ascend's linalg through triton-ascend, as far as goes without CANN.
+"""Lower the Triton kernels to Ascend's linalg with triton-ascend, as far as possible without CANN.
 
     python lower.py [TABLE]
 
-Each operator runs forward and backward on the CPU, its launches noted instead of made; then each
-is lowered. Prints a table: what a launch lowers to, or why it does not; and compares it with the
-file TABLE, or writes it there if the variable MS_WRITE_GOLDEN is set. What comes after,
-bishengir-compile, is part of CANN: it would find what the chip's buffers cannot hold.
+Each operator runs forward and backward on the CPU with its launches recorded instead of executed;
+then each launch is lowered. Prints a table of the results and compares it with the file TABLE, or
+writes that file if the variable MS_WRITE_GOLDEN is set. The next step, bishengir-compile, is part
+of CANN and would find kernels that exceed the chip's buffers.
 """
 
 import os
@@ -40,7 +40,7 @@ SIZES = {
     "token_log_probs": {"...": 64, "H": 256, "V": 1024},
     "grouped_matmul": {"T": 128, "E": 4, "K": 256, "N": 256},
 }
-"""Sizes of models, where the contract's example is smaller than a block."""
+"""Model sizes, for contracts whose example is smaller than a block."""
 
 NAMES = {
     torch.bfloat16: "bf16",
@@ -52,11 +52,11 @@ NAMES = {
     torch.uint8: "u8",
 }
 OPTIONS = {"num_warps", "num_stages", "num_ctas", "enable_fp_fusion", "maxnreg"}
-"""Launch options of Triton's, which Ascend's compiler has no use for."""
+"""Triton launch options that Ascend's compiler does not use."""
 
 
-def kind(value):
-    """Name the type of an argument as Triton does."""
+def type_name(value):
+    """Return Triton's name for the type of an argument."""
     if value is None:
         return "none"
     if isinstance(value, torch.Tensor):
@@ -71,30 +71,30 @@ def kind(value):
 TARGET = GPUTarget("npu", "Ascend910B1", 0)
 
 
-class Noted:
-    """Stands for a kernel, and notes how it is launched."""
+class RecordedKernel:
+    """A fake kernel that records its launches."""
 
-    def __init__(self, name, notes):
-        self.name, self.notes = name, notes
+    def __init__(self, name, launches):
+        self.name, self.launches = name, launches
 
     def __getitem__(self, grid):
-        def note(*arguments, **constants):
-            kinds = [kind(each) for each in arguments]
-            kept = {name: value for name, value in constants.items() if name not in OPTIONS}
-            launch = {"kernel": self.name, "arguments": kinds, "constants": kept}
-            if launch not in self.notes:
-                self.notes.append(launch)
+        def record(*arguments, **constants):
+            types = [type_name(arg) for arg in arguments]
+            constexprs = {name: value for name, value in constants.items() if name not in OPTIONS}
+            launch = {"kernel": self.name, "arguments": types, "constants": constexprs}
+            if launch not in self.launches:
+                self.launches.append(launch)
 
-        return note
+        return record
 
 
 def launches_of(implementation):
-    """Run an operator both ways on tensors of bfloat16, the launches noted instead of made."""
+    """Run an operator forward and backward in bfloat16, recording launches instead of executing."""
     contract = CONTRACTS[implementation.operator]
-    notes = []
-    launching.kernel = lambda name: Noted(name, notes)
-    drawn = contract.draw(SIZES.get(contract.name, {}), dtype=torch.bfloat16)
-    tensors = list(drawn.values())
+    launches = []
+    launching.kernel = lambda name: RecordedKernel(name, launches)
+    example = contract.draw(SIZES.get(contract.name, {}), dtype=torch.bfloat16)
+    tensors = list(example.values())
     leaves = [
         tensor.requires_grad_()
         for argument, tensor in zip(contract.arguments, tensors, strict=True)
@@ -102,10 +102,12 @@ def launches_of(implementation):
     ]
     outputs = implementation.run(*tensors, *(option.default for option in contract.options))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    pulled = [each for each in outputs if each is not None and each.requires_grad]
+    differentiable = [output for output in outputs if output is not None and output.requires_grad]
     if leaves:
-        torch.autograd.grad(pulled, leaves, [torch.ones_like(each) for each in pulled])
-    return notes
+        torch.autograd.grad(
+            differentiable, leaves, [torch.ones_like(output) for output in differentiable]
+        )
+    return launches
 
 
 def lower(launch):
@@ -113,10 +115,10 @@ def lower(launch):
     module, _, name = launch["kernel"].rpartition(".")
     function = getattr(import_module(module), name)
     constants = dict(launch["constants"])
-    places = [each for each in function.arg_names if each not in constants]
-    signature = dict(zip(places, launch["arguments"], strict=True))
-    constants |= {each: None for each, kind in signature.items() if kind == "none"}
-    signature = {each: kind for each, kind in signature.items() if kind != "none"}
+    parameters = [name_ for name_ in function.arg_names if name_ not in constants]
+    signature = dict(zip(parameters, launch["arguments"], strict=True))
+    constants |= {name_: None for name_, type_name in signature.items() if type_name == "none"}
+    signature = {name_: type_name for name_, type_name in signature.items() if type_name != "none"}
     source = ASTSource(function, signature, constants)
     backend = compiler.AscendBackend(TARGET)
     options = backend.parse_options({})
@@ -124,28 +126,28 @@ def lower(launch):
     ir.load_dialects(context)
     backend.load_dialects(context)
     implementation = backend.get_codegen_implementation()
-    made = source.make_ir(options, implementation, backend.get_module_map(), context)
+    module_ir = source.make_ir(options, implementation, backend.get_module_map(), context)
     metadata = {"target": TARGET, **options.__dict__}
-    made = compiler.make_ttir(made, metadata, options)
-    return compiler.ttir_to_linalg(made, metadata, options, named_ops=True)
+    module_ir = compiler.make_ttir(module_ir, metadata, options)
+    return compiler.ttir_to_linalg(module_ir, metadata, options, named_ops=True)
 
 
 def verdict(launch):
-    """Say what came of one launch, in one line."""
+    """Return the outcome of one launch, in one line."""
     try:
         text = lower(launch)
     except subprocess.CalledProcessError as error:
         return f"no: {reason((error.stderr or b'').decode())}"
-    except Exception as error:  # whatever the compiler raises is the finding
+    except Exception as error:  # any compiler error is the result
         return f"no: {reason(f'{type(error).__name__}: {error}')}"
     return f"yes, {text.count('linalg.matmul')} matrix products"
 
 
 def reason(text):
-    """Return the line that says what is wrong, without paths and addresses."""
+    """Return the line with the error, without paths and addresses."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = [line for line in lines if "error:" in line or "Error(" in line]
-    line = next(iter(found or lines), "it says nothing")
+    errors = [line for line in lines if "error:" in line or "Error(" in line]
+    line = next(iter(errors or lines), "no message")
     return re.sub(r"\S*/|0x[0-9a-f]+|:\d+:\d+", "", line).replace("|", "/")[:160]
 
 
@@ -163,14 +165,14 @@ def table():
 
 
 def main():
-    """Print the table, and say with exit code 1 that it is not the one written down."""
+    """Print the table; exit with code 1 if it differs from the golden file."""
     text = "".join(f"{line}\n" for line in table())
     sys.stdout.write(text)
     for path in map(Path, sys.argv[1:]):
         if os.environ.get("MS_WRITE_GOLDEN"):
             path.write_text(text)
         if text != path.read_text():
-            sys.exit(f"{path.name} differs; MS_WRITE_GOLDEN=1 nox -s ascend writes it anew")
+            sys.exit(f"{path.name} differs; MS_WRITE_GOLDEN=1 nox -s ascend rewrites it")
 
 
 if __name__ == "__main__":

@@ -6,34 +6,34 @@ import torch
 import ms_kernels
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
-ADAPTERS = [each for each in IMPLEMENTATIONS if each.backend == "ascend"]
+ADAPTERS = [impl for impl in IMPLEMENTATIONS if impl.backend == "ascend"]
 
 
 def differentiate(contract, run, tensors):
     """Return results and gradients on the CPU."""
-    given = {name: tensor.clone() for name, tensor in tensors.items()}
+    inputs = {name: tensor.clone() for name, tensor in tensors.items()}
     leaves = [
-        given[argument.name].requires_grad_()
+        inputs[argument.name].requires_grad_()
         for argument in contract.arguments
         if argument.differentiable and not contract.mutates
     ]
-    results = run(**given, **{option.name: option.default for option in contract.options})
+    results = run(**inputs, **{option.name: option.default for option in contract.options})
     if contract.mutates:
-        results = tuple(given.values())
+        results = tuple(inputs.values())
     results = results if isinstance(results, tuple) else (results,)
-    pulled = [each for each in results if each.requires_grad]
-    pulls = [torch.ones_like(each) for each in pulled]
-    slopes = torch.autograd.grad(pulled, leaves, pulls) if leaves else ()
-    return [each.detach().cpu() for each in (*results, *slopes)]
+    differentiable = [result for result in results if result.requires_grad]
+    grad_outputs = [torch.ones_like(result) for result in differentiable]
+    grads = torch.autograd.grad(differentiable, leaves, grad_outputs) if leaves else ()
+    return [tensor.detach().cpu() for tensor in (*results, *grads)]
 
 
-@pytest.mark.parametrize("implementation", ADAPTERS, ids=lambda each: each.operator)
+@pytest.mark.parametrize("implementation", ADAPTERS, ids=lambda impl: impl.operator)
 def test_torch_compile_makes_one_graph_of_every_operator(implementation):
-    """No graph break on an NPU; decoding, which reads lengths, falls to the reference."""
+    """No graph break on an NPU; decode_attention reads lengths and uses the reference."""
     contract = CONTRACTS[implementation.operator]
-    single = torch.float32 in implementation.dtypes
-    drawn = contract.draw({}, dtype=torch.float32 if single else torch.bfloat16)
-    tensors = {name: tensor.npu() for name, tensor in drawn.items()}
+    is_float32 = torch.float32 in implementation.dtypes
+    example = contract.draw({}, dtype=torch.float32 if is_float32 else torch.bfloat16)
+    tensors = {name: tensor.npu() for name, tensor in example.items()}
     plain = getattr(ms_kernels, implementation.operator)
     torch._dynamo.reset()
     compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
@@ -42,7 +42,7 @@ def test_torch_compile_makes_one_graph_of_every_operator(implementation):
         differentiate(contract, plain, tensors),
         strict=True,
     )
-    for got, truth in pairs:
-        # The same calls; decoding takes another backend, and bfloat16 rounds it by an eps.
-        tolerance = 1e-5 if single else 2**-7
-        torch.testing.assert_close(got, truth, rtol=tolerance, atol=tolerance)
+    for compiled_output, plain_output in pairs:
+        # The same calls, except decoding, whose other backend differs by one bfloat16 rounding.
+        tolerance = 1e-5 if is_float32 else 2**-7
+        torch.testing.assert_close(compiled_output, plain_output, rtol=tolerance, atol=tolerance)

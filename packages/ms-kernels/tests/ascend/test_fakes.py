@@ -1,4 +1,4 @@
-"""Shapes without numbers: FakeTensor on device npu, forward and backward, and meta tensors."""
+"""FakeTensor on device npu: shapes without data, forward and backward."""
 
 import pytest
 import torch
@@ -6,45 +6,46 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
-ADAPTERS = [each for each in IMPLEMENTATIONS if each.backend == "ascend"]
-READS = {"decode_attention"}
-"""Operators that read numbers of the device's."""
+ADAPTERS = [impl for impl in IMPLEMENTATIONS if impl.backend == "ascend"]
+READS_VALUES = {"decode_attention"}
+"""Operators that read values from the device."""
 SHAPED = [
-    each
-    for each in ADAPTERS
-    if each.operator not in READS and not each.merit.startswith("none:")  # refused always
+    impl
+    for impl in ADAPTERS
+    if impl.operator not in READS_VALUES and not impl.merit.startswith("none:")  # always refused
 ]
 
 
-def facts(outputs):
-    """Return shapes and dtypes."""
+def shapes_and_dtypes(outputs):
+    """Return shapes and dtypes of the outputs that are not None."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return [(tuple(each.shape), each.dtype) for each in outputs if each is not None]
+    return [(tuple(output.shape), output.dtype) for output in outputs if output is not None]
 
 
 def dtypes_of(implementation):
-    """Name the dtypes that an adapter takes."""
+    """Return the dtypes that an adapter supports."""
     return [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in implementation.dtypes]
 
 
-@pytest.mark.parametrize("implementation", SHAPED, ids=[each.operator for each in SHAPED])
-def test_fake_tensors_become_what_real_ones_do(implementation):
-    """Results and gradients have the reference's shapes and dtypes, without any device."""
+@pytest.mark.parametrize("implementation", SHAPED, ids=[impl.operator for impl in SHAPED])
+def test_fake_results_match_real_ones(implementation):
+    """Results and gradients have the reference's shapes and dtypes, without a device."""
     contract = CONTRACTS[implementation.operator]
     options = tuple(option.default for option in contract.options)
     for dtype in dtypes_of(implementation):
-        drawn = contract.draw({}, dtype=dtype)
-        truths = differentiate(contract, contract.reference, list(drawn.values()), options)
+        example = contract.draw({}, dtype=dtype)
+        expected = differentiate(contract, contract.reference, list(example.values()), options)
         with FakeTensorMode(allow_non_fake_inputs=False):
             fakes = [
-                torch.empty(each.shape, dtype=each.dtype, device="npu") for each in drawn.values()
+                torch.empty(tensor.shape, dtype=tensor.dtype, device="npu")
+                for tensor in example.values()
             ]
-            found = differentiate(contract, implementation.run, fakes, options)
-        assert found == truths
+            result = differentiate(contract, implementation.run, fakes, options)
+        assert result == expected
 
 
 def differentiate(contract, run, tensors, options):
-    """Return the facts of results and gradients."""
+    """Return shapes and dtypes of results and gradients."""
     leaves = [
         tensor.requires_grad_()
         for argument, tensor in zip(contract.arguments, tensors, strict=True)
@@ -59,7 +60,9 @@ def differentiate(contract, run, tensors, options):
         return []
     outputs = output if isinstance(output, tuple) else (output,)
     if not leaves:
-        return facts(outputs)
-    pulled = [each for each in outputs if each.requires_grad]
-    slopes = torch.autograd.grad(pulled, leaves, [torch.ones_like(each) for each in pulled])
-    return facts(outputs) + facts(slopes)
+        return shapes_and_dtypes(outputs)
+    differentiable = [part for part in outputs if part.requires_grad]
+    grads = torch.autograd.grad(
+        differentiable, leaves, [torch.ones_like(part) for part in differentiable]
+    )
+    return shapes_and_dtypes(outputs) + shapes_and_dtypes(grads)

@@ -1,4 +1,4 @@
-"""Every adapter against the contract, its calls performed by the null runtime."""
+"""Every adapter against the contract, with its calls computed by the null runtime."""
 
 from types import SimpleNamespace
 
@@ -12,17 +12,17 @@ from ms_kernels.core.choice import obstacle_to
 from ms_kernels.core.dispatch import describe_call
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 
-from ..test_operators import arguments_of
+from ..test_operators import draw_arguments
 
-ADAPTERS = [each for each in IMPLEMENTATIONS if each.backend == "ascend"]
+ADAPTERS = [impl for impl in IMPLEMENTATIONS if impl.backend == "ascend"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-OPERATORS = [each.operator for each in ADAPTERS]
-TAKEN = {name: {"V": (128, 200)} for name in ("linear_cross_entropy", "token_log_probs")}
-"""Sizes that adapters take, where most that are drawn would be refused."""
+OPERATORS = [impl.operator for impl in ADAPTERS]
+SUPPORTED_SIZES = {name: {"V": (128, 200)} for name in ("linear_cross_entropy", "token_log_probs")}
+"""Sizes that the adapters support, where most random sizes would be refused."""
 
 
-def there(tensor):
-    """Move to the NPU under the same strides."""
+def to_npu(tensor):
+    """Move to the NPU, keeping the strides."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     if not tensor.numel():
@@ -32,81 +32,81 @@ def there(tensor):
     return flat.as_strided(tensor.shape, tensor.stride())
 
 
-def on_the_npu(implementation):
-    """Return its `run` for tensors on the CPU."""
+def on_npu(implementation):
+    """Return its `run` for CPU tensors."""
     mutates = CONTRACTS[implementation.operator].mutates
 
-    def run(*given):
-        moved = [there(each) for each in given]
+    def run(*tensors):
+        moved = [to_npu(t) for t in tensors]
         output = implementation.run(*moved)
         if mutates:
-            for mine, theirs in zip(given, moved, strict=True):
-                if isinstance(mine, torch.Tensor):
-                    mine.copy_(theirs.cpu())
+            for original, npu_tensor in zip(tensors, moved, strict=True):
+                if isinstance(original, torch.Tensor):
+                    original.copy_(npu_tensor.cpu())
             return None
         return tuple(x.cpu() for x in output) if isinstance(output, tuple) else output.cpu()
 
     return run
 
 
-def truth_of(contract, dtype):
-    """Return what a contract tells `compare`, with the truth for what its adapter computes.
+def expected_contract(contract, dtype):
+    """Return the contract for `compare`, adjusted to the rounding of CANN's kernel.
 
-    CANN's kernel rounds logits to half precision before the softmax, as the adapter's module says,
-    and logits of hidden and weight of order one are of order sqrt(H): rounded, they move the loss
-    by more than its tolerance. So the truth of such a loss begins with the same rounded logits.
+    CANN's kernel rounds logits to half precision before the softmax. Logits are of order sqrt(H)
+    for hidden and weight of order one, so rounding them moves the loss by more than its tolerance.
+    The reference of such a loss therefore starts from the same rounded logits.
     """
     if contract.name != "linear_cross_entropy":
         return contract
 
-    def reference(hidden, weight, *rest):
+    def reference(hidden, weight, *args):
         exact = hidden @ weight.T
-        single = hidden.float() @ weight.float().T
-        rounded = single.to(dtype).double()
-        return CONTRACTS["cross_entropy"].reference(exact + (rounded - exact).detach(), *rest)
+        float32_logits = hidden.float() @ weight.float().T
+        rounded = float32_logits.to(dtype).double()
+        return CONTRACTS["cross_entropy"].reference(exact + (rounded - exact).detach(), *args)
 
-    held = {name: getattr(contract, name) for name in ("arguments", "mutates", "tolerance")}
-    return SimpleNamespace(**held, reference=reference)
+    fields = {name: getattr(contract, name) for name in ("arguments", "mutates", "tolerance")}
+    return SimpleNamespace(**fields, reference=reference)
 
 
 @pytest.mark.parametrize("implementation", ADAPTERS, ids=OPERATORS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_every_adapter_equals_the_reference_in_float64(implementation, data):
-    """Results and gradients lie within the contract's tolerance, on odd sizes and strides.
+    """Results and gradients are within the contract's tolerance, for odd sizes and strides.
 
-    What an adapter refuses is not run: the real kernels would refuse it too, or leave it undefined.
+    Refused calls are not run: the real kernels would refuse them or return undefined results.
     """
     contract = CONTRACTS[implementation.operator]
     dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
-    tensors, options = arguments_of(data, contract, dtype, TAKEN.get(contract.name))
+    tensors, options = draw_arguments(data, contract, dtype, SUPPORTED_SIZES.get(contract.name))
     if options[-1:] == ("mean",) and not (tensors[-1] != -100).any():
         options = (*options[:-1], "sum")
-    moved = tuple(each if each is None else there(each) for each in tensors)
+    moved = tuple(t if t is None else to_npu(t) for t in tensors)
     call = describe_call(contract, moved, options)
     contract.bind(call)
     if obstacle_to(implementation, call) is not None:
         return
-    truth = truth_of(contract, dtype)
-    for part, share in compare(truth, on_the_npu(implementation), tensors, options):
-        assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"
+    expected = expected_contract(contract, dtype)
+    for part, ratio in compare(expected, on_npu(implementation), tensors, options):
+        assert ratio <= 1, f"{part} is off by {ratio:.3g} times the tolerance"
 
 
-def test_rows_in_half_precision_are_weighed_in_float32():
-    """A router's weights need no rounding to the rows' dtype; nor does their gradient."""
+def test_half_precision_rows_accept_float32_weights():
+    """Router weights and their gradient are not rounded to the rows' dtype."""
     contract = CONTRACTS["unpermute_tokens"]
-    (adapter,) = [each for each in ADAPTERS if each.operator == contract.name]
+    (adapter,) = [impl for impl in ADAPTERS if impl.operator == contract.name]
     rows, places, weights = contract.draw({}, dtype=torch.bfloat16).values()
-    for part, share in compare(contract, on_the_npu(adapter), (rows, places, weights.float()), ()):
-        assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"
+    for part, ratio in compare(contract, on_npu(adapter), (rows, places, weights.float()), ()):
+        assert ratio <= 1, f"{part} is off by {ratio:.3g} times the tolerance"
 
 
-def test_interleaved_features_of_many_rows_and_heads_are_turned():
-    """CANN takes fewer than 1,000 rows times heads; 8 rows of 128 heads are DeepSeek-V3's."""
+def test_interleaved_rotary_splits_many_rows_and_heads():
+    """CANN accepts fewer than 1,000 rows times heads; DeepSeek-V3 has 8 rows of 128 heads."""
     contract = CONTRACTS["rotary"]
-    (adapter,) = [each for each in ADAPTERS if each.operator == contract.name]
+    (adapter,) = [impl for impl in ADAPTERS if impl.operator == contract.name]
     for tables in (1, 8):
         sizes = {"B": 8, "C": tables, "S": 3, "Hq": 128, "Hk": 1, "D": 4, "R/2": 2}
-        drawn = tuple(contract.draw(sizes, dtype=torch.float32).values())
-        for part, share in compare(contract, on_the_npu(adapter), drawn, (True,)):
-            assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"
+        tensors = tuple(contract.draw(sizes, dtype=torch.float32).values())
+        for part, ratio in compare(contract, on_npu(adapter), tensors, (True,)):
+            assert ratio <= 1, f"{part} is off by {ratio:.3g} times the tolerance"

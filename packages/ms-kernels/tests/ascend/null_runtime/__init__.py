@@ -1,12 +1,12 @@
-"""torch_npu on a machine with neither an NPU nor CANN, its device memory the host's.
+"""torch_npu on a machine without an NPU and without CANN; its device memory is host memory.
 
-The public wheel of torch_npu is run as it is. What it wants of CANN is offered by stub libraries
-made from symbol names alone (`symbols`, `stubs`); every aclnn operator that has a body (`bodies`)
-is computed on the CPU, after the formulas of CANN's documentation; one without a body is refused
-as it is called, so no result is ever undefined. `record` lists the calls that were made.
+The public torch_npu wheel runs unmodified. Stub libraries generated from symbol names
+(`symbols`, `stubs`) provide what it expects from CANN. Every aclnn operator with a body
+(`bodies`) is computed on the CPU by the formulas of CANN's documentation; a call without a body
+is refused, so no result is ever undefined. `record` lists the calls that were made.
 
-It proves that calls are well-formed, what they compute if CANN keeps its documentation, and how
-many there are. It proves nothing about speed, memory, or what CANN's kernels round and refuse.
+This proves that calls are well-formed, shows their results if CANN follows its documentation,
+and counts them. It proves nothing about speed, memory, or rounding and limits of CANN's kernels.
 """
 
 from .bridge import Call, record

@@ -1,4 +1,4 @@
-"""From C's view of an aclnn call to tensors on the CPU over the same memory, and to its body."""
+"""Convert aclnn calls from C to CPU tensors over the same memory, and run their Python bodies."""
 
 import ctypes
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ class Call(NamedTuple):
 
     name: str
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    """Dtype and shape of each tensor, results included, lists laid out flat."""
+    """Dtype and shape of each tensor, results included; lists are flattened."""
 
 
 _recorders: list[list[Call]] = []
@@ -74,7 +74,7 @@ _parameters: dict[str, tuple[Parameter, ...]] = {}
 
 @contextmanager
 def record() -> Iterator[list[Call]]:
-    """Collect the aclnn calls performed within, in order, from every thread."""
+    """Collect the aclnn calls made inside the block, in order, from every thread."""
     calls: list[Call] = []
     _recorders.append(calls)
     try:
@@ -86,84 +86,84 @@ def record() -> Iterator[list[Call]]:
 def attach(library: ctypes.CDLL) -> None:
     """Let the bodies perform the calls that arrive in `library`."""
 
-    def perform(name: bytes, count: int, given: Any) -> int:
+    def perform(name: bytes, count: int, args: Any) -> int:
         try:
-            _perform(library, name.decode(), given[:count])
+            _perform(library, name.decode(), args[:count])
         except Exception as error:
             text = f"{name.decode()}: {type(error).__name__}: {error}"
             library.null_set_error(text.encode())
             return 1
         return 0
 
-    kept = _Performer(perform)
-    library.null_set_performer(kept)
-    _kept.append(kept)
+    callback = _Performer(perform)
+    library.null_set_performer(callback)
+    _callbacks.append(callback)
 
 
-_kept: list[Any] = []
-"""Functions that C holds pointers to."""
+_callbacks: list[Any] = []
+"""Functions that C holds pointers to; they must stay referenced."""
 
 
-def _perform(library: ctypes.CDLL, name: str, given: list[_Argument]) -> None:
+def _perform(library: ctypes.CDLL, name: str, args: list[_Argument]) -> None:
     parameters = _parameters.setdefault(name, parameters_of(BODIES[name]))
-    values = [_value(library, *pair) for pair in zip(parameters, given, strict=True)]
+    values = [_value(library, *pair) for pair in zip(parameters, args, strict=True)]
     if _recorders:
         tensors = [
-            each
+            tensor
             for value in values
-            for each in (value if isinstance(value, list) else [value])
-            if isinstance(each, Tensor)
+            for tensor in (value if isinstance(value, list) else [value])
+            if isinstance(tensor, Tensor)
         ]
-        shapes = tuple((str(each.dtype)[6:], tuple(each.shape)) for each in tensors)
+        shapes = tuple((str(tensor.dtype)[6:], tuple(tensor.shape)) for tensor in tensors)
         for calls in _recorders:
             calls.append(Call(name, shapes))
     with torch.no_grad():
         BODIES[name](*values)
 
 
-def _value(library: ctypes.CDLL, parameter: Parameter, given: _Argument) -> Any:
+def _value(library: ctypes.CDLL, parameter: Parameter, arg: _Argument) -> Any:
     if parameter.code == "i":
-        return DTYPES[given.integer] if parameter.dtype else given.integer
+        return DTYPES[arg.integer] if parameter.dtype else arg.integer
     if parameter.code == "r":
-        return given.real
-    if not given.pointer:
+        return arg.real
+    if not arg.pointer:
         if not parameter.optional:
             raise NullRuntimeError(f"{parameter.name} is null; it must be given")
         return None
     if parameter.code == "s":
-        return ctypes.string_at(given.pointer).decode()
-    return _read(library, given.pointer)
+        return ctypes.string_at(arg.pointer).decode()
+    return _read(library, arg.pointer)
 
 
 def _read(library: ctypes.CDLL, pointer: int) -> Any:
-    """Return what a descriptor stands for."""
-    found = _Descriptor.from_address(pointer)
-    kind = chr(found.kind)
+    """Return the value that a descriptor describes."""
+    descriptor = _Descriptor.from_address(pointer)
+    kind = chr(descriptor.kind)
     if kind == "T":
-        return _tensor(library, found)
+        return _tensor(library, descriptor)
     if kind == "S":
-        return _number(found)
+        return _number(descriptor)
     width = {"I": ctypes.c_int64, "F": ctypes.c_float, "B": ctypes.c_bool}.get(kind)
-    items = ((width or ctypes.c_void_p) * found.count).from_address(found.data or 0)
-    return [each if width else _read(library, each) for each in items]
+    items = ((width or ctypes.c_void_p) * descriptor.count).from_address(descriptor.data or 0)
+    return [item if width else _read(library, item) for item in items]
 
 
-def _number(found: _Descriptor) -> complex | float | bool:
-    value = torch.frombuffer(bytearray(found.value), dtype=DTYPES[found.dtype], count=1)
+def _number(descriptor: _Descriptor) -> complex | float | bool:
+    value = torch.frombuffer(bytearray(descriptor.value), dtype=DTYPES[descriptor.dtype], count=1)
     number: complex | float | bool = value.item()
     return number
 
 
-def _tensor(library: ctypes.CDLL, found: _Descriptor) -> Tensor:
+def _tensor(library: ctypes.CDLL, descriptor: _Descriptor) -> Tensor:
     """View device memory as a tensor on the CPU."""
-    sizes, strides = found.sizes[: found.count], found.strides[: found.count]
-    dtype = DTYPES.get(found.dtype)
+    sizes, strides = descriptor.sizes[: descriptor.count], descriptor.strides[: descriptor.count]
+    dtype = DTYPES.get(descriptor.dtype)
     if dtype is None:
-        raise NullRuntimeError(f"a tensor of aclDataType {found.dtype}, which is unknown here")
+        raise NullRuntimeError(f"a tensor of aclDataType {descriptor.dtype}, which is unknown here")
     if 0 in sizes:
         return torch.empty(sizes, dtype=dtype)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    start = (found.data or 0) + found.offset * dtype.itemsize
+    start = (descriptor.data or 0) + descriptor.offset * dtype.itemsize
     size_bytes = extent * dtype.itemsize
     if not library.null_owns_memory(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes)):
         raise NullRuntimeError(f"a tensor of {size_bytes} bytes that lies outside device memory")

@@ -1,4 +1,4 @@
-"""The command of the null runtime: a script, and the aclnn calls that it made."""
+"""The null runtime's command: run a script and list its aclnn calls."""
 
 import argparse
 import runpy
@@ -12,7 +12,7 @@ from .bridge import Call, record
 from .errors import NullRuntimeError
 from .start import start
 
-__all__ = ["main", "written"]
+__all__ = ["format_calls", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,12 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with record() as calls:
         runpy.run_path(str(options.script), run_name="__main__")
     if options.calls is not None:
-        options.calls.write_text("".join(f"{line}\n" for line in written(calls)))
+        options.calls.write_text("".join(f"{line}\n" for line in format_calls(calls)))
     return 0
 
 
-def written(calls: Sequence[Call]) -> list[str]:
-    """Write calls a line each: the name, then dtype and shape of each tensor."""
+def format_calls(calls: Sequence[Call]) -> list[str]:
+    """Format calls, one per line: the name, then dtype and shape of each tensor."""
     lines = []
     for call in calls:
         tensors = [f"{dtype}{list(shape)}".replace(" ", "") for dtype, shape in call.tensors]
@@ -45,13 +45,13 @@ def written(calls: Sequence[Call]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m null_runtime",
-        description="Run a script with torch_npu where there is neither an NPU nor CANN; "
-        "set TORCH_DEVICE_BACKEND_AUTOLOAD=0, since torch would look for CANN by itself.",
+        description="Run a script with torch_npu on a machine without an NPU and without CANN; "
+        "set TORCH_DEVICE_BACKEND_AUTOLOAD=0, otherwise torch looks for CANN on import.",
         epilog="example: python -m null_runtime --calls calls.txt train.py",
     )
-    parser.add_argument("--calls", type=Path, help="where to write the aclnn calls, a line each")
+    parser.add_argument("--calls", type=Path, help="file to write the aclnn calls to, one per line")
     parser.add_argument("script", type=Path, help="a Python file that uses the device npu:0")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 

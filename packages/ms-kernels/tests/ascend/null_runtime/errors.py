@@ -1,4 +1,4 @@
-"""What the null runtime reports."""
+"""Errors of the null runtime."""
 
 from ms_kernels.errors import KernelError
 
@@ -6,4 +6,4 @@ __all__ = ["NullRuntimeError"]
 
 
 class NullRuntimeError(KernelError, RuntimeError):
-    """The null runtime cannot be built or started here; says what is missing."""
+    """The null runtime cannot be built or started; the message names the missing part."""

@@ -1,9 +1,9 @@
-"""C signatures of aclnn entry points, written as the annotations of the Python bodies behind them.
+"""C signatures of aclnn entry points, derived from the annotations of their Python bodies.
 
 ``aclnnAddGetWorkspaceSize(const aclTensor *self, const aclTensor *other, const aclScalar *alpha,
 aclTensor *out, uint64_t *, aclOpExecutor **)`` is the body ``(Tensor, Tensor, Scalar, Tensor)``.
-What is passed by reference is checked to be of its kind when it arrives; what is passed by value
-(`int`, `float`, ...) cannot be, so those annotations must be right.
+The kind of arguments passed by reference is checked on arrival; arguments passed by value
+(`int`, `float`, ...) cannot be checked, so those annotations must be right.
 """
 
 import inspect
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Scalar = Annotated[float, "aclScalar"]
-"""A number that comes as an aclScalar: int, float, bool or complex."""
+"""A number passed as an aclScalar: int, float, bool or complex."""
 Byte = Annotated[int, "int8_t"]
 """A number passed as one byte."""
 Short = Annotated[int, "int"]
@@ -44,9 +44,9 @@ class Parameter:
 
     name: str
     code: str
-    """Kind of descriptor, or i, r, s for what is passed by value."""
+    """Kind of descriptor, or i, r, s for arguments passed by value."""
     c_type: str
-    """How C takes it."""
+    """C declaration of the argument."""
     optional: bool = False
     """Whether a null pointer is allowed."""
     dtype: bool = False
@@ -73,9 +73,9 @@ FORMS: dict[Any, tuple[str, str]] = {
 
 
 def parameters_of(body: Callable[..., None]) -> tuple[Parameter, ...]:
-    """Read the signature of an entry point off its body's annotations."""
+    """Derive the signature of an entry point from its body's annotations."""
     hints = typing.get_type_hints(body, include_extras=True)
-    found = []
+    parameters = []
     for name in inspect.signature(body).parameters:
         form = hints[name]
         arms = typing.get_args(form)
@@ -83,30 +83,32 @@ def parameters_of(body: Callable[..., None]) -> tuple[Parameter, ...]:
         if optional:
             (form,) = (arm for arm in arms if arm is not type(None))
         code, c_type = FORMS[form]
-        found.append(
+        parameters.append(
             Parameter(name=name, code=code, c_type=c_type, optional=optional, dtype=form == DType)
         )
-    return tuple(found)
+    return tuple(parameters)
 
 
 def entry_point(name: str, parameters: tuple[Parameter, ...] | None) -> str:
-    """Write both phases of one aclnn call in C; None for one that has no body."""
+    """Return both phases of one aclnn call in C; None for a call without a body."""
     if parameters is None:
         refuse = f'{{ return null_refuse("{name}"); }}'
         return (
             f"EXPORT int {name}GetWorkspaceSize(void) {refuse}\nEXPORT int {name}(void) {refuse}\n"
         )
-    taken = "".join(f"{each.c_type}a{place}, " for place, each in enumerate(parameters))
+    arguments = "".join(
+        f"{parameter.c_type}a{index}, " for index, parameter in enumerate(parameters)
+    )
     fields = {"i": "integer", "r": "real"}
-    given = ", ".join(
-        f"{{'{each.code}', .{fields.get(each.code, 'pointer')} = "
-        f"{'' if each.code in fields else '(void *)'}a{place}}}"
-        for place, each in enumerate(parameters)
+    initializers = ", ".join(
+        f"{{'{parameter.code}', .{fields.get(parameter.code, 'pointer')} = "
+        f"{'' if parameter.code in fields else '(void *)'}a{index}}}"
+        for index, parameter in enumerate(parameters)
     )
     return (
-        f"EXPORT int {name}GetWorkspaceSize({taken}uint64_t *size, void **executor) {{\n"
-        f"    const struct argument given[] = {{{given}}};\n"
-        f'    return null_prepare("{name}", {len(parameters)}, given, size, executor);\n'
+        f"EXPORT int {name}GetWorkspaceSize({arguments}uint64_t *size, void **executor) {{\n"
+        f"    const struct argument args[] = {{{initializers}}};\n"
+        f'    return null_prepare("{name}", {len(parameters)}, args, size, executor);\n'
         "}\n"
         f"EXPORT int {name}(void *space, uint64_t size, void *executor, void *stream) {{\n"
         f'    return null_perform("{name}", executor);\n'

@@ -1,4 +1,4 @@
-"""Put the null runtime in CANN's place in this process."""
+"""Load the null runtime instead of CANN in this process."""
 
 import ctypes
 import importlib
@@ -19,13 +19,13 @@ __all__ = ["start"]
 def start(folder: Path | None = None) -> None:
     """Build the stub libraries, load them and import torch_npu; then ``npu:0`` is a device.
 
-    `import torch` would import torch_npu by itself and find no CANN: set the variable
-    ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` before Python starts. torch_npu's queue of tasks is
-    switched off, so that an error is raised where it is made, and so is its cache of memory, so
-    that every tensor has its own, which starts as NaN and is checked to hold what is read.
+    `import torch` would import torch_npu automatically and find no CANN, so set the variable
+    ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` before Python starts. torch_npu's task queue is disabled so
+    that errors are raised by the call that causes them. Its memory cache is disabled so that every
+    tensor has its own allocation, which starts as NaN and whose bounds are checked.
 
     Args:
-        folder: where the stubs are put; a temporary one if None.
+        folder: folder for the stubs; a temporary one if None.
 
     Raises:
         NullRuntimeError: when torch_npu is absent or already imported, or there is no compiler.
@@ -43,7 +43,7 @@ def start(folder: Path | None = None) -> None:
 
 def _load(folder: Path, wheel: Path, torch_folder: Path) -> None:
     main = build(folder.absolute(), names_of(wheel, torch_folder))
-    # A library is found by its soname once it is loaded: no search path need be set.
+    # A loaded library is found by its soname, so no search path is needed.
     library = ctypes.CDLL(str(main), ctypes.RTLD_GLOBAL)
     for name in LIBRARIES:
         ctypes.CDLL(str(main.with_name(name)), ctypes.RTLD_GLOBAL)
@@ -52,10 +52,10 @@ def _load(folder: Path, wheel: Path, torch_folder: Path) -> None:
 
 
 def _folder_of(package: str) -> Path:
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
         raise NullRuntimeError(
             f"{package} is not installed; "
             "pip install torch==2.13.0 numpy pyyaml, then pip install --no-deps torch_npu==2.13.0"
         )
-    return Path(found.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])

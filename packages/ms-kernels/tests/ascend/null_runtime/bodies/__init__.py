@@ -1,8 +1,8 @@
-"""What each aclnn call computes, on the CPU: one Python function an entry point.
+"""CPU implementations of the aclnn calls: one Python function per entry point.
 
-A body's annotations are the C signature of its entry point (see `signatures`). Sums are kept in
-float32 and rounded once, as CANN documents for its kernels; order and rounding of the real ones
-may differ.
+A body's annotations are the C signature of its entry point (see `signatures`). Sums accumulate in
+float32 and are rounded once, as CANN documents for its kernels; the order and rounding of the
+real kernels may differ.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from . import (
 __all__ = ["BODIES"]
 
 BODIES: dict[str, Callable[..., None]] = {}
-"""By name of the aclnn call."""
+"""Bodies by name of the aclnn call."""
 for _family in (
     attention,
     elementwise,

@@ -66,84 +66,84 @@ WITH_SCALAR: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def _unary(name: str, function: Callable[[Tensor], Tensor]) -> None:
-    def body(given: Tensor, out: Tensor) -> None:
-        out.copy_(function(given))
+    def body(x: Tensor, out: Tensor) -> None:
+        out.copy_(function(x))
 
-    def in_place(given: Tensor) -> None:
-        given.copy_(function(given))
+    def in_place(x: Tensor) -> None:
+        x.copy_(function(x))
 
     BODIES[f"aclnn{name}"] = body
     BODIES[f"aclnnInplace{name}"] = in_place
 
 
 def _binary(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    def body(one: Tensor, other: Tensor, out: Tensor) -> None:
-        out.copy_(function(one, other))
+    def body(x: Tensor, other: Tensor, out: Tensor) -> None:
+        out.copy_(function(x, other))
 
-    def in_place(one: Tensor, other: Tensor) -> None:
-        one.copy_(function(one, other))
+    def in_place(x: Tensor, other: Tensor) -> None:
+        x.copy_(function(x, other))
 
     BODIES[f"aclnn{name}"] = body
     BODIES[f"aclnnInplace{name}"] = in_place
 
 
 def _with_scalar(name: str, function: Callable[[Tensor, float], Tensor]) -> None:
-    def body(one: Tensor, other: Scalar, out: Tensor) -> None:
-        out.copy_(function(one, other))
+    def body(x: Tensor, other: Scalar, out: Tensor) -> None:
+        out.copy_(function(x, other))
 
-    def in_place(one: Tensor, other: Scalar) -> None:
-        one.copy_(function(one, other))
+    def in_place(x: Tensor, other: Scalar) -> None:
+        x.copy_(function(x, other))
 
     BODIES[f"aclnn{name}"] = body
     BODIES[f"aclnnInplace{name}"] = in_place
 
 
-for _name, _alone in UNARY.items():
-    _unary(_name, _alone)
-for _name, _pair in BINARY.items():
-    _binary(_name, _pair)
-for _name, _mixed in WITH_SCALAR.items():
-    _with_scalar(_name, _mixed)
+for _name, _unary_function in UNARY.items():
+    _unary(_name, _unary_function)
+for _name, _binary_function in BINARY.items():
+    _binary(_name, _binary_function)
+for _name, _scalar_function in WITH_SCALAR.items():
+    _with_scalar(_name, _scalar_function)
 
 
-def add(one: Tensor, other: Tensor, alpha: Scalar, out: Tensor) -> None:
-    """``one + alpha · other``."""
-    out.copy_(torch.add(one, other, alpha=alpha))
+def add(x: Tensor, other: Tensor, alpha: Scalar, out: Tensor) -> None:
+    """``x + alpha * other``."""
+    out.copy_(torch.add(x, other, alpha=alpha))
 
 
-def add_(one: Tensor, other: Tensor, alpha: Scalar) -> None:
-    """The same, in place."""
-    one.copy_(torch.add(one, other, alpha=alpha))
+def add_(x: Tensor, other: Tensor, alpha: Scalar) -> None:
+    """``x + alpha * other``, in place."""
+    x.copy_(torch.add(x, other, alpha=alpha))
 
 
-def adds(one: Tensor, other: Scalar, alpha: Scalar, out: Tensor) -> None:
-    """``one + alpha · other``."""
-    out.copy_(torch.add(one, other, alpha=alpha))
+def adds(x: Tensor, other: Scalar, alpha: Scalar, out: Tensor) -> None:
+    """``x + alpha * other``."""
+    out.copy_(torch.add(x, other, alpha=alpha))
 
 
-def adds_(one: Tensor, other: Scalar, alpha: Scalar) -> None:
-    """The same, in place."""
-    one.copy_(torch.add(one, other, alpha=alpha))
+def adds_(x: Tensor, other: Scalar, alpha: Scalar) -> None:
+    """``x + alpha * other``, in place."""
+    x.copy_(torch.add(x, other, alpha=alpha))
 
 
-def sub(one: Tensor, other: Tensor, alpha: Scalar, out: Tensor) -> None:
-    """``one - alpha · other``."""
-    out.copy_(torch.sub(one, other, alpha=alpha))
+def sub(x: Tensor, other: Tensor, alpha: Scalar, out: Tensor) -> None:
+    """``x - alpha * other``."""
+    out.copy_(torch.sub(x, other, alpha=alpha))
 
 
-def sub_(one: Tensor, other: Tensor, alpha: Scalar) -> None:
-    """The same, in place."""
-    one.copy_(torch.sub(one, other, alpha=alpha))
+def sub_(x: Tensor, other: Tensor, alpha: Scalar) -> None:
+    """``x - alpha * other``, in place."""
+    x.copy_(torch.sub(x, other, alpha=alpha))
 
 
-def subs(one: Tensor, other: Scalar, alpha: Scalar, out: Tensor) -> None:
-    """``one - alpha · other``."""
-    out.copy_(torch.sub(one, other, alpha=alpha))
+def subs(x: Tensor, other: Scalar, alpha: Scalar, out: Tensor) -> None:
+    """``x - alpha * other``."""
+    out.copy_(torch.sub(x, other, alpha=alpha))
 
 
-def rsubs(one: Tensor, other: Scalar, alpha: Scalar, out: Tensor) -> None:
-    """``other - alpha · one``."""
-    out.copy_(torch.rsub(one, other, alpha=alpha))
+def rsubs(x: Tensor, other: Scalar, alpha: Scalar, out: Tensor) -> None:
+    """``other - alpha * x``."""
+    out.copy_(torch.rsub(x, other, alpha=alpha))
 
 
 def pow_scalar_tensor(base: Scalar, exponent: Tensor, out: Tensor) -> None:
@@ -151,75 +151,75 @@ def pow_scalar_tensor(base: Scalar, exponent: Tensor, out: Tensor) -> None:
     out.copy_(torch.pow(base, exponent))
 
 
-def addcdiv(one: Tensor, above: Tensor, below: Tensor, value: Scalar, out: Tensor) -> None:
-    """``one + value · above / below``."""
-    out.copy_(torch.addcdiv(one, above, below, value=value))
+def addcdiv(x: Tensor, numerator: Tensor, denominator: Tensor, value: Scalar, out: Tensor) -> None:
+    """``x + value * numerator / denominator``."""
+    out.copy_(torch.addcdiv(x, numerator, denominator, value=value))
 
 
-def addcmul(one: Tensor, first: Tensor, second: Tensor, value: Scalar, out: Tensor) -> None:
-    """``one + value · first · second``."""
-    out.copy_(torch.addcmul(one, first, second, value=value))
+def addcmul(x: Tensor, first: Tensor, second: Tensor, value: Scalar, out: Tensor) -> None:
+    """``x + value * first * second``."""
+    out.copy_(torch.addcmul(x, first, second, value=value))
 
 
-def addcdiv_(one: Tensor, above: Tensor, below: Tensor, value: Scalar) -> None:
-    """``one + value · above / below``, in place."""
-    one.copy_(torch.addcdiv(one, above, below, value=value))
+def addcdiv_(x: Tensor, numerator: Tensor, denominator: Tensor, value: Scalar) -> None:
+    """``x + value * numerator / denominator``, in place."""
+    x.copy_(torch.addcdiv(x, numerator, denominator, value=value))
 
 
-def addcmul_(one: Tensor, first: Tensor, second: Tensor, value: Scalar) -> None:
-    """``one + value · first · second``, in place."""
-    one.copy_(torch.addcmul(one, first, second, value=value))
+def addcmul_(x: Tensor, first: Tensor, second: Tensor, value: Scalar) -> None:
+    """``x + value * first * second``, in place."""
+    x.copy_(torch.addcmul(x, first, second, value=value))
 
 
-def silu_backward(grad: Tensor, given: Tensor, out: Tensor) -> None:
+def silu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
     """The gradient of SiLU."""
-    wide, gate = grad.float(), torch.sigmoid(given.float())
-    out.copy_(wide * gate * (1 + given.float() * (1 - gate)))
+    wide, gate = grad.float(), torch.sigmoid(x.float())
+    out.copy_(wide * gate * (1 + x.float() * (1 - gate)))
 
 
 def sigmoid_backward(grad: Tensor, result: Tensor, out: Tensor) -> None:
-    """The gradient of the logistic function, from its result."""
+    """The gradient of the sigmoid function, from its result."""
     out.copy_(grad * result * (1 - result))
 
 
-def where(condition: Tensor, one: Tensor, other: Tensor, out: Tensor) -> None:
-    """One or the other."""
-    out.copy_(torch.where(condition.bool(), one, other))
+def where(condition: Tensor, x: Tensor, other: Tensor, out: Tensor) -> None:
+    """`x` where the condition holds, `other` elsewhere."""
+    out.copy_(torch.where(condition.bool(), x, other))
 
 
-def clamp(given: Tensor, low: Scalar | None, high: Scalar | None, out: Tensor) -> None:
-    """Values between two limits, either of which may be missing."""
-    out.copy_(torch.clamp(given, low, high))
+def clamp(x: Tensor, low: Scalar | None, high: Scalar | None, out: Tensor) -> None:
+    """Values clamped to optional lower and upper limits."""
+    out.copy_(torch.clamp(x, low, high))
 
 
-def copy_(to: Tensor, given: Tensor) -> None:
+def copy_(to: Tensor, x: Tensor) -> None:
     """A copy that may change dtype and strides."""
-    to.copy_(given)
+    to.copy_(x)
 
 
-def lerps_(given: Tensor, end: Tensor, weight: Scalar) -> None:
-    """Moved a part of the way to `end`, in place."""
-    given.lerp_(end, weight)
+def lerps_(x: Tensor, end: Tensor, weight: Scalar) -> None:
+    """Linear interpolation towards `end`, in place."""
+    x.lerp_(end, weight)
 
 
-def one_(given: Tensor) -> None:
-    """Ones."""
-    given.fill_(1)
+def one_(x: Tensor) -> None:
+    """Fill with ones."""
+    x.fill_(1)
 
 
-def zero_(given: Tensor) -> None:
-    """Zeros."""
-    given.zero_()
+def zero_(x: Tensor) -> None:
+    """Fill with zeros."""
+    x.zero_()
 
 
-def fill_(given: Tensor, value: Scalar) -> None:
-    """One value everywhere."""
-    given.fill_(value)
+def fill_(x: Tensor, value: Scalar) -> None:
+    """Fill with one value."""
+    x.fill_(value)
 
 
-def masked_fill_(given: Tensor, mask: Tensor, value: Scalar) -> None:
-    """One value where the mask is set."""
-    given.masked_fill_(mask.bool(), value)
+def masked_fill_(x: Tensor, mask: Tensor, value: Scalar) -> None:
+    """Fill with one value where the mask is set."""
+    x.masked_fill_(mask.bool(), value)
 
 
 BODIES |= {

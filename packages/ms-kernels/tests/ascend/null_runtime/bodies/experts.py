@@ -1,4 +1,4 @@
-"""Tokens to the rows of their experts and back, and a matrix product for each expert."""
+"""Token permutation for mixtures of experts, and grouped matrix products."""
 
 from collections.abc import Callable
 
@@ -8,60 +8,64 @@ from torch import Tensor
 __all__ = ["BODIES"]
 
 ROWS, INNER = 0, 2
-"""Which dim of the left matrix is cut into groups."""
+"""Dim of the left matrix that is split into groups."""
 
 
 def permute(
-    tokens: Tensor, indices: Tensor, rows: int, padded: bool, out: Tensor, places: Tensor
+    tokens: Tensor, indices: Tensor, rows: int, padded: bool, out: Tensor, positions: Tensor
 ) -> None:
-    """Rows in the order of their experts, and the row of each choice."""
+    """Rows in the order of their experts, and the row index of each choice."""
     flat = indices.reshape(-1)
     if padded or rows != flat.numel():
-        raise ValueError("padding and dropped tokens have no body here")
+        raise ValueError("padding and dropped tokens are not implemented")
     order = flat.argsort(stable=True)
     out.copy_(tokens[order // (flat.numel() // max(tokens.shape[0], 1))])
-    places.copy_(order.argsort())
+    positions.copy_(order.argsort())
 
 
-def permute_grad(grad: Tensor, places: Tensor, choices: int, padded: bool, out: Tensor) -> None:
-    """The gradient of `permute`: each token's sum over its choices."""
-    out.copy_(grad.float()[places.long()].view(-1, choices, grad.shape[-1]).sum(1))
+def permute_grad(grad: Tensor, positions: Tensor, choices: int, padded: bool, out: Tensor) -> None:
+    """The gradient of `permute`: the sum over each token's choices."""
+    out.copy_(grad.float()[positions.long()].view(-1, choices, grad.shape[-1]).sum(1))
 
 
 def unpermute(
     rows: Tensor,
-    places: Tensor,
-    shares: Tensor | None,
+    positions: Tensor,
+    router_weights: Tensor | None,
     padded: bool,
     shape: list[int] | None,
     out: Tensor,
 ) -> None:
-    """Each token's sum over its choices, times their shares; one choice if there are none."""
-    choices = 1 if shares is None else shares.shape[-1]
-    chosen = rows.float()[places.long()].view(-1, choices, rows.shape[-1])
-    out.copy_((chosen if shares is None else chosen * shares.float()[..., None]).sum(1))
+    """Sum over each token's choices, times the router weights; one choice without weights."""
+    choices = 1 if router_weights is None else router_weights.shape[-1]
+    selected = rows.float()[positions.long()].view(-1, choices, rows.shape[-1])
+    out.copy_(
+        (selected if router_weights is None else selected * router_weights.float()[..., None]).sum(
+            1
+        )
+    )
 
 
 def unpermute_grad(
     rows: Tensor | None,
     grad: Tensor,
-    places: Tensor,
-    shares: Tensor | None,
+    positions: Tensor,
+    router_weights: Tensor | None,
     padded: bool,
     shape: list[int] | None,
-    to_rows: Tensor,
-    to_shares: Tensor | None,
+    drows: Tensor,
+    dweights: Tensor | None,
 ) -> None:
     """The gradient of `unpermute`."""
-    choices = 1 if shares is None else shares.shape[-1]
-    slopes = grad.float()[:, None].expand(-1, choices, -1)
-    weighted = slopes if shares is None else slopes * shares.float()[..., None]
-    found = torch.zeros(to_rows.shape)
-    found[places.long()] = weighted.reshape(-1, grad.shape[-1])
-    to_rows.copy_(found)
-    if shares is not None and to_shares is not None and rows is not None:
-        chosen = rows.float()[places.long()].view(-1, choices, rows.shape[-1])
-        to_shares.copy_((chosen * slopes).sum(-1))
+    choices = 1 if router_weights is None else router_weights.shape[-1]
+    grads = grad.float()[:, None].expand(-1, choices, -1)
+    weighted = grads if router_weights is None else grads * router_weights.float()[..., None]
+    row_grads = torch.zeros(drows.shape)
+    row_grads[positions.long()] = weighted.reshape(-1, grad.shape[-1])
+    drows.copy_(row_grads)
+    if router_weights is not None and dweights is not None and rows is not None:
+        selected = rows.float()[positions.long()].view(-1, choices, rows.shape[-1])
+        dweights.copy_((selected * grads).sum(-1))
 
 
 def grouped_matmul(
@@ -85,25 +89,28 @@ def grouped_matmul(
     activated: list[Tensor] | None,
     token_scales: list[Tensor] | None,
 ) -> None:
-    """One product a group of rows, or a group of the inner dim; all in one result."""
-    odd = (bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale)
-    if any(each is not None and any(one.numel() for one in each) for each in odd) or activation:
-        raise ValueError("biases, scales and activations have no body here")
+    """One product per group of rows or per group of the inner dim, all in one result."""
+    unsupported = (bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale)
+    if (
+        any(tensors is not None and any(t.numel() for t in tensors) for tensors in unsupported)
+        or activation
+    ):
+        raise ValueError("biases, scales and activations are not implemented")
     if len(x) != 1 or len(weight) != 1 or groups is None or split_item not in (2, 3):
-        raise ValueError("only one left matrix, one stack of weights and one result have a body")
+        raise ValueError("only one left matrix, one weight stack and one result are implemented")
     sizes = groups if group_list_type else groups.diff(prepend=groups.new_zeros(1))
     if group_list_type and len(groups) == 1:
-        raise ValueError("a list of one count is refused by CANN; give its running sum")
+        raise ValueError("CANN refuses a list with a single count; pass its cumulative sum")
     left, right = x[0].float(), weight[0].float()
-    cuts = sizes.tolist()
+    group_sizes = sizes.tolist()
     if group_type == ROWS:
-        parts = zip(torch.split(left, cuts), right, strict=True)
-        out[0].copy_(torch.cat([part @ matrix for part, matrix in parts]))
+        parts = zip(torch.split(left, group_sizes), right, strict=True)
+        out[0].copy_(torch.cat([piece @ matrix for piece, matrix in parts]))
     elif group_type == INNER:
-        pairs = zip(torch.split(left, cuts, 1), torch.split(right, cuts), strict=True)
-        out[0].copy_(torch.stack([part @ other for part, other in pairs]))
+        pairs = zip(torch.split(left, group_sizes, 1), torch.split(right, group_sizes), strict=True)
+        out[0].copy_(torch.stack([piece @ right_piece for piece, right_piece in pairs]))
     else:
-        raise ValueError(f"group_type {group_type} has no body here")
+        raise ValueError(f"group_type {group_type} is not implemented")
 
 
 def grouped_matmul_v5(
@@ -128,7 +135,7 @@ def grouped_matmul_v5(
     activated: list[Tensor] | None,
     token_scales: list[Tensor] | None,
 ) -> None:
-    """The same; `tuning` hints at the sizes to expect."""
+    """The same; `tuning` hints at the expected sizes."""
     quantized = (bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale)
     activating = (activation_input, activation_scale, activation_offset)
     modes = (split_item, group_type, group_list_type, activation)

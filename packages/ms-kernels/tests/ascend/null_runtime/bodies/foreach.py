@@ -1,4 +1,4 @@
-"""The same on every tensor of a list: what torch's foreach optimizers call."""
+"""The foreach calls of torch's optimizers: one operation on every tensor of a list."""
 
 from collections.abc import Callable
 
@@ -11,67 +11,67 @@ __all__ = ["BODIES"]
 
 
 def _with_scalar(function: Callable[[Tensor, float], Tensor]) -> Callable[..., None]:
-    def body(given: list[Tensor], scalar: Scalar, out: list[Tensor]) -> None:
-        for one, result in zip(given, out, strict=True):
-            result.copy_(function(one, scalar))
+    def body(inputs: list[Tensor], scalar: Scalar, out: list[Tensor]) -> None:
+        for x, result in zip(inputs, out, strict=True):
+            result.copy_(function(x, scalar))
 
     return body
 
 
 def _with_list(function: Callable[[Tensor, float], Tensor]) -> Callable[..., None]:
-    def body(given: list[Tensor], scalars: list[Scalar], out: list[Tensor]) -> None:
-        for one, scalar, result in zip(given, scalars, out, strict=True):
-            result.copy_(function(one, scalar))
+    def body(inputs: list[Tensor], scalars: list[Scalar], out: list[Tensor]) -> None:
+        for x, scalar, result in zip(inputs, scalars, out, strict=True):
+            result.copy_(function(x, scalar))
 
     return body
 
 
 def addcmul(
-    given: list[Tensor],
+    inputs: list[Tensor],
     first: list[Tensor],
     second: list[Tensor],
     scalar: Scalar,
     out: list[Tensor],
 ) -> None:
-    """``given + scalar · first · second``."""
-    for one, left, right, result in zip(given, first, second, out, strict=True):
-        result.copy_(torch.addcmul(one, left, right, value=scalar))
+    """``inputs + scalar * first * second``."""
+    for x, left, right, result in zip(inputs, first, second, out, strict=True):
+        result.copy_(torch.addcmul(x, left, right, value=scalar))
 
 
 def addcdiv(
-    given: list[Tensor],
-    above: list[Tensor],
-    below: list[Tensor],
+    inputs: list[Tensor],
+    numerators: list[Tensor],
+    denominators: list[Tensor],
     scalar: Scalar,
     out: list[Tensor],
 ) -> None:
-    """``given + scalar · above / below``."""
-    for one, left, right, result in zip(given, above, below, out, strict=True):
-        result.copy_(torch.addcdiv(one, left, right, value=scalar))
+    """``inputs + scalar * numerators / denominators``."""
+    for x, left, right, result in zip(inputs, numerators, denominators, out, strict=True):
+        result.copy_(torch.addcdiv(x, left, right, value=scalar))
 
 
-def lerp(given: list[Tensor], other: list[Tensor], weight: Scalar, out: list[Tensor]) -> None:
-    """``given + weight · (other - given)``."""
-    for one, two, result in zip(given, other, out, strict=True):
-        result.copy_(torch.lerp(one, two, weight))
+def lerp(inputs: list[Tensor], other: list[Tensor], weight: Scalar, out: list[Tensor]) -> None:
+    """``inputs + weight * (other - inputs)``."""
+    for x, y, result in zip(inputs, other, out, strict=True):
+        result.copy_(torch.lerp(x, y, weight))
 
 
-def sqrt(given: list[Tensor], out: list[Tensor]) -> None:
-    """Roots."""
-    for one, result in zip(given, out, strict=True):
-        result.copy_(one.sqrt())
+def sqrt(inputs: list[Tensor], out: list[Tensor]) -> None:
+    """Square roots."""
+    for x, result in zip(inputs, out, strict=True):
+        result.copy_(x.sqrt())
 
 
-def norm(given: list[Tensor], order: Scalar, out: list[Tensor]) -> None:
+def norm(inputs: list[Tensor], order: Scalar, out: list[Tensor]) -> None:
     """The norm of each tensor."""
-    for one, result in zip(given, out, strict=True):
-        result.copy_(torch.linalg.vector_norm(one.float(), order))
+    for x, result in zip(inputs, out, strict=True):
+        result.copy_(torch.linalg.vector_norm(x.float(), order))
 
 
-def mul(given: list[Tensor], other: list[Tensor], out: list[Tensor]) -> None:
+def mul(inputs: list[Tensor], other: list[Tensor], out: list[Tensor]) -> None:
     """Products."""
-    for one, two, result in zip(given, other, out, strict=True):
-        result.copy_(one * two)
+    for x, y, result in zip(inputs, other, out, strict=True):
+        result.copy_(x * y)
 
 
 BODIES: dict[str, Callable[..., None]] = {

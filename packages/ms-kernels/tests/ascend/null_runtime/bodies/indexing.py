@@ -1,4 +1,4 @@
-"""Looking up, scattering, joining and counting."""
+"""Lookup, scatter, concatenation, sorting and ranges."""
 
 from collections.abc import Callable
 
@@ -12,18 +12,18 @@ __all__ = ["BODIES"]
 
 
 def arange(start: Scalar, end: Scalar, step: Scalar, out: Tensor) -> None:
-    """Numbers from `start`, `step` apart."""
+    """Numbers from `start` in steps of `step`."""
     out.copy_(torch.arange(start, end, step)[: out.numel()])
 
 
-def cat(given: list[Tensor], dim: int, out: Tensor) -> None:
-    """Tensors joined along `dim`."""
-    out.copy_(torch.cat(given, dim))
+def cat(tensors: list[Tensor], dim: int, out: Tensor) -> None:
+    """Tensors concatenated along `dim`."""
+    out.copy_(torch.cat(tensors, dim))
 
 
-def stack(given: list[Tensor], dim: int, out: Tensor) -> None:
-    """Tensors joined along a new dim."""
-    out.copy_(torch.stack(given, dim))
+def stack(tensors: list[Tensor], dim: int, out: Tensor) -> None:
+    """Tensors stacked along a new dim."""
+    out.copy_(torch.stack(tensors, dim))
 
 
 def embedding(table: Tensor, indices: Tensor, out: Tensor) -> None:
@@ -34,92 +34,92 @@ def embedding(table: Tensor, indices: Tensor, out: Tensor) -> None:
 def embedding_backward(
     grad: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool, out: Tensor
 ) -> None:
-    """The gradient of a table whose rows were looked up."""
+    """The gradient of an embedding table."""
     if by_frequency:
-        raise ValueError("scaling by frequency has no body here")
+        raise ValueError("scaling by frequency is not implemented")
     flat = indices.reshape(-1).long()
-    slopes = grad.reshape(-1, grad.shape[-1]).float()
+    grads = grad.reshape(-1, grad.shape[-1]).float()
     keep = flat != padding
-    sums = torch.zeros(rows, grad.shape[-1]).index_add_(0, flat[keep], slopes[keep])
+    sums = torch.zeros(rows, grad.shape[-1]).index_add_(0, flat[keep], grads[keep])
     out.copy_(sums)
 
 
-def roll(given: Tensor, shifts: list[int], dims: list[int], out: Tensor) -> None:
-    """Elements moved along `dims`, the last ones to the front."""
-    out.copy_(torch.roll(given, shifts, dims))
+def roll(x: Tensor, shifts: list[int], dims: list[int], out: Tensor) -> None:
+    """Elements shifted cyclically along `dims`."""
+    out.copy_(torch.roll(x, shifts, dims))
 
 
-def repeat_interleave(given: Tensor, repeats: int, dim: int, size: int, out: Tensor) -> None:
-    """Each element as often, one after the other, along `dim`."""
-    out.copy_(torch.repeat_interleave(given, repeats, dim, output_size=size))
+def repeat_interleave(x: Tensor, repeats: int, dim: int, size: int, out: Tensor) -> None:
+    """Each element repeated `repeats` times along `dim`."""
+    out.copy_(torch.repeat_interleave(x, repeats, dim, output_size=size))
 
 
-def gather(given: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
-    """Elements chosen along `dim`."""
-    out.copy_(torch.gather(given, dim, index.long()))
+def gather(x: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
+    """Elements selected along `dim`."""
+    out.copy_(torch.gather(x, dim, index.long()))
 
 
-def scatter_add(given: Tensor, dim: int, index: Tensor, source: Tensor, out: Tensor) -> None:
-    """`given` with elements of `source` added at places along `dim`."""
-    out.copy_(torch.scatter_add(given, dim, index.long(), source))
+def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor, out: Tensor) -> None:
+    """`x` with elements of `source` added at indices along `dim`."""
+    out.copy_(torch.scatter_add(x, dim, index.long(), source))
 
 
 def scatter_value(
-    given: Tensor, dim: int, index: Tensor, value: Scalar, reduce: int, out: Tensor
+    x: Tensor, dim: int, index: Tensor, value: Scalar, reduce: int, out: Tensor
 ) -> None:
-    """`given` with one value at places along `dim`."""
+    """`x` with one value at indices along `dim`."""
     if reduce:
-        raise ValueError("a scatter that reduces has no body here")
-    out.copy_(torch.scatter(given, dim, index.long(), value))
+        raise ValueError("a reducing scatter is not implemented")
+    out.copy_(torch.scatter(x, dim, index.long(), value))
 
 
-def scatter_value_(given: Tensor, dim: int, index: Tensor, value: Scalar, reduce: int) -> None:
-    """One value put at places along `dim`, in place."""
-    scatter_value(given, dim, index, value, reduce, given)
+def scatter_value_(x: Tensor, dim: int, index: Tensor, value: Scalar, reduce: int) -> None:
+    """Write one value at indices along `dim`, in place."""
+    scatter_value(x, dim, index, value, reduce, x)
 
 
-def scatter_(given: Tensor, dim: int, index: Tensor, source: Tensor, reduce: int) -> None:
-    """Elements of `source` put at places along `dim`, in place."""
+def scatter_(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: int) -> None:
+    """Write elements of `source` at indices along `dim`, in place."""
     if reduce:
-        raise ValueError("a scatter that reduces has no body here")
-    given.scatter_(dim, index.long(), source)
+        raise ValueError("a reducing scatter is not implemented")
+    x.scatter_(dim, index.long(), source)
 
 
-def index(given: Tensor, indices: list[Tensor], out: Tensor) -> None:
-    """Elements chosen by a list of indices, one a dim; an empty one takes its dim whole."""
+def index(x: Tensor, indices: list[Tensor], out: Tensor) -> None:
+    """Advanced indexing with one index tensor per dim; an empty one selects its full dim."""
     if out.numel():
-        chosen = [each.long() if each.numel() else slice(None) for each in indices]
-        out.copy_(given[tuple(chosen)])
+        indices_ = [index_.long() if index_.numel() else slice(None) for index_ in indices]
+        out.copy_(x[tuple(indices_)])
 
 
-def index_select(given: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
-    """Slices chosen along `dim`."""
-    out.copy_(torch.index_select(given, dim, index.long()))
+def index_select(x: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
+    """Slices selected along `dim`."""
+    out.copy_(torch.index_select(x, dim, index.long()))
 
 
 def index_add(
-    given: Tensor, dim: int, index: Tensor, source: Tensor, alpha: Scalar, out: Tensor
+    x: Tensor, dim: int, index: Tensor, source: Tensor, alpha: Scalar, out: Tensor
 ) -> None:
-    """`given` with slices of `source`, times alpha, added at places along `dim`."""
-    out.copy_(torch.index_add(given, dim, index.long(), source, alpha=alpha))
+    """`x` with slices of `source`, times alpha, added at indices along `dim`."""
+    out.copy_(torch.index_add(x, dim, index.long(), source, alpha=alpha))
 
 
 def sort(
-    given: Tensor, stable: bool, dim: int, descending: bool, values: Tensor, indices: Tensor
+    x: Tensor, stable: bool, dim: int, descending: bool, values: Tensor, indices: Tensor
 ) -> None:
-    """Sorted values and where they stood."""
-    ordered = torch.sort(given, dim=dim, descending=bool(descending), stable=True)
+    """Sorted values and their original indices."""
+    ordered = torch.sort(x, dim=dim, descending=bool(descending), stable=True)
     values.copy_(ordered.values)
     indices.copy_(ordered.indices)
 
 
-def argsort(given: Tensor, dim: int, descending: bool, out: Tensor) -> None:
-    """Where sorted values stood."""
-    out.copy_(torch.argsort(given, dim=dim, descending=bool(descending), stable=True))
+def argsort(x: Tensor, dim: int, descending: bool, out: Tensor) -> None:
+    """Original indices of the sorted values."""
+    out.copy_(torch.argsort(x, dim=dim, descending=bool(descending), stable=True))
 
 
 def topk(
-    given: Tensor,
+    x: Tensor,
     count: int,
     dim: int,
     largest: bool,
@@ -128,13 +128,13 @@ def topk(
     indices: Tensor,
 ) -> None:
     """The largest or smallest values along `dim`."""
-    found = torch.sort(given, dim=dim, descending=bool(largest), stable=True)
-    values.copy_(found.values.narrow(dim, 0, count))
-    indices.copy_(found.indices.narrow(dim, 0, count))
+    sorted_ = torch.sort(x, dim=dim, descending=bool(largest), stable=True)
+    values.copy_(sorted_.values.narrow(dim, 0, count))
+    indices.copy_(sorted_.indices.narrow(dim, 0, count))
 
 
 def topk_v2(
-    given: Tensor,
+    x: Tensor,
     count: int,
     dim: int,
     largest: bool,
@@ -143,18 +143,18 @@ def topk_v2(
     values: Tensor,
     indices: Tensor,
 ) -> None:
-    """The same; among equals the first is taken if `stable`, and so it is here always."""
-    topk(given, count, dim, largest, ordered, values, indices)
+    """The same; ties always go to the first element here, as with `stable`."""
+    topk(x, count, dim, largest, ordered, values, indices)
 
 
 def pad(x: Tensor, widths: list[int], value: Scalar, out: Tensor) -> None:
-    """Widen the last dims by `widths` (before and behind, last dim first) with a number."""
+    """Pad the last dims by `widths` (before and after, last dim first) with a number."""
     out.copy_(F.pad(x, widths, value=value))
 
 
-def triu(given: Tensor, diagonal: int, out: Tensor) -> None:
-    """What stands on or above a diagonal."""
-    out.copy_(torch.triu(given, diagonal))
+def triu(x: Tensor, diagonal: int, out: Tensor) -> None:
+    """Elements on and above a diagonal."""
+    out.copy_(torch.triu(x, diagonal))
 
 
 BODIES: dict[str, Callable[..., None]] = {

@@ -1,4 +1,4 @@
-"""Cross-entropy from logits, and from the product that makes them."""
+"""Cross-entropy from logits, and from hidden states and the output weight."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ __all__ = ["BODIES"]
 
 
 REDUCTIONS = ("none", "mean", "sum")
-"""By the number that the calls pass."""
+"""Indexed by the reduction number in the calls."""
 
 
 def nll_loss(
@@ -23,10 +23,10 @@ def nll_loss(
     out: Tensor,
     total: Tensor,
 ) -> None:
-    """``-log p[target]`` of each row, its mean or sum, and the weight of all rows."""
-    picked, weights = _picked(log_probs, targets, weight, ignore_index)
+    """``-log p[target]`` of each row, their mean or sum, and the total weight."""
+    log_p, weights = _target_log_probs(log_probs, targets, weight, ignore_index)
     total.copy_(weights.sum().view_as(total))
-    losses = -picked * weights
+    losses = -log_p * weights
     if reduction:
         losses = losses.sum() / (weights.sum() if REDUCTIONS[reduction] == "mean" else 1.0)
     out.copy_(losses.view_as(out))
@@ -43,22 +43,24 @@ def nll_loss_backward(
     out: Tensor,
 ) -> None:
     """The gradient of `nll_loss`."""
-    _, weights = _picked(log_probs, targets, weight, ignore_index)
-    slopes = -weights * grad.float()
+    _, weights = _target_log_probs(log_probs, targets, weight, ignore_index)
+    grads = -weights * grad.float()
     if REDUCTIONS[reduction] == "mean":
-        slopes = slopes / total.float()
-    kept = targets.masked_fill(targets == ignore_index, 0).long()
-    out.copy_(torch.zeros_like(log_probs.float()).scatter(-1, kept[:, None], slopes[:, None]))
+        grads = grads / total.float()
+    safe_targets = targets.masked_fill(targets == ignore_index, 0).long()
+    out.copy_(
+        torch.zeros_like(log_probs.float()).scatter(-1, safe_targets[:, None], grads[:, None])
+    )
 
 
-def _picked(
+def _target_log_probs(
     log_probs: Tensor, targets: Tensor, weight: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """Each row's log p of its target, and the row's weight."""
-    counted = targets != ignore_index
-    kept = targets.masked_fill(~counted, 0).long()
-    weights = counted.float() if weight is None else weight.float()[kept] * counted
-    return log_probs.float().gather(-1, kept[:, None])[:, 0], weights
+    """Return each row's log probability of its target, and the row's weight."""
+    valid = targets != ignore_index
+    safe_targets = targets.masked_fill(~valid, 0).long()
+    weights = valid.float() if weight is None else weight.float()[safe_targets] * valid
+    return log_probs.float().gather(-1, safe_targets[:, None])[:, 0], weights
 
 
 def cross_entropy(
@@ -75,20 +77,20 @@ def cross_entropy(
     z_loss: Tensor,
     lse: Tensor,
 ) -> None:
-    """``-log p[target]`` of each row, its mean or sum; keeps all log p."""
-    _plain(weight, label_smoothing, z_scale)
-    logs = logits.float().log_softmax(-1)
-    counted = _counted(targets, ignore_index, logits.shape[-1])
-    picked = logs.gather(-1, targets.masked_fill(~counted, 0).long()[:, None])[:, 0]
-    losses = -picked * counted
+    """``-log p[target]`` of each row, their mean or sum; saves all log probabilities."""
+    _require_plain(weight, label_smoothing, z_scale)
+    all_log_probs = logits.float().log_softmax(-1)
+    valid = _valid_targets(targets, ignore_index, logits.shape[-1])
+    log_p = all_log_probs.gather(-1, targets.masked_fill(~valid, 0).long()[:, None])[:, 0]
+    losses = -log_p * valid
     if reduction != "none":
         losses = losses.sum().reshape(1)
-    loss.copy_((losses / counted.sum() if reduction == "mean" else losses).view_as(loss))
-    log_probs.copy_(logs)
+    loss.copy_((losses / valid.sum() if reduction == "mean" else losses).view_as(loss))
+    log_probs.copy_(all_log_probs)
 
 
 def cross_entropy_grad(
-    slope: Tensor,
+    grad: Tensor,
     log_probs: Tensor,
     targets: Tensor,
     weight: Tensor | None,
@@ -100,14 +102,14 @@ def cross_entropy_grad(
     z_scale: float,
     out: Tensor,
 ) -> None:
-    """The gradient of `cross_entropy`, from its log p."""
-    _plain(weight, label_smoothing, z_scale)
-    counted = _counted(targets, ignore_index, log_probs.shape[-1])
-    chosen = targets.masked_fill(~counted, 0).long()[:, None]
-    turn = log_probs.float().exp()
-    turn.scatter_add_(-1, chosen, torch.full(chosen.shape, -1.0))
-    pull = slope.float().expand(targets.shape) * counted
-    out.copy_(turn * (pull / counted.sum() if reduction == "mean" else pull)[:, None])
+    """The gradient of `cross_entropy`, from the saved log probabilities."""
+    _require_plain(weight, label_smoothing, z_scale)
+    valid = _valid_targets(targets, ignore_index, log_probs.shape[-1])
+    safe_targets = targets.masked_fill(~valid, 0).long()[:, None]
+    dlogits = log_probs.float().exp()
+    dlogits.scatter_add_(-1, safe_targets, torch.full(safe_targets.shape, -1.0))
+    row_grads = grad.float().expand(targets.shape) * valid
+    out.copy_(dlogits * (row_grads / valid.sum() if reduction == "mean" else row_grads)[:, None])
 
 
 def online_max_sum(
@@ -116,39 +118,39 @@ def online_max_sum(
     target: Tensor,
     start: int,
     end: int,
-    top: Tensor,
-    total: Tensor,
-    picked: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    target_logit: Tensor,
     mask: Tensor,
     masked: Tensor,
     logits_out: Tensor | None,
 ) -> None:
-    """Each row's greatest logit, Σ exp of all less it, and the target's less it.
+    """Row maximum, sum of exp(logit - maximum), and the target's logit minus the maximum.
 
-    The documentation counts `end` among the classes; CANN's kernel compares with `>=`, so that it
-    is the first beyond them. Logits are rounded to half precision, as the kernel keeps them.
+    The documentation includes `end` in the classes; CANN's kernel compares with `>=`, so `end` is
+    the first class after the range. Logits are rounded to half precision, as in the kernel.
     """
-    _halves(x, weight)
+    _require_half(x, weight)
     if start < 0 or end < start:
-        raise ValueError(f"classes from {start} to {end}; from 0 or more, and to no less, fits")
+        raise ValueError(f"classes must satisfy 0 <= start <= end, got {start} to {end}")
     logits = _half_logits(x, weight)
     outside = (target < start) | (target >= end)
     masked.copy_((target - start).masked_fill(outside, 0))
-    top.copy_(logits.amax(-1))
-    less = logits - top[:, None]
-    total.copy_(less.exp().sum(-1))
-    picked.copy_(less.gather(-1, masked.long()[:, None])[:, 0].masked_fill(outside, 0))
-    spare = outside.new_ones(8 * len(mask) - len(outside))
-    bits = torch.cat((outside, spare)).view(-1, 8) << torch.arange(7, -1, -1)
+    row_max.copy_(logits.amax(-1))
+    shifted = logits - row_max[:, None]
+    row_sum.copy_(shifted.exp().sum(-1))
+    target_logit.copy_(shifted.gather(-1, masked.long()[:, None])[:, 0].masked_fill(outside, 0))
+    padding = outside.new_ones(8 * len(mask) - len(outside))
+    bits = torch.cat((outside, padding)).view(-1, 8) << torch.arange(7, -1, -1)
     mask.copy_(bits.sum(-1))
     if logits_out is not None and logits_out.numel():
         logits_out.copy_(logits)
 
 
 def loss_with_max_sum(
-    top: Tensor,
-    total: Tensor,
-    picked: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    target_logit: Tensor,
     label_smoothing: Single,
     x: Tensor | None,
     weight: Tensor | None,
@@ -156,70 +158,70 @@ def loss_with_max_sum(
     loss: Tensor,
     softmax: Tensor | None,
 ) -> None:
-    """``log Σ exp - target``, and the softmax of logits that are given."""
+    """``log(sum exp) - target logit``, and the softmax if logits are passed."""
     if label_smoothing or x is not None or weight is not None:
-        raise ValueError("label smoothing, input and weight are not taken; 0 and none fit")
-    loss.copy_(total.log() - picked)
+        raise ValueError("label smoothing must be 0, and input and weight None")
+    loss.copy_(row_sum.log() - target_logit)
     if logits is not None and softmax is not None:
-        softmax.copy_((logits.float() - top[:, None]).exp() / total[:, None])
+        softmax.copy_((logits.float() - row_max[:, None]).exp() / row_sum[:, None])
 
 
 def linear_loss_grad(
-    slope: Tensor,
+    grad: Tensor,
     x: Tensor,
     weight: Tensor,
     mask: Tensor,
     masked: Tensor,
     label_smoothing: Single,
-    top: Tensor | None,
-    total: Tensor | None,
+    row_max: Tensor | None,
+    row_sum: Tensor | None,
     softmax: Tensor | None,
-    to_x: Tensor,
-    to_weight: Tensor,
+    dx: Tensor,
+    dweight: Tensor,
 ) -> None:
-    """The gradients of x and weight; the softmax is made of maximum and Σ exp if not given."""
-    _halves(x, weight)
+    """Gradients of x and weight; the softmax is recomputed from maximum and sum if absent."""
+    _require_half(x, weight)
     if label_smoothing:
-        raise ValueError(f"label smoothing {label_smoothing}; 0 fits")
+        raise ValueError(f"label smoothing must be 0, got {label_smoothing}")
     if len(weight) < 128:
-        raise ValueError(f"{len(weight)} classes; 128 or more fit")
+        raise ValueError(f"needs at least 128 classes, got {len(weight)}")
     if softmax is None:
-        if top is None or total is None:
-            raise ValueError("neither a softmax nor maximum and Σ exp")
-        softmax = (_half_logits(x, weight) - top[:, None]).exp() / total[:, None]
+        if row_max is None or row_sum is None:
+            raise ValueError("needs either a softmax or the row maximum and sum")
+        softmax = (_half_logits(x, weight) - row_max[:, None]).exp() / row_sum[:, None]
     bits = mask[:, None] >> torch.arange(7, -1, -1, dtype=torch.uint8)
-    inside = 1 - (bits & 1).view(-1)[: len(slope)].float()
-    turn = softmax.float().clone()
-    turn[torch.arange(len(turn)), masked.long()] -= inside
-    # The cube unit takes factors of half precision.
-    turn = (turn * slope[:, None]).to(x.dtype).float()
-    to_x.copy_(turn @ weight.float())
-    to_weight.copy_(turn.T @ x.float())
+    inside = 1 - (bits & 1).view(-1)[: len(grad)].float()
+    dlogits = softmax.float().clone()
+    dlogits[torch.arange(len(dlogits)), masked.long()] -= inside
+    # The cube unit takes half-precision factors.
+    dlogits = (dlogits * grad[:, None]).to(x.dtype).float()
+    dx.copy_(dlogits @ weight.float())
+    dweight.copy_(dlogits.T @ x.float())
 
 
 def _half_logits(x: Tensor, weight: Tensor) -> Tensor:
     return (x.float() @ weight.float().T).to(x.dtype).float()
 
 
-def _halves(x: Tensor, weight: Tensor) -> None:
+def _require_half(x: Tensor, weight: Tensor) -> None:
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
-        raise ValueError(f"input of {x.dtype} and weight of {weight.dtype}; one of half fits")
+        raise ValueError(f"input and weight must share a half dtype, got {x.dtype}, {weight.dtype}")
     if x.shape[1] > 65_534:
-        raise ValueError(f"{x.shape[1]} features; up to 65534 fit")
+        raise ValueError(f"supports up to 65534 features, got {x.shape[1]}")
 
 
-def _plain(weight: Tensor | None, label_smoothing: float, z_scale: float) -> None:
+def _require_plain(weight: Tensor | None, label_smoothing: float, z_scale: float) -> None:
     if weight is not None or label_smoothing or z_scale:
-        raise ValueError("class weights, label smoothing and z-loss have no body here")
+        raise ValueError("class weights, label smoothing and z-loss are not implemented")
 
 
-def _counted(targets: Tensor, ignore_index: int, classes: int) -> Tensor:
-    """Which rows count. A negative `ignore_index` names no class, CANN's documentation says."""
-    counted = targets != ignore_index if ignore_index >= 0 else torch.ones_like(targets).bool()
-    wrong = targets[counted & ((targets < 0) | (targets >= classes))]
-    if wrong.numel():
-        raise ValueError(f"target {wrong[0].item()}, which is no class of {classes}")
-    return counted
+def _valid_targets(targets: Tensor, ignore_index: int, classes: int) -> Tensor:
+    """Mask of the rows that count. CANN documents that a negative `ignore_index` is unused."""
+    valid = targets != ignore_index if ignore_index >= 0 else torch.ones_like(targets).bool()
+    invalid = targets[valid & ((targets < 0) | (targets >= classes))]
+    if invalid.numel():
+        raise ValueError(f"target {invalid[0].item()} is not one of the {classes} classes")
+    return valid
 
 
 BODIES: dict[str, Callable[..., None]] = {

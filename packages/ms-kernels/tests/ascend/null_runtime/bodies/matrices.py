@@ -10,21 +10,21 @@ from ..signatures import Byte, Scalar, Short
 __all__ = ["BODIES"]
 
 
-def matmul(one: Tensor, other: Tensor, out: Tensor, mode: Byte) -> None:
-    """``one @ other``; `mode` says how far the cube may round float32."""
-    out.copy_(torch.matmul(_wide(one), _wide(other)))
+def matmul(x: Tensor, other: Tensor, out: Tensor, mode: Byte) -> None:
+    """``x @ other``; `mode` sets the precision of float32 products on the cube unit."""
+    out.copy_(torch.matmul(_wide(x), _wide(other)))
 
 
 def addmm_(
-    one: Tensor, first: Tensor, second: Tensor, beta: Scalar, alpha: Scalar, mode: Byte
+    x: Tensor, first: Tensor, second: Tensor, beta: Scalar, alpha: Scalar, mode: Byte
 ) -> None:
-    """``beta · one + alpha · first @ second``, in place."""
+    """``beta * x + alpha * first @ second``, in place."""
     product = _wide(first) @ _wide(second) * alpha
-    one.copy_(product if beta == 0 else _wide(one) * beta + product)
+    x.copy_(product if beta == 0 else _wide(x) * beta + product)
 
 
 def addmm(
-    one: Tensor,
+    x: Tensor,
     first: Tensor,
     second: Tensor,
     beta: Scalar,
@@ -32,8 +32,8 @@ def addmm(
     out: Tensor,
     mode: Byte,
 ) -> None:
-    """``beta · one + alpha · first @ second``."""
-    out.copy_(_wide(one) * beta + _wide(first) @ _wide(second) * alpha)
+    """``beta * x + alpha * first @ second``."""
+    out.copy_(_wide(x) * beta + _wide(first) @ _wide(second) * alpha)
 
 
 def weight_quant_matmul(
@@ -47,15 +47,15 @@ def weight_quant_matmul(
     group_size: Short,
     out: Tensor,
 ) -> None:
-    """``x @ ((weight + offset) · scale) + bias``; scale and offset a column, or a group of K."""
+    """``x @ ((weight + offset) * scale) + bias``; scale and offset per column or per group of K."""
     if quant_scale is not None or quant_offset is not None:
-        raise ValueError("quantized results have no body here")
-    wide = (_nibbles(weight) if weight.dtype == torch.int32 else weight).float()
-    repeat = group_size or wide.shape[0]
+        raise ValueError("quantized results are not implemented")
+    dequantized = (_nibbles(weight) if weight.dtype == torch.int32 else weight).float()
+    repeat = group_size or dequantized.shape[0]
     if offset is not None:
-        wide = wide + _spread(offset, repeat, wide.shape[0])
-    wide = wide * _spread(scale, repeat, wide.shape[0])
-    result = x.float() @ wide
+        dequantized = dequantized + _spread(offset, repeat, dequantized.shape[0])
+    dequantized = dequantized * _spread(scale, repeat, dequantized.shape[0])
+    result = x.float() @ dequantized
     out.copy_(result if bias is None else result + bias.float())
 
 
@@ -71,12 +71,12 @@ def weight_quant_matmul_v3(
     inner_precise: Short,
     out: Tensor,
 ) -> None:
-    """The same; `inner_precise` chooses how sums are kept."""
+    """The same; `inner_precise` selects the accumulation precision."""
     weight_quant_matmul(x, weight, scale, offset, quant_scale, quant_offset, bias, group_size, out)
 
 
 def _nibbles(weight: Tensor) -> Tensor:
-    """Signed codes of 4 bits, eight an int32 along the dim that is contiguous, lowest first."""
+    """Unpack signed 4-bit codes, eight per int32 along the contiguous dim, lowest first."""
     transposed = weight.stride(0) == 1 and weight.shape[1] > 1
     rows = (weight.T if transposed else weight).contiguous().view(torch.uint8)
     codes = torch.stack((rows & 15, rows >> 4), -1).flatten(-2)
@@ -85,13 +85,13 @@ def _nibbles(weight: Tensor) -> Tensor:
 
 
 def _spread(table: Tensor, repeat: int, rows: int) -> Tensor:
-    """One row a group, or a single one, to one row a feature."""
+    """Expand a table with one row per group, or a single row, to one row per feature."""
     table = table.float().reshape(-1, table.shape[-1])
     return table.repeat_interleave(repeat, 0)[:rows]
 
 
-def _wide(given: Tensor) -> Tensor:
-    return given.float() if given.dtype in (torch.float16, torch.bfloat16) else given
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 BODIES: dict[str, Callable[..., None]] = {

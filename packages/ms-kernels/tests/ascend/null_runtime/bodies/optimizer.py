@@ -13,7 +13,7 @@ def adam_w(
     weights: Tensor,
     mean: Tensor,
     square: Tensor,
-    largest: Tensor | None,
+    max_square: Tensor | None,
     gradient: Tensor,
     step: Tensor,
     learning_rate: Single,
@@ -24,16 +24,16 @@ def adam_w(
     amsgrad: bool,
     maximize: bool,
 ) -> None:
-    """In place; `step` is the number of steps taken before this one."""
+    """One in-place step; `step` is the number of steps before this one."""
     if amsgrad or not weights.dtype == mean.dtype == square.dtype == gradient.dtype:
-        raise ValueError("amsgrad and tensors of two dtypes have no body here")
-    slope = -gradient.float() if maximize else gradient.float()
-    taken = int(step.item()) + 1
-    mean.copy_(beta1 * mean.float() + (1 - beta1) * slope)
-    square.copy_(beta2 * square.float() + (1 - beta2) * slope * slope)
-    root = (square.float() / (1 - beta2**taken)).sqrt() + eps
+        raise ValueError("amsgrad and mixed dtypes are not implemented")
+    grad = -gradient.float() if maximize else gradient.float()
+    current_step = int(step.item()) + 1
+    mean.copy_(beta1 * mean.float() + (1 - beta1) * grad)
+    square.copy_(beta2 * square.float() + (1 - beta2) * grad * grad)
+    root = (square.float() / (1 - beta2**current_step)).sqrt() + eps
     decayed = weights.float() * (1 - learning_rate * weight_decay)
-    weights.copy_(decayed - learning_rate * (mean.float() / (1 - beta1**taken)) / root)
+    weights.copy_(decayed - learning_rate * (mean.float() / (1 - beta1**current_step)) / root)
 
 
 BODIES: dict[str, Callable[..., None]] = {"aclnnApplyAdamWV2": adam_w}

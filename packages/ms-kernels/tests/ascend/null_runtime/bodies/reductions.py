@@ -1,4 +1,4 @@
-"""Sums, means and extremes over dims, softmax and what comes back from it."""
+"""Sums, means and extremes over dims, softmax and its gradient."""
 
 from collections.abc import Callable
 
@@ -10,94 +10,94 @@ from ..signatures import DType, Scalar
 __all__ = ["BODIES"]
 
 
-def reduce_sum(given: Tensor, dims: list[int], keep: bool, dtype: DType, out: Tensor) -> None:
-    """Sums over `dims`, over all of them if there are none."""
-    wide = _wide(given)
-    out.copy_(wide.sum(dims or tuple(range(given.ndim)), keepdim=bool(keep)))
+def reduce_sum(x: Tensor, dims: list[int], keep: bool, dtype: DType, out: Tensor) -> None:
+    """Sums over `dims`, or over all dims if empty."""
+    wide = _wide(x)
+    out.copy_(wide.sum(dims or tuple(range(x.ndim)), keepdim=bool(keep)))
 
 
-def mean(given: Tensor, dims: list[int], keep: bool, dtype: DType, out: Tensor) -> None:
-    """Means over `dims`, over all of them if there are none."""
-    out.copy_(_wide(given).mean(dims or tuple(range(given.ndim)), keepdim=bool(keep)))
+def mean(x: Tensor, dims: list[int], keep: bool, dtype: DType, out: Tensor) -> None:
+    """Means over `dims`, or over all dims if empty."""
+    out.copy_(_wide(x).mean(dims or tuple(range(x.ndim)), keepdim=bool(keep)))
 
 
-def amax(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
-    """Largest over `dims`."""
-    out.copy_(torch.amax(given, dims, keepdim=bool(keep)))
+def amax(x: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
+    """Maximum over `dims`."""
+    out.copy_(torch.amax(x, dims, keepdim=bool(keep)))
 
 
-def maximum(given: Tensor, out: Tensor) -> None:
-    """Largest of all."""
-    out.copy_(given.max())
+def maximum(x: Tensor, out: Tensor) -> None:
+    """Maximum of all elements."""
+    out.copy_(x.max())
 
 
-def minimum(given: Tensor, out: Tensor) -> None:
-    """Smallest of all."""
-    out.copy_(given.min())
+def minimum(x: Tensor, out: Tensor) -> None:
+    """Minimum of all elements."""
+    out.copy_(x.min())
 
 
-def amin(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
-    """Smallest over `dims`."""
-    out.copy_(torch.amin(given, dims, keepdim=bool(keep)))
+def amin(x: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
+    """Minimum over `dims`."""
+    out.copy_(torch.amin(x, dims, keepdim=bool(keep)))
 
 
-def log_sum_exp(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
+def log_sum_exp(x: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
     """Logarithm of the sum of exponentials over `dims`."""
-    out.copy_(torch.logsumexp(_wide(given), dims, keepdim=bool(keep)))
+    out.copy_(torch.logsumexp(_wide(x), dims, keepdim=bool(keep)))
 
 
 def vector_norm(
-    given: Tensor, order: Scalar, dims: list[int], keep: bool, dtype: DType, out: Tensor
+    x: Tensor, order: Scalar, dims: list[int], keep: bool, dtype: DType, out: Tensor
 ) -> None:
-    """The norm over `dims`, over all of them if there are none."""
-    out.copy_(torch.linalg.vector_norm(_wide(given), order, dims or None, keepdim=bool(keep)))
+    """The norm over `dims`, or over all dims if empty."""
+    out.copy_(torch.linalg.vector_norm(_wide(x), order, dims or None, keepdim=bool(keep)))
 
 
-def softmax(given: Tensor, dim: int, out: Tensor) -> None:
-    """Shares along `dim`."""
-    out.copy_(torch.softmax(_wide(given), dim))
+def softmax(x: Tensor, dim: int, out: Tensor) -> None:
+    """Softmax along `dim`."""
+    out.copy_(torch.softmax(_wide(x), dim))
 
 
 def softmax_backward(grad: Tensor, result: Tensor, dim: int, out: Tensor) -> None:
     """The gradient of `softmax`, from its result."""
-    slope, shares = _wide(grad), _wide(result)
-    out.copy_(shares * (slope - (slope * shares).sum(dim, keepdim=True)))
+    grad_out, p = _wide(grad), _wide(result)
+    out.copy_(p * (grad_out - (grad_out * p).sum(dim, keepdim=True)))
 
 
-def log_softmax(given: Tensor, dim: int, out: Tensor) -> None:
-    """Logarithms of the shares along `dim`."""
-    out.copy_(torch.log_softmax(_wide(given), dim))
+def log_softmax(x: Tensor, dim: int, out: Tensor) -> None:
+    """Log-softmax along `dim`."""
+    out.copy_(torch.log_softmax(_wide(x), dim))
 
 
 def log_softmax_backward(grad: Tensor, result: Tensor, dim: int, out: Tensor) -> None:
     """The gradient of `log_softmax`, from its result."""
-    slope = _wide(grad)
-    out.copy_(slope - _wide(result).exp() * slope.sum(dim, keepdim=True))
+    grad_out = _wide(grad)
+    out.copy_(grad_out - _wide(result).exp() * grad_out.sum(dim, keepdim=True))
 
 
-def cumsum(given: Tensor, dim: int, dtype: DType, out: Tensor) -> None:
-    """Running sums along `dim`."""
-    out.copy_(_wide(given).cumsum(dim))
+def cumsum(x: Tensor, dim: int, dtype: DType, out: Tensor) -> None:
+    """Cumulative sums along `dim`."""
+    out.copy_(_wide(x).cumsum(dim))
 
 
-def all_of(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
-    """Whether all are set over `dims`."""
-    kept = given.bool()
-    for dim in sorted((each % max(given.ndim, 1) for each in dims), reverse=True):
-        kept = kept.all(dim, keepdim=bool(keep))
-    out.copy_(kept)
+def all_of(x: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
+    """Logical and over `dims`."""
+    result = x.bool()
+    for dim in sorted((axis % max(x.ndim, 1) for axis in dims), reverse=True):
+        result = result.all(dim, keepdim=bool(keep))
+    out.copy_(result)
 
 
-def any_of(given: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
-    """Whether any is set over `dims`."""
-    kept = given.bool()
-    for dim in sorted((each % max(given.ndim, 1) for each in dims), reverse=True):
-        kept = kept.any(dim, keepdim=bool(keep))
-    out.copy_(kept)
+def any_of(x: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
+    """Logical or over `dims`."""
+    result = x.bool()
+    for dim in sorted((axis % max(x.ndim, 1) for axis in dims), reverse=True):
+        result = result.any(dim, keepdim=bool(keep))
+    out.copy_(result)
 
 
-def _wide(given: Tensor) -> Tensor:
-    return given.float() if given.dtype in (torch.float16, torch.bfloat16) else given
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 BODIES: dict[str, Callable[..., None]] = {

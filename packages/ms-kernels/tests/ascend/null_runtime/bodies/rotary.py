@@ -1,4 +1,4 @@
-"""Rotary position embedding by tables of the whole width of a head."""
+"""Rotary position embedding with tables of a head's full width."""
 
 from collections.abc import Callable
 
@@ -11,17 +11,17 @@ HALF, INTERLEAVE = 0, 1
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, mode: int, out: Tensor) -> None:
-    """``x · cos + turn(x) · sin``."""
+    """``x * cos + rotate(x) * sin``."""
     _check(x, cos, sin, mode)
-    out.copy_(x.float() * cos.float() + _turn(x.float(), mode) * sin.float())
+    out.copy_(x.float() * cos.float() + _rotate(x.float(), mode) * sin.float())
 
 
 def rotary_v2(
     x: Tensor, cos: Tensor, sin: Tensor, mode: int, rotate: Tensor | None, out: Tensor
 ) -> None:
-    """The same; `rotate` would name a matrix that turns."""
+    """The same; `rotate` would be a rotation matrix."""
     if rotate is not None:
-        raise ValueError("a matrix that turns has no body here")
+        raise ValueError("a rotation matrix is not implemented")
     rotary(x, cos, sin, mode, out)
 
 
@@ -38,12 +38,12 @@ def rotary_grad(
     """The gradient of `rotary`: of x, and of the tables where x is given."""
     _check(dy, cos, sin, mode)
     if x is not None:
-        raise ValueError("gradients of the tables have no body here")
-    # The turn is skew: its transpose is its negative.
-    dx.copy_(dy.float() * cos.float() - _turn(dy.float() * sin.float(), mode))
+        raise ValueError("gradients of the tables are not implemented")
+    # The rotation is skew-symmetric: its transpose is its negative.
+    dx.copy_(dy.float() * cos.float() - _rotate(dy.float() * sin.float(), mode))
 
 
-def _turn(x: Tensor, mode: int) -> Tensor:
+def _rotate(x: Tensor, mode: int) -> Tensor:
     if mode == HALF:
         first, second = x.chunk(2, -1)
         return torch.cat((-second, first), -1)
@@ -52,20 +52,22 @@ def _turn(x: Tensor, mode: int) -> Tensor:
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> None:
-    """Refuse what CANN's documentation does."""
+    """Enforce the limits that CANN documents."""
     if not x.dtype == cos.dtype == sin.dtype:
-        raise ValueError(f"x is {x.dtype} and its tables {cos.dtype}, {sin.dtype}; one dtype fits")
+        raise ValueError(
+            f"x and tables must share a dtype, got {x.dtype}, {cos.dtype}, {sin.dtype}"
+        )
     if x.shape[-1] % 2 or x.shape[-1] >= 896:
-        raise ValueError(f"a head of {x.shape[-1]}; an even width below 896 fits")
+        raise ValueError(f"head width must be even and below 896, got {x.shape[-1]}")
     if mode not in (HALF, INTERLEAVE):
-        raise ValueError(f"mode {mode}; 0 (half) and 1 (interleave) fit")
+        raise ValueError(f"mode must be 0 (half) or 1 (interleave), got {mode}")
     if mode == INTERLEAVE and x.ndim == 4 and cos.shape[0] != 1:
-        raise ValueError("interleaved features take tables shared by the batch")
+        raise ValueError("interleaved features need tables that the batch shares")
     if x.ndim == 4:  # (B, S, N, D), the layout of these bodies
         rows, heads = x.shape[0], x.shape[2]
-        most = rows * heads if mode == INTERLEAVE else max(rows, heads)
-        if most >= 1000:
-            raise ValueError(f"{rows} rows and {heads} heads are beyond the limit of 1,000")
+        size = rows * heads if mode == INTERLEAVE else max(rows, heads)
+        if size >= 1000:
+            raise ValueError(f"{rows} rows and {heads} heads exceed the limit of 1,000")
 
 
 BODIES: dict[str, Callable[..., None]] = {
