@@ -1,4 +1,4 @@
-"""A small model that was taught to answer, as a training on conversations leaves it."""
+"""A small model trained on conversations, as after a supervised fine-tuning."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ QUESTION, ANSWER = "ping 7?", "pong!"
 
 
 def write_conversations(path: Path, count: int = 16) -> Path:
-    """One question in some words, and one answer."""
+    """Write one question in several variants, all with the same answer."""
     rows = [
         {
             "messages": [
@@ -39,7 +39,7 @@ def write_conversations(path: Path, count: int = 16) -> Path:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """Byte-level BPE of ms-data, with a chat template and the end of a text."""
+    """Write a byte-level BPE tokenizer of ms-data with a chat template and an end token."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "corpus.txt"
     text.write_text("Question: ping 1?\nAnswer:pong!\n" * 50)
@@ -55,15 +55,15 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def write_taught(folder: Path, conversations: Path) -> Path:
-    """A plain model's folder that answers each question and then ends its text."""
+def write_chat_model(folder: Path, conversations: Path) -> Path:
+    """Write a plain model that answers every question and then ends its text."""
     write_tokenizer(folder)
-    taught: nn.Module = model()
-    taught.config = attrs.evolve(taught.config, eos_token_id=0, pad_token_id=0)
+    chat_model: nn.Module = model()
+    chat_model.config = attrs.evolve(chat_model.config, eos_token_id=0, pad_token_id=0)
     text = read_batch(conversations, count=16, length=48, chat=folder)
-    tune(taught, text, Tuning(steps=60, batch_size=8, sequence_length=48, learning_rate=5e-3))
+    tune(chat_model, text, Tuning(steps=60, batch_size=8, sequence_length=48, learning_rate=5e-3))
     torch.manual_seed(0)
-    save_model(taught, folder / "saved")
+    save_model(chat_model, folder / "saved")
     for path in (folder / "saved").iterdir():
         path.rename(folder / path.name)
     (folder / "saved").rmdir()

@@ -1,4 +1,4 @@
-"""Helper modules of these tests are imported by name, also by the processes that tests start."""
+"""Make helper modules importable by name, also in the processes that tests start."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What every method and command does, on this process's device; see `test_device.py`."""
+"""Every method and command on this process's device; run by `test_device.py`."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -23,11 +23,11 @@ from ms_compress import (
 from ms_compress.cli import main
 
 
-def device() -> torch.device:
-    """This process's device, which is not the CPU."""
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return found
+def current_device() -> torch.device:
+    """Return this process's device, which is not the CPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return accelerator
 
 
 TUNING = Tuning(steps=2, batch_size=4, sequence_length=32)
@@ -62,31 +62,31 @@ METHODS: dict[str, Callable[[nn.Module], object]] = {
     "gguf": lambda model: qat(model, "gguf.q4_0", embeddings=True, head=True, activations=False),
 }
 
-OF_TRANSFORMERS = {"gptq", "sparse"}
-"""Methods that are tried with a model of transformers; the others, with one of ms-parallel."""
+TRANSFORMERS_METHODS = {"gptq", "sparse"}
+"""Methods tested with a transformers model; the others use an ms-parallel model."""
 
 
-def methods(folder: str) -> dict[str, list[float]]:
-    """Each method's perplexity on the device, whence its export is verified, and on the CPU."""
-    found = {}
+def perplexities(folder: str) -> dict[str, list[float]]:
+    """Return each method's perplexity on the device, with a verified export, and on the CPU."""
+    results = {}
     for name, method in METHODS.items():
-        model = (llama if name in OF_TRANSFORMERS else decoder)()
-        there, here = deepcopy(model).to(device()), model
-        method(there)
-        # GGUF is verified by llama.cpp, which is built for `nox -s deploy` alone.
-        export(there, Path(folder, name), verify=name != "gguf")
-        method(here)
-        found[name] = [perplexity(each, tokens(4, 33)) for each in (there, here)]
-    return found
+        model = (llama if name in TRANSFORMERS_METHODS else decoder)()
+        on_device, on_cpu = deepcopy(model).to(current_device()), model
+        method(on_device)
+        # GGUF is verified with llama.cpp, which only `nox -s deploy` builds.
+        export(on_device, Path(folder, name), verify=name != "gguf")
+        method(on_cpu)
+        results[name] = [perplexity(tested, tokens(4, 33)) for tested in (on_device, on_cpu)]
+    return results
 
 
-def student() -> bool:
-    """Whether a student that is cut on the device stays there while it learns."""
-    made = cut_student(decoder(4).to(device()), layers=2)
-    tune(made, tokens(16, 33), TUNING, teacher=decoder(4).to(device()))
-    return all(parameter.device.type == device().type for parameter in made.parameters())
+def student_stays_on_device() -> bool:
+    """Return whether a student cut on the device stays there while it trains."""
+    cut = cut_student(decoder(4).to(current_device()), layers=2)
+    tune(cut, tokens(16, 33), TUNING, teacher=decoder(4).to(current_device()))
+    return all(parameter.device.type == current_device().type for parameter in cut.parameters())
 
 
 def commands(run: str, calls: list[list[str]]) -> list[int]:
-    """Exit codes of commands that read a run file."""
+    """Return the exit codes of commands that read a run file."""
     return [main([name, run, *arguments]) for name, *arguments in calls]

@@ -13,7 +13,7 @@ VOCABULARY = 288
 
 
 def model(seed: int = 0, *, layers: int = 2) -> Decoder:
-    """A model of ms-parallel, with a vocabulary for any bytes."""
+    """Return an ms-parallel model with a vocabulary for any bytes."""
     config = DecoderConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -25,19 +25,19 @@ def model(seed: int = 0, *, layers: int = 2) -> Decoder:
         max_position_embeddings=128,
         tie_word_embeddings=True,
     )
-    made = Decoder(config)
-    initialize(made, seed)
-    return made
+    decoder_ = Decoder(config)
+    initialize(decoder_, seed)
+    return decoder_
 
 
 def write_model(folder: Path, seed: int = 0, *, layers: int = 2) -> Path:
-    """A plain folder with config.json and safetensors."""
+    """Write a plain folder with config.json and safetensors."""
     save_model(model(seed, layers=layers), folder)
     return folder
 
 
 def write_shards(folder: Path) -> Path:
-    """Shards of counting sentences, a fifth of the documents held out."""
+    """Write shards of counting sentences, with a fifth of the documents held out."""
     texts = folder / "texts"
     texts.mkdir(parents=True)
     for i in range(40):
@@ -50,7 +50,7 @@ def write_shards(folder: Path) -> Path:
 
 
 def write_run(folder: Path) -> Path:
-    """A saved model, tokens, and a run file for both."""
+    """Write a saved model, tokens, and a run file for both."""
     save_model(decoder(), folder / "model")
     (folder / "tokens.json").write_text(json.dumps(tokens(16, 33).tolist()))
     file = folder / "run.toml"

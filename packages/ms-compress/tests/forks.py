@@ -1,17 +1,17 @@
-"""Processes that do one thing, and may be killed at it."""
+"""Forked processes that run one function and may be killed in it."""
 
 import os
 import signal
 import sys
 from collections.abc import Callable
 
-__all__ = ["die", "die_at_change", "ended", "started"]
+__all__ = ["die", "die_at_change", "exit_status", "fork"]
 
 CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 
 
-def started(act: Callable[[], object]) -> int:
-    """The number of a process that does this and nothing else; its status is 1 if it raises."""
+def fork(act: Callable[[], object]) -> int:
+    """Fork a process that runs only this function; return its pid. Exit status 1 if it raises."""
     child = os.fork()
     if child == 0:
         try:
@@ -22,26 +22,26 @@ def started(act: Callable[[], object]) -> int:
     return child
 
 
-def ended(child: int) -> int:
-    """A process's status; the signal's number, negative, if it was killed."""
+def exit_status(child: int) -> int:
+    """Wait for a process; return its status, or the negative signal number if it was killed."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def die(*_: object, **__: object) -> None:
-    """Be killed."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_at_change(number: int) -> None:
-    """Be killed before this process's n-th change of files: create, rename or remove."""
-    left = number
+    """Kill this process before its n-th file operation: create, rename or remove."""
+    remaining = number
 
     def watch(event: str, arguments: tuple[object, ...]) -> None:
-        nonlocal left
+        nonlocal remaining
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT
         if event in CHANGES or writes:
-            left -= 1
-            if left < 0:
+            remaining -= 1
+            if remaining < 0:
                 die()
 
-    sys.addaudithook(watch)  # it stays, so this is for a process of its own
+    sys.addaudithook(watch)  # hooks cannot be removed, so call this only in a forked process

@@ -1,4 +1,4 @@
-"""Small models that the tests share."""
+"""Small models shared by the tests."""
 
 import torch
 import transformers
@@ -21,7 +21,7 @@ WINDOWED = {
 
 
 def decoder(layers: int = 2, *, tied: bool = True, seed: int = 0) -> Decoder:
-    """ms-parallel's, with weights large enough for logits to differ."""
+    """An ms-parallel decoder with weights large enough for distinct logits."""
     config = DecoderConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -35,11 +35,11 @@ def decoder(layers: int = 2, *, tied: bool = True, seed: int = 0) -> Decoder:
     )
     model = Decoder(config)
     initialize(model, seed)
-    return enlarged(model)
+    return enlarge(model)
 
 
 def llama(layers: int = 2, *, tied: bool = False, inner: int = 256) -> nn.Module:
-    """Transformers' Llama."""
+    """A transformers Llama."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=128,
@@ -51,11 +51,11 @@ def llama(layers: int = 2, *, tied: bool = False, inner: int = 256) -> nn.Module
         tie_word_embeddings=tied,
         max_position_embeddings=128,
     )
-    return enlarged(transformers.LlamaForCausalLM(config))
+    return enlarge(transformers.LlamaForCausalLM(config))
 
 
 def qwen3(layers: int = 2) -> nn.Module:
-    """Transformers' Qwen 3, whose heads are normed and whose keys are not permuted."""
+    """A transformers Qwen 3, whose heads are normalized and whose keys are not permuted."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         hidden_size=128,
@@ -68,47 +68,47 @@ def qwen3(layers: int = 2) -> nn.Module:
         tie_word_embeddings=True,
         max_position_embeddings=128,
     )
-    return enlarged(transformers.Qwen3ForCausalLM(config))
+    return enlarge(transformers.Qwen3ForCausalLM(config))
 
 
-def qwen2(*kinds: str, window: int = 8) -> nn.Module:
-    """Transformers' Qwen 2, a layer for each kind: `full_attention` or `sliding_attention`."""
+def qwen2(*layer_types: str, window: int = 8) -> nn.Module:
+    """A transformers Qwen 2 with a layer per `full_attention` or `sliding_attention`."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=len(kinds),
+        num_hidden_layers=len(layer_types),
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
         max_position_embeddings=128,
         use_sliding_window=True,
         sliding_window=window,
-        layer_types=list(kinds),
+        layer_types=list(layer_types),
     )
-    return enlarged(transformers.Qwen2ForCausalLM(config))
+    return enlarge(transformers.Qwen2ForCausalLM(config))
 
 
-def gemma3(*kinds: str) -> nn.Module:
-    """Transformers' Gemma 3, whose kinds of layers have masks and rotary tables of their own."""
+def gemma3(*layer_types: str) -> nn.Module:
+    """A transformers Gemma 3, whose layer types have separate masks and rotary tables."""
     torch.manual_seed(0)
     config = transformers.Gemma3TextConfig(
-        num_hidden_layers=len(kinds), layer_types=list(kinds), **WINDOWED
+        num_hidden_layers=len(layer_types), layer_types=list(layer_types), **WINDOWED
     )
-    return enlarged(transformers.Gemma3ForCausalLM(config))
+    return enlarge(transformers.Gemma3ForCausalLM(config))
 
 
 def qwen2_windowed(layers: int, first: int) -> nn.Module:
-    """Transformers' Qwen 2 with a window from the layer `first` on."""
+    """A transformers Qwen 2 with a window from layer `first` on."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         num_hidden_layers=layers, use_sliding_window=True, max_window_layers=first, **WINDOWED
     )
-    return enlarged(transformers.Qwen2ForCausalLM(config))
+    return enlarge(transformers.Qwen2ForCausalLM(config))
 
 
 def deepseek() -> nn.Module:
-    """Transformers' DeepSeek V3, whose routing a buffer corrects: it is in its folders too."""
+    """A transformers DeepSeek V3, whose routing bias is a stored buffer."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(
         hidden_size=64,
@@ -130,17 +130,17 @@ def deepseek() -> nn.Module:
         vocab_size=VOCABULARY,
         max_position_embeddings=128,
     )
-    model = enlarged(transformers.DeepseekV3ForCausalLM(config))
+    model = enlarge(transformers.DeepseekV3ForCausalLM(config))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_()
     return model
 
 
-def enlarged(model: nn.Module) -> nn.Module:
-    """Matrices three times as large, for logits with a spread of about 0.7; norms not of one.
+def enlarge(model: nn.Module) -> nn.Module:
+    """Triple the matrices, for logits with a spread of about 0.7, and randomize the norms.
 
-    With norms of one, an embedding of 4 bits gives inputs that lie exactly between two codes of 8.
+    With norms of one, a 4-bit embedding gives inputs exactly between two 8-bit codes.
     """
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -153,6 +153,6 @@ def enlarged(model: nn.Module) -> nn.Module:
 
 
 def tokens(rows: int = 2, positions: int = 48, seed: int = 0) -> torch.Tensor:
-    """(rows, positions) int64."""
+    """Return random tokens (rows, positions) int64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY, (rows, positions), generator=generator)

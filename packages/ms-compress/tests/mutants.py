@@ -1,4 +1,4 @@
-"""Exported files with one thing wrong, as a faulty writer would leave them."""
+"""Exported files with a single fault, as from a faulty writer."""
 
 from collections.abc import Callable
 
@@ -16,25 +16,25 @@ Mutant = Callable[[str, np.ndarray], np.ndarray]
 
 
 def swapped_nibbles(name: str, raw: np.ndarray) -> np.ndarray:
-    """Low and high halves of each byte of codes exchanged; raw (N, G, 18)."""
+    """Swap the halves of each byte of codes; raw (N, G, 18)."""
     raw[..., 2:] = (raw[..., 2:] >> 4) | (raw[..., 2:] << 4)
     return raw
 
 
 def shifted_scales(name: str, raw: np.ndarray) -> np.ndarray:
-    """Each group has its neighbor's scale."""
+    """Give every group its neighbor's scale."""
     raw[..., :2] = np.roll(raw[..., :2], 1, axis=1)
     return raw
 
 
 def dropped_scales(name: str, raw: np.ndarray) -> np.ndarray:
-    """All scales are 1."""
+    """Set all scales to 1."""
     raw[..., :2] = np.array([1.0], dtype=np.float16).view(np.uint8)
     return raw
 
 
 def unpermuted(name: str, raw: np.ndarray) -> np.ndarray:
-    """Rows of q and k in Hugging Face's order, by permuting until they come round."""
+    """Put rows of q and k into Hugging Face's order."""
     heads = {"attn_q": HEADS, "attn_k": KEY_HEADS}.get(name.split(".")[-2])
     if heads is None:
         return raw
@@ -45,13 +45,13 @@ def unpermuted(name: str, raw: np.ndarray) -> np.ndarray:
 
 
 def permuted_twice(name: str, raw: np.ndarray) -> np.ndarray:
-    """Rows of q and k permuted once more."""
+    """Permute rows of q and k once more."""
     heads = {"attn_q": HEADS, "attn_k": KEY_HEADS}.get(name.split(".")[-2])
     return raw if heads is None else permuted(torch.from_numpy(raw), heads).numpy()
 
 
 def swapped_rows(name: str, raw: np.ndarray) -> np.ndarray:
-    """Two rows of a late layer have changed places, with their scales: logits hardly notice."""
+    """Swap two rows of a late layer with their scales, which hardly changes the logits."""
     if name == "blk.1.attn_q.weight":
         raw[[0, 1]] = raw[[1, 0]]
     return raw
@@ -68,7 +68,7 @@ GGUF: dict[str, Mutant] = {
 
 
 def mutate_gguf(path: str, mutant: Mutant, only: str = "") -> None:
-    """Change the Q4_0 tensors of a file in place, those whose name holds `only`."""
+    """Change the Q4_0 tensors whose name contains `only`, in place."""
     reader = gguf.GGUFReader(path, "r+")
     for tensor in reader.tensors:
         if tensor.tensor_type == gguf.GGMLQuantizationType.Q4_0 and only in tensor.name:
@@ -78,7 +78,7 @@ def mutate_gguf(path: str, mutant: Mutant, only: str = "") -> None:
 
 
 def mutate_safetensors(path: str, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Rewrite a file with `change(name, tensor)` in each tensor's place."""
+    """Rewrite a file with `change(name, tensor)` for every tensor."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name: change(name, tensor) for name, tensor in load_file(path).items()}
@@ -86,7 +86,7 @@ def mutate_safetensors(path: str, change: Callable[[str, Tensor], Tensor]) -> No
 
 
 def mutate_onnx(path: str, change: Callable[[str, np.ndarray], np.ndarray]) -> None:
-    """Rewrite a model with `change(name, array)` in each constant's place."""
+    """Rewrite a model with `change(name, array)` for every constant."""
     import onnx
 
     model = onnx.load(path)

@@ -1,4 +1,4 @@
-"""Small QAT runs that every layout must repeat; functions that `run_processes` calls."""
+"""Small QAT runs for every layout; `run_processes` calls these functions by name."""
 
 import hashlib
 import resource
@@ -51,7 +51,7 @@ TARGETS = {
     "ct.int4_g32": {"learned_scales": True},
     "ct.int3_g32": {},
     "ct.w8a8": {},
-    # Inputs are left alone: with norms of one they lie on borders between codes.
+    # Inputs are not rounded: with norms of one they fall on borders between codes.
     "gguf.q4_0": {
         "learned_scales": True,
         "embeddings": True,
@@ -70,15 +70,15 @@ def train(
     sparse: bool = False,
     device: str | None = "cpu",
 ) -> dict[str, Any]:
-    """Losses of some steps in float64, and the digest of each exported file."""
+    """Return losses of some steps in float64, and the digest of every exported file."""
     torch.set_default_dtype(torch.float64)
     try:
-        return _trained(connect(Layout(**layout), device=device), scheme, folder, sparse)
+        return _train_and_export(connect(Layout(**layout), device=device), scheme, folder, sparse)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _trained(groups: Groups, scheme: str, folder: str, sparse: bool) -> dict[str, Any]:
+def _train_and_export(groups: Groups, scheme: str, folder: str, sparse: bool) -> dict[str, Any]:
     masks = {}
     if sparse:
         for layer in range(CONFIG.num_hidden_layers):
@@ -101,10 +101,10 @@ def _trained(groups: Groups, scheme: str, folder: str, sparse: bool) -> dict[str
     )
     losses = []
     rows = 4 // groups.layout.data
-    mine = slice(groups.place.data * rows, groups.place.data * rows + rows)
+    local_rows = slice(groups.place.data * rows, groups.place.data * rows + rows)
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
-        text = torch.randint(0, VOCABULARY, (4, 17), generator=generator)[mine]
+        text = torch.randint(0, VOCABULARY, (4, 17), generator=generator)[local_rows]
         batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
         losses.append(engine.step(batch, NextTokenLoss()).loss)
     out = export(list(engine.stages.values()), Path(folder))
@@ -115,7 +115,7 @@ def _trained(groups: Groups, scheme: str, folder: str, sparse: bool) -> dict[str
 def export_same_weights(
     layout: dict[str, int], scheme: str, folder: str, family: str = "llama"
 ) -> dict[str, str]:
-    """Digests of the files of a model whose weights no step has changed."""
+    """Return digests of the exported files of an untrained model."""
     groups = connect(Layout(**layout), device="cpu")
     sizes = {name: getattr(CONFIG, name) for name in SIZES}
     config = CONFIG if family == "llama" else architecture(family, sizes)
@@ -131,7 +131,7 @@ def export_same_weights(
 def export_that_fails(
     layout: dict[str, int], folder: str, tokenizer: str, limit_bytes: int | None
 ) -> str:
-    """What a process is told when the first cannot write: the folder exists, or is too large."""
+    """Return this process's error when process 0 cannot write its files."""
     groups = connect(Layout(**layout), device="cpu")
     engine = Engine(CONFIG, groups=groups, prepare=lambda s: qat(s, "ct.int4_g32"))
     if dist.get_rank() == 0 and limit_bytes is not None:
@@ -145,14 +145,14 @@ def export_that_fails(
 
 
 def export_wrapped(folder: str) -> dict[str, dict[str, str]]:
-    """Digests of one model's files, by scheme and file, for each way in which it is wrapped."""
+    """Return digests of one model's files, by scheme and file, for every wrapper."""
     from models import llama
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
 
     def checkpointed(model: nn.Module) -> nn.Module:
-        is_block = lambda each: type(each).__name__ == "LlamaDecoderLayer"  # noqa: E731
+        is_block = lambda block: type(block).__name__ == "LlamaDecoderLayer"  # noqa: E731
         apply_activation_checkpointing(model, check_fn=is_block)
         return model
 
@@ -167,46 +167,46 @@ def export_wrapped(folder: str) -> dict[str, dict[str, str]]:
         "replicated": nn.parallel.DistributedDataParallel,
         "sharded": fully_shard,
     }
-    found: dict[str, dict[str, str]] = {}
+    digests: dict[str, dict[str, str]] = {}
     for wrapper, wrap in wrappers.items():
-        found[wrapper] = {}
+        digests[wrapper] = {}
         for scheme in ("ct.int4_g32", "gguf.q4_0", "ort.matmulnbits"):
             out = export(wrap(qat(llama(1), scheme)), Path(folder) / wrapper / scheme)
-            found[wrapper] |= {
+            digests[wrapper] |= {
                 f"{scheme} {path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
                 for path in out.iterdir()
             }
-    return found
+    return digests
 
 
 def export_odd_rows(folder: str) -> dict[str, str]:
-    """Digests of the weights of a masked model, whole, split unevenly, and sharded beside."""
+    """Return digests of a masked model's weights: unsplit, split unevenly, and also sharded."""
     from models import llama
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    found = {}
+    digests = {}
     for name in ("whole", "split", "split and sharded"):
         model = llama(1, inner=97)
         prune(model, 0.5)
         qat(model, "ct.int4_g32", ignore=["*.down_proj"])
         mlp = model.get_submodule("model.layers.0.mlp")
-        with torch.no_grad():  # as an optimizer's momentum would; masks undo it
-            for each in (mlp.up_proj, mlp.gate_proj):
-                each.weight.add_(0.1)  # type: ignore[operator,union-attr]
+        with torch.no_grad():  # like an optimizer's momentum; masks undo it
+            for layer in (mlp.up_proj, mlp.gate_proj):
+                layer.weight.add_(0.1)  # type: ignore[operator,union-attr]
         if name != "whole":
             by_rows = {"up_proj": ColwiseParallel(), "gate_proj": ColwiseParallel()}
             parallelize_module(mlp, mesh["tensor"], by_rows)
         if name == "split and sharded":
             fully_shard(mlp, mesh=mesh["data"])
         out = export(model, Path(folder) / name) / "model.safetensors"
-        found[name] = hashlib.sha256(out.read_bytes()).hexdigest()
-    return found
+        digests[name] = hashlib.sha256(out.read_bytes()).hexdigest()
+    return digests
 
 
-def orders(split: bool) -> dict[str, str]:
-    """What torch's own wrappers and `qat` say of each order, on two processes."""
+def wrapping_orders(split: bool) -> dict[str, str]:
+    """Return the outcome of every order of torch's wrappers and `qat`, on two processes."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
@@ -283,11 +283,11 @@ def orders(split: bool) -> dict[str, str]:
     }
 
 
-def zeros_kept(data: int, tensor: int) -> dict[str, bool]:
-    """Whether `keep_zeros` makes zero what is masked in each layer and nothing else.
+def masked_weights_are_zeroed(data: int, tensor: int) -> dict[str, bool]:
+    """Return for each layer whether `keep_zeros` zeroes exactly the masked weights.
 
-    An optimizer has moved all weights, as momentum does, and a forward without a backward has left
-    a gathered copy of the root's. 194 rows are shared unevenly where there are four processes.
+    All weights were changed first, as by momentum, and a forward pass without a backward pass left
+    the root unsharded. Four processes share 194 rows unevenly.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -295,7 +295,7 @@ def zeros_kept(data: int, tensor: int) -> dict[str, bool]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 194), nn.Linear(194, 64))
     prune(model, 0.5)
-    kept = {name: mask.clone() for name, mask in masks(model).items()}
+    saved_masks = {name: mask.clone() for name, mask in masks(model).items()}
     if tensor > 1:
         parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     if data > 1:
@@ -303,7 +303,7 @@ def zeros_kept(data: int, tensor: int) -> dict[str, bool]:
         fully_shard(model, mesh=mesh["data"])
     expected = {}
     with torch.no_grad():
-        for name, mask in kept.items():
+        for name, mask in saved_masks.items():
             weight = model.get_parameter(f"{name}.weight")
             weight.add_(0.01)
             expected[name] = weight.full_tensor() * mask
@@ -315,8 +315,8 @@ def zeros_kept(data: int, tensor: int) -> dict[str, bool]:
     }
 
 
-def fitted(shard: bool) -> list[list[float]]:
-    """Learned scales that `fit_scales` sets in a pruned layer, after a forward."""
+def fitted_scales(shard: bool) -> list[list[float]]:
+    """Return the learned scales that `fit_scales` sets in a pruned layer, after a forward pass."""
     if shard and not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -328,5 +328,5 @@ def fitted(shard: bool) -> list[list[float]]:
         model(torch.ones(2, 64))
     fit_scales(model)
     factor: Any = model.get_parameter("0.scale_factor")
-    whole: list[list[float]] = (factor.full_tensor() if shard else factor).tolist()
-    return whole
+    full_factor: list[list[float]] = (factor.full_tensor() if shard else factor).tolist()
+    return full_factor

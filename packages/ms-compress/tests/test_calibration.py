@@ -1,4 +1,4 @@
-"""Calibration: each layer's inputs are those of a plain forward, and what cannot be is refused."""
+"""Calibration gives each layer the inputs of a plain forward pass, and refuses bad input."""
 
 from collections.abc import Callable
 
@@ -24,59 +24,59 @@ from ms_compress.models.logits import model_logits
 from ms_compress.quantization.layers import prepared_layers
 
 
-def by_turns() -> nn.Module:
-    """Layers of two kinds."""
+def alternating() -> nn.Module:
+    """Layers alternate between sliding and full attention."""
     return gemma3(*[SLIDING, FULL] * 2)
 
 
 def windowed() -> nn.Module:
-    """The first layer sees all keys, the others a window."""
+    """The first layer has full attention, the others a window."""
     return qwen2_windowed(3, 1)
 
 
-class Named(nn.Module):
-    """A block that is called by names alone."""
+class KeywordBlock(nn.Module):
+    """A block that takes only keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
         self.o_proj = nn.Linear(32, 32)
 
     def forward(self, hidden_states: Tensor, power: int) -> tuple[Tensor]:
-        """(B, S, H) to the same, in a tuple."""
+        """Map (B, S, H) to a tuple with (B, S, H)."""
         return (hidden_states + self.o_proj(hidden_states**power),)
 
 
-class ByName(nn.Module):
-    """A decoder whose layers take other arguments each; it may leave the last ones out."""
+class KeywordDecoder(nn.Module):
+    """A decoder whose layers get different keyword arguments; it may skip the last layers."""
 
-    def __init__(self, called: int = 3) -> None:
+    def __init__(self, call_count: int = 3) -> None:
         super().__init__()
-        self.config, self.called = object(), called
+        self.config, self.call_count = object(), call_count
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(192, 32)
-        self.model.layers = nn.ModuleList([Named() for _ in range(3)])
+        self.model.layers = nn.ModuleList([KeywordBlock() for _ in range(3)])
 
     def forward(self, text: Tensor) -> Tensor:
-        """Hidden states (B, S, H)."""
+        """Return hidden states (B, S, H)."""
         hidden = self.model.embed_tokens(text)
-        for number, block in enumerate(self.model.layers[: self.called]):
+        for number, block in enumerate(self.model.layers[: self.call_count]):
             (hidden,) = block(hidden_states=hidden, power=number + 1)
         return hidden
 
 
-def by_name() -> nn.Module:
-    """Small enough for powers not to run away."""
+def keyword_decoder() -> nn.Module:
+    """Small weights, so that powers stay bounded."""
     torch.manual_seed(0)
-    return ByName()
+    return KeywordDecoder()
 
 
-@pytest.mark.parametrize("build", [by_turns, windowed, llama, decoder, by_name])
-def test_each_layer_is_calibrated_with_what_a_plain_forward_gives_it(
+@pytest.mark.parametrize("build", [alternating, windowed, llama, decoder, keyword_decoder])
+def test_each_layer_is_calibrated_with_the_inputs_of_a_plain_forward(
     build: Callable[[], nn.Module],
 ) -> None:
-    """Masks and rotary tables are the layer's own, not the first one's; two batches of two sizes.
+    """Every layer has its own masks and rotary tables; two batches of two sizes.
 
-    Bit for bit: the same operations meet the same values.
+    Bit for bit: the same operations on the same values.
     """
     model, batches = build().eval(), [tokens(2, 40), tokens(1, 24, seed=1)]
     names = {name for name, _ in model.named_modules() if name.endswith("o_proj")}
@@ -92,45 +92,45 @@ def test_each_layer_is_calibrated_with_what_a_plain_forward_gives_it(
             model(batch)
     for handle in handles:
         handle.remove()
-    found: dict[str, Tensor] = {}
+    recorded: dict[str, Tensor] = {}
     walk(
         model,
         batches,
-        lambda held, inputs: inputs if held is None else torch.cat((held, inputs)),
-        lambda name, layer, inputs: found.update({name: inputs}),
+        lambda previous, inputs: inputs if previous is None else torch.cat((previous, inputs)),
+        lambda name, layer, inputs: recorded.update({name: inputs}),
         names,
     )
-    assert len(found) == len(names) > 1
-    for name, inputs in found.items():
+    assert len(recorded) == len(names) > 1
+    for name, inputs in recorded.items():
         assert torch.equal(inputs, torch.cat(expected[name])), name
 
 
-def test_a_layer_that_a_forward_leaves_out_is_named() -> None:
-    """It has no inputs to be calibrated with."""
+def test_a_layer_that_the_forward_skips_is_named() -> None:
+    """It has no inputs to calibrate with."""
     with pytest.raises(CalibrationError, match=r"model\.layers\.2 is called 0 times per batch"):
-        wanda(ByName(called=2), 0.5, [tokens()])
+        wanda(KeywordDecoder(call_count=2), 0.5, [tokens()])
 
 
-def two_of_four(model: nn.Module, batches: list[Tensor]) -> None:
-    """By Wanda."""
+def prune_2_4(model: nn.Module, batches: list[Tensor]) -> None:
+    """Prune with Wanda."""
     wanda(model, "2:4", batches)
 
 
 def int4(model: nn.Module, batches: list[Tensor]) -> None:
-    """By GPTQ."""
+    """Quantize with GPTQ."""
     gptq(model, "ct.int4_g32", batches)
 
 
 def int4_by_loss(model: nn.Module, batches: list[Tensor]) -> None:
-    """Predictions are computed before a layer is looked at."""
+    """Quantize by loss, which computes predictions before it looks at a layer."""
     gptq(model, "ct.int4_g32", batches, by_loss=True)
 
 
-@pytest.mark.parametrize("method", [two_of_four, int4, int4_by_loss])
-def test_a_weight_that_is_not_finite_is_named_before_anything_is_changed(
+@pytest.mark.parametrize("method", [prune_2_4, int4, int4_by_loss])
+def test_a_nonfinite_weight_is_named_before_anything_is_changed(
     method: Callable[[nn.Module, list[Tensor]], None],
 ) -> None:
-    """The last product of all, whose outputs no layer has for inputs."""
+    """Also in the very last product, whose outputs are not another layer's inputs."""
     model = llama()
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.down_proj.weight")[3, 5] = float("nan")
@@ -143,7 +143,7 @@ def test_a_weight_that_is_not_finite_is_named_before_anything_is_changed(
 
 
 @pytest.mark.parametrize("batches", [[], [torch.zeros(0, 8, dtype=torch.int64)]])
-def test_without_tokens_a_model_stays_as_it_was(batches: list[Tensor]) -> None:
+def test_calibration_without_tokens_leaves_the_model_unchanged(batches: list[Tensor]) -> None:
     """No layer is prepared."""
     model = decoder(1)
     with pytest.raises(CalibrationError, match="calibration needs tokens"):
@@ -152,8 +152,8 @@ def test_without_tokens_a_model_stays_as_it_was(batches: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("number", [192, -1, 2**40])
-def test_text_of_another_vocabulary_leaves_a_model_as_it_was(number: int) -> None:
-    """Whatever reads it: calibration, pruning, training, its targets too, and evaluation."""
+def test_out_of_range_tokens_leave_the_model_unchanged(number: int) -> None:
+    """In calibration, pruning, training (targets included) and evaluation."""
     model = decoder(1)
     text = tokens()
     text[-1, -1] = number
@@ -164,17 +164,17 @@ def test_text_of_another_vocabulary_leaves_a_model_as_it_was(number: int) -> Non
         "tune": lambda: tune(model, text, options),
         "perplexity": lambda: perplexity(model, text),
     }
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state_before = {name: value.clone() for name, value in model.state_dict().items()}
     for use in uses.values():
         with pytest.raises(DataError, match=f"must be 0 to 191 .*{number}"):
             use()
     assert not list(prepared_layers(model))
     assert masks(model) == {}
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(torch.equal(state_before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_decoder_of_another_kind_stays_as_it_was() -> None:
-    """OPT has its layers elsewhere."""
+def test_an_unsupported_decoder_stays_unchanged() -> None:
+    """OPT stores its layers elsewhere."""
     config = transformers.OPTConfig(
         hidden_size=64, ffn_dim=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=192
     )
@@ -185,37 +185,45 @@ def test_a_decoder_of_another_kind_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("look", ["walk", "model_logits"])
-def test_every_module_is_left_in_the_mode_it_was_in(look: str) -> None:
-    """A part that is held in evaluation mode while the rest trains stays so; errors too."""
+def test_train_and_eval_modes_are_restored(look: str) -> None:
+    """A block in eval mode inside a training model stays so, also after an error."""
     model = decoder().train()
-    held = model.get_submodule("model.layers.0")
-    held.eval()
-    before = {name: module.training for name, module in model.named_modules()}
+    frozen_block = model.get_submodule("model.layers.0")
+    frozen_block.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
 
-    def see(name: str, layer: nn.Linear, statistic: Tensor) -> None:
+    def fail_on_layer(name: str, layer: nn.Linear, statistic: Tensor) -> None:
         assert not any(module.training for module in model.modules())
         raise KeyError(name)
 
     if look == "walk":
         with pytest.raises(KeyError):
-            walk(model, [tokens()], lambda held, x: x, see, {"model.layers.1.mlp.up_proj"})
+            walk(
+                model,
+                [tokens()],
+                lambda previous, x: x,
+                fail_on_layer,
+                {"model.layers.1.mlp.up_proj"},
+            )
     else:
         model_logits(model, tokens())
         with pytest.raises(IndexError):
             model_logits(model, tokens() + 1000)
-    assert {name: module.training for name, module in model.named_modules()} == before
+    assert {name: module.training for name, module in model.named_modules()} == modes
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator here")
-@pytest.mark.parametrize("how", [{}, {"act_order": True, "fit_scales": True}, {"by_loss": True}])
-def test_on_an_accelerator_a_pruned_model_is_rounded_where_it_lies(how: dict[str, bool]) -> None:
-    """Tokens come from the CPU; weights are finite, on the accelerator, and zero where masked."""
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
+@pytest.mark.parametrize(
+    "options", [{}, {"act_order": True, "fit_scales": True}, {"by_loss": True}]
+)
+def test_a_pruned_model_is_quantized_on_its_accelerator(options: dict[str, bool]) -> None:
+    """Tokens come from the CPU; weights stay on the accelerator, finite, and zero where masked."""
     device = torch.accelerator.current_accelerator()
     assert device is not None
     model = llama().to(device)
     wanda(model, "2:4", [tokens()])
-    gptq(model, "ct.int4_g32", [tokens()], **how)
+    gptq(model, "ct.int4_g32", [tokens()], **options)
     for _, layer in prepared_layers(model):
         assert layer.weight.device.type == device.type
         assert bool(layer.weight.isfinite().all())

@@ -1,4 +1,4 @@
-"""What a base folder holds besides weights is in each folder that is made from it."""
+"""Files other than weights are copied from the base folder to every derived folder."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ COMMANDS = {
     "quantize": "scheme=ort.matmulnbits",
     "export": "gguf.q4_0",
 }
-CARRIED = {
+COPIED_FILES = {
     "LICENSE": "free\n",
     "NOTICE.txt": "notice\n",
     "special_tokens_map.json": '{"eos_token": "<|endoftext|>"}\n',
@@ -31,12 +31,12 @@ CARRIED = {
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    """A run file whose base folder is of bfloat16, with all files that models come with."""
+    """A run file with a bfloat16 base folder that has all the usual files of a model."""
     file = write_run(tmp_path)
     base = tmp_path / "base"
     save_model(model(), base, dtype=torch.bfloat16)
     write_tokenizer(base)
-    for name, text in CARRIED.items():
+    for name, text in COPIED_FILES.items():
         (base / name).parent.mkdir(exist_ok=True)
         (base / name).write_text(text)
     settings = {"temperature": 0.6, "do_sample": True, "eos_token_id": 0}
@@ -48,24 +48,33 @@ def run_file(tmp_path: Path) -> Path:
 def test_tensors_that_stay_in_float_keep_the_dtype_of_the_base_folder(
     command: str, run_file: Path
 ) -> None:
-    """Norms, embeddings and exceptions; one of them is float32 there, and stays so."""
+    """Norms, embeddings and ignored layers; one float32 tensor among them stays float32."""
     base, out = run_file.parent / "base", run_file.parent / "out"
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"].float() + 1e-4
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     settings = ["scheme=ct.int4_g32", f"model={base}", "verify=true"]
-    assert main([command, str(run_file), *(w for s in settings for w in ("--set", s))]) == 0
+    assert (
+        main(
+            [
+                command,
+                str(run_file),
+                *(argument for setting in settings for argument in ("--set", setting)),
+            ]
+        )
+        == 0
+    )
     tensors = load_file(out / "model.safetensors")
-    kept = {name: tensors[name] for name in weights if name in tensors}
-    assert len(kept) > 3
-    assert all(tensor.dtype == weights[name].dtype for name, tensor in kept.items())
+    float_tensors = {name: tensors[name] for name in weights if name in tensors}
+    assert len(float_tensors) > 3
+    assert all(tensor.dtype == weights[name].dtype for name, tensor in float_tensors.items())
     if command == "quantize":
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in kept.items())
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in float_tensors.items())
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_files_and_settings_of_the_base_folder_are_carried(
+def test_files_and_settings_of_the_base_folder_are_copied(
     command: str, tokenizer: bool, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """License, tokenizer, chat template and generation settings; also without a tokenizer.json."""
@@ -79,7 +88,7 @@ def test_files_and_settings_of_the_base_folder_are_carried(
         arguments = [str(base), "--scheme", COMMANDS[command], "--output-dir", str(out)]
     assert main([command, *arguments, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    for name, text in CARRIED.items():
+    for name, text in COPIED_FILES.items():
         assert (out / name).read_text() == text, name
     settings = json.loads((out / "tokenizer_config.json").read_text())
     assert settings["eos_token"] == "<|endoftext|>"
@@ -87,7 +96,7 @@ def test_files_and_settings_of_the_base_folder_are_carried(
     assert (generation["temperature"], generation["do_sample"]) == (0.6, True)
     if command in ("prune", "distill"):
         tensors = load_file(out / "model.safetensors")
-        assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
         config = json.loads((out / "config.json").read_text())
         assert "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
     else:
@@ -98,10 +107,10 @@ def test_files_and_settings_of_the_base_folder_are_carried(
 def test_layers_that_stay_in_float_are_named(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exceptions, by the layers' own names."""
+    """Ignored layers, by their full names."""
     arguments = ["scheme=ct.int4_g32", 'ignore=["*.layers.1.mlp.*"]', "method=rtn"]
-    more = [part for each in arguments for part in ("--set", each)]
-    assert main(["quantize", str(run_file), *more, "--json"]) == 0
+    options = [part for setting in arguments for part in ("--set", setting)]
+    assert main(["quantize", str(run_file), *options, "--json"]) == 0
     names = json.loads(capsys.readouterr().out)["float_layers"]
     assert {name for name in names if "layers" in name} == {
         f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")

@@ -1,4 +1,4 @@
-"""The command: real folders in, real folders out; bad input is one line and exit code 2."""
+"""The commands on real folders; bad input gives one line and exit code 2."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def run_file(tmp_path: Path) -> Path:
 def test_qat_trains_exports_and_verifies(
     start: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One command from a float model to a folder that onnxruntime agrees with."""
+    """One command from a float model to a folder verified in onnxruntime."""
     arguments = ["--set", "scheme=ort.matmulnbits", "--set", "verify=true"]
     arguments += ["--set", f"start={start}", "--set", f"teacher={run_file.parent}/model"]
     arguments += ["--set", "tuning.hidden_weight=20"]
@@ -50,7 +50,7 @@ def test_quantize_exports(method: str, fitted: str, run_file: Path) -> None:
 
 
 def test_prune_then_sparse_qat_keeps_zeros(run_file: Path) -> None:
-    """What `prune` saved is what `qat` with sparse=true keeps."""
+    """Weights pruned by `prune` stay zero in `qat` with sparse=true."""
     arguments = ["--set", "pattern=2:4", "--set", "method=wanda"]
     assert main(["prune", str(run_file), *arguments]) == 0
     pruned = load_model(run_file.parent / "out")
@@ -62,10 +62,10 @@ def test_prune_then_sparse_qat_keeps_zeros(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["qat", "prune", "distill"])
-def test_a_folder_that_is_there_is_refused_before_any_step(
+def test_an_existing_folder_is_refused_before_any_step(
     command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not after hours of training; what is in it stays."""
+    """Not after hours of training; its contents stay."""
     (run_file.parent / "out").mkdir()
     more = {"qat": "scheme=gguf.q4_0", "prune": "pattern=2:4", "distill": "layers=1"}[command]
     assert main([command, str(run_file), "--set", more]) == 2
@@ -76,7 +76,7 @@ def test_a_folder_that_is_there_is_refused_before_any_step(
 
 
 def test_distill_saves_a_smaller_student(run_file: Path) -> None:
-    """Half the layers and neurons, readable as any model."""
+    """Half the layers and neurons, loadable like any model."""
     assert main(["distill", str(run_file), "--set", "layers=1", "--set", "inner=128"]) == 0
     student = load_model(run_file.parent / "out")
     assert student.config.num_hidden_layers == 1
@@ -153,10 +153,10 @@ def test_bad_input_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What, where and the remedy; exit code 2; nothing is written."""
+    """The problem, its place and the fix; exit code 2; no output."""
     monkeypatch.chdir(run_file.parent)
     Path("huge.json").write_text("[[1e400]]")
-    settings = [part for each in arguments for part in ("--set", each)]
+    settings = [part for setting in arguments for part in ("--set", setting)]
     assert main(["qat", str(run_file), *settings]) == 2
     error = capsys.readouterr().err
     assert error.startswith("ms-compress: ")
@@ -183,13 +183,16 @@ def test_a_model_with_a_nan_is_refused(
     run_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where it is met, with the tensor's name: before calibration, training or an export."""
+    """The error names the tensor, before calibration, training or an export."""
     broken = Path(shutil.copytree(run_file.parent / "model", run_file.parent / "broken"))
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     settings = [*arguments, f"model={run_file.parent}/broken"]
-    assert main([command, str(run_file), *(p for each in settings for p in ("--set", each))]) == 2
+    assert (
+        main([command, str(run_file), *(p for setting in settings for p in ("--set", setting))])
+        == 2
+    )
     error = capsys.readouterr().err
     assert "'model.layers.1.mlp.up_proj.weight' with a NaN" in error
     assert error.count("\n") == 1
@@ -197,23 +200,23 @@ def test_a_model_with_a_nan_is_refused(
 
 
 @pytest.mark.parametrize("command", ["qat", "prune"])
-def test_a_training_whose_weights_go_wrong_ends_with_one(
+def test_weights_that_become_nan_end_training_with_code_1(
     command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In its last step, which no loss follows: the tensor is named, and nothing is written."""
-    made = []
+    """Even in the last step, which no loss follows; the error names the tensor, with no output."""
+    steps = []
 
     @torch.no_grad()
     def spoil(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        made.append(1)
-        if len(made) == 2:
+        steps.append(1)
+        if len(steps) == 2:
             optimizer.param_groups[0]["params"][0].view(-1)[0] = torch.nan
 
-    own = ["scheme=ct.int4_g32"] if command == "qat" else ["pattern=2:4"]
+    required = ["scheme=ct.int4_g32"] if command == "qat" else ["pattern=2:4"]
     hook = register_optimizer_step_post_hook(spoil)
     try:
-        settings = [*own, "tuning.steps=2"]
-        words = [part for each in settings for part in ("--set", each)]
+        settings = [*required, "tuning.steps=2"]
+        words = [part for setting in settings for part in ("--set", setting)]
         assert main([command, str(run_file), *words]) == 1
     finally:
         hook.remove()
@@ -223,16 +226,16 @@ def test_a_training_whose_weights_go_wrong_ends_with_one(
 
 
 @pytest.mark.parametrize("pattern", ["[1]", "{a = 1}", "true", "abc"])
-def test_what_is_no_pattern_is_refused(
+def test_an_invalid_pattern_is_refused(
     pattern: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever type TOML gives it."""
+    """For every TOML type."""
     assert main(["prune", str(run_file), "--set", f"pattern={pattern}"]) == 2
     assert "a pattern must be N:M or a sparsity" in capsys.readouterr().err
 
 
-def test_a_lone_exception_is_one_pattern(run_file: Path) -> None:
-    """Not one for each of its letters."""
+def test_a_string_is_one_ignore_pattern(run_file: Path) -> None:
+    """It is not split into letters."""
     arguments = ["--set", "scheme=ct.int4_g32", "--set", "ignore=*.down_proj"]
     assert main(["quantize", str(run_file), *arguments]) == 0
     config = json.loads((run_file.parent / "out" / "config.json").read_text())
@@ -240,18 +243,18 @@ def test_a_lone_exception_is_one_pattern(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["quantize", "qat"])
-def test_verify_is_an_option_too(
+def test_verify_is_also_a_command_line_option(
     command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same as the setting."""
+    """`--verify` is the same as the setting."""
     assert main([command, str(run_file), "--set", "scheme=ort.matmulnbits", "--verify"]) == 0
     assert "verified in its runtime" in capsys.readouterr().out
 
 
-def test_export_writes_what_quantize_writes_by_default(
+def test_export_equals_quantize_with_defaults(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It takes a folder and a scheme; what it writes is verified in the runtime."""
+    """It takes a folder and a scheme, and --verify checks the result in the runtime."""
     model, out = run_file.parent / "model", tmp_path / "exported"
     words = [str(model), "--scheme", "ct.int4_g32", "--output-dir", str(out)]
     assert main(["export", *words, "--verify", "--json"]) == 0
@@ -280,27 +283,27 @@ def test_export_writes_what_quantize_writes_by_default(
         ("prune", ["pattern=2:4", "method=wanda"]),
     ],
 )
-def test_calibration_tells_how_far_it_is(
+def test_calibration_reports_progress(
     command: str, arguments: list[str], run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From its first moment to its last layer."""
-    settings = [part for each in arguments for part in ("--set", each)]
+    """From the first layer to the last."""
+    settings = [part for setting in arguments for part in ("--set", setting)]
     assert main([command, str(run_file), *settings]) == 0
     error = capsys.readouterr().err
     assert error.index("layer 0/2") < error.index("layer 2/2")
     assert "s per layer" in error
 
 
-def test_rows_are_counted_before_they_are_read(tmp_path: Path) -> None:
-    """Asked for a thousand million, it does not first read all there are."""
+def test_rows_are_counted_before_reading(tmp_path: Path) -> None:
+    """Asking for a billion rows does not read all rows first."""
     shards = write_shards(tmp_path)
     with pytest.raises(DataError, match="must have at least 1000000000 rows of 17 tokens"):
         read_tokens(shards, count=10**9, length=17)
     assert read_tokens(shards, count=3, length=17).shape == (3, 17)
 
 
-def test_threads_beyond_those_of_any_host_are_refused() -> None:
-    """A runtime that starts a hundred thousand ends the process."""
+def test_an_excessive_thread_count_is_refused() -> None:
+    """A runtime that starts a hundred thousand threads crashes the process."""
     with pytest.raises(
         ConfigError, match=r"threads must be an integer of at least 1 and at most 1024, got 100000"
     ):

@@ -1,4 +1,4 @@
-"""The command as it is typed: help and version at once, run files to begin with, facts as JSON."""
+"""The command line: fast help and version, generated run files, and JSON output."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from chats import write_conversations, write_taught
+from chats import write_chat_model, write_conversations
 from folders import write_run
 from processes import Command as Process
 
@@ -23,29 +23,29 @@ from ms_data import build as build_shards
 NAMES = [command.name for command in COMMANDS]
 
 
-def said(*arguments: str) -> str:
-    """What the command prints, in a process of its own; it must be done."""
+def output_of(*arguments: str) -> str:
+    """Return the command's output; it must succeed without importing torch."""
     command = [sys.executable, "-X", "importtime", "-m", "ms_compress", *arguments]
-    made = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert " torch" not in made.stderr
-    return made.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert " torch" not in process.stderr
+    return process.stdout
 
 
 def test_the_version_needs_no_torch() -> None:
-    """And is the package's."""
-    assert said("--version") == "ms-compress 0.1.0\n"
+    """It prints the package's version."""
+    assert output_of("--version") == "ms-compress 0.1.0\n"
 
 
 def every_key(command: Command) -> list[Key]:
-    """The keys of a command's run files, those of tables too."""
+    """Return the keys of a command's run files, including keys inside tables."""
     keys = [key for group in command.groups() for key in group.keys]
-    return [one for key in keys for one in (key, *key.inner)]
+    return [inner_key for key in keys for inner_key in (key, *key.inner)]
 
 
 @pytest.mark.parametrize("name", ["", *NAMES, "init"])
 def test_help_has_an_example_and_every_key_and_needs_no_torch(name: str) -> None:
-    """With its default, and what it means."""
-    text = said(*filter(None, [name]), "--help")
+    """Every key comes with its description."""
+    text = output_of(*filter(None, [name]), "--help")
     assert "example: ms-compress" in text
     for command in COMMANDS:
         for key in every_key(command) if command.name == name else ():
@@ -55,12 +55,14 @@ def test_help_has_an_example_and_every_key_and_needs_no_torch(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["", *NAMES, "init"])
-def test_the_example_of_each_help_is_a_command_that_is_understood(
+def test_the_example_in_the_help_parses(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its keys are known, its values valid: what is missing is the model that the file names."""
+    """Keys and values are valid; only the model named in the file is missing."""
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"example: ms-compress (.*)", said(*filter(None, [name]), "--help"))
+    (example,) = re.findall(
+        r"example: ms-compress (.*)", output_of(*filter(None, [name]), "--help")
+    )
     words = example.split()
     if words[0] != "init":
         assert main(["init", words[0], "--out", "RUN.toml"]) == 0
@@ -68,7 +70,7 @@ def test_the_example_of_each_help_is_a_command_that_is_understood(
     error = capsys.readouterr().err
     if words[0] == "init":
         assert code == 0
-    else:  # the files that a new run file names are not there
+    else:  # the files named in a new run file do not exist
         assert code == 2
         assert re.search("'?(runs/train/model|shards)'?.* (does not exist|no shards)", error), error
         assert error.count("\n") == 1
@@ -76,11 +78,11 @@ def test_the_example_of_each_help_is_a_command_that_is_understood(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_init_writes_a_run_file_with_every_key(name: str, tmp_path: Path) -> None:
-    """It is read as it stands, and means the same as a file that gives no key but those it must."""
+    """It loads unchanged and means the same as a file with only the required keys."""
     file = tmp_path / "RUN.toml"
     assert main(["init", name, "--out", str(file)]) == 0
     assert main(["init", name, "--out", str(file)]) == 2
-    command = next(each for each in COMMANDS if each.name == name)
+    command = next(command_ for command_ in COMMANDS if command_.name == name)
     settings = tomllib.loads(file.read_text())
     build(command.options, settings, where="RUN.toml")
     for key in every_key(command):
@@ -88,10 +90,10 @@ def test_init_writes_a_run_file_with_every_key(name: str, tmp_path: Path) -> Non
     assert command.template() == file.read_text()
 
 
-def test_a_run_file_of_init_runs(
+def test_an_init_run_file_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once its paths are there: the facts come as one JSON document, and nothing else."""
+    """Once its paths exist; stdout is a single JSON document."""
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path)
     Path("runs/train").mkdir(parents=True)
@@ -108,7 +110,7 @@ def test_a_run_file_of_init_runs(
 def test_a_token_that_is_only_a_target_is_checked_too(
     token: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last token of a row is read by nothing, and would be met in mid-training."""
+    """The last token of a row is only a target, and would otherwise fail in mid-training."""
     file = write_run(tmp_path)
     path = Path(tomllib.loads(file.read_text())["dataset"])
     rows = json.loads(path.read_text())
@@ -118,26 +120,35 @@ def test_a_token_that_is_only_a_target_is_checked_too(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_folder_where_the_checkpoint_would_stand_is_left_alone(tmp_path: Path) -> None:
-    """It is somebody else's; the run is done without a checkpoint."""
+def test_a_folder_with_the_checkpoints_name_is_left_alone(tmp_path: Path) -> None:
+    """It belongs to someone else, so the run goes without a checkpoint."""
     file = write_run(tmp_path)
     (tmp_path / "out.training").mkdir()
-    given = ("scheme=ct.int4_g32", "tuning.steps=2", f"output_dir={tmp_path / 'out'}")
-    assert main(["qat", str(file), *(word for one in given for word in ("--set", one))]) == 0
+    settings = ("scheme=ct.int4_g32", "tuning.steps=2", f"output_dir={tmp_path / 'out'}")
+    assert (
+        main(
+            [
+                "qat",
+                str(file),
+                *(argument for setting in settings for argument in ("--set", setting)),
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "out.training").is_dir()
     assert (tmp_path / "out" / "config.json").is_file()
 
 
-def test_an_interrupt_is_one_line_and_130(tmp_path: Path) -> None:
-    """While it trains; the same command then goes on."""
+def test_an_interrupt_gives_one_line_and_exit_code_130(tmp_path: Path) -> None:
+    """During training; the same command then resumes."""
     file = write_run(tmp_path)
-    words = ["-m", "ms_compress", "qat", str(file)]
-    more = ["--set", "scheme=ct.int4_g32", "--set", "tuning.steps=100000"]
+    command = ["-m", "ms_compress", "qat", str(file)]
+    settings = ["--set", "scheme=ct.int4_g32", "--set", "tuning.steps=100000"]
     log = tmp_path / "log"
-    run = Process([*words, *more], log=log, imports=("ms_compress.jobs.qat",))
-    until = time.monotonic() + 60
+    run = Process([*command, *settings], log=log, imports=("ms_compress.jobs.qat",))
+    deadline = time.monotonic() + 60
     while "\n" not in log.read_text():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     assert "step 1/" in log.read_text().splitlines()[0]
     time.sleep(0.2)
@@ -150,9 +161,9 @@ def test_an_interrupt_is_one_line_and_130(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that was taught to answer, and its conversations."""
+    """A model that was trained to answer, and its conversations."""
     folder = tmp_path_factory.mktemp("chats")
-    write_taught(folder / "model", write_conversations(folder / "chats.jsonl"))
+    write_chat_model(folder / "model", write_conversations(folder / "chats.jsonl"))
     return folder
 
 
@@ -172,26 +183,26 @@ def test_every_command_takes_conversations(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Rendered by the model folder's template; what is trained on is the answers."""
+    """Rendered with the folder's chat template; only answers are trained on."""
     file = tmp_path / "run.toml"
     file.write_text(
         f'model = "{chats}/model"\noutput_dir = "{tmp_path}/out"\n'
         f'dataset = "{chats}/chats.jsonl"\nrows = 8\n'
         "[tuning]\nsteps = 2\nbatch_size = 4\nsequence_length = 40\n"
     )
-    more = [part for each in settings for part in ("--set", each)]
+    more = [part for setting in settings for part in ("--set", setting)]
     assert main([name, str(file), "--json", *more]) == 0
     facts = json.loads(capsys.readouterr().out)
     if name != "quantize":
         assert facts["steps"] == 2
-    if name == "qat":  # its answers are known by heart, and the questions are not
+    if name == "qat":  # the model has memorized the answers but not the questions
         assert facts["first_loss"] < 0.1
 
 
 def test_qat_takes_shards_of_conversations(
     chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As ms-data builds them: the answers alone are trained on, and they are known by heart."""
+    """Shards from ms-data: only the memorized answers are trained on, so the loss is small."""
     model = chats / "model"
     build_shards(chats / "chats.jsonl", tokenizer=model, out=tmp_path / "shards", chat=model)
     file = tmp_path / "run.toml"
@@ -208,7 +219,7 @@ def test_qat_takes_shards_of_conversations(
 def test_evaluate_measures_on_conversations(
     kind: str, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Answers known by heart have a perplexity near 1; each token of them counts."""
+    """Memorized answers have a perplexity near 1; all of their tokens count."""
     dataset = chats / "chats.jsonl"
     if kind == "shards":
         model = chats / "model"

@@ -1,4 +1,4 @@
-"""Under torch.compile a prepared model is one graph, and rounds as its target does."""
+"""Under torch.compile a prepared model is one graph and rounds like its target."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,8 +15,8 @@ from ms_compress.targets.rules import NAMES, scheme
 
 
 @pytest.fixture(autouse=True)
-def _graphs_of_one_test() -> Iterator[None]:
-    """Compiled graphs of other tests count against the limit of how often one is made again."""
+def _reset_compiled_graphs() -> Iterator[None]:
+    """Compiled graphs of other tests would count toward the recompilation limit."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -24,7 +24,7 @@ def _graphs_of_one_test() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_inductor_rounds_bit_for_bit(name: str) -> None:
-    """Zeros, ties and scales below float16's normal numbers too: inductor leaves no cast out."""
+    """Also for zeros, ties and scales below float16's normal range: inductor elides no cast."""
     target = scheme(name)
 
     def rounded(x: Tensor) -> tuple[Tensor, ...]:
@@ -38,19 +38,19 @@ def test_inductor_rounds_bit_for_bit(name: str) -> None:
         assert torch.equal(compiled, eager)
 
 
-KINDS = {("ct.int4_g32", False), ("ct.w8a8", False), ("gguf.q4_0", True)}
-"""Scales of groups, of rows and of inputs, and learned ones."""
+FAST_CASES = {("ct.int4_g32", False), ("ct.w8a8", False), ("gguf.q4_0", True)}
+"""Scales per group, per row and per input, and learned ones."""
 
 
 @pytest.mark.parametrize(
     ("name", "learned"),
     [
-        pytest.param(*each, marks=() if each in KINDS else pytest.mark.slow)
-        for each in [*((name, False) for name in NAMES), ("ct.int4_g32", True), ("gguf.q4_0", True)]
+        pytest.param(*case, marks=() if case in FAST_CASES else pytest.mark.slow)
+        for case in [*((name, False) for name in NAMES), ("ct.int4_g32", True), ("gguf.q4_0", True)]
     ],
 )
 def test_prepared_model_is_one_graph(name: str, learned: bool) -> None:
-    """Forward and backward, pruned or with learned scales, as without the compiler."""
+    """Forward and backward, pruned or with learned scales, same as without the compiler."""
 
     def trained(wrap: Callable[..., Callable[[Tensor], Tensor]]) -> tuple[Tensor, nn.Module]:
         model = decoder(1)
@@ -70,15 +70,17 @@ def test_prepared_model_is_one_graph(name: str, learned: bool) -> None:
         lambda run: torch.compile(run, fullgraph=True, backend="aot_eager")
     )
     torch.testing.assert_close(compiled_loss, loss)
-    found = dict(compiled.named_parameters())
+    compiled_parameters = dict(compiled.named_parameters())
     for parameter, value in model.named_parameters():
-        assert (found[parameter].grad is None) == (value.grad is None), parameter
+        assert (compiled_parameters[parameter].grad is None) == (value.grad is None), parameter
         if value.grad is not None:
-            torch.testing.assert_close(found[parameter].grad, value.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                compiled_parameters[parameter].grad, value.grad, rtol=1e-4, atol=1e-6
+            )
 
 
 class TwoLayers(nn.Module):
-    """One forward, and so one graph; torch compiles an `nn.Sequential` layer by layer."""
+    """One forward method and so one graph; torch compiles an `nn.Sequential` layer by layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,12 +88,12 @@ class TwoLayers(nn.Module):
         self.down = nn.Linear(64, 128)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 128) to (B, 128)."""
+        """Map (B, 128) to (B, 128)."""
         return self.down(self.up(x))
 
 
 def two_layers() -> tuple[nn.Module, Tensor]:
-    """Two linear layers and their input."""
+    """Return two linear layers and their input."""
     return TwoLayers(), torch.ones(2, 128)
 
 
@@ -101,7 +103,7 @@ def two_layers() -> tuple[nn.Module, Tensor]:
     ids=["layers", "decoder"],
 )
 def test_all_schemes_in_one_process(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
-    """No number of a scheme becomes an input of the graph when another scheme follows."""
+    """A scheme's numbers do not become graph inputs when another scheme follows."""
     for name in NAMES:
         model, inputs = make()
         qat(model, name)

@@ -1,4 +1,4 @@
-"""Files that are cut off or changed in some bytes: one line and exit code 2, or sound figures."""
+"""Truncated files and changed bytes give one line and exit code 2, or valid results."""
 
 import os
 import random
@@ -20,7 +20,7 @@ from ms_compress.training.corpus import read_batch
 
 DEEP = b"[" * 200_000
 SEEDS = int(os.environ.get("MS_FUZZ", "40"))
-"""Damaged copies of each file; `MS_FUZZ=1000` for more."""
+"""Number of damaged copies per file; `MS_FUZZ=1000` for more."""
 FILES = [
     ("ct", "model.safetensors"),
     ("ct", "config.json"),
@@ -35,7 +35,7 @@ FILES = [
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain model, its exports, and a text."""
+    """A plain model, its exports, and token shards."""
     folder = tmp_path_factory.mktemp("work")
     write_model(folder / "base")
     write_shards(folder)
@@ -45,19 +45,19 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def damaged(content: bytes, seed: int) -> bytes:
-    """Cut off, or with some bytes changed, near the beginning more often than not."""
+def damage_bytes(content: bytes, seed: int) -> bytes:
+    """Truncate the content or change some bytes, mostly near the start."""
     rng = random.Random(seed)
     if seed % 2:
         return content[: int(len(content) * rng.random() ** 3)]
-    changed = bytearray(content)
+    modified = bytearray(content)
     for _ in range(rng.randint(1, 8)):
-        changed[int(len(changed) * rng.random() ** 4)] = rng.choice((0, 1, 0x7F, 0xFF))
-    return bytes(changed)
+        modified[int(len(modified) * rng.random() ** 4)] = rng.choice((0, 1, 0x7F, 0xFF))
+    return bytes(modified)
 
 
-def complaint(folder: Path, *, runs: bool) -> str | None:
-    """What is said of a folder; None if it is read."""
+def error_of(folder: Path, *, runs: bool) -> str | None:
+    """Return the error for a folder; None if it loads."""
     try:
         read_tokenizer(folder)
         facts = footprint(folder)
@@ -69,36 +69,36 @@ def complaint(folder: Path, *, runs: bool) -> str | None:
 
 
 @pytest.mark.parametrize(("name", "file"), FILES)
-def test_damaged_bytes_end_in_one_line(name: str, file: str, work: Path, tmp_path: Path) -> None:
-    """Whatever the format's library stumbles over; and no more memory is taken than the file's."""
-    whole = (work / name / file).read_bytes()
+def test_damaged_bytes_give_one_line(name: str, file: str, work: Path, tmp_path: Path) -> None:
+    """For any failure of the format's library, and within a memory limit."""
+    original = (work / name / file).read_bytes()
     folder = shutil.copytree(work / name, tmp_path / name)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in range(SEEDS):
-        (folder / file).write_bytes(damaged(whole, seed))
-        said = complaint(folder, runs=name == "ort")
-        assert said is None or ("\n" not in said and str(folder) in said)
-    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        (folder / file).write_bytes(damage_bytes(original, seed))
+        error = error_of(folder, runs=name == "ort")
+        assert error is None or ("\n" not in error and str(folder) in error)
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before
     assert grown_kb < 500_000
 
 
 @pytest.mark.parametrize(
     ("name", "file"), [("ct", "model.safetensors"), ("ort", "model.onnx"), ("gguf", "model.gguf")]
 )
-def test_evaluate_says_a_cut_file_in_one_line(
+def test_evaluate_reports_a_truncated_file_in_one_line(
     name: str, file: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At twenty places."""
-    whole = (work / name / file).read_bytes()
+    """Truncated at twenty positions."""
+    original = (work / name / file).read_bytes()
     folder = shutil.copytree(work / name, tmp_path / name)
-    (folder / "tokenizer.json").unlink(missing_ok=True)  # not that of the shards
+    (folder / "tokenizer.json").unlink(missing_ok=True)  # differs from the shards' tokenizer
     run = tmp_path / "run.toml"
     run.write_text(
         f'baseline = "{work}/base"\ndataset = "{work}/shards"\noutput_dir = "{tmp_path}/report"\n'
         f'sequence_length = 16\nsequences = 1\n[models]\nx = "{folder}"\n'
     )
     for part in range(20):
-        (folder / file).write_bytes(whole[: len(whole) * part // 20])
+        (folder / file).write_bytes(original[: len(original) * part // 20])
         assert main(["evaluate", str(run)]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
@@ -122,14 +122,14 @@ def test_evaluate_says_a_cut_file_in_one_line(
         ),
     ],
 )
-def test_a_damaged_run_file_is_one_line(
+def test_a_damaged_run_file_gives_one_line(
     content: bytes,
     message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nesting, bytes that are no text, numbers and paths that nothing holds."""
+    """Nesting, invalid text, and numbers and paths beyond all limits."""
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_bytes(content)
     assert main(["quantize", "run.toml"]) == 2
@@ -142,10 +142,10 @@ def test_a_damaged_run_file_is_one_line(
 @pytest.mark.parametrize(
     "value", ["[" * 100_000, "9" * 5000, "{a=" * 50_000, '"\\ud800"', "1e999999"]
 )
-def test_a_damaged_setting_is_one_line(
+def test_a_damaged_setting_gives_one_line(
     value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command line is refused in one line too."""
+    """The same for settings on the command line."""
     file = write_run(tmp_path)
     for key in ("rows", "tuning.learning_rate", "scheme", "model"):
         assert main(["quantize", str(file), "--set", f"{key}={value}"]) == 2
@@ -167,16 +167,16 @@ def test_a_damaged_setting_is_one_line(
         ("dataset.jsonl", b""),
     ],
 )
-def test_a_damaged_dataset_is_one_line(
+def test_a_damaged_dataset_gives_one_line(
     file: str, content: bytes, work: Path, tmp_path: Path
 ) -> None:
     """Tokens and conversations."""
     import ms_data
 
     (tmp_path / file).write_bytes(content)
-    with pytest.raises((CompressError, ms_data.DataError)) as raised:
+    with pytest.raises((CompressError, ms_data.DataError)) as caught:
         read_batch(tmp_path / file, count=1, length=8, chat=work / "tokenizer")
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +190,14 @@ def test_a_damaged_dataset_is_one_line(
         ("chat_template.jinja", lambda path: path.write_bytes(b"\xff\xfe")),
     ],
 )
-def test_a_damaged_model_folder_is_one_line(
+def test_a_damaged_model_folder_gives_one_line(
     file: str,
     damage: Callable[[Path], object],
     work: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In each of the files that lie beside weights."""
+    """In each of the files next to the weights."""
     folder = shutil.copytree(work / "base", tmp_path / "model")
     for path in (work / "tokenizer").iterdir():
         shutil.copy(path, folder)
@@ -206,7 +206,7 @@ def test_a_damaged_model_folder_is_one_line(
     run.write_text(f'model = "{folder}"\noutput_dir = "{tmp_path}/out"\nscheme = "ct.int4_g32"\n')
     code = main(["quantize", str(run)])
     error = capsys.readouterr().err
-    if file == "tokenizer_config.json":  # a link in a circle is no file
+    if file == "tokenizer_config.json":  # a circular link counts as absent
         assert (code, error) == (0, "")
         return
     assert code == 2

@@ -1,4 +1,4 @@
-"""What is wrong with a folder that is measured is said in one line, before anything is timed."""
+"""Problems of an evaluated folder are reported in one line before anything is timed."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ UP = "model.layers.1.mlp.up_proj"
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain model, its exports for all runtimes that take no build, and a text."""
+    """A plain model, its exports for all bundled runtimes, and token shards."""
     folder = tmp_path_factory.mktemp("work")
     write_model(folder / "base")
     write_shards(folder)
@@ -37,10 +37,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def complaint(work: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What `evaluate` says of a copy of a folder, to which something was done."""
+def error_for(work: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that gives the error of `evaluate` for a damaged copy of a folder."""
 
-    def of(name: str, damage: Callable[[Path], object] = str, **settings: int) -> str:
+    def evaluate_damaged(name: str, damage: Callable[[Path], object] = str, **settings: int) -> str:
         folder = tmp_path / name
         shutil.copytree(work / name, folder)
         damage(folder)
@@ -53,16 +53,16 @@ def complaint(work: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
             + f"[models]\n{models}\n"
         )
         assert main(["evaluate", str(tmp_path / "run.toml")]) == 2
-        *before, text = capfd.readouterr().err.splitlines()
-        assert all(line.startswith("row ") for line in before)
+        *progress, text = capfd.readouterr().err.splitlines()
+        assert all(line.startswith("row ") for line in progress)
         assert str(folder) in text
         return str(text)
 
-    return of
+    return evaluate_damaged
 
 
-def config(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Damage to a folder's config.json."""
+def damage_config(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Damage a folder's config.json."""
 
     def damage(folder: Path) -> None:
         path = folder / "config.json"
@@ -71,86 +71,88 @@ def config(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return damage
 
 
-def tensors(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
-    """Damage to a folder's tensors, in place."""
+def damage_tensors(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    """Damage a folder's tensors, in place."""
 
     def damage(folder: Path) -> None:
         path = folder / "model.safetensors"
-        found = load_file(path)
-        change(found)
-        save_file(found, path, metadata={"format": "pt"})
+        stored = load_file(path)
+        change(stored)
+        save_file(stored, path, metadata={"format": "pt"})
 
     return damage
 
 
-def another(name: str, **sizes: int) -> Callable[[Path], None]:
-    """Another model in a folder's place, for the same target."""
+def replace_model(name: str, **sizes: int) -> Callable[[Path], None]:
+    """Replace a folder with another model for the same target."""
     schemes = {"ct": "ct.int4_g32", "ort": "ort.matmulnbits", "gguf": "gguf.q4_0"}
 
     def damage(folder: Path) -> None:
         shutil.rmtree(folder)
-        made = Decoder(attrs.evolve(model().config, **sizes))
-        initialize(made, 0)
+        other_model = Decoder(attrs.evolve(model().config, **sizes))
+        initialize(other_model, 0)
         if name == "base":
-            save_model(made, folder)
+            save_model(other_model, folder)
         else:
-            export(qat(made, schemes[name]), folder)
+            export(qat(other_model, schemes[name]), folder)
 
     return damage
 
 
 @pytest.mark.parametrize("name", ["base", "ct", "ort", "gguf"])
-def test_text_of_another_vocabulary_is_refused(name: str, complaint: Callable[..., str]) -> None:
-    """Before any runtime looks up what it has not."""
-    said = complaint(name, another(name, vocab_size=64))
-    assert "tokens must be 0 to 63 for " in said
+def test_tokens_outside_the_vocabulary_are_refused(
+    name: str, error_for: Callable[..., str]
+) -> None:
+    """Before any runtime looks up a missing token."""
+    error = error_for(name, replace_model(name, vocab_size=64))
+    assert "tokens must be 0 to 63 for " in error
 
 
 @pytest.mark.parametrize("name", ["base", "ct", "ort", "gguf"])
-def test_text_longer_than_a_model_knows_is_refused(
-    name: str, complaint: Callable[..., str]
+def test_text_longer_than_the_model_supports_is_refused(
+    name: str, error_for: Callable[..., str]
 ) -> None:
-    """Whether its runtime would fail, or go on beyond what was trained."""
-    short = another(name, max_position_embeddings=31)
-    assert "sequence_length must be at most 31" in complaint(name, short)
+    """Whether its runtime would fail or continue past the trained length."""
+    short = replace_model(name, max_position_embeddings=31)
+    assert "sequence_length must be at most 31" in error_for(name, short)
 
 
-def test_decoding_beyond_what_a_model_knows_is_refused(complaint: Callable[..., str]) -> None:
-    """The prompt and what follows it count together."""
-    short = another("ort", max_position_embeddings=35)
-    said = complaint("ort", short, prefill_tokens=32)
-    assert "prefill_tokens and decode_tokens must be at most 35" in said
+def test_decoding_past_the_models_length_is_refused(error_for: Callable[..., str]) -> None:
+    """Prompt and continuation count together."""
+    short = replace_model("ort", max_position_embeddings=35)
+    error = error_for("ort", short, prefill_tokens=32)
+    assert "prefill_tokens and decode_tokens must be at most 35" in error
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("base", "has 'model.norm.weight' with a NaN"),
         ("ct", "gives a loss of NaN; check its weights"),
     ],
 )
-def test_a_loss_that_is_nan_is_refused(name: str, told: str, complaint: Callable[..., str]) -> None:
-    """By the tensor's name, and not after all the timing."""
+def test_a_nan_loss_is_refused(name: str, message: str, error_for: Callable[..., str]) -> None:
+    """With the tensor's name where possible, and before the timing."""
 
-    def spoil(found: dict[str, Tensor]) -> None:
-        found["model.norm.weight"][0] = torch.nan
+    def spoil(stored: dict[str, Tensor]) -> None:
+        stored["model.norm.weight"][0] = torch.nan
 
-    assert told in complaint(name, tensors(spoil))
+    assert message in error_for(name, damage_tensors(spoil))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda found: found.pop(f"{UP}.weight_packed"), "weight_packed"),
-        (lambda found: found.pop(f"{UP}.weight_scale"), f"{UP}.weight_scale is missing"),
-        (lambda found: found.update(more=torch.ones(2)), "more is unexpected"),
+        (lambda stored: stored.pop(f"{UP}.weight_packed"), "weight_packed"),
+        (lambda stored: stored.pop(f"{UP}.weight_scale"), f"{UP}.weight_scale is missing"),
+        (lambda stored: stored.update(more=torch.ones(2)), "more is unexpected"),
     ],
 )
-def test_tensors_that_transformers_would_draw_at_random_are_missed(
-    change: Callable[[dict[str, Tensor]], Any], message: str, complaint: Callable[..., str]
+def test_tensors_that_transformers_would_initialize_randomly_are_reported(
+    change: Callable[[dict[str, Tensor]], Any], message: str, error_for: Callable[..., str]
 ) -> None:
-    """It gives figures of them otherwise, and no word."""
-    assert message in complaint("ct", tensors(change))
+    """Otherwise it would silently measure random weights."""
+    assert message in error_for("ct", damage_tensors(change))
 
 
 @pytest.mark.parametrize(
@@ -180,40 +182,40 @@ def test_tensors_that_transformers_would_draw_at_random_are_missed(
     ],
 )
 def test_a_damaged_config_is_named(
-    name: str, change: Callable[[Any], Any], message: str, complaint: Callable[..., str]
+    name: str, change: Callable[[Any], Any], message: str, error_for: Callable[..., str]
 ) -> None:
-    """With what is wrong in it."""
-    assert message in complaint(name, config(change))
+    """With the problem in it."""
+    assert message in error_for(name, damage_config(change))
 
 
 @pytest.mark.parametrize("change", [lambda _: [], lambda _: {"model_type": "llama"}])
-def test_onnxruntime_asks_the_graph_alone(
+def test_onnxruntime_needs_only_the_graph(
     change: Callable[[Any], Any], work: Path, tmp_path: Path
 ) -> None:
-    """The graph says all that a decoder is run by; another model's config.json changes nothing."""
+    """The graph defines the decoder completely; another model's config.json changes nothing."""
     folder = shutil.copytree(work / "ort", tmp_path / "ort")
     expected = open_runtime(folder, "ort").logits(torch.arange(8).view(1, 8))
-    config(change)(folder)
+    damage_config(change)(folder)
     assert torch.equal(open_runtime(folder, "ort").logits(torch.arange(8).view(1, 8)), expected)
 
 
-def test_what_runtimes_say_beside_our_line_is_not_heard(
-    complaint: Callable[..., str], work: Path, capfd: pytest.CaptureFixture[str]
+def test_messages_of_runtimes_are_silenced(
+    error_for: Callable[..., str], work: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither onnxruntime's of a torn file, nor the bars of transformers on a good one."""
+    """Onnxruntime's about a broken file, and transformers' progress bars on a good one."""
 
-    def tear(folder: Path) -> None:
-        found = onnx.load(folder / "model.onnx", load_external_data=False)
-        found.graph.node[0].op_type = "NoSuchOperator"
-        onnx.save(found, folder / "model.onnx")
+    def break_graph(folder: Path) -> None:
+        onnx_model = onnx.load(folder / "model.onnx", load_external_data=False)
+        onnx_model.graph.node[0].op_type = "NoSuchOperator"
+        onnx.save(onnx_model, folder / "model.onnx")
 
-    assert "onnxruntime cannot read it" in complaint("ort", tear)
+    assert "onnxruntime cannot read it" in error_for("ort", break_graph)
     open_runtime(work / "ct", "ct").logits(torch.zeros(1, 4, dtype=torch.int64))
     assert capfd.readouterr().err == ""
 
 
-def test_a_runtime_that_cannot_run_a_text_says_whose(work: Path) -> None:
-    """Beyond the positions of its tables onnxruntime fails."""
+def test_a_runtime_failure_names_the_folder(work: Path) -> None:
+    """Onnxruntime fails beyond the positions of its tables."""
     runtime = open_runtime(work / "ort", "ort")
     with pytest.raises(ExportError, match="ort: onnxruntime cannot run it"):
         runtime.logits(torch.full((1, 4), VOCABULARY))

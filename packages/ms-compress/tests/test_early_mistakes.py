@@ -41,10 +41,10 @@ def test_a_mistake_is_reported_before_torch_is_imported(
     run_file = tmp_path / "RUN.toml"
     if content is not None:
         run_file.write_text(content)
-    words = command.replace("RUN", str(run_file)).split()
-    done = subprocess.run(
-        [sys.executable, "-c", CALL, *words], capture_output=True, text=True, cwd=tmp_path
+    arguments = command.replace("RUN", str(run_file)).split()
+    process = subprocess.run(
+        [sys.executable, "-c", CALL, *arguments], capture_output=True, text=True, cwd=tmp_path
     )
-    assert done.stdout == "2 False\n", done.stderr
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert process.stdout == "2 False\n", process.stderr
+    assert message in process.stderr
+    assert process.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Perplexity, sizes and speeds as runtimes have them, and what the report makes of them."""
+"""Perplexity, sizes and speeds of runtimes, and the report."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from ms_compress.training.corpus import rows
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain model, its exports for two runtimes, and a text."""
+    """A plain model, its exports for two runtimes, and token shards."""
     folder = tmp_path_factory.mktemp("work")
     write_model(folder / "base")
     write_shards(folder)
@@ -38,21 +38,21 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_perplexity_is_exp_of_the_mean_loss_of_a_token(work: Path) -> None:
-    """Against one cross entropy over all logits at once; ignored targets do not count."""
+def test_perplexity_is_exp_of_the_mean_token_loss(work: Path) -> None:
+    """Against one cross entropy over all logits; ignored targets do not count."""
     held_out = rows(work / "shards", split="held_out", sequence_length=32, count=7)
     held_out["targets"][:, ::3] = -100
     runtime = open_runtime(work / "base", "float")
     logits, targets = runtime.logits(held_out["tokens"]), held_out["targets"]
-    truth = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten()).exp()
-    assert math.isclose(perplexity(runtime, held_out), float(truth), rel_tol=1e-5)
+    expected = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten()).exp()
+    assert math.isclose(perplexity(runtime, held_out), float(expected), rel_tol=1e-5)
 
 
-def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large() -> None:
-    """Equal logits: the perplexity is the number of tokens."""
+def test_a_uniform_model_has_the_perplexity_of_its_vocabulary_size() -> None:
+    """With equal logits the perplexity is the number of tokens."""
 
-    class Even:
-        name = "even"
+    class Uniform:
+        name = "uniform"
 
         def logits(self, tokens: Tensor) -> Tensor:
             return torch.zeros(*tokens.shape, 50)
@@ -61,35 +61,35 @@ def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large()
             return 1.0, 1.0
 
     text = {name: torch.randint(0, 50, (3, 9)) for name in ("tokens", "targets")}
-    assert math.isclose(perplexity(Even(), text), 50.0, rel_tol=1e-5)
+    assert math.isclose(perplexity(Uniform(), text), 50.0, rel_tol=1e-5)
     text["tokens"][0, 0] = 50
-    with pytest.raises(DataError, match="tokens must be 0 to 49 for even, got 50"):
-        perplexity(Even(), text)
+    with pytest.raises(DataError, match="tokens must be 0 to 49 for uniform, got 50"):
+        perplexity(Uniform(), text)
 
 
-def test_the_baseline_decodes_what_it_computes_over_the_whole_text(work: Path) -> None:
-    """Token by token with a cache, torch finds the tokens of one whole forward."""
+def test_the_baseline_decodes_the_tokens_of_full_forward_passes(work: Path) -> None:
+    """Decoding token by token with a cache gives the tokens of full forward passes."""
     runtime = open_runtime(work / "base", "float")
     text = [1, 2, 3, 4, 5]
-    seen: list[int] = []
-    take = runtime._next  # type: ignore[attr-defined]
+    decoded: list[int] = []
+    original = runtime._next  # type: ignore[attr-defined]
 
-    def watched(tokens: Tensor, cache: object) -> Tensor:
-        out: Tensor = take(tokens, cache)
-        seen.append(int(out))
+    def recording(tokens: Tensor, cache: object) -> Tensor:
+        out: Tensor = original(tokens, cache)
+        decoded.append(int(out))
         return out
 
-    runtime._next = watched  # type: ignore[attr-defined]
+    runtime._next = recording  # type: ignore[attr-defined]
     runtime.decode(text, 4)
-    whole = list(text)
-    for token in seen:
-        assert token == int(runtime.logits(torch.tensor([whole]))[0, -1].argmax())
-        whole.append(token)
-    assert len(seen) == 5
+    sequence = list(text)
+    for token in decoded:
+        assert token == int(runtime.logits(torch.tensor([sequence]))[0, -1].argmax())
+        sequence.append(token)
+    assert len(decoded) == 5
 
 
-def test_a_folders_weights_are_counted_whatever_packs_them(work: Path, tmp_path: Path) -> None:
-    """Each target's files hold the model's own number of weights; bytes are those on disk."""
+def test_weights_are_counted_in_every_format(work: Path, tmp_path: Path) -> None:
+    """Every target's files have the model's number of weights; bytes are those on disk."""
     weights = sum(parameter.numel() for parameter in model().parameters())
     gguf = export(qat(model(), "gguf.q4_0"), tmp_path / "gguf")
     expected = {
@@ -98,12 +98,12 @@ def test_a_folders_weights_are_counted_whatever_packs_them(work: Path, tmp_path:
         work / "ort": ("ort", "4-bit g32"),
         gguf: ("gguf", "Q4_0"),
     }
-    for folder, facts in expected.items():
-        found = footprint(folder)
-        assert found.weights == weights
-        assert (found.target, found.scheme) == facts
-        assert 0 < found.size_bytes <= sum(path.stat().st_size for path in folder.iterdir())
-    # Four bits and a float32 scale of 32 weights are 5; the embedding stays in float32.
+    for folder, target_and_scheme in expected.items():
+        measured = footprint(folder)
+        assert measured.weights == weights
+        assert (measured.target, measured.scheme) == target_and_scheme
+        assert 0 < measured.size_bytes <= sum(path.stat().st_size for path in folder.iterdir())
+    # Four bits and one float32 scale per 32 weights make 5 bits; the embedding stays in float32.
     inside = weights - VOCABULARY * 64 - 5 * 64
     bits = 5 * inside + 32 * (weights - inside)
     assert 8 * footprint(work / "ct").size_bytes == pytest.approx(bits, rel=0.06)
@@ -111,14 +111,14 @@ def test_a_folders_weights_are_counted_whatever_packs_them(work: Path, tmp_path:
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.onnx", "model.safetensors"])
 def test_a_damaged_folder_is_named(name: str, work: Path, tmp_path: Path) -> None:
-    """Bytes that are no such file give one line with the path."""
+    """Bytes of another format give one line with the path."""
     (tmp_path / "config.json").write_text((work / "base" / "config.json").read_text())
     (tmp_path / name).write_bytes(b"\x00" * 64)
     with pytest.raises(ExportError, match=re.escape(str(tmp_path))):
         footprint(tmp_path)
 
 
-def test_evaluate_writes_a_table_a_page_and_its_facts(
+def test_evaluate_writes_a_table_a_page_and_json(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Through the command: every folder in its own runtime, the baseline first."""
@@ -130,44 +130,44 @@ def test_evaluate_writes_a_table_a_page_and_its_facts(
         f'[models]\n"RTN int4" = ["{work}/ct", "{work}/ort"]\n'
     )
     assert main(["evaluate", str(run)]) == 0
-    written = (tmp_path / "report" / "report.json").read_bytes()
-    report = msgspec.json.decode(written, type=Report)
-    assert [one.runtime for one in report.results] == ["torch", "transformers", "onnxruntime"]
+    report_json = (tmp_path / "report" / "report.json").read_bytes()
+    report = msgspec.json.decode(report_json, type=Report)
+    assert [result.runtime for result in report.results] == ["torch", "transformers", "onnxruntime"]
     held_out = rows(work / "shards", split="held_out", sequence_length=32, count=4)
     assert report.held_out_tokens == int((held_out["targets"] >= 0).sum()) > 100
-    base = report.baseline
-    assert base.prefill_ratio == base.decode_ratio == 1.0
-    for one in report.results:
-        assert one.prefill_ratio == one.prefill_tokens_per_s / base.prefill_tokens_per_s
-        assert one.decode_ratio == one.decode_tokens_per_s / base.decode_tokens_per_s
-    assert all(abs(one.perplexity / base.perplexity - 1) < 0.05 for one in report.results)
+    baseline = report.baseline
+    assert baseline.prefill_ratio == baseline.decode_ratio == 1.0
+    for result in report.results:
+        assert result.prefill_ratio == result.prefill_tokens_per_s / baseline.prefill_tokens_per_s
+        assert result.decode_ratio == result.decode_tokens_per_s / baseline.decode_tokens_per_s
+    assert all(abs(result.perplexity / baseline.perplexity - 1) < 0.05 for result in report.results)
     assert table(report) == (tmp_path / "report" / "report.txt").read_text()
-    said = capsys.readouterr()
-    assert "RTN int4" in said.out
-    assert "row 12/12  RTN int4 in onnxruntime" in said.err
+    captured = capsys.readouterr()
+    assert "RTN int4" in captured.out
+    assert "row 12/12  RTN int4 in onnxruntime" in captured.err
     assert not list(tmp_path.glob("report/*.partial"))
 
 
-@pytest.mark.parametrize("trap", ["a file", "a folder in the page's place"])
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+@pytest.mark.parametrize("trap", ["a file", "a folder named like the page"])
+def test_an_unwritable_output_is_refused_before_measuring(
     trap: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Though the model is no model either; what is there stays."""
+    """Checked before the (missing) model is loaded; existing files stay."""
     out = tmp_path / "report"
     if trap == "a file":
         out.write_text("mine")
     else:
         (out / "report.html").mkdir(parents=True)
-    before = sorted(tmp_path.rglob("*"))
+    paths = sorted(tmp_path.rglob("*"))
     run = write_run(tmp_path / "run.toml", baseline=f"{tmp_path}/nothing", dataset=f"{work}/shards")
     assert main(["evaluate", str(run), "--set", f"output_dir={out}"]) == 2
     assert str(out) in capsys.readouterr().err
     run.unlink()
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == paths
 
 
-def test_a_report_appears_with_all_its_files_or_none(tmp_path: Path) -> None:
-    """The last does not fit: the others, which do, stay as they were."""
+def test_report_files_are_written_atomically(tmp_path: Path) -> None:
+    """If the last file cannot be written, the others keep their old content."""
     (tmp_path / "a").write_text("old")
     contents = {tmp_path / "a": b"new", tmp_path / ("b" * 250): b"new"}
     with pytest.raises(ExportError, match="File name too long"):
@@ -178,12 +178,12 @@ def test_a_report_appears_with_all_its_files_or_none(tmp_path: Path) -> None:
 def test_bad_input_is_one_line(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, what is wrong, and the nearest that is known."""
+    """Exit code 2, the problem, and the nearest valid key."""
     run = tmp_path / "run.toml"
-    good = {"baseline": f"{work}/base", "dataset": f"{work}/shards", "output_dir": f"{tmp_path}/r"}
+    valid = {"baseline": f"{work}/base", "dataset": f"{work}/shards", "output_dir": f"{tmp_path}/r"}
 
     def lines(**changes: object) -> str:
-        settings = {**good, "models": {"x": f"{work}/ct"}, **changes}
+        settings = {**valid, "models": {"x": f"{work}/ct"}, **changes}
         run.write_text("".join(f"{k} = {_toml(v)}\n" for k, v in settings.items()))
         assert main(["evaluate", str(run)]) == 2
         text = capsys.readouterr().err
@@ -200,9 +200,9 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "r").exists()
 
 
-def test_the_report_says_what_is_slower() -> None:
-    """In the table's last lines, in the page's notes, and in the cells."""
-    report = made([(1.0, 1.0), (0.5, 2.0), (1.5, 1.2)])
+def test_the_report_warns_about_slower_results() -> None:
+    """In the table's last lines, the page's notes, and the cells."""
+    report = make_report([(1.0, 1.0), (0.5, 2.0), (1.5, 1.2)])
     assert report.warnings() == [
         "QAT <1> in r1 is slower than float in r0: prefill 0.50x its speed"
     ]
@@ -210,20 +210,24 @@ def test_the_report_says_what_is_slower() -> None:
     page = render(report)
     assert page.count('class="warning"') == 1
     assert page.count(' slow"') == 1
-    assert "nothing is slower" in table(made([(1.0, 1.0), (1.1, 2.0)]))
+    assert "nothing is slower" in table(make_report([(1.0, 1.0), (1.1, 2.0)]))
 
 
-def test_no_two_rows_are_named_alike() -> None:
-    """Results of one model in one runtime are named by format, then by folder, then by number."""
+def test_row_names_are_unique() -> None:
+    """Results of one model in one runtime get names with format, then folder, then number."""
     same = {"model": "QAT int4", "runtime": "onnxruntime"}
-    kinds = [("4-bit g32", "deep/a"), ("4-bit g64", "deep/b"), ("4-bit g32", "deep/c")]
-    report = made([(1.0, 1.0)] + [(0.5, 0.5)] * 3)
-    one, *others = report.results
-    changed = [
-        msgspec.structs.replace(each, **same, scheme=scheme, folder=folder)
-        for each, (scheme, folder) in zip(others, kinds, strict=True)
+    schemes_and_folders = [
+        ("4-bit g32", "deep/a"),
+        ("4-bit g64", "deep/b"),
+        ("4-bit g32", "deep/c"),
     ]
-    report = msgspec.structs.replace(report, results=(one, *changed))
+    report = make_report([(1.0, 1.0)] + [(0.5, 0.5)] * 3)
+    baseline, *results = report.results
+    renamed = [
+        msgspec.structs.replace(result, **same, scheme=scheme, folder=folder)
+        for result, (scheme, folder) in zip(results, schemes_and_folders, strict=True)
+    ]
+    report = msgspec.structs.replace(report, results=(baseline, *renamed))
     assert report.names() == [
         "float · r0",
         "QAT int4 · onnxruntime · 4-bit g32 · deep/a",
@@ -233,25 +237,25 @@ def test_no_two_rows_are_named_alike() -> None:
     assert len(set(report.warnings())) == 3
     for drawing in re.findall(r"<svg.*?</svg>", render(report), flags=re.DOTALL)[1:]:
         texts = ElementTree.fromstring(drawing).findall("text")
-        labels = [each.text.lstrip(" 0123456789") for each in texts if each.get("class") == "label"]
+        labels = [text.text.lstrip(" 0123456789") for text in texts if text.get("class") == "label"]
         assert len(set(labels)) == len(labels) == 4
-    twins = msgspec.structs.replace(report, results=(one, changed[0], changed[0]))
+    twins = msgspec.structs.replace(report, results=(baseline, renamed[0], renamed[0]))
     assert len(set(twins.names())) == 3
 
 
-def test_the_page_needs_no_network_and_its_drawings_are_sound() -> None:
-    """No address but SVG's own rules, no script, names escaped, every chart well-formed XML."""
-    report = made([(1.0, 1.0), (0.5, 2.0), (1.5, 1.2)])
+def test_the_page_needs_no_network_and_its_charts_are_valid() -> None:
+    """No URL, no script, escaped names, and every chart is well-formed XML with bars inside it."""
+    report = make_report([(1.0, 1.0), (0.5, 2.0), (1.5, 1.2)])
     page = render(report)
     assert not re.search(r"https?:|<script|@import|url\(", page)
     assert "QAT <1>" not in page
-    drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(drawings) == 5
-    for drawing in drawings:
-        root = ElementTree.fromstring(drawing)
+    charts = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert len(charts) == 5
+    for chart in charts:
+        root = ElementTree.fromstring(chart)
         for mark in root.iter("rect"):
             assert 0 < float(mark.attrib["width"]) <= 720 - 250 - 96
-    assert len(ElementTree.fromstring(drawings[0]).findall("circle")) == 3
+    assert len(ElementTree.fromstring(charts[0]).findall("circle")) == 3
 
 
 @pytest.mark.parametrize(
@@ -267,10 +271,10 @@ def test_the_page_needs_no_network_and_its_drawings_are_sound() -> None:
         [0.0, 0.0],
     ],
 )
-def test_ticks_of_an_axis_have_distinct_labels_that_state_their_values(
+def test_tick_labels_are_distinct_and_accurate(
     values: list[float],
 ) -> None:
-    """However close the values are, and a range of no width has ticks as well."""
+    """For close values and for ranges of zero width."""
     ticks = _ticks(values)
     labels = _tick_labels(ticks)
     assert len(set(labels)) == len(labels) >= 2
@@ -281,7 +285,7 @@ def test_ticks_of_an_axis_have_distinct_labels_that_state_their_values(
         assert abs(float(label.replace(",", "")) - tick) < step / 2
 
 
-def test_no_number_of_a_table_is_rounded_to_nothing() -> None:
+def test_small_differences_stay_visible_in_numbers() -> None:
     """Perplexities of 1.00148 and 1.00152 differ, and small losses and sizes are not 0."""
     assert figure(1.00148, 6) != figure(1.00152, 6)
     assert figure(3e-6) == "3.000e-06"
@@ -290,9 +294,9 @@ def test_no_number_of_a_table_is_rounded_to_nothing() -> None:
     assert (ratio(0.5), ratio(4.368), ratio(0.0004)) == ("0.50", "4.37", "0.00040")
 
 
-def test_facts_that_contradict_themselves_are_refused() -> None:
-    """No result, or a number that is none."""
-    report = made([(1.0, 1.0)])
+def test_contradictory_reports_are_refused() -> None:
+    """A report without results, or with a NaN."""
+    report = make_report([(1.0, 1.0)])
     document = json.loads(msgspec.json.encode(report))
     document["results"] = []
     with pytest.raises(msgspec.ValidationError, match="at least the baseline"):
@@ -302,7 +306,7 @@ def test_facts_that_contradict_themselves_are_refused() -> None:
 
 
 def test_an_evaluation_needs_folders_by_name() -> None:
-    """A list of folders has no names for the report."""
+    """A list of folders gives the report no names."""
     with pytest.raises(ConfigError, match="must be a table of folders by name"):
         Evaluation(baseline="a", models=["b"], dataset="c")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no shards"):
@@ -310,14 +314,14 @@ def test_an_evaluation_needs_folders_by_name() -> None:
 
 
 def write_run(path: Path, **settings: object) -> Path:
-    """A run file without models to compare."""
+    """Write a run file without models to compare."""
     lines = {**settings, "models": {}}
     path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in lines.items()))
     return path
 
 
-def made(ratios: list[tuple[float, float]]) -> Report:
-    """A report with one result for each pair of ratios."""
+def make_report(ratios: list[tuple[float, float]]) -> Report:
+    """Return a report with one result per pair of ratios."""
     results = tuple(
         Result(
             model=f"QAT <{i}>" if i else "float",

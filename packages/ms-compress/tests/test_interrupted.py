@@ -1,4 +1,4 @@
-"""Commands that are killed, run twice at once, or asked for what cannot be: nothing is lost."""
+"""Commands that are killed, run twice at once, or cannot work: nothing is lost."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import tokenizers
 import torch
 import transformers
 from folders import write_run
-from forks import die, ended, started
+from forks import die, exit_status, fork
 
 from ms_compress.cli import main
 from ms_compress.output_lock import output_lock
@@ -34,27 +34,29 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def run(command: str, file: Path, *settings: str) -> int:
-    """The command on its file."""
-    given = [*COMMANDS[command], *settings]
-    return main([command, str(file), *(part for each in given for part in ("--set", each))])
+    """Run the command on its run file."""
+    arguments = [*COMMANDS[command], *settings]
+    return main(
+        [command, str(file), *(part for argument in arguments for part in ("--set", argument))]
+    )
 
 
-def killed_in(place: str, command: str, file: Path, *settings: str) -> None:
+def kill_in(target: str, command: str, file: Path, *settings: str) -> None:
     """Run the command in a process that is killed when it calls a function."""
 
-    def act() -> None:
+    def run_until_killed() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place, die)
+            patch.setattr(target, die)
             run(command, file, *settings)
 
-    assert ended(started(act)) == -signal.SIGKILL
+    assert exit_status(fork(run_until_killed)) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_two_runs_never_share_an_output(
     command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second is refused at its first moment, and leaves the first what it has."""
+    """The second is refused immediately and leaves the first one's output alone."""
     out = run_file.parent / "out"
     with output_lock(out):
         assert run(command, run_file) == 2
@@ -67,11 +69,11 @@ def test_two_runs_never_share_an_output(
 
 
 @pytest.mark.parametrize("command", ["prune", "distill"])
-def test_killed_while_it_saves_the_same_command_goes_on(
+def test_a_run_killed_while_saving_resumes(
     command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a step more, as the state is kept once more after the last one."""
-    killed_in("ms_parallel.weights.save._publish", command, run_file)
+    """It repeats no step, as the state is saved once more after the last one."""
+    kill_in("ms_parallel.weights.save._publish", command, run_file)
     assert not (run_file.parent / "out").exists()
     capsys.readouterr()
     assert run(command, run_file) == 0
@@ -80,13 +82,13 @@ def test_killed_while_it_saves_the_same_command_goes_on(
     assert [path.name for path in run_file.parent.glob("out*")] == ["out"]
 
 
-def test_killed_after_its_export_a_run_leaves_no_state_for_ever(
+def test_a_run_killed_after_its_export_removes_its_state_next_time(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same command finds itself finished and removes it; another's state stays."""
-    killed_in("ms_compress.jobs.output.RunOutput.end", "qat", run_file)
+    """The same command sees that it is finished and removes it; another run's state stays."""
+    kill_in("ms_compress.jobs.output.RunOutput.end", "qat", run_file)
     state = run_file.parent / "out.training"
-    before = (run_file.parent / "out" / "model.safetensors").read_bytes()
+    weights_bytes = (run_file.parent / "out" / "model.safetensors").read_bytes()
     capsys.readouterr()
     assert run("qat", run_file, "tuning.seed=1") == 2
     error = capsys.readouterr().err
@@ -96,21 +98,21 @@ def test_killed_after_its_export_a_run_leaves_no_state_for_ever(
     assert run("qat", run_file) == 0
     assert "this run is finished" in capsys.readouterr().out
     assert not state.exists()
-    assert (run_file.parent / "out" / "model.safetensors").read_bytes() == before
+    assert (run_file.parent / "out" / "model.safetensors").read_bytes() == weights_bytes
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_finished_run_is_left_as_it_is(
+def test_a_finished_run_is_not_repeated(
     command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same again is done at once; another command's or another model's result is refused."""
+    """The same command ends immediately; results of another command or model are refused."""
     assert run(command, run_file) == 0
     files = {path: path.stat().st_mtime_ns for path in (run_file.parent / "out").iterdir()}
     capsys.readouterr()
     assert run(command, run_file) == 0
     assert capsys.readouterr().out.count("this run is finished") == 1
-    other = "prune" if command != "prune" else "distill"
-    assert run(other, run_file) == 2
+    other_command = "prune" if command != "prune" else "distill"
+    assert run(other_command, run_file) == 2
     assert f"belongs to a run of 'ms-compress {command}'" in capsys.readouterr().err
     shutil.copytree(run_file.parent / "model", run_file.parent / "same")
     assert run(command, run_file, f"model={run_file.parent}/same") == 2
@@ -121,51 +123,59 @@ def test_a_finished_run_is_left_as_it_is(
 def test_a_damaged_state_or_seal_is_refused_before_any_work(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line that names the file, and not after the model was read."""
-    killed_in("ms_compress.jobs.qat.finish", "qat", run_file)
+    """One line names the file, before the model is read."""
+    kill_in("ms_compress.jobs.qat.finish", "qat", run_file)
     state = run_file.parent / "out.training"
-    whole = state.read_bytes()
-    for place in range(0, len(whole), len(whole) // 20):
-        state.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+    state_bytes = state.read_bytes()
+    for position in range(0, len(state_bytes), len(state_bytes) // 20):
+        state.write_bytes(
+            state_bytes[:position]
+            + bytes([state_bytes[position] ^ 4])
+            + state_bytes[position + 1 :]
+        )
         capsys.readouterr()
         assert run("qat", run_file, "model=nowhere") == 2
         assert "out.training is damaged" in capsys.readouterr().err
-    state.write_bytes(whole)
+    state.write_bytes(state_bytes)
     assert run("qat", run_file) == 0
     seal = run_file.parent / "out" / "run.json"
-    told = seal.read_bytes()
-    for place in range(0, len(told), len(told) // 40):
-        seal.write_bytes(told[:place] + bytes([told[place] ^ 1]) + told[place + 1 :])
+    seal_bytes = seal.read_bytes()
+    for position in range(0, len(seal_bytes), len(seal_bytes) // 40):
+        seal.write_bytes(
+            seal_bytes[:position] + bytes([seal_bytes[position] ^ 1]) + seal_bytes[position + 1 :]
+        )
         capsys.readouterr()
         code, error = run("qat", run_file), capsys.readouterr().err
-        # White space may be other white space: nothing of it is used.
-        assert code == (0 if told[place : place + 1] in b" \n" and not error else 2), place
+        # Whitespace may be other whitespace: its content is not used.
+        assert code == (0 if seal_bytes[position : position + 1] in b" \n" and not error else 2), (
+            position
+        )
 
 
-def test_what_no_step_follows_from_may_change_after_the_training(
+def test_settings_that_do_not_affect_training_may_change_on_resume(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tokenizer, whether it is verified, and the folder's name."""
+    """The tokenizer, verification, and the folder's name."""
     tokenizer = run_file.parent / "other.json"
     letters = {letter: number for number, letter in enumerate(string.ascii_letters)}
     tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(tokenizer))
-    killed_in("ms_compress.jobs.qat.finish", "qat", run_file)
+    kill_in("ms_compress.jobs.qat.finish", "qat", run_file)
     (run_file.parent / "out.training").rename(run_file.parent / "new.training")
     capsys.readouterr()
-    changed = [f"tokenizer={tokenizer}", "verify=true", f"output_dir={run_file.parent}/new"]
-    assert run("qat", run_file, *changed) == 0
+    overrides = [f"tokenizer={tokenizer}", "verify=true", f"output_dir={run_file.parent}/new"]
+    assert run("qat", run_file, *overrides) == 0
     assert "step" not in capsys.readouterr().err
     assert (run_file.parent / "new" / "tokenizer.json").is_file()
 
 
-def test_what_gptq_began_is_not_calibrated_again(
+def test_a_resumed_gptq_run_is_not_calibrated_again(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The state that was kept holds its codes; the folder is that of a run that was not killed."""
+    """The saved state has its codes; the result equals an uninterrupted run."""
     folder = run_file.parent
     assert run("qat", run_file, "start=gptq", f"output_dir={folder}/whole") == 0
     assert "layer" in capsys.readouterr().err
-    killed_in("ms_compress.jobs.qat.finish", "qat", run_file, "start=gptq")
+    kill_in("ms_compress.jobs.qat.finish", "qat", run_file, "start=gptq")
     capsys.readouterr()
     assert run("qat", run_file, "start=gptq") == 0
     assert "layer" not in capsys.readouterr().err
@@ -174,13 +184,13 @@ def test_what_gptq_began_is_not_calibrated_again(
 
 
 @pytest.mark.parametrize("changed", ["model", "teacher"])
-def test_a_training_goes_on_from_the_same_weights_alone(
+def test_a_run_resumes_only_from_the_same_weights(
     changed: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that was trained on under its name is another model."""
+    """A folder whose weights changed under the same name is another model."""
     teacher = f"teacher={run_file.parent}/teacher"
     save_model(load_model(run_file.parent / "model"), run_file.parent / "teacher")
-    killed_in("ms_compress.jobs.qat.finish", "qat", run_file, teacher)
+    kill_in("ms_compress.jobs.qat.finish", "qat", run_file, teacher)
     model = load_model(run_file.parent / changed)
     with torch.no_grad():
         next(model.parameters()).mul_(0.5)
@@ -193,7 +203,7 @@ def test_a_training_goes_on_from_the_same_weights_alone(
 
 
 MISSING = {"onnx": "ONNX files", "gguf": "GGUF files", "compressed_tensors": "verify needs"}
-"""Libraries, and how the refusal begins where one is not installed."""
+"""Libraries, and the start of the error message if one is not installed."""
 
 
 @pytest.mark.parametrize(
@@ -209,18 +219,18 @@ MISSING = {"onnx": "ONNX files", "gguf": "GGUF files", "compressed_tensors": "ve
         (["teacher=narrow"], "teacher must have the model's vocabulary of 192, got 100"),
     ],
 )
-def test_what_cannot_work_is_refused_before_any_step(
+def test_runs_that_cannot_finish_are_refused_before_any_step(
     settings: list[str],
     message: str,
     run_file: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not after hours of calibration and training, of which nothing then would be left."""
+    """Not after hours of calibration and training that would be lost."""
     monkeypatch.chdir(run_file.parent)
-    write_strange_folders()
-    for library, words in MISSING.items():
-        if message.startswith(words):
+    write_unsupported_folders()
+    for library, start in MISSING.items():
+        if message.startswith(start):
             monkeypatch.setitem(sys.modules, library, None)
     capsys.readouterr()
     assert run("qat", run_file, "start=gptq", *settings) == 2
@@ -230,8 +240,8 @@ def test_what_cannot_work_is_refused_before_any_step(
     assert not list(run_file.parent.glob("out*"))
 
 
-def write_strange_folders() -> None:
-    """A model whose attention has a window, one of fewer tokens, and a tokenizer of words."""
+def write_unsupported_folders() -> None:
+    """Write a model with a window, one with fewer tokens, and a word tokenizer."""
     words = {"model": {"type": "WordPiece", "vocab": {}}}
     Path("strange.json").write_text(json.dumps(words))
     torch.manual_seed(0)

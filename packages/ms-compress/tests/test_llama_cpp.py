@@ -1,4 +1,4 @@
-"""llama.cpp computes what training computed. Run by `nox -s deploy`, which builds its package."""
+"""Inference in llama.cpp matches training. Run by `nox -s deploy`, which builds its package."""
 
 import argparse
 import json
@@ -14,11 +14,11 @@ from torch import nn
 
 pytest.importorskip("llama_cpp", reason="run `nox -s deploy`, which builds llama.cpp")
 import llama_cpp
-from chats import ANSWER, END, QUESTION, write_conversations, write_taught, write_tokenizer
+from chats import ANSWER, END, QUESTION, write_chat_model, write_conversations, write_tokenizer
 from folders import model as small_model
 from models import VOCABULARY, decoder, llama, qwen3, tokens
 from mutants import GGUF, mutate_gguf
-from page_blocks import printed
+from page_blocks import run_block
 
 from ms_compress import Tuning, VerifyError, export, qat, tune, verify
 from ms_compress.cli import main
@@ -39,68 +39,68 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_one_layer_agrees(name: str, model: str, tmp_path: Path) -> None:
-    """With inputs rounded in training as llama.cpp rounds them: 1e-4 on average at most.
+def test_one_layer_matches(name: str, model: str, tmp_path: Path) -> None:
+    """With inputs rounded in training as in llama.cpp, at most 1e-4 off on average.
 
-    Sums are of other orders, so now and then an input falls on the other side of a border between
-    two codes; such a one moves a logit by about one code of it, 1/127 of a block's largest.
+    Sums run in other orders, so an input sometimes falls on the other side of a border between
+    codes; that moves a logit by about one code, 1/127 of a block's largest value.
     """
     prepared = qat(MODELS[model](1), name)
     folder = export(prepared, tmp_path / "out", target=name, verify=True)
     text = tokens(2, 100)
-    found = compare(model_logits(prepared, text), open_runtime(folder, "gguf").logits(text))
-    assert found.mean <= 1e-4
-    assert found.argmax == 1.0
+    comparison = compare(model_logits(prepared, text), open_runtime(folder, "gguf").logits(text))
+    assert comparison.mean <= 1e-4
+    assert comparison.argmax == 1.0
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six layers that have read half of a module of the standard library, byte by byte.
+def trained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers trained on half of a standard library module, byte by byte.
 
-    The logits of fresh weights are near ties wherever one looks; these have learnt to differ.
+    The logits of random weights are nearly tied everywhere; trained ones differ.
     """
     model = decoder(6)
-    how = Tuning(steps=150, batch_size=8, sequence_length=64, learning_rate=2e-3)
-    tune(model, source_bytes()[: 8 * 65 * 40].view(-1, 65), how)
+    tuning = Tuning(steps=150, batch_size=8, sequence_length=64, learning_rate=2e-3)
+    tune(model, source_bytes()[: 8 * 65 * 40].view(-1, 65), tuning)
     folder = tmp_path_factory.mktemp("taught") / "model"
     save_model(model, folder)
     return folder
 
 
 def source_bytes() -> torch.Tensor:
-    """Characters of argparse.py, which has some 98,000."""
+    """Return the characters of argparse.py, about 98,000."""
     text = Path(argparse.__file__).read_bytes()
     return torch.tensor([byte for byte in text if byte < VOCABULARY])
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_six_layers_agree_better_with_inputs_rounded_in_training(
-    name: str, taught: Path, tmp_path: Path
+def test_rounding_inputs_in_training_matches_llama_cpp_better(
+    name: str, trained_model: Path, tmp_path: Path
 ) -> None:
-    """At 99% of positions of a text; weight-only training is farther from llama.cpp by a factor."""
-    prepared = qat(load_model(taught), name)
+    """At 99% of positions; weight-only training is farther from llama.cpp."""
+    prepared = qat(load_model(trained_model), name)
     folder = export(prepared, tmp_path / "out")
     text = source_bytes()[-1600:].view(-1, 100)
-    there = open_runtime(folder, "gguf").logits(text)
-    simulated = compare(model_logits(prepared, text), there)
-    weights_alone = qat(load_model(taught), name, activations=False)
-    assert simulated.mean < 0.7 * compare(model_logits(weights_alone, text), there).mean
+    runtime_logits = open_runtime(folder, "gguf").logits(text)
+    simulated = compare(model_logits(prepared, text), runtime_logits)
+    weight_only = qat(load_model(trained_model), name, activations=False)
+    assert simulated.mean < 0.7 * compare(model_logits(weight_only, text), runtime_logits).mean
     assert simulated.argmax >= 0.99
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_embedding_and_head_of_one_weight_are_quantized_once(name: str, tmp_path: Path) -> None:
-    """The tied weight is rounded where tokens are looked up, and where logits are made."""
+    """The tied weight is rounded for token lookup and for the logits."""
     prepared = qat(decoder(1), name, embeddings=True, head=True, learned_scales=True)
     folder = export(prepared, tmp_path / "out")
     text = tokens(2, 100)
-    found = compare(model_logits(prepared, text), open_runtime(folder, "gguf").logits(text))
-    assert found.mean <= 1e-3  # the head's input is rounded too: a border moves a whole row
+    comparison = compare(model_logits(prepared, text), open_runtime(folder, "gguf").logits(text))
+    assert comparison.mean <= 1e-3  # the head's input is rounded too: one code moves a full row
 
 
 @pytest.mark.parametrize("mutant", GGUF)
 def test_a_wrong_file_is_refused(mutant: str, tmp_path: Path) -> None:
-    """llama.cpp loads each of these without complaint."""
+    """Each of these loads in llama.cpp without complaint."""
     prepared = qat(decoder(), "gguf.q4_0")
     folder = export(prepared, tmp_path / "out", verify=True)
     mutate_gguf(str(folder / "model.gguf"), GGUF[mutant])
@@ -109,21 +109,22 @@ def test_a_wrong_file_is_refused(mutant: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The GGUF folder of a model that was taught to answer, verified by the command."""
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF folder of a model trained to answer, verified by the command."""
     folder = tmp_path_factory.mktemp("chatting")
-    taught = write_taught(folder / "model", write_conversations(folder / "chats.jsonl"))
+    chat_model = write_chat_model(folder / "model", write_conversations(folder / "chats.jsonl"))
     run = folder / "run.toml"
     run.write_text(
-        f'model = "{taught}"\noutput_dir = "{folder}/out"\nscheme = "gguf.q8_0"\nverify = true\n'
+        f'model = "{chat_model}"\noutput_dir = "{folder}/out"\n'
+        'scheme = "gguf.q8_0"\nverify = true\n'
     )
     assert main(["quantize", str(run)]) == 0
     return folder / "out"
 
 
-def test_chat_completion_answers_and_stops(chatting: Path) -> None:
-    """llama.cpp takes template and end from the file alone: no setting is given."""
-    model = llama_cpp.Llama(str(chatting / "model.gguf"), n_ctx=128, verbose=False)
+def test_chat_completion_answers_and_stops(chat_folder: Path) -> None:
+    """Template and end token come from the file, without settings."""
+    model = llama_cpp.Llama(str(chat_folder / "model.gguf"), n_ctx=128, verbose=False)
     reply = model.create_chat_completion(
         [{"role": "user", "content": QUESTION}], max_tokens=40, temperature=0.0
     )
@@ -133,56 +134,54 @@ def test_chat_completion_answers_and_stops(chatting: Path) -> None:
     assert model.token_eos() == 0
 
 
-def test_the_page_shows_how_to_run_a_file(
-    chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_runtimes_page_runs_a_file(
+    chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The code of docs/compress/runtimes.md prints the answer."""
+    """Code of docs/compress/runtimes.md prints the answer."""
     (tmp_path / "deploy").mkdir()
-    (tmp_path / "deploy" / "gguf").symlink_to(chatting)
+    (tmp_path / "deploy" / "gguf").symlink_to(chat_folder)
     monkeypatch.chdir(tmp_path)
-    assert printed("llama_cpp") == f"{ANSWER}\n"
+    assert run_block("llama_cpp") == f"{ANSWER}\n"
 
 
-def test_llama_cpp_reads_texts_as_the_tokenizer_does(chatting: Path) -> None:
-    """Its own splitting and merging of spaces, digits, other scripts and special tokens."""
-    runtime = open_runtime(chatting, "gguf")
+def test_llama_cpp_tokenizes_like_the_tokenizer(chat_folder: Path) -> None:
+    """It splits and merges spaces, digits, other scripts and special tokens itself."""
+    runtime = open_runtime(chat_folder, "gguf")
     for text in (*TEXTS, f"one{END}two", "can't  won't\t12345\n\n ünïcode"):
-        assert runtime.encode(text) == encoder(chatting)(text)
+        assert runtime.encode(text) == encoder(chat_folder)(text)
     assert runtime.ends() == {0}
 
 
 @pytest.mark.parametrize("whole_words", [True, False])
-def test_a_split_of_llama_3_is_read_as_the_tokenizer_does(
-    whole_words: bool, tmp_path: Path
-) -> None:
-    """Whether words of the vocabulary are taken whole, or are merged from their letters."""
+def test_llama_3_splitting_is_tokenized_identically(whole_words: bool, tmp_path: Path) -> None:
+    """Whether full words of the vocabulary are used directly or merged from letters."""
     folder = write_tokenizer(tmp_path / "tokenizer")
     path = folder / "tokenizer.json"
     document = json.loads(path.read_text())
     split = {"type": "Split", "pattern": {"Regex": LLAMA_3}, "behavior": "Isolated"}
-    bytes_alone = {**document["pre_tokenizer"], "use_regex": False}
-    steps = [{**split, "invert": False}, bytes_alone]
-    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    byte_level = {**document["pre_tokenizer"], "use_regex": False}
+    pre_tokenizers = [{**split, "invert": False}, byte_level]
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": pre_tokenizers}
     document["model"]["ignore_merges"] = whole_words
-    document["model"]["vocab"]["Zq"] = 287  # no merge makes it
+    document["model"]["vocab"]["Zq"] = 287  # not reachable by merges
     path.write_text(json.dumps(document))
     prepared = qat(small_model(), "gguf.q8_0")
     out = export(prepared, tmp_path / "out", tokenizer=folder, verify=True)
     assert (287 in open_runtime(out, "gguf").encode("Zq")) == whole_words
 
 
-def test_a_file_without_a_tokenizer_does_not_end_the_process(tmp_path: Path) -> None:
-    """It has tokens without texts: a text is no token, and tokens are shown as numbers."""
+def test_a_file_without_a_tokenizer_does_not_crash(tmp_path: Path) -> None:
+    """Text tokenizes to nothing, and tokens are shown as numbers."""
     folder = export(qat(decoder(1), "gguf.q4_0"), tmp_path / "out", verify=True)
     script = (
         "import llama_cpp, sys; model = llama_cpp.Llama(sys.argv[1], verbose=False, n_ctx=64);"
         "print(model.tokenize(b'hello', add_bos=False), model.detokenize([7, 8]));"
         "print(model([5, 6], max_tokens=4, temperature=0)['choices'][0]['text'])"
     )
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script, str(folder / "model.gguf")], capture_output=True, text=True
     )
-    assert made.returncode == 0, made.stderr
-    first, second = made.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    first, second = process.stdout.splitlines()
     assert first == "[] b'[7][8]'"
     assert re.fullmatch(r"(\[\d+\]){1,4}", second)

@@ -1,4 +1,4 @@
-"""A training that was stopped goes on to the weights of one that never was, bit for bit."""
+"""An interrupted training resumes to bitwise the same weights as an uninterrupted one."""
 
 import resource
 from pathlib import Path
@@ -13,15 +13,17 @@ from ms_compress import ConfigError, ExportError, GradualPruning, Tuning, qat, t
 from ms_compress.methods.pruning import keep_zeros, sparsity
 from ms_compress.training.sealed_file import opened, write_sealed
 
-HOW = Tuning(steps=7, batch_size=4, sequence_length=32, learning_rate=1e-2)
+TUNING = Tuning(steps=7, batch_size=4, sequence_length=32, learning_rate=1e-2)
 
 
 class StoppedError(Exception):
-    """What stands for a kill."""
+    """Raised instead of a kill."""
 
 
-def train(model: nn.Module, kept: Path, *, stop: int | None = None, teacher: bool = False) -> None:
-    """Pruned more and more while it is trained; stopped once so many steps are made."""
+def train(
+    model: nn.Module, checkpoint: Path, *, stop: int | None = None, teacher: bool = False
+) -> None:
+    """Train with gradual pruning; interrupt after `stop` steps."""
     schedule = GradualPruning(pattern="2:4", end=5, every=1)
 
     def on_loss(step: int, loss: float) -> None:
@@ -31,37 +33,37 @@ def train(model: nn.Module, kept: Path, *, stop: int | None = None, teacher: boo
     tune(
         model,
         tokens(16, 33),
-        HOW,
+        TUNING,
         teacher=decoder() if teacher else None,
         before_step=lambda step: schedule.apply(model, step),
         after_step=lambda step: keep_zeros(model),
         on_loss=on_loss,
-        checkpoint=kept,
+        checkpoint=checkpoint,
         checkpoint_every_s=0.0,
     )
 
 
 def prepared() -> nn.Module:
-    """Learned scales, which the optimizer has a group of their own for."""
+    """Return a model with learned scales, which have their own optimizer group."""
     return qat(decoder(), "gguf.q4_0", learned_scales=True)
 
 
 @pytest.mark.parametrize("stop", [1, 2, 4, 7])
-def test_stopped_at_any_step_it_ends_at_the_same_weights(stop: int, tmp_path: Path) -> None:
-    """Moments, masks, the order of rows and the rate's place are all in the file."""
-    whole, parts, kept = prepared(), prepared(), tmp_path / "out.training"
-    train(whole, tmp_path / "other.training", teacher=True)
+def test_resuming_from_any_step_gives_the_same_weights(stop: int, tmp_path: Path) -> None:
+    """The file has moments, masks, the order of rows and the learning-rate position."""
+    uninterrupted, interrupted, checkpoint = prepared(), prepared(), tmp_path / "out.training"
+    train(uninterrupted, tmp_path / "other.training", teacher=True)
     with pytest.raises(StoppedError):
-        train(parts, kept, stop=stop, teacher=True)
-    again = prepared()
-    train(again, kept, teacher=True)
-    assert sparsity(again) == 0.5
-    for name, value in whole.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
+        train(interrupted, checkpoint, stop=stop, teacher=True)
+    resumed = prepared()
+    train(resumed, checkpoint, teacher=True)
+    assert sparsity(resumed) == 0.5
+    for name, value in uninterrupted.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
 
 
-def dropping() -> nn.Module:
-    """With dropout, which draws from torch's own generator."""
+def with_dropout() -> nn.Module:
+    """Return a model with dropout, which uses torch's random generator."""
     model = llama()
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
@@ -69,94 +71,102 @@ def dropping() -> nn.Module:
     return model
 
 
-def test_dropout_goes_on_from_where_it_was_stopped(tmp_path: Path) -> None:
-    """Whatever has been drawn since: the generator's state is in the file too."""
-    whole, parts, again = dropping(), dropping(), dropping()
+def test_dropout_resumes_its_random_state(tmp_path: Path) -> None:
+    """The generator's state is in the file, so numbers drawn in between do not matter."""
+    uninterrupted, interrupted, resumed = with_dropout(), with_dropout(), with_dropout()
     torch.manual_seed(3)
-    train(whole, tmp_path / "other.training")
-    kept = tmp_path / "out.training"
+    train(uninterrupted, tmp_path / "other.training")
+    checkpoint = tmp_path / "out.training"
     torch.manual_seed(3)
     with pytest.raises(StoppedError):
-        train(parts, kept, stop=3)
+        train(interrupted, checkpoint, stop=3)
     torch.manual_seed(4)
-    train(again, kept)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
+    train(resumed, checkpoint)
+    for name, value in uninterrupted.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
 
 
 def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
-    """Whole as it is: what versions before have written had no seal."""
-    kept = tmp_path / "out.training"
-    torch.save({"key": "", "model": {}}, kept)
+    """Earlier versions wrote files without a seal."""
+    checkpoint = tmp_path / "out.training"
+    torch.save({"key": "", "model": {}}, checkpoint)
     with pytest.raises(ConfigError, match=r"out\.training is damaged"):
-        train(prepared(), kept)
-    write_sealed(kept, b'{"format": "ms-compress-training/1"}', lambda file: None)
+        train(prepared(), checkpoint)
+    write_sealed(checkpoint, b'{"format": "ms-compress-training/1"}', lambda file: None)
     with pytest.raises(ConfigError, match=r"is not a training checkpoint of this version"):
-        train(prepared(), kept)
+        train(prepared(), checkpoint)
 
 
 @pytest.fixture(scope="module")
-def kept_state(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The state of a training that was stopped after three steps."""
-    kept = tmp_path_factory.mktemp("kept") / "out.training"
+def saved_state(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The checkpoint of a training interrupted after three steps."""
+    checkpoint = tmp_path_factory.mktemp("kept") / "out.training"
     with pytest.raises(StoppedError):
-        train(prepared(), kept, stop=3)
-    return kept.read_bytes()
+        train(prepared(), checkpoint, stop=3)
+    return checkpoint.read_bytes()
 
 
-def test_a_flipped_bit_anywhere_in_the_state_is_refused(kept_state: bytes, tmp_path: Path) -> None:
-    """In the digest, the header, the names and the numbers; no step is made of such a file."""
-    kept, model, size = tmp_path / "out.training", prepared(), len(kept_state)
-    ends = [*range(0, 160, 7), *range(size - 40, size, 3)]
-    for place in [*ends, *range(160, size, size // 40)]:
-        damaged = bytearray(kept_state)
-        damaged[place] ^= 1 << place % 8
-        kept.write_bytes(damaged)
+def test_a_flipped_bit_anywhere_in_the_state_is_refused(saved_state: bytes, tmp_path: Path) -> None:
+    """In the digest, header, names and numbers; no step runs from such a file."""
+    checkpoint, model, size = tmp_path / "out.training", prepared(), len(saved_state)
+    head_and_tail = [*range(0, 160, 7), *range(size - 40, size, 3)]
+    for position in [*head_and_tail, *range(160, size, size // 40)]:
+        damaged = bytearray(saved_state)
+        damaged[position] ^= 1 << position % 8
+        checkpoint.write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"out\.training is damaged"):
-            train(model, kept)
+            train(model, checkpoint)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 129, 130, 400, -1, -100])
-def test_a_state_that_is_cut_off_is_refused(cut: int, kept_state: bytes, tmp_path: Path) -> None:
-    """And so is one to which something was added."""
-    kept = tmp_path / "out.training"
-    for content in (kept_state[:cut], kept_state + b"\0"):
-        kept.write_bytes(content)
+def test_a_truncated_or_extended_state_is_refused(
+    cut: int, saved_state: bytes, tmp_path: Path
+) -> None:
+    """A file with an extra byte is refused too."""
+    checkpoint = tmp_path / "out.training"
+    for content in (saved_state[:cut], saved_state + b"\0"):
+        checkpoint.write_bytes(content)
         with pytest.raises(ConfigError, match=r"out\.training is damaged"):
-            train(prepared(), kept)
+            train(prepared(), checkpoint)
 
 
-def test_what_another_run_kept_is_refused(tmp_path: Path) -> None:
-    """In a line that names what differs, with the remedy; the file stays."""
-    kept = tmp_path / "out.training"
+def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
+    """One line names the difference and the fix; the file stays."""
+    checkpoint = tmp_path / "out.training"
     with pytest.raises(StoppedError):
-        train(prepared(), kept, stop=3)
-    before = kept.read_bytes()
-    other_settings = attrs.evolve(HOW, seed=1, learning_rate=1e-3)
-    told = r"tuning\.learning_rate is 0\.001, was 0\.01, tuning\.seed is 1, was 0;"
-    with pytest.raises(ConfigError, match=told):
-        tune(prepared(), tokens(16, 33), other_settings, checkpoint=kept)
-    other = qat(decoder(), "ort.matmulnbits", learned_scales=True)
+        train(prepared(), checkpoint, stop=3)
+    content = checkpoint.read_bytes()
+    other_settings = attrs.evolve(TUNING, seed=1, learning_rate=1e-3)
+    message = r"tuning\.learning_rate is 0\.001, was 0\.01, tuning\.seed is 1, was 0;"
+    with pytest.raises(ConfigError, match=message):
+        tune(prepared(), tokens(16, 33), other_settings, checkpoint=checkpoint)
+    other_model = qat(decoder(), "ort.matmulnbits", learned_scales=True)
     with pytest.raises(ConfigError, match="with other settings: layers changed;"):
-        train(other, kept)
+        train(other_model, checkpoint)
     with pytest.raises(ConfigError, match="with other settings: tokens changed;"):
-        tune(prepared(), tokens(16, 33, seed=1), HOW, checkpoint=kept)
+        tune(prepared(), tokens(16, 33, seed=1), TUNING, checkpoint=checkpoint)
     with pytest.raises(ConfigError, match="with other settings: model is 'b', was not given;"):
-        tune(prepared(), tokens(16, 33), HOW, checkpoint=kept, checkpoint_identity={"model": "'b'"})
-    assert kept.read_bytes() == before
+        tune(
+            prepared(),
+            tokens(16, 33),
+            TUNING,
+            checkpoint=checkpoint,
+            checkpoint_identity={"model": "'b'"},
+        )
+    assert checkpoint.read_bytes() == content
 
 
-def test_a_last_state_that_the_disk_refuses_does_not_end_the_run(
+def test_a_full_disk_at_the_last_checkpoint_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One in between does; the disk may still take the smaller model that follows."""
+    """At an earlier checkpoint it does; the disk may still have room for the smaller model."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
     try:
-        kept = tmp_path / "out.training"
-        tune(prepared(), tokens(16, 33), HOW, checkpoint=kept)
+        checkpoint = tmp_path / "out.training"
+        tune(prepared(), tokens(16, 33), TUNING, checkpoint=checkpoint)
         with pytest.raises(ExportError, match=r"out\.training: File too large"):
-            tune(prepared(), tokens(16, 33), HOW, checkpoint=kept, checkpoint_every_s=0.0)
+            tune(prepared(), tokens(16, 33), TUNING, checkpoint=checkpoint, checkpoint_every_s=0.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "File too large" in caplog.text
@@ -164,17 +174,17 @@ def test_a_last_state_that_the_disk_refuses_does_not_end_the_run(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator here")
-def test_on_an_accelerator_a_stopped_training_goes_on(tmp_path: Path) -> None:
-    """Tokens come from the CPU, and the accelerator's generator has a state of its own."""
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
+def test_an_interrupted_training_resumes_on_an_accelerator(tmp_path: Path) -> None:
+    """Tokens come from the CPU, and the accelerator has its own random generator."""
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    kept = tmp_path / "out.training"
+    checkpoint = tmp_path / "out.training"
     with pytest.raises(StoppedError):
-        train(dropping().to(device), kept, stop=3)
-    with opened(kept) as (_, payload):
-        held = torch.load(payload, weights_only=True)  # type: ignore[arg-type]
-    assert {"cpu", device.type} == held["random"].keys()
-    again = dropping().to(device)
-    train(again, kept)
-    assert all(bool(parameter.isfinite().all()) for parameter in again.parameters())
+        train(with_dropout().to(device), checkpoint, stop=3)
+    with opened(checkpoint) as (_, payload):
+        stored = torch.load(payload, weights_only=True)  # type: ignore[arg-type]
+    assert {"cpu", device.type} == stored["random"].keys()
+    resumed = with_dropout().to(device)
+    train(resumed, checkpoint)
+    assert all(bool(parameter.isfinite().all()) for parameter in resumed.parameters())

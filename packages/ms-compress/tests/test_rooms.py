@@ -1,4 +1,4 @@
-"""The rooms of the package: what may be added without a change elsewhere, and what names mean."""
+"""Package structure: adding a target without changes elsewhere, and unambiguous names."""
 
 import ast
 import importlib
@@ -15,10 +15,12 @@ from folders import write_run
 import ms_compress
 
 SOURCE = Path(ms_compress.__file__).parent
-MODULES = [each.name for each in iter_modules(ms_compress.__path__) if each.name != "__main__"]
+MODULES = [
+    module.name for module in iter_modules(ms_compress.__path__) if module.name != "__main__"
+]
 
-RULES = '''
-"""Eight bits a weight, one scale a row."""
+RULES = """
+\"\"\"Eight bits per weight, one scale per row.\"\"\"
 
 from ms_compress.quantization.scheme import Scheme
 
@@ -29,9 +31,9 @@ SCHEMES = (
     ),
 )
 GROUPED: dict[str, Scheme] = {}
-'''
-TARGET = '''
-"""Codes and scales in one file of numpy's."""
+"""
+TARGET = """
+\"\"\"Codes and scales in one NumPy file.\"\"\"
 
 import json
 from tempfile import TemporaryDirectory
@@ -70,8 +72,8 @@ def reader(folder, document):
 
 def contents(folder):
     arrays = np.load(folder / "model.npz")
-    kept = [name for name in arrays if name != "config" and not name.endswith(".scales")]
-    weights = sum(arrays[name].size for name in kept)
+    stored = [name for name in arrays if name != "config" and not name.endswith(".scales")]
+    weights = sum(arrays[name].size for name in stored)
     return Contents(scheme="8-bit rows", weights=weights, vocabulary=None, positions=None)
 
 
@@ -103,7 +105,7 @@ TARGET = Target(
     libraries=("numpy",),
     extra="parallel",
 )
-'''
+"""
 PROGRAM = """
 import sys
 import ms_compress.targets
@@ -118,8 +120,8 @@ print(footprint(f"{sys.argv[3]}/qat"))
 """
 
 
-def test_a_deployment_target_is_added_by_its_folder_alone(tmp_path: Path) -> None:
-    """Commands train for it, export to it and verify it; no line of the package is changed."""
+def test_a_deployment_target_needs_only_its_folder(tmp_path: Path) -> None:
+    """Commands train for it, export to it and verify it without a change to the package."""
     folder = tmp_path / "more" / "npz"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
@@ -134,24 +136,24 @@ def test_a_deployment_target_is_added_by_its_folder_alone(tmp_path: Path) -> Non
     assert "target='npz'" in run.stdout
 
 
-def test_nothing_outside_of_a_target_asks_which_target_it_is() -> None:
-    """No comparison with a target's name stands outside of its folder."""
+def test_no_code_outside_a_target_compares_target_names() -> None:
+    """Targets are used only through their interface."""
     names = {path.parent.name for path in SOURCE.glob("targets/*/target.py")}
     assert names >= {"ct", "gguf", "ort"}
-    asked = [
+    comparisons = [
         f"{path.relative_to(SOURCE)}:{node.lineno}"
         for path in SOURCE.rglob("*.py")
         if not names & set(path.relative_to(SOURCE).parts)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Compare | ast.Dict | ast.match_case)
-        for each in ast.walk(node)
-        if isinstance(each, ast.Constant) and each.value in names
+        for literal in ast.walk(node)
+        if isinstance(literal, ast.Constant) and literal.value in names
     ]
-    assert asked == []
+    assert comparisons == []
 
 
-def test_whether_a_head_is_tied_is_decided_in_one_file() -> None:
-    """Others ask it; the exported config.json alone says it again."""
+def test_head_tying_is_decided_in_one_file() -> None:
+    """Other modules ask it; only the exported config.json repeats it."""
     files = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
@@ -160,14 +162,14 @@ def test_whether_a_head_is_tied_is_decided_in_one_file() -> None:
     assert files == {"models/head.py", "models/whole_model.py"}
 
 
-def test_no_public_name_is_that_of_a_module() -> None:
-    """`import ms_compress.export as m` would then give a module or a function, as imports went."""
+def test_no_public_name_is_also_a_module() -> None:
+    """Otherwise `import ms_compress.export as m` would depend on the import order."""
     assert [name for name in ms_compress.__all__ if find_spec(f"ms_compress.{name}")] == []
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_importing_a_module_gives_the_module(name: str) -> None:
-    """Also where the package had been asked for all of its public names before."""
+    """Also after all public names of the package were accessed."""
     for public in ms_compress.__all__:
         getattr(ms_compress, public)
     assert importlib.import_module(f"ms_compress.{name}") is getattr(ms_compress, name)

@@ -1,4 +1,4 @@
-"""`verify` refuses files that a faulty writer would leave, and says why."""
+"""`verify` refuses files that a faulty writer would produce, and names the difference."""
 
 import platform
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from ms_compress.quantization.layers import PreparedLinear
 from ms_compress.targets.ct import cpu
 from ms_compress.targets.target import find_target, open_runtime
 
-UNASKED = (2, 5)
-"""Tokens that the probe of their vocabulary lacks."""
+UNPROBED = (2, 5)
+"""Tokens that do not occur in the probe."""
 
 
 def nibbles(name: str, tensor: Tensor) -> Tensor:
-    """The halves of each byte of packed codes exchanged."""
+    """Swap the halves of each byte of packed codes."""
     if not name.endswith("weight_packed"):
         return tensor
     raw = tensor.view(torch.uint8)
@@ -35,12 +35,12 @@ def nibbles(name: str, tensor: Tensor) -> Tensor:
 
 
 def shifted(name: str, tensor: Tensor) -> Tensor:
-    """Each group has its neighbor's scale."""
+    """Give every group its neighbor's scale."""
     return tensor.roll(1, dims=1).contiguous() if name.endswith("weight_scale") else tensor
 
 
 def dropped(name: str, tensor: Tensor) -> Tensor:
-    """All scales are 1."""
+    """Set all scales to 1."""
     return torch.ones_like(tensor) if name.endswith("weight_scale") else tensor
 
 
@@ -52,16 +52,16 @@ def turned(name: str, tensor: Tensor) -> Tensor:
 
 
 def swapped(name: str, tensor: Tensor) -> Tensor:
-    """Two rows of a late layer have changed places, with their scales: logits hardly notice."""
-    return _swapped(tensor) if name.startswith("model.layers.1.mlp.up_proj.weight_") else tensor
+    """Swap two rows of a late layer with their scales, which hardly changes the logits."""
+    return _swap_rows(tensor) if name.startswith("model.layers.1.mlp.up_proj.weight_") else tensor
 
 
-def unasked(name: str, tensor: Tensor) -> Tensor:
-    """So have the embeddings of two tokens that are not in the probe."""
-    return _swapped(tensor, *UNASKED) if "embed_tokens" in name else tensor
+def unprobed(name: str, tensor: Tensor) -> Tensor:
+    """Swap the embeddings of two tokens that are not in the probe."""
+    return _swap_rows(tensor, *UNPROBED) if "embed_tokens" in name else tensor
 
 
-@pytest.mark.parametrize("change", [nibbles, shifted, dropped, turned, swapped, unasked])
+@pytest.mark.parametrize("change", [nibbles, shifted, dropped, turned, swapped, unprobed])
 def test_a_wrong_compressed_tensors_folder_is_refused(
     change: Callable[[str, Tensor], Tensor], tmp_path: Path
 ) -> None:
@@ -78,7 +78,7 @@ def test_a_wrong_compressed_tensors_folder_is_refused(
     "change", ["nibbles", "shifted", "dropped", "turned", "swapped", "unasked"]
 )
 def test_a_wrong_onnx_file_is_refused(change: str, tmp_path: Path) -> None:
-    """So does onnxruntime."""
+    """Onnxruntime reads each of these without complaint."""
     model = qat(decoder(tied=False), "ort.matmulnbits")
     folder = export(model, tmp_path / "out")
     verify(model, folder, "ort")
@@ -95,7 +95,7 @@ def test_a_wrong_onnx_file_is_refused(change: str, tmp_path: Path) -> None:
         if change == "swapped" and "layers.1.mlp.up_proj." in name:
             array[[0, 1]] = array[[1, 0]]
         if change == "unasked" and name == "model.embed_tokens.rows":
-            array[list(UNASKED)] = array[list(reversed(UNASKED))]
+            array[list(UNPROBED)] = array[list(reversed(UNPROBED))]
         return array
 
     mutate_onnx(str(folder / "model.onnx"), apply)
@@ -105,17 +105,17 @@ def test_a_wrong_onnx_file_is_refused(change: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gguf.q4_0", "gguf.q8_0"])
 @pytest.mark.parametrize("model", [decoder, lambda: llama(tied=True), qwen3])
-def test_a_gguf_file_holds_the_very_weights(
+def test_a_gguf_file_has_identical_weights(
     name: str, model: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
-    """As gguf's own library reads them, whatever order its rows are in."""
+    """As read by gguf's own library, in any row order."""
     prepared = qat(model(), name, embeddings=True, head=True)
     check_weights(prepared, export(prepared, tmp_path / "out"), "gguf")
 
 
 @pytest.mark.parametrize("mutant", GGUF)
-def test_a_gguf_file_of_other_weights_is_refused(mutant: str, tmp_path: Path) -> None:
-    """By the tensor's name, without llama.cpp."""
+def test_a_gguf_file_with_other_weights_is_refused(mutant: str, tmp_path: Path) -> None:
+    """The error names the tensor; llama.cpp is not needed."""
     prepared = qat(decoder(), "gguf.q4_0")
     folder = export(prepared, tmp_path / "out")
     mutate_gguf(str(folder / "model.gguf"), GGUF[mutant])
@@ -123,16 +123,16 @@ def test_a_gguf_file_of_other_weights_is_refused(mutant: str, tmp_path: Path) ->
         check_weights(prepared, folder, "gguf")
 
 
-def test_a_folder_without_one_of_the_tensors_is_refused(tmp_path: Path) -> None:
-    """It is named, though the runtime may do without."""
+def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
+    """It is named, even if the runtime could do without it."""
     prepared = qat(decoder(), "gguf.q4_0")
     folder = export(qat(decoder(1), "gguf.q4_0"), tmp_path / "out")
     with pytest.raises(VerifyError, match=r"model\.layers\.1\.\S+ is not in it"):
         check_weights(prepared, folder, "gguf")
 
 
-def test_what_the_runtime_leaves_out_does_not_refuse_an_export(tmp_path: Path) -> None:
-    """Such as a buffer of the model's own: all that is computed is compared."""
+def test_tensors_that_the_runtime_ignores_do_not_fail_verification(tmp_path: Path) -> None:
+    """Such as a custom buffer: only tensors used in the computation are compared."""
     model = qat(decoder(), "ct.int4_g32")
     folder = export(model, tmp_path / "out")
     path = folder / "model.safetensors"
@@ -149,22 +149,20 @@ def turned(model: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["ct.int4_g32", "ct.w8a8"])
-def test_inputs_that_are_rounded_may_fall_on_either_side_of_a_border(
-    name: str, tmp_path: Path
-) -> None:
-    """A bit of a frequency moves a code here and there under w8a8, and logits by 1e-3 of theirs."""
+def test_rounded_inputs_may_differ_by_one_code(name: str, tmp_path: Path) -> None:
+    """One bit of a frequency moves a few codes under w8a8, and logits by about 0.1%."""
     model = qat(decoder(4), name)
     folder = export(model, tmp_path / "out")
-    found = verify(turned(model), folder, "ct")
+    comparison = verify(turned(model), folder, "ct")
     rounded = name == "ct.w8a8"
-    assert (found.mean > 1e-4 * found.spread) == rounded
+    assert (comparison.mean > 1e-4 * comparison.spread) == rounded
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_inputs_that_transformers_rounds_otherwise_are_refused(
+def test_layers_whose_inputs_transformers_rounds_differently_are_refused(
     guarded: bool, tmp_path: Path
 ) -> None:
-    """Shared experts get (B * S, K), for which compressed-tensors keeps one scale."""
+    """Shared experts get (B * S, K), for which compressed-tensors uses a single scale."""
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
     inner = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
@@ -183,15 +181,15 @@ def test_inputs_that_transformers_rounds_otherwise_are_refused(
         export(model, tmp_path / "out", verify=True)
 
 
-def test_a_layer_whose_inputs_transformers_gives_another_shape_is_refused() -> None:
+def test_a_layer_with_an_unusual_input_shape_is_refused() -> None:
     """`kv_b_proj` of DeepSeek V3 gets (B, 1, S, K)."""
     model = qat(deepseek(), "ct.w8a8", ignore=["*.mlp.gate", "*.mlp.experts*"])
     with pytest.raises(LayerError, match=r"kv_b_proj: its input .*as an exception"):
         check_export(model, "ct.w8a8")
 
 
-def test_experts_of_llama_4_are_read_by_transformers_one_by_one(tmp_path: Path) -> None:
-    """It replaces the experts of a folder with a quantization_config by a list of layers."""
+def test_llama_4_experts_are_exported_as_separate_layers(tmp_path: Path) -> None:
+    """Transformers replaces fused experts by a list of layers if a quantization_config exists."""
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     experts = {"intermediate_size_mlp": 96, "num_local_experts": 3, "interleave_moe_layer_step": 2}
@@ -203,15 +201,15 @@ def test_experts_of_llama_4_are_read_by_transformers_one_by_one(tmp_path: Path) 
     qat(model, "ct.int4_g32", ignore=["*.experts", "*.router"])
     folder = export(model, tmp_path / "out", verify=True)
     tokens = torch.arange(20)[None]
-    again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
+        torch.testing.assert_close(reloaded(tokens).logits, model(tokens).logits)
 
 
-def test_a_cpu_that_vllm_computes_wrongly_on_is_named(
+def test_a_cpu_on_which_vllm_is_wrong_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where inputs are rounded to 8 bits and the CPU has no VNNI; elsewhere nothing is said."""
+    """A warning only if inputs are rounded to 8 bits and the CPU has no VNNI."""
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(cpu, "CPUINFO", info)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
@@ -227,59 +225,59 @@ def test_a_cpu_that_vllm_computes_wrongly_on_is_named(
         assert caplog.text.count("AVX512-VNNI") == (number == 0)
 
 
-def in_255_codes(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    """Round inputs as MatMulNBits does at accuracy_level=4: 255 codes for each block of 32."""
+def round_to_255_codes(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Round inputs as MatMulNBits does at accuracy_level=4: 255 codes per block of 32."""
     blocks = inputs[0].unflatten(-1, (-1, 32))
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     return ((blocks / scale).round() * scale).flatten(-2)
 
 
-def test_a_level_that_rounds_inputs_is_allowed_their_rounding(tmp_path: Path) -> None:
-    """At accuracy_level=4 onnxruntime rounds inputs to 8 bits, which training left out.
+def test_verify_allows_the_input_rounding_of_an_accuracy_level(tmp_path: Path) -> None:
+    """At accuracy_level=4 onnxruntime rounds inputs to 8 bits, which training did not.
 
-    The same rounding in torch moves logits as far, which is the limit here. What is left between
-    the two are inputs within a float32 rounding error of a border between codes: each moves by a
-    whole step, and so do a few of later layers. That is a twentieth of what the rounding itself
-    does to these logits, and other arithmetic, such as codes for whole rows, would be all of it.
+    The same rounding in torch changes the logits as much, which sets the limit here. The remaining
+    difference comes from inputs within a float32 rounding error of a border between codes: each
+    moves by a full step, and so do a few in later layers. That is at most 20% of the effect of the
+    rounding itself; different arithmetic, such as codes for full rows, would change all of it.
     """
     model = qat(decoder(), "ort.matmulnbits")
     folder, tokens = export(model, tmp_path / "out", accuracy_level=4), probe(VOCABULARY)
-    found = verify(model, folder, "ort", tokens=tokens)
+    comparison = verify(model, folder, "ort", tokens=tokens)
     exact = model_logits(model, tokens)
     layers = [module for module in model.modules() if isinstance(module, PreparedLinear)]
-    hooks = [layer.register_forward_pre_hook(in_255_codes) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(round_to_255_codes) for layer in layers]
     rounded = model_logits(model, tokens)
     for hook in hooks:
         hook.remove()
     rounding = compare(exact, rounded).mean
-    assert found.rounds_inputs
-    assert found.mean == pytest.approx(rounding, rel=0.1)
-    got = find_target("ort").opens(folder, threads=1, strict=False).logits(tokens)
-    assert compare(rounded, got).mean <= 0.2 * rounding
+    assert comparison.rounds_inputs
+    assert comparison.mean == pytest.approx(rounding, rel=0.1)
+    runtime_logits = find_target("ort").opens(folder, threads=1, strict=False).logits(tokens)
+    assert compare(rounded, runtime_logits).mean <= 0.2 * rounding
 
 
-def test_an_export_that_fails_its_check_leaves_nothing(
+def test_an_export_that_fails_verification_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer packs wrongly; the folder never appears."""
+    """The writer packs wrongly, so the folder never appears."""
     from ms_compress.targets.ct import write as compressed_tensors
 
-    good = compressed_tensors.pack
-    monkeypatch.setattr(compressed_tensors, "pack", lambda codes, bits: good(-codes - 1, bits))
+    original = compressed_tensors.pack
+    monkeypatch.setattr(compressed_tensors, "pack", lambda codes, bits: original(-codes - 1, bits))
     with pytest.raises(VerifyError):
         export(qat(decoder(), "ct.int4_g32"), tmp_path / "out", verify=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_probe_is_spread_over_the_vocabulary() -> None:
-    """Numbers of a probe are valid tokens, and differ."""
-    found = probe(5000)
-    assert int(found.max()) < 5000
-    assert found.unique().numel() > 90
-    assert not set(UNASKED) & set(probe(VOCABULARY).flatten().tolist())
+    """The probe's tokens are valid and distinct."""
+    probe_tokens = probe(5000)
+    assert int(probe_tokens.max()) < 5000
+    assert probe_tokens.unique().numel() > 90
+    assert not set(UNPROBED) & set(probe(VOCABULARY).flatten().tolist())
 
 
-def _swapped(tensor: Tensor, first: int = 0, second: int = 1) -> Tensor:
-    """Two rows in each other's place."""
+def _swap_rows(tensor: Tensor, first: int = 0, second: int = 1) -> Tensor:
+    """Swap two rows."""
     tensor[[first, second]] = tensor[[second, first]]
     return tensor

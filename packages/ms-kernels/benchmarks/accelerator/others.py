@@ -14,7 +14,7 @@ OPERATORS = ("decode_attention", "quantized_linear", *WITH_BACKWARD)
 
 
 def measure(report: Report) -> None:
-    """Time each operator; a compiled reference multiplies by every expert or unpacks all weights."""
+    """Time each operator; compiled references multiply by every expert or unpack all weights."""
     dtype = torch.float32 if report.small else torch.bfloat16
     report.table("operator", "pass", "method", "us", "GB/s", "TFLOP/s")
     for operator in OPERATORS:
