@@ -37,7 +37,7 @@ def draw(rows, width, classes, dtype=torch.float32):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(monkeypatch, reduction, dtype):
-    """Of 8 MiB of logits, at most one chunk of 1 MiB exists, forward or backward."""
+    """At most one 1 MiB chunk of the 8 MiB of logits exists, forward or backward."""
     monkeypatch.setattr(chunked_logits, "CHUNK_BYTES", 2**20)
     hidden, weight, targets = draw(512, 8, 4096, dtype)
     with LargestTensor() as largest:

@@ -206,7 +206,7 @@ def test_a_backend_pays_from_the_size_above_which_it_is_never_slower(ratios, pay
 
 
 def test_the_tuner_picks_the_fastest_measured_configuration(install_toy_table, monkeypatch):
-    """Of three configurations one is slow and one fails to run, so the third is chosen."""
+    """One of three configurations is slow and one fails to run, so the third is chosen."""
     repeat_kernel = TunedKernel(
         operator="swiglu",
         name="repeat",
