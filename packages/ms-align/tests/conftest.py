@@ -1,4 +1,4 @@
-"""Fixtures of several test modules."""
+"""Fixtures shared by the test modules."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 from .instruction_sets import write_sets
 
-# A test case may take longer than hypothesis allows when the machine is busy.
+# Examples may exceed hypothesis's deadline on a busy machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 

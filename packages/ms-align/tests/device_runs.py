@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layout_run import engine_of
 from layout_run import run as run_offline
-from small_models import biased, decoder, gpt2, llama
+from layout_run import start_sets_engine
+from small_models import alibi_model, decoder, gpt2, llama
 from torch import nn
 
 from ms_align import (
@@ -36,16 +36,16 @@ PROMPTS = ["hello", "a", "what is", "xyz"]
 OPTIMIZER = OptimizerOptions(learning_rate=1e-3)
 
 
-def here() -> torch.device:
+def this_device() -> torch.device:
     """Return this process's device, which is not the CPU."""
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def model(seed: int = 0) -> Any:
     """A decoder on the device."""
-    return decoder(seed=seed).to(here())
+    return decoder(seed=seed).to(this_device())
 
 
 def varied(samples: Sequence[Sample]) -> list[float]:
@@ -70,8 +70,8 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def learn(kind: Callable[..., Any], folder: Path, **more: Any) -> list[float]:
-    """Losses of an update and of the next after a resume, with all tensors on the device."""
+def train_twice(trainer_class: Callable[..., Any], folder: Path, **builders: Any) -> list[float]:
+    """Return the losses of one update and of the next after a resume, all on the device."""
     losses: list[float] = []
 
     def listen(name: str, fields: Any) -> None:
@@ -79,124 +79,130 @@ def learn(kind: Callable[..., Any], folder: Path, **more: Any) -> list[float]:
             losses.append(fields["loss"])
 
     for steps in (1, 2):
-        made = {name: make() for name, make in more.items()}
-        trainer = kind(**settings(folder, **{**made, "steps": steps, "on_event": listen}))
+        options = {name: build() for name, build in builders.items()}
+        trainer = trainer_class(
+            **settings(folder, **{**options, "steps": steps, "on_event": listen})
+        )
         trainer.optimize(PROMPTS)
     return losses
 
 
-def online(folder: str) -> dict[str, list[float]]:
+def run_online(folder: str) -> dict[str, list[float]]:
     """Run every online trainer in one process."""
-    place = Path(folder)
+    out = Path(folder)
     critic: dict[str, Any] = {
         "value_model": lambda: model(2),
         "reward_model": lambda: RewardModel(model(1)),
         "kl_coeff": lambda: 0.2,
     }
-    adapted: dict[str, Any] = {
+    lora: dict[str, Any] = {
         "policy_model": lambda: add_lora(model(), LoraOptions(rank=2)),
         "reference_model": lambda: "adapter_off",
     }
-    cut: dict[str, Any] = {
+    microbatched: dict[str, Any] = {
         "policy_model": lambda: LocalEngine(
             model(), OPTIMIZER, microbatch_size=3, heads={"value": 1}
         )
     }
     return {
-        "ppo": learn(PPOTrainer, place / "ppo", **critic),
-        "ppo in microbatches": learn(PPOTrainer, place / "cut", **cut),
-        "grpo": learn(GRPOTrainer, place / "grpo", num_generations=lambda: 4),
-        "rloo": learn(RLOOTrainer, place / "rloo", num_generations=lambda: 4),
-        "grpo with adapters": learn(
-            GRPOTrainer, place / "lora", num_generations=lambda: 4, **adapted
+        "ppo": train_twice(PPOTrainer, out / "ppo", **critic),
+        "ppo in microbatches": train_twice(PPOTrainer, out / "cut", **microbatched),
+        "grpo": train_twice(GRPOTrainer, out / "grpo", num_generations=lambda: 4),
+        "rloo": train_twice(RLOOTrainer, out / "rloo", num_generations=lambda: 4),
+        "grpo with adapters": train_twice(
+            GRPOTrainer, out / "lora", num_generations=lambda: 4, **lora
         ),
     }
 
 
-def generated() -> dict[str, bool]:
+def compare_generation() -> dict[str, bool]:
     """Return whether each type of model generates the same tokens on the device as on the CPU."""
     sampling = Sampling(max_new_tokens=6, top_k=50, top_p=0.9, min_p=0.01, stop_strings=("A",))
     prompts = [[5, 6, 7, 8], [11], [20, 21]]
-    made = {
+    models = {
         "decoder": decoder,
         "window": lambda: decoder("mistral", sliding_window=4),
         "llama": llama,
         "gpt2": gpt2,
-        "bloom": lambda: biased("bloom"),
+        "bloom": lambda: alibi_model("bloom"),
         "adapters": lambda: add_lora(decoder(), LoraOptions(rank=2)),
     }
 
-    def write(written: nn.Module, fused: bool) -> list[list[int]]:
+    def write(module: nn.Module, fused: bool) -> list[list[int]]:
         decode = ByteTokenizer().decode
-        generator = LocalGenerator(written, max_num_seqs=3, decode=decode, fused=fused)
+        generator = LocalGenerator(module, max_num_seqs=3, decode=decode, fused=fused)
         responses = generator(prompts, sampling, count=2, seed=1)
         rows = sequences([prompt for prompt in prompts for _ in range(2)], responses)
-        again = logprobs_of(LocalEngine(written), rows, 1.0)
-        assert torch.isfinite(again).all()
+        rescored = logprobs_of(LocalEngine(module), rows, 1.0)
+        assert torch.isfinite(rescored).all()
         return [responses.row(row) for row in range(6)]
 
-    same = {}
-    for name, make in made.items():
+    matches = {}
+    for name, build in models.items():
         for fused in (False, True):
-            there = write(make().to(here()), fused)
-            same[f"{name}, fused: {fused}"] = there == write(make(), fused)
-    return same
+            on_device = write(build().to(this_device()), fused)
+            matches[f"{name}, fused: {fused}"] = on_device == write(build(), fused)
+    return matches
 
 
-def rewarded(sets: str, folder: str) -> dict[str, Any]:
+def train_reward_model(sets: str, folder: str) -> dict[str, Any]:
     """Train, save, load and evaluate a reward model on the device."""
     stream = PreferenceStream(Path(sets, "pairs"), sequence_length=64, batch_size=4)
     trainer = RewardTrainer(
         model=str(Path(sets, "model")), steps=2, output_dir=Path(folder), progress=False
     )
     trained = trainer.train(stream).model
-    read = RewardModel.load(Path(folder, "model"))
-    assert next(read.parameters()).device == here()
+    loaded = RewardModel.load(Path(folder, "model"))
+    assert next(loaded.parameters()).device == this_device()
     samples = [
         Sample(prompt="", response="", prompt_tokens=(1, 2), response_tokens=tokens)
         for tokens in ((3, 4, 5), (6,))
     ]
-    found, again = (ModuleReward(each)(samples) for each in (trained, read))
-    return {"same": torch.allclose(found, again), "scores": found.tolist()}
+    scores, loaded_scores = (
+        ModuleReward(reward_model)(samples) for reward_model in (trained, loaded)
+    )
+    return {"same": torch.allclose(scores, loaded_scores), "scores": scores.tolist()}
 
 
-def adapted(folder: str) -> dict[str, bool]:
+def check_adapters(folder: str) -> dict[str, bool]:
     """Write, read, merge and unmerge adapters on the device."""
-    tokens = torch.arange(8, device=here())[None]
-    made = add_lora(model(), LoraOptions(rank=2))
+    tokens = torch.arange(8, device=this_device())[None]
+    lora_model = add_lora(model(), LoraOptions(rank=2))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in lora_model.parameters():
             if parameter.requires_grad:
                 parameter.normal_()
-        found = made(tokens)
-        made.save_pretrained(folder)
-        read = load_lora(model(), Path(folder))
-        again = read(tokens)
-        read.merge()
-        merged = read(tokens)
+        outputs = lora_model(tokens)
+        lora_model.save_pretrained(folder)
+        loaded = load_lora(model(), Path(folder))
+        loaded_outputs = loaded(tokens)
+        loaded.merge()
+        merged = loaded(tokens)
     return {
-        "read": torch.equal(found, again),
-        "merged": torch.allclose(found, merged, rtol=1e-4, atol=1e-4),
+        "read": torch.equal(outputs, loaded_outputs),
+        "merged": torch.allclose(outputs, merged, rtol=1e-4, atol=1e-4),
     }
 
 
-def online_layouts(folder: str, layout: dict[str, int]) -> dict[str, list[float]]:
+def run_online_layouts(folder: str, layout: dict[str, int]) -> dict[str, list[float]]:
     """Run PPO and GRPO on an engine of ms-parallel."""
 
-    def engine(**more: Any) -> Engine:
-        return start_engine(Path(folder, "start"), layout=layout, optimizer=OPTIMIZER, **more)
+    def engine(**options: Any) -> Engine:
+        return start_engine(Path(folder, "start"), layout=layout, optimizer=OPTIMIZER, **options)
 
     common: dict[str, Any] = {"reference_model": engine, "kl_coeff": lambda: 0.1}
     out = Path(folder, "-".join(layout) or "one")
     critic = {"policy_model": lambda: engine(heads={"value": 1})}
-    found = {"ppo": learn(PPOTrainer, out / "ppo", **common, **critic)}
+    losses = {"ppo": train_twice(PPOTrainer, out / "ppo", **common, **critic)}
     groups = {"policy_model": engine, "num_generations": lambda: 4}
     strings = {"stop_strings": lambda: ("A", "7", "e ")}
-    found["grpo"] = learn(GRPOTrainer, out / "grpo", **common, **groups, **strings)
-    return found
+    losses["grpo"] = train_twice(GRPOTrainer, out / "grpo", **common, **groups, **strings)
+    return losses
 
 
-def offline(sets: str, folder: str, layout: dict[str, int] | None) -> dict[str, list[float]]:
+def run_offline_trainers(
+    sets: str, folder: str, layout: dict[str, int] | None
+) -> dict[str, list[float]]:
     """Run SFT, DPO and DPO with adapters."""
-    assert engine_of(Path(sets), None).device.type == here().type
+    assert start_sets_engine(Path(sets), None).device.type == this_device().type
     return run_offline(Path(sets), Path(folder), layout)

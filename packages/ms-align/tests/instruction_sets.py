@@ -33,13 +33,13 @@ def byte_tokenizer() -> bytes:
 
 
 def row(question: str, answer: str) -> dict[str, Any]:
-    """Return one question with its answer."""
+    """Return a question and its answer as a conversation."""
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": messages}
 
 
 def instruction_rows(task: str, count: int = 60) -> list[dict[str, Any]]:
-    """Tasks: copy a word, or write it backwards."""
+    """Return rows of a task that copies a word or reverses it."""
     rows = []
     for number in range(count):
         word = WORDS[number % len(WORDS)] * (1 + number % 3)
@@ -60,27 +60,27 @@ def preference_rows(count: int = 60) -> list[dict[str, Any]]:
     ]
 
 
-def write_sets(place: Path) -> Path:
+def write_sets(folder: Path) -> Path:
     """Write the datasets `copy`, `reverse` and `pairs`, and the folder `model`."""
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "tokenizer.json").write_bytes(byte_tokenizer())
-    (place / "chat.jinja").write_text(TEMPLATE)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_bytes(byte_tokenizer())
+    (folder / "chat.jinja").write_text(TEMPLATE)
     rows = {
         "copy": instruction_rows("copy"),
         "reverse": instruction_rows("reverse", 40),
         "pairs": preference_rows(),
     }
-    for name, given in rows.items():
-        path = place / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(one) + "\n" for one in given))
+    for name, examples in rows.items():
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(example) + "\n" for example in examples))
         build(
             path,
-            tokenizer=place / "tokenizer.json",
-            out=place / name,
-            chat=place / "chat.jinja",
+            tokenizer=folder / "tokenizer.json",
+            out=folder / name,
+            chat=folder / "chat.jinja",
             pairs=name == "pairs",
             held_out_fraction=0.15,
         )
     # One token more than the tokenizer has, so that two processes can share the vocabulary.
-    save_model(decoder(vocab_size=258), place / "model")  # type: ignore[arg-type]
-    return place
+    save_model(decoder(vocab_size=258), folder / "model")  # type: ignore[arg-type]
+    return folder

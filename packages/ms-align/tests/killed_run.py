@@ -2,7 +2,8 @@
 
     python killed_run.py FOLDER TRAINER [KILL_AT]
 
-KILL_AT counts rewards' calls and events; at that moment the process ends itself with SIGKILL.
+Reward calls and events are counted; the process sends itself SIGKILL at count KILL_AT.
+
 """
 
 import os

@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node N online_layout_run.py FOLDER AXIS [NAME [KILL_AT]]
 
-With a NAME, PPO alone, kept there with a checkpoint at each update; at the moment KILL_AT, counted
-in rewards' calls and events, the first process ends itself with SIGKILL.
+With a NAME, only PPO runs, into FOLDER/NAME with a checkpoint at every update. Reward calls and
+events are counted; the first process sends itself SIGKILL at count KILL_AT.
+
 """
 
 import os
@@ -42,17 +43,23 @@ def spread(samples: Sequence[Sample]) -> list[float]:
     return [sum(sample.response_tokens) % 7 / 6 for sample in samples]
 
 
-def train(kind: type[Any], out: Path, steps: int = 4, judge: Any = reward, **settings: Any) -> None:
-    """Run a trainer and return its events."""
+def train(
+    trainer_class: type[Any],
+    out: Path,
+    steps: int = 4,
+    reward_function: Any = reward,
+    **settings: Any,
+) -> None:
+    """Run a trainer and write its events."""
     lines = JsonLines(out / "events.jsonl")
 
     def on_event(name: str, fields: Mapping[str, Any]) -> None:
         lines(name, fields)
         moment()
 
-    kind(
+    trainer_class(
         **settings,
-        reward_model=judge,
+        reward_model=reward_function,
         learning_rate=1e-3,
         kl_coeff=0.1,
         entropy_coeff=0.01,
@@ -67,7 +74,7 @@ def train(kind: type[Any], out: Path, steps: int = 4, judge: Any = reward, **set
 
 
 def main() -> None:
-    """Four updates per trainer, two rollouts; those with adapters in two launches."""
+    """Run four updates per trainer with two rollouts; adapter runs resume after two updates."""
     torch.set_num_threads(1)
     folder, axis = Path(sys.argv[1]), sys.argv[2]
     ranks = {"data": 1} if axis == "one" else {axis: 2}
@@ -87,11 +94,11 @@ def main() -> None:
     )
     if axis == "tensor":
         return
-    for kind in (PPOTrainer, GRPOTrainer, RLOOTrainer):
-        out = folder / axis / f"{kind.__name__}-lora"
-        groups = {} if kind is PPOTrainer else {"num_generations": 4}
+    for trainer_class in (PPOTrainer, GRPOTrainer, RLOOTrainer):
+        out = folder / axis / f"{trainer_class.__name__}-lora"
+        groups = {} if trainer_class is PPOTrainer else {"num_generations": 4}
         for steps in (2, 4) if axis != "one" else (4,):
-            train(kind, out, steps, spread, **start, **groups, lora=LoraOptions(rank=4))
+            train(trainer_class, out, steps, spread, **start, **groups, lora=LoraOptions(rank=4))
 
 
 if __name__ == "__main__":

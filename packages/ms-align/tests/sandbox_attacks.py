@@ -1,8 +1,9 @@
-"""Attacks on a sandbox and the scene that shows their effect; a script, run by several users.
+"""Attacks on a sandbox, and a scene that shows their effect. A script, run as several users.
 
-An attack is a program and what shows from outside that it succeeded. It is run with every wall,
-where it must fail; with none, where it must succeed; and with each of the walls that hold it
-alone. The script prints, as JSON, what happened for each attack and each of these.
+An attack is a program plus a check from outside that it succeeded. It runs with all protections,
+where it must fail; with none, where it must succeed; and with each protection that stops it alone.
+The script prints the outcome per attack and protection as JSON.
+
 """
 
 import ctypes
@@ -39,8 +40,8 @@ _PRELUDE = """
 import ctypes, os, signal, socket, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
 def call(number, *arguments):
-    whole = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
-    result = libc.syscall(number, *whole)
+    words = [ctypes.c_long(x) if isinstance(x, int) else x for x in arguments]
+    result = libc.syscall(number, *words)
     if result == -1:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
@@ -62,8 +63,8 @@ class Scene:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.datagrams.bind(str(folder / "datagrams"))
-        for one in (self.listener, self.datagrams):
-            one.setblocking(False)
+        for endpoint in (self.listener, self.datagrams):
+            endpoint.setblocking(False)
         self.before = set(folder.iterdir())
         self.victim = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _VICTIM],
@@ -97,8 +98,10 @@ class Scene:
         if os.path.ismount(self.folder):
             subprocess.run(["umount", "-l", str(self.folder)], check=False)
         for remove, arguments in ((_libc.msgctl, ()), (_libc.shmctl, ()), (_libc.semctl, (0,))):
-            kind = {"msgctl": "msgget", "shmctl": "shmget", "semctl": "semget"}[remove.__name__]
-            identifier = _ipc(kind)
+            get_function = {"msgctl": "msgget", "shmctl": "shmget", "semctl": "semget"}[
+                remove.__name__
+            ]
+            identifier = _ipc(get_function)
             if identifier >= 0:
                 remove(identifier, *arguments, 0, None)
 
@@ -106,46 +109,46 @@ class Scene:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _ipc(kind: str) -> int:
+def _ipc(function: str) -> int:
     """Return the id of a System V object that an attack would leave; negative if missing."""
-    arguments = {"msgget": (0,), "shmget": (0, 0), "semget": (0, 0)}[kind]
-    return int(getattr(_libc, kind)(IPC_KEY, *arguments))
+    arguments = {"msgget": (0,), "shmget": (0, 0), "semget": (0, 0)}[function]
+    return int(getattr(_libc, function)(IPC_KEY, *arguments))
 
 
-Happened = Callable[[Scene, Outcome], bool]
+SuccessCheck = Callable[[Scene, Outcome], bool]
 
 
 class Attack(NamedTuple):
-    """Program, test of its success, and the protections that each stop it without the others."""
+    """Program, test of its success, and the protections that stop it individually."""
 
     name: str
     code: str
-    happened: Happened
+    happened: SuccessCheck
     alone: str
     root_only: bool = False
     x86_only: bool = False
     may_be_closed: bool = False
-    """The kernel may refuse it to everyone: then there is nothing to hold."""
+    """The kernel may refuse it to everyone, so success without protections is not required."""
 
 
-def told(scene: Scene, outcome: Outcome) -> bool:
-    """Return whether the program printed a text that only a successful attack can know."""
+def printed_secret(scene: Scene, outcome: Outcome) -> bool:
+    """Return whether the program printed text that only a successful attack knows."""
     return "ATTACKED" in outcome.output or SECRET in outcome.output
 
 
-def killed(scene: Scene, outcome: Outcome) -> bool:
+def victim_killed(scene: Scene, outcome: Outcome) -> bool:
     """Return whether the victim process is dead."""
     with suppress(subprocess.TimeoutExpired):
         scene.victim.wait(0.05)
     return scene.victim.poll() is not None
 
 
-def overwritten(scene: Scene, outcome: Outcome) -> bool:
+def content_changed(scene: Scene, outcome: Outcome) -> bool:
     """Return whether the file's content has changed."""
     return scene.path.read_text() != SECRET
 
 
-def moved(scene: Scene, outcome: Outcome) -> bool:
+def names_changed(scene: Scene, outcome: Outcome) -> bool:
     """Return whether the names in the folder have changed."""
     return set(scene.folder.iterdir()) != scene.before
 
@@ -171,10 +174,10 @@ def _received(scene: Scene, outcome: Outcome) -> bool:
 
 def _lives_on(scene: Scene, outcome: Outcome) -> bool:
     """Return whether a process that the program started outlives it."""
-    found = [word for word in outcome.output.split() if word.startswith("CHILD=")]
-    if not found:
+    lines = [word for word in outcome.output.split() if word.startswith("CHILD=")]
+    if not lines:
         return False
-    child = int(found[0].removeprefix("CHILD="))
+    child = int(lines[0].removeprefix("CHILD="))
     try:
         os.kill(child, signal.SIGKILL)
     except ProcessLookupError:
@@ -184,32 +187,34 @@ def _lives_on(scene: Scene, outcome: Outcome) -> bool:
 
 ATTACKS = (
     # Signals.
-    Attack("kill", "os.kill($PID, 9)", killed, "seccomp namespaces"),
+    Attack("kill", "os.kill($PID, 9)", victim_killed, "seccomp namespaces"),
     Attack(
         "rt_sigqueueinfo",
         f"call({129 if IS_X86 else 138}, $PID, 9, struct.pack('iii116x', 9, 0, -1))",
-        killed,
+        victim_killed,
         "seccomp namespaces",
     ),
     Attack(
         "rt_tgsigqueueinfo",
         f"call({297 if IS_X86 else 240}, $PID, $PID, 9, struct.pack('iii116x', 9, 0, -1))",
-        killed,
+        victim_killed,
         "seccomp namespaces",
     ),
     Attack(
         "tgkill",
         f"call({234 if IS_X86 else 131}, $PID, $PID, 9)",
-        killed,
+        victim_killed,
         "seccomp namespaces",
     ),
-    Attack("pidfd", "call(424, call(434, $PID, 0), 9, None, 0)", killed, "seccomp namespaces"),
+    Attack(
+        "pidfd", "call(424, call(434, $PID, 0), 9, None, 0)", victim_killed, "seccomp namespaces"
+    ),
     Attack(
         "descriptor owner",
         "import fcntl\nr, w = os.pipe()\n"
         "fcntl.fcntl(r, fcntl.F_SETOWN, $PID); fcntl.fcntl(r, 10, 9)\n"
         "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC); os.write(w, b'x')",
-        killed,
+        victim_killed,
         "seccomp namespaces",
     ),
     Attack(
@@ -217,17 +222,17 @@ ATTACKS = (
         "import fcntl\nr, w = os.pipe()\n"
         "fcntl.fcntl(r, 15, struct.pack('ii', 1, $PID)); fcntl.fcntl(r, 10, 9)\n"
         "fcntl.ioctl(r, 0x5452, struct.pack('i', 1)); os.write(w, b'x')",
-        killed,
+        victim_killed,
         "seccomp namespaces",
     ),
     # Files.
-    Attack("empty", "os.open('$PATH', os.O_TRUNC)", overwritten, "seccomp landlock namespaces"),
-    Attack("open to write", "open('$PATH', 'w')", overwritten, "seccomp landlock namespaces"),
-    Attack("truncate", "os.truncate('$PATH', 3)", overwritten, "seccomp landlock namespaces"),
+    Attack("empty", "os.open('$PATH', os.O_TRUNC)", content_changed, "seccomp landlock namespaces"),
+    Attack("open to write", "open('$PATH', 'w')", content_changed, "seccomp landlock namespaces"),
+    Attack("truncate", "os.truncate('$PATH', 3)", content_changed, "seccomp landlock namespaces"),
     Attack(
         "map",
         "import mmap\nm = mmap.mmap(os.open('$PATH', os.O_RDWR), 4); m[0] = 0",
-        overwritten,
+        content_changed,
         "seccomp landlock namespaces",
     ),
     Attack(
@@ -236,7 +241,7 @@ ATTACKS = (
         "at = ctypes.c_int()\n"
         f"call({303 if IS_X86 else 264}, -100, b'$PATH', handle, ctypes.byref(at), 0)\n"
         f"call({304 if IS_X86 else 265}, os.open('$FOLDER', os.O_RDONLY), handle, 0o1001)",
-        overwritten,
+        content_changed,
         "seccomp privileges",
         root_only=True,
     ),
@@ -277,28 +282,28 @@ ATTACKS = (
         "inode flags",
         "import fcntl\nfcntl.ioctl(os.open('$PATH', os.O_RDONLY), 0x40086602,\n"
         "    struct.pack('l', 0x40)); print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp landlock namespaces",
         may_be_closed=True,
     ),
-    Attack("unlink", "os.unlink('$PATH')", moved, "seccomp landlock namespaces"),
-    Attack("rename", "os.rename('$PATH', '$PATH.2')", moved, "seccomp landlock namespaces"),
-    Attack("new folder", "os.mkdir('$FOLDER/2')", moved, "seccomp landlock namespaces"),
-    Attack("symlink", "os.symlink('x', '$FOLDER/2')", moved, "seccomp landlock namespaces"),
-    Attack("link", "os.link('$PATH', '$FOLDER/2')", moved, "seccomp landlock namespaces"),
-    Attack("fifo", "os.mkfifo('$FOLDER/2')", moved, "seccomp landlock namespaces"),
+    Attack("unlink", "os.unlink('$PATH')", names_changed, "seccomp landlock namespaces"),
+    Attack("rename", "os.rename('$PATH', '$PATH.2')", names_changed, "seccomp landlock namespaces"),
+    Attack("new folder", "os.mkdir('$FOLDER/2')", names_changed, "seccomp landlock namespaces"),
+    Attack("symlink", "os.symlink('x', '$FOLDER/2')", names_changed, "seccomp landlock namespaces"),
+    Attack("link", "os.link('$PATH', '$FOLDER/2')", names_changed, "seccomp landlock namespaces"),
+    Attack("fifo", "os.mkfifo('$FOLDER/2')", names_changed, "seccomp landlock namespaces"),
     Attack(
         "lock",
         "import fcntl\nfcntl.flock(os.open('$PATH', os.O_RDONLY), fcntl.LOCK_EX)\n"
         "print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp landlock namespaces",
     ),
-    Attack("read a file", "print(open('$PATH').read())", told, "landlock namespaces"),
+    Attack("read a file", "print(open('$PATH').read())", printed_secret, "landlock namespaces"),
     Attack(
         "list a folder",
         "print('ATTACKED' if 'kept' in os.listdir('$FOLDER') else '')",
-        told,
+        printed_secret,
         "landlock namespaces",
     ),
     # Other processes.
@@ -308,7 +313,7 @@ ATTACKS = (
         "here = struct.pack('PN', ctypes.addressof(buffer), $SECRET_BYTES)\n"
         "there = struct.pack('PN', $ADDRESS, $SECRET_BYTES)\n"
         f"call({310 if IS_X86 else 270}, $PID, here, 1, there, 1, 0)\nprint(buffer.raw.decode())",
-        told,
+        printed_secret,
         "seccomp namespaces",
         may_be_closed=True,
     ),
@@ -318,7 +323,7 @@ ATTACKS = (
         "here = struct.pack('PN', ctypes.addressof(buffer), 1)\n"
         "there = struct.pack('PN', $ADDRESS, 1)\n"
         f"call({311 if IS_X86 else 271}, $PID, here, 1, there, 1, 0)\nprint('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp namespaces",
         may_be_closed=True,
     ),
@@ -326,27 +331,27 @@ ATTACKS = (
         "read memory as a file",
         "f = open('/proc/$PID/mem', 'rb', 0); f.seek($ADDRESS)\n"
         "print(f.read($SECRET_BYTES).decode())",
-        told,
+        printed_secret,
         "landlock namespaces",
         may_be_closed=True,
     ),
     Attack(
         "read environment",
         "print(open('/proc/$PID/environ').read())",
-        told,
+        printed_secret,
         "landlock namespaces",
     ),
     Attack(
         "trace",
         f"call({101 if IS_X86 else 117}, 0x4206, $PID, 0, 0); print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp namespaces",
         may_be_closed=True,
     ),
     Attack(
         "take a descriptor",
         "call(438, call(434, $PID, 0), 1, 0); print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp namespaces",
         may_be_closed=True,
     ),
@@ -359,13 +364,13 @@ ATTACKS = (
     Attack(
         "disk priority",
         f"call({251 if IS_X86 else 30}, 1, $PID, (3 << 13)); print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp namespaces",
     ),
     Attack(
         "cores",
         "os.sched_setaffinity($PID, {min(os.sched_getaffinity(0))}); print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp namespaces",
     ),
     Attack(
@@ -378,10 +383,10 @@ ATTACKS = (
         "limits",
         "import resource\nresource.prlimit($PID, resource.RLIMIT_NOFILE, (9, 9))\n"
         "print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp namespaces",
     ),
-    # What stays after the program.
+    # Objects that outlive the program.
     Attack(
         "message queue",
         f"call({68 if IS_X86 else 186}, $KEY, 0o1600)",
@@ -404,19 +409,19 @@ ATTACKS = (
         "key",
         f"call({248 if IS_X86 else 217}, b'user', b'ms-align-attack', b'x', 1, -4)\n"
         "print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp",
         may_be_closed=True,
     ),
     Attack(
         "child that lives on",
         "if os.fork() == 0:\n    os.setsid()\n    print(f'CHILD={os.getpid()}', flush=True)\n"
-        "    [os.close(one) for one in range(16)]\n    import time; time.sleep(60)\n"
+        "[os.close(fd) for fd in range(16)]\n    import time; time.sleep(60)\n"
         "import time; time.sleep(0.5)",
         _lives_on,
         "seccomp",
     ),
-    # Out of the process.
+    # Ways out of the process.
     Attack(
         "TCP",
         "socket.create_connection(('127.0.0.1', $PORT), 2)",
@@ -439,13 +444,13 @@ ATTACKS = (
     Attack(
         "program",
         "os.execv('/bin/echo', ['echo', 'ATTACKED'])",
-        told,
+        printed_secret,
         "seccomp landlock namespaces",
     ),
     Attack(
         "new user namespace",
         f"call({272 if IS_X86 else 97}, 0x10000000); print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp",
         may_be_closed=True,
     ),
@@ -453,14 +458,14 @@ ATTACKS = (
         "host name",
         "name = socket.gethostname().encode()\n"
         f"call({170 if IS_X86 else 161}, name, len(name)); print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp privileges",
         root_only=True,
     ),
     Attack(
         "io_uring",
         "call(425, 1, ctypes.create_string_buffer(120)); print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp",
         may_be_closed=True,
     ),
@@ -471,7 +476,7 @@ ATTACKS = (
         "code.write(bytes.fromhex('53b814000000cd805bc3'))\n"
         "at = ctypes.addressof(ctypes.c_char.from_buffer(code))\n"
         "if ctypes.CFUNCTYPE(ctypes.c_int)(at)() > 0: print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp",
         x86_only=True,
         may_be_closed=True,
@@ -479,7 +484,7 @@ ATTACKS = (
     Attack(
         "x32 call",
         "if call(0x40000000 + 39) > 0: print('ATTACKED')",
-        told,
+        printed_secret,
         "seccomp",
         x86_only=True,
         may_be_closed=True,
@@ -515,7 +520,7 @@ def main() -> None:
         os.setresuid(user, user, user)
         sys.executable = _interpreter()
     clients = {"every": ZygoteClient(), "none": ZygoteClient(())}
-    clients |= {wall: ZygoteClient((wall,)) for wall in PROTECTIONS}
+    clients |= {protection: ZygoteClient((protection,)) for protection in PROTECTIONS}
     missing = {name: client.missing for name, client in clients.items()}
     results: dict[str, dict[str, bool]] = {}
     for attack in ATTACKS:

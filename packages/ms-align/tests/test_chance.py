@@ -15,18 +15,18 @@ RUNS = (0, 1, 7, (1 << 24) - 1, 1 << 24, 1 << 32, LARGEST_SEED)
 
 
 def test_components_of_runs_have_different_random_numbers() -> None:
-    """Also if seeds differ only in their highest bits, which torch's CPU generator ignores."""
-    drawn = set()
+    """Even if seeds differ only in their highest bits, which torch's CPU generator ignores."""
+    streams = set()
     for run in RUNS:
         for part in (0, 1, 1 << 33, (1 << 40) - 1):
-            chance = torch.Generator().manual_seed(seed_of(run, part, stride=1 << 40))
-            drawn.add(tuple(torch.rand(4, generator=chance).tolist()))
-    assert len(drawn) == 4 * len(RUNS)
+            generator = torch.Generator().manual_seed(seed_of(run, part, stride=1 << 40))
+            streams.add(tuple(torch.rand(4, generator=generator).tolist()))
+    assert len(streams) == 4 * len(RUNS)
     assert seed_of(0, 3, stride=1 << 40) == 3
 
 
 def test_a_run_accepts_every_seed_up_to_the_largest(tmp_path: Path) -> None:
-    """It trains with the largest; a larger one is rejected when the trainer is built."""
+    """A run trains with the largest seed; a larger one is rejected when the trainer is built."""
     trainer = PPOTrainer(
         policy_model=decoder(),
         reward_model=vowels,

@@ -19,7 +19,7 @@ CHAT = [
     {"role": "user", "content": " copy red <0>\n"},
     {"role": "assistant", "content": "  the word is "},
 ]
-SOUND = {
+WELL_BEHAVED = {
     "plain": TEMPLATE,
     "trimming": TEMPLATE.replace("m.content", "m['content'] | trim"),
     "special tokens": "{{ eos_token }}" + TEMPLATE,
@@ -52,41 +52,41 @@ HOSTILE = {
 }
 
 
-def folder_with(template: str, place: Path) -> Path:
+def write_tokenizer_folder(template: str, folder: Path) -> Path:
     """Write a tokenizer folder with this template."""
-    place.mkdir(exist_ok=True)
-    (place / "tokenizer.json").write_bytes(byte_tokenizer())
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_bytes(byte_tokenizer())
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|endoftext|>",
         "chat_template": template,
     }
-    (place / "tokenizer_config.json").write_text(json.dumps(config))
-    return place
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
-def their_tokenizer(template: str, place: Path) -> Any:
+def hf_tokenizer(template: str, folder: Path) -> Any:
     """Open such a folder with transformers."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder_with(template, place))
+    return AutoTokenizer.from_pretrained(write_tokenizer_folder(template, folder))
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", WELL_BEHAVED)
 def test_a_chat_is_rendered_as_in_transformers(name: str, tmp_path: Path) -> None:
     """With a generation prompt, and with the last message continued."""
-    tokenizer = their_tokenizer(SOUND[name], tmp_path)
-    asked = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    assert render_chat(tokenizer, CHAT) == asked
+    tokenizer = hf_tokenizer(WELL_BEHAVED[name], tmp_path)
+    expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert render_chat(tokenizer, CHAT) == expected
     if name == "as JSON":  # neither reads `content` by name
         return
-    on = tokenizer.apply_chat_template(CHAT, tokenize=False, continue_final_message=True)
-    assert render_chat(tokenizer, CHAT, continue_last=True) == on
+    continued = tokenizer.apply_chat_template(CHAT, tokenize=False, continue_final_message=True)
+    assert render_chat(tokenizer, CHAT, continue_last=True) == continued
 
 
 def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
     """As transformers does without tools; without a default the chat is rejected."""
-    tokenizer = their_tokenizer(TEMPLATE, tmp_path)
+    tokenizer = hf_tokenizer(TEMPLATE, tmp_path)
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "tools"}
     assert render_chat(tokenizer, CHAT).startswith("<system>Be brief. ")
     tokenizer.chat_template = {"tool_use": "tools"}
@@ -97,10 +97,10 @@ def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_runaway_template_is_stopped_with_one_line(name: str, tmp_path: Path) -> None:
     """Each hits its own limit, on machines of any speed; the next chat is rendered."""
-    source, says = HOSTILE[name]
-    tokenizer = their_tokenizer(TEMPLATE, tmp_path)
+    source, message = HOSTILE[name]
+    tokenizer = hf_tokenizer(TEMPLATE, tmp_path)
     tokenizer.chat_template = source
-    with pytest.raises(DataError, match=says) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         render_chat(tokenizer, CHAT)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
@@ -111,7 +111,7 @@ def test_a_runaway_template_is_stopped_with_one_line(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("last", [None, 7, ["the word"]])
 def test_a_message_without_text_cannot_be_continued(last: object, tmp_path: Path) -> None:
     """Neither can one that the template rewrites."""
-    tokenizer = their_tokenizer(TEMPLATE, tmp_path)
+    tokenizer = hf_tokenizer(TEMPLATE, tmp_path)
     with pytest.raises(DataError, match="must have a text to continue"):
         render_chat(tokenizer, [{"role": "assistant", "content": last}], continue_last=True)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
@@ -121,8 +121,8 @@ def test_a_message_without_text_cannot_be_continued(last: object, tmp_path: Path
 
 def test_prompts_are_rendered_under_limits_without_ms_data(tmp_path: Path) -> None:
     """A new process without sibling packages reads a hostile tokenizer folder."""
-    folder_with(TEMPLATE, tmp_path / "sound")
-    folder_with(HOSTILE["wide format"][0], tmp_path / "hostile")
+    write_tokenizer_folder(TEMPLATE, tmp_path / "sound")
+    write_tokenizer_folder(HOSTILE["wide format"][0], tmp_path / "hostile")
     script = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['ms_data', 'ms_parallel', 'ms_compress']))\n"
@@ -135,9 +135,9 @@ def test_prompts_are_rendered_under_limits_without_ms_data(tmp_path: Path) -> No
         "    except Exception as error: print(type(error).__name__, error)\n"
     )
     command = [sys.executable, "-c", script]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    sound, hostile = told.stdout.splitlines()
-    assert sound == "<user>copy red<assistant>"
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    rendered, hostile = result.stdout.splitlines()
+    assert rendered == "<user>copy red<assistant>"
     assert hostile.startswith("DataError ")
     assert "takes too much memory, so it was stopped" in hostile
 
@@ -148,7 +148,7 @@ def test_a_chat_without_jinja2_names_the_extra(
     """If transformers is installed without jinja2."""
     from ms_align.chat import process
 
-    tokenizer = load_tokenizer(folder_with(TEMPLATE, tmp_path))
+    tokenizer = load_tokenizer(write_tokenizer_folder(TEMPLATE, tmp_path))
     process._PROCESS.close()
     monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'ms-align\[hf\]'"):

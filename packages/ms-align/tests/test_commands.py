@@ -26,12 +26,12 @@ NAMES = [command.name for command in COMMANDS]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
 
 
-def fresh(code: str) -> str:
-    """Return the output of a new interpreter."""
-    made = subprocess.run(
+def run_python(code: str) -> str:
+    """Run code in a new interpreter and return its output."""
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True
     )
-    return made.stdout
+    return result.stdout
 
 
 def test_help_and_version_need_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,28 +42,28 @@ from ms_align.cli import main
 for words in (["--version"], ["--help"], *([name, "--help"] for name in {[*NAMES, "init"]})):
     try:
         main(words)
-    except SystemExit as ended:
-        assert ended.code == 0, words
+    except SystemExit as status:
+        assert status.code == 0, words
 heavy = {{"torch", "numpy", "transformers", "ms_data", "ms_parallel", "safetensors"}}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
-    told = fresh(code)
-    assert told.startswith("ms-align 0.1.0\n")
-    assert told.count("\nexample: ms-align ") == len(NAMES) + 2
-    assert "    kl_coeff = 0.05  Coefficient of the KL penalty (per nat).\n" in told
-    assert "      lora.rank = 8  " in told
+    output = run_python(code)
+    assert output.startswith("ms-align 0.1.0\n")
+    assert output.count("\nexample: ms-align ") == len(NAMES) + 2
+    assert "    kl_coeff = 0.05  Coefficient of the KL penalty (per nat).\n" in output
+    assert "      lora.rank = 8  " in output
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-def test_the_keys_in_help_are_those_of_the_class(command: Command) -> None:
-    """Names and defaults as in attrs, with their meanings from the source."""
+def test_help_lists_the_keys_of_the_settings_class(command: Command) -> None:
+    """Names and defaults from attrs, descriptions from the source."""
     module, _, name = command.settings.partition(":")
-    kind = getattr(import_module(f"ms_align.{module}"), name)
-    fields = {each.alias: each for each in attrs.fields(kind) if each.init}
+    settings_class = getattr(import_module(f"ms_align.{module}"), name)
+    fields = {field.alias: field for field in attrs.fields(settings_class) if field.init}
     hidden = NOT_IN_FILES | HIDDEN
-    found = {key.name: key for group in groups_of(command.settings, HIDDEN) for key in group.keys}
-    assert found.keys() == fields.keys() - hidden
-    for key in found.values():
+    keys = {key.name: key for group in groups_of(command.settings, HIDDEN) for key in group.keys}
+    assert keys.keys() == fields.keys() - hidden
+    for key in keys.values():
         assert key.meaning, f"{key.name} has no docstring"
         default = fields[key.name].default
         assert key.required == (default is attrs.NOTHING)
@@ -80,11 +80,13 @@ def test_a_template_has_every_key_and_is_valid_toml(command: Command) -> None:
     assert as_written.keys() <= keys.keys()
     assert {name for name, key in keys.items() if key.required} <= as_written.keys()
     lines = [line.removeprefix("# ") for line in text.splitlines()]
-    whole = [line for line in lines if " = " in line and line.partition(" = ")[0].isidentifier()]
-    assert {line.partition(" = ")[0] for line in whole} >= {
+    assignments = [
+        line for line in lines if " = " in line and line.partition(" = ")[0].isidentifier()
+    ]
+    assert {line.partition(" = ")[0] for line in assignments} >= {
         name for name, key in keys.items() if not key.inner
     }
-    for line in whole:
+    for line in assignments:
         if not line.endswith("= not given"):
             tomllib.loads(line)
 
@@ -101,19 +103,19 @@ def test_a_template_runs_after_its_paths_are_filled_in(
     run.write_text(text.replace('dataset = "shards"', f'dataset = "{sets / "copy"}"'))
     out = ["--set", f"output_dir={tmp_path / 'out'}", "--set", "batch_size=32"]
     assert main(["sft", str(run), *out, "--json"]) == 0
-    told = capsys.readouterr()
-    facts = json.loads(told.out)
-    assert facts["finished"]
-    assert facts["output_dir"] == str(tmp_path / "out")
-    assert f"made {facts['step']} steps" in told.err
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out)
+    assert summary["finished"]
+    assert summary["output_dir"] == str(tmp_path / "out")
+    assert f"made {summary['step']} steps" in captured.err
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback(sets: Path, tmp_path: Path) -> None:
     """A checkpoint is saved, one line says so, and the same command resumes."""
     run = run_file(sets, tmp_path, "sft", steps=2000, progress=True, checkpoint_every=2000)
     process = Process(["-m", "ms_align", "sft", str(run)], imports=("ms_align.trainers.sft",))
-    until = time.monotonic() + 120
-    while time.monotonic() < until and process.poll() is None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
         if (tmp_path / "sft" / "events.jsonl").exists() and events(tmp_path / "sft", "step"):
             break
         time.sleep(0.02)
@@ -128,7 +130,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(sets: Path, tmp_path: Path) -> No
 def test_a_layout_for_more_processes_prints_the_torchrun_command(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The typed arguments after torchrun; the slow test runs the command."""
+    """The typed arguments follow torchrun; the slow test runs the command."""
     words = ["sft", str(run_file(sets, tmp_path, "sft")), "--set", "layout.data=2"]
     monkeypatch.setattr(sys, "argv", ["/usr/bin/ms-align", *words])
     assert main(words) == 2
@@ -138,7 +140,7 @@ def test_a_layout_for_more_processes_prints_the_torchrun_command(
 
 @pytest.mark.slow
 def test_the_printed_torchrun_command_trains(sets: Path, tmp_path: Path) -> None:
-    """Copied from the message: two processes, and a model that can be loaded."""
+    """Copied from the message: two processes train, and the model can be loaded."""
     run = run_file(sets, tmp_path, "sft", steps=2)
     words = ["sft", str(run), "--set", "layout.data=2"]
     refused = subprocess.run(
@@ -147,22 +149,22 @@ def test_the_printed_torchrun_command_trains(sets: Path, tmp_path: Path) -> None
     assert refused.returncode == 2
     line = refused.stderr.partition("start it with: ")[2].split()
     line[0:1] = [sys.executable, "-m", "torch.distributed.run"]
-    made = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
-    assert made.returncode == 0, made.stderr[-2000:]
+    result = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
     from .test_left_behind import check_opens
 
     check_opens(tmp_path / "sft" / "model", chats=True)
 
 
 @pytest.mark.slow
-def test_ranks_end_with_a_torchrun_that_is_killed(sets: Path, tmp_path: Path) -> None:
-    """After kill -9 of the launcher no rank trains on, and the same command can resume."""
+def test_ranks_exit_when_torchrun_is_killed(sets: Path, tmp_path: Path) -> None:
+    """After SIGKILL of the launcher no rank continues, and the same command resumes."""
     run = run_file(sets, tmp_path, "sft", steps=5000, checkpoint_every=5)
     words = ["-m", "ms_align", "sft", str(run), "--set", "layout.data=2"]
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher = subprocess.Popen([*line, *words], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         if (tmp_path / "sft" / "events.jsonl").exists() and events(tmp_path / "sft", "checkpoint"):
             break
         time.sleep(0.05)
@@ -170,13 +172,13 @@ def test_ranks_end_with_a_torchrun_that_is_killed(sets: Path, tmp_path: Path) ->
     assert len(ranks) == 2
     launcher.kill()
     launcher.wait()
-    until = time.monotonic() + 5
-    while time.monotonic() < until and any(Path("/proc", rank).exists() for rank in ranks):
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(Path("/proc", rank).exists() for rank in ranks):
         time.sleep(0.05)
     assert not any(Path("/proc", rank).exists() for rank in ranks)
-    last = max(event["step"] for event in events(tmp_path / "sft", "checkpoint"))
-    again = [*line, *words, "--set", f"steps={last + 5}"]
-    subprocess.run(again, env=ENVIRONMENT, check=True, timeout=200, stdout=subprocess.DEVNULL)
+    last_step = max(event["step"] for event in events(tmp_path / "sft", "checkpoint"))
+    resumed = [*line, *words, "--set", f"steps={last_step + 5}"]
+    subprocess.run(resumed, env=ENVIRONMENT, check=True, timeout=200, stdout=subprocess.DEVNULL)
 
 
 HOSTILE = {

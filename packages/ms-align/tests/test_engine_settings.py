@@ -16,7 +16,7 @@ from ms_align.engines.options import HONORED
 from ms_align.errors import ModelError
 from ms_parallel import load_model, save_model
 
-OTHER: dict[str, Any] = {
+UNSUPPORTED_VALUES: dict[str, Any] = {
     "mixed_precision": True,
     "ops": "ms_kernels",
     "recompute": "full",
@@ -29,13 +29,13 @@ OTHER: dict[str, Any] = {
 """A value of each setting that one process without a layout cannot honor."""
 
 
-def events(place: Path, kind: str) -> list[dict[str, Any]]:
+def events(folder: Path, event_kind: str) -> list[dict[str, Any]]:
     """Read the events of one kind."""
-    lines = (place / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == event_kind]
 
 
-def losses(model: object, sets: Path, out: Path, **more: Any) -> list[float]:
+def losses(model: object, sets: Path, out: Path, **options: Any) -> list[float]:
     """Return the losses of four steps of SFT."""
     SFTTrainer(
         model=model,
@@ -46,7 +46,7 @@ def losses(model: object, sets: Path, out: Path, **more: Any) -> list[float]:
         output_dir=out,
         progress=False,
         eval_samples=0,
-        **more,
+        **options,
     ).train(sets / "copy")
     return [event["loss"] for event in events(out, "step")]
 
@@ -54,16 +54,18 @@ def losses(model: object, sets: Path, out: Path, **more: Any) -> list[float]:
 @pytest.mark.parametrize("name", HONORED)
 def test_settings_that_need_a_layout_are_rejected_without_one(name: str) -> None:
     """By every trainer when it is built; defaults are accepted."""
-    kinds = ((SFTTrainer, "model"), (DPOTrainer, "model"), (RewardTrainer, "model"))
-    for kind, model in (*kinds, (GRPOTrainer, "policy_model")):
-        more = {"reward_model": len} if kind is GRPOTrainer else {"steps": 1}
-        remedy = "train in one process" if kind is RewardTrainer else "data = 1"
+    trainers = ((SFTTrainer, "model"), (DPOTrainer, "model"), (RewardTrainer, "model"))
+    for trainer_class, model in (*trainers, (GRPOTrainer, "policy_model")):
+        required = {"reward_model": len} if trainer_class is GRPOTrainer else {"steps": 1}
+        remedy = "train in one process" if trainer_class is RewardTrainer else "data = 1"
         with pytest.raises(ConfigError, match=f"^{name} = .*{remedy}"):
-            kind(**{model: "folder"}, **more, **{name: OTHER[name]})
-        kind(**{model: "folder"}, **more, **{name: HONORED[name][-1]})
+            trainer_class(**{model: "folder"}, **required, **{name: UNSUPPORTED_VALUES[name]})
+        trainer_class(**{model: "folder"}, **required, **{name: HONORED[name][-1]})
 
 
-@pytest.mark.parametrize("name", [name for name in OTHER if not name.startswith("balance")])
+@pytest.mark.parametrize(
+    "name", [name for name in UNSUPPORTED_VALUES if not name.startswith("balance")]
+)
 def test_every_setting_reaches_the_engine_of_a_layout(
     name: str, sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,59 +76,59 @@ def test_every_setting_reaches_the_engine_of_a_layout(
     text = f'model = "{sets / "model"}"\ndataset = "{sets / "copy"}"\nsequence_length = 64\n'
     text += "steps = 2\nprogress = false\neval_samples = 0\nlayout = { data = 1 }\n"
     run.write_text(f'{text}output_dir = "{tmp_path / "out"}"\n')
-    value = json.dumps(OTHER[name])
+    value = json.dumps(UNSUPPORTED_VALUES[name])
     assert main(["sft", str(run), "--set", f"{name}={value}"]) == 0, capsys.readouterr().err
     plain = tmp_path / "plain"
     assert main(["sft", str(run), "--set", f"output_dir={plain}"]) == 0
-    found, wanted = (
-        [event["loss"] for event in events(place, "step")] for place in (tmp_path / "out", plain)
+    actual, expected = (
+        [event["loss"] for event in events(folder, "step")] for folder in (tmp_path / "out", plain)
     )
     # bfloat16 keeps 8 bits: 0.4% of a logit of a few units, averaged over some hundred targets.
     tolerance = 2e-2 if name == "mixed_precision" else 1e-5
-    assert found == pytest.approx(wanted, abs=tolerance)
+    assert actual == pytest.approx(expected, abs=tolerance)
     if name == "mixed_precision":
-        assert found != wanted
+        assert actual != expected
 
 
 @pytest.mark.parametrize("precision", [True, "float16"])
 def test_adapters_train_in_mixed_precision(precision: Any, sets: Path, tmp_path: Path) -> None:
     """Losses equal those in float32 up to rounding, and change at each step."""
     settings: dict[str, Any] = {"layout": {"data": 1}, "lora": LoraOptions(rank=2)}
-    wanted = losses(sets / "model", sets, tmp_path / "plain", **settings)
-    found = losses(sets / "model", sets, tmp_path / "mixed", **settings, mixed_precision=precision)
-    assert found == pytest.approx(wanted, abs=2e-2)  # as above
-    assert found != wanted
-    assert len(set(found)) == len(found)
+    expected = losses(sets / "model", sets, tmp_path / "plain", **settings)
+    actual = losses(sets / "model", sets, tmp_path / "mixed", **settings, mixed_precision=precision)
+    assert actual == pytest.approx(expected, abs=2e-2)  # as above
+    assert actual != expected
+    assert len(set(actual)) == len(actual)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a mixture-of-experts model with a large balance loss."""
     folder = tmp_path_factory.mktemp("experts") / "model"
-    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    model = decoder("qwen3_moe", router_aux_loss_coef=1.0, **more)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = decoder("qwen3_moe", router_aux_loss_coef=1.0, **sizes)
     save_model(model, folder)  # type: ignore[arg-type]
     return folder
 
 
 def test_experts_are_balanced_only_on_request(experts: Path, sets: Path, tmp_path: Path) -> None:
     """Equal losses in one process and under a layout; `balance = "step"` changes them."""
-    alone = losses(experts, sets, tmp_path / "alone")
+    single = losses(experts, sets, tmp_path / "alone")
     split = losses(experts, sets, tmp_path / "split", layout={"data": 1})
-    assert alone == pytest.approx(split, abs=1e-5)
-    for place in ("alone", "split"):
-        (said,) = events(tmp_path / place, "experts")
-        assert (said["experts"], said["balance"]) == (4, "none")
+    assert single == pytest.approx(split, abs=1e-5)
+    for name in ("alone", "split"):
+        (event,) = events(tmp_path / name, "experts")
+        assert (event["experts"], event["balance"]) == (4, "none")
     balanced = losses(experts, sets, tmp_path / "balanced", layout={"data": 1}, balance="step")
-    assert max(abs(a - b) for a, b in zip(alone, balanced, strict=True)) > 1e-3
+    assert max(abs(a - b) for a, b in zip(single, balanced, strict=True)) > 1e-3
     with pytest.raises(ConfigError, match="balance_coefficient is the weight"):
         losses(experts, sets, tmp_path / "c", layout={"data": 1}, balance_coefficient=0.1)
 
 
-def test_experts_of_the_policy_are_balanced_beside_a_dense_reference(
+def test_policy_experts_are_balanced_next_to_a_dense_reference(
     experts: Path, sets: Path, tmp_path: Path
 ) -> None:
-    """A reference is not trained, so that it needs no experts."""
+    """The reference is not trained, so it needs no experts."""
     save_model(decoder(), tmp_path / "dense")  # type: ignore[arg-type]
     DPOTrainer(
         model=str(experts),
@@ -174,8 +176,8 @@ def test_a_reward_model_keeps_the_dtype_too(sets: Path, tmp_path: Path) -> None:
     """The dtype of the body; the head is float32."""
     folder = tmp_path / "model"
     save_model(load_model(sets / "model"), folder, dtype=torch.bfloat16)
-    more = {"steps": 1, "sequence_length": 64, "progress": False, "eval_samples": 0}
-    RewardTrainer(model=str(folder), output_dir=tmp_path / "out", **more).train(sets / "pairs")
+    options = {"steps": 1, "sequence_length": 64, "progress": False, "eval_samples": 0}
+    RewardTrainer(model=str(folder), output_dir=tmp_path / "out", **options).train(sets / "pairs")
     assert dtypes(tmp_path / "out/model/body") == {"BF16"}
 
 
@@ -187,16 +189,16 @@ def test_adapters_are_merged_under_a_layout_and_their_folder_is_a_model(
     base = tmp_path / "base"
     shutil.copytree(sets / "model", base)
     shutil.copy(sets / "tokenizer.json", base)
-    more: dict[str, Any] = {"layout": layout, "lora": {"rank": 4}}
-    losses(str(base), sets, tmp_path / "run", **more)
+    options: dict[str, Any] = {"layout": layout, "lora": {"rank": 4}}
+    losses(str(base), sets, tmp_path / "run", **options)
     merged = load_model(tmp_path / "run/model").state_dict()
     assert not torch.equal(
         merged["model.layers.0.self_attn.q_proj.weight"],
         load_model(base).state_dict()["model.layers.0.self_attn.q_proj.weight"],
     )
     adapter = tmp_path / "run/adapter"
-    # A learning rate of 0 leaves the weights of the model that was opened.
-    still = SFTTrainer(
+    # A learning rate of 0 keeps the weights of the opened model.
+    frozen_run = SFTTrainer(
         model=str(adapter),
         steps=1,
         sequence_length=64,
@@ -204,10 +206,10 @@ def test_adapters_are_merged_under_a_layout_and_their_folder_is_a_model(
         output_dir=tmp_path / "again",
         progress=False,
     )
-    still.train(sets / "copy")
-    again = load_model(tmp_path / "again/model").state_dict()
+    frozen_run.train(sets / "copy")
+    reopened = load_model(tmp_path / "again/model").state_dict()
     for name, weight in merged.items():
-        torch.testing.assert_close(again[name], weight, rtol=0, atol=1e-6)
+        torch.testing.assert_close(reopened[name], weight, rtol=0, atol=1e-6)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
     text = f'model = "{adapter}"\ndataset = "{tmp_path / "prompts.jsonl"}"\n'
     (tmp_path / "generate.toml").write_text(f'{text}output_path = "{tmp_path / "out.jsonl"}"\n')

@@ -75,31 +75,31 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_a_weight_that_is_not_finite_is_rejected(name: str, value: float, tmp_path: Path) -> None:
     """One line that names the file or folder; every value is checked."""
-    read = FILES[name](tmp_path)
-    read()
+    load = FILES[name](tmp_path)
+    load()
     spoil(tmp_path / name, value)
     with pytest.raises(AlignError, match=r"finite|NaN") as caught:
-        read()
+        load()
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_an_extreme_alpha_of_an_adapter_is_rejected(tmp_path: Path) -> None:
-    """In a file and as a setting: float32 would lose the update."""
-    read = adapter(tmp_path)
+    """In a file or as a setting; float32 would lose the update."""
+    load = adapter(tmp_path)
     path = tmp_path / "adapter_config.json"
     text = path.read_text()
     assert '"lora_alpha": 16.0' in text
     for alpha in ("1e308", "1e7", "0.0", "-1.0"):
         path.write_text(text.replace('"lora_alpha": 16.0', f'"lora_alpha": {alpha}'))
         with pytest.raises(ModelError, match="lora_alpha must be above 0 and at most"):
-            read()
+            load()
     with pytest.raises(ConfigError, match="alpha"):
         LoraOptions(alpha=1e308)
 
 
 def test_training_state_that_is_not_finite_counts_as_damaged(sets: Path, tmp_path: Path) -> None:
-    """The checkpoint before it is used, as for any other damage."""
+    """The previous checkpoint is used, as for any other damage."""
     trainer = SFTTrainer(
         model=decoder(),
         steps=2,
@@ -126,6 +126,6 @@ def test_rows_are_divided_equally_with_padding_at_the_end(count: int, ranks: int
     padded = pad_to_ranks(rows, ranks)
     shares = [padded[rows_of_rank(len(padded), rank, ranks)] for rank in range(ranks)]
     assert {len(share) for share in shares} == {-(-count // ranks)}
-    together = [row for share in shares for row in share]
-    assert together[:count] == rows
-    assert set(together[count:]) <= {rows[-1]}
+    joined = [row for share in shares for row in share]
+    assert joined[:count] == rows
+    assert set(joined[count:]) <= {rows[-1]}

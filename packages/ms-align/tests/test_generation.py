@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import biased, decoder, gpt2, llama
+from small_models import alibi_model, decoder, gpt2, llama
 from torch import nn
 
 from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
@@ -33,9 +33,9 @@ MODELS = {
     "gemma2": lambda: decoder("gemma2"),
     "transformers-llama": llama,
     "transformers-gpt2": gpt2,
-    "transformers-bloom": lambda: biased("bloom"),
-    "transformers-falcon": lambda: biased("falcon"),
-    "transformers-mpt": lambda: biased("mpt"),
+    "transformers-bloom": lambda: alibi_model("bloom"),
+    "transformers-falcon": lambda: alibi_model("falcon"),
+    "transformers-mpt": lambda: alibi_model("mpt"),
 }
 
 
@@ -45,16 +45,16 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     return MODELS[request.param]()
 
 
-def alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities (S, V) of one row from the model itself, without cache and padding."""
+def single_row_logprobs(model: nn.Module, tokens: list[int]) -> torch.Tensor:
+    """Return log-probabilities (S, V) of a row from the model itself, without cache or padding."""
     with torch.no_grad():
-        made = model(torch.tensor([tokens]))
-    return getattr(made, "logits", made)[0].float().log_softmax(-1)
+        output = model(torch.tensor([tokens]))
+    return getattr(output, "logits", output)[0].float().log_softmax(-1)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_log_probabilities_do_not_depend_on_the_batch(model: nn.Module, fused: bool) -> None:
-    """Prompts of unequal length, rows that join late: within 1e-5 of the plain forward pass."""
+    """Prompts of unequal length and rows that join late match the plain forward pass to 1e-5."""
     responses = LocalGenerator(model, max_num_seqs=3, fused=fused)(
         PROMPTS, SAMPLING, count=2, seed=1
     )
@@ -62,9 +62,9 @@ def test_log_probabilities_do_not_depend_on_the_batch(model: nn.Module, fused: b
     assert len(set(responses.lengths.tolist())) > 2, "rows are to end at different times"
     for row in range(10):
         prompt, tokens = PROMPTS[row // 2], responses.row(row)
-        table = alone(model, prompt + tokens)
-        want = torch.stack([table[len(prompt) - 1 + i, t] for i, t in enumerate(tokens)])
-        torch.testing.assert_close(responses.logprobs[row, : len(tokens)], want, **FLOAT32)
+        table = single_row_logprobs(model, prompt + tokens)
+        expected = torch.stack([table[len(prompt) - 1 + i, t] for i, t in enumerate(tokens)])
+        torch.testing.assert_close(responses.logprobs[row, : len(tokens)], expected, **FLOAT32)
 
 
 def test_training_and_rollout_log_probabilities_agree(model: nn.Module) -> None:
@@ -72,8 +72,8 @@ def test_training_and_rollout_log_probabilities_agree(model: nn.Module) -> None:
     sampling = Sampling(max_new_tokens=10, temperature=0.7)
     responses = LocalGenerator(model)(PROMPTS, sampling, seed=2)
     rows = sequences(PROMPTS, responses)
-    again = logprobs_of(LocalEngine(model), rows, 0.7)
-    torch.testing.assert_close(again, rows["old_logprobs"], **FLOAT32)
+    rescored = logprobs_of(LocalEngine(model), rows, 0.7)
+    torch.testing.assert_close(rescored, rows["old_logprobs"], **FLOAT32)
 
 
 def test_padding_and_packing_do_not_change_log_probabilities(model: nn.Module) -> None:
@@ -81,9 +81,12 @@ def test_padding_and_packing_do_not_change_log_probabilities(model: nn.Module) -
     engine = LocalEngine(model)
     texts = [[5, 6, 7, 8, 9], [20, 21, 22], [30, 31, 32, 33]]
     width = 8
-    want = [alone(model, text)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0] for text in texts]
+    expected = [
+        single_row_logprobs(model, text)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0]
+        for text in texts
+    ]
 
-    def ask(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def evaluate(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return engine.evaluate(batch, lambda output, b: -output.token_losses(b["targets"]))
 
     right = {"tokens": torch.zeros(3, width).long(), "targets": torch.full((3, width), -100)}
@@ -91,9 +94,9 @@ def test_padding_and_packing_do_not_change_log_probabilities(model: nn.Module) -
     left["positions"] = torch.zeros(3, width).long()
     left["documents"] = torch.zeros(3, width).int()
     for row, text in enumerate(texts):
-        count, own = len(text) - 1, torch.tensor(text)
-        right["tokens"][row, :count], right["targets"][row, :count] = own[:-1], own[1:]
-        left["tokens"][row, -count:], left["targets"][row, -count:] = own[:-1], own[1:]
+        count, tokens = len(text) - 1, torch.tensor(text)
+        right["tokens"][row, :count], right["targets"][row, :count] = tokens[:-1], tokens[1:]
+        left["tokens"][row, -count:], left["targets"][row, -count:] = tokens[:-1], tokens[1:]
         left["positions"][row, -count:] = torch.arange(count)
         left["documents"][row, -count:] = 1
     packed = {
@@ -103,16 +106,16 @@ def test_padding_and_packing_do_not_change_log_probabilities(model: nn.Module) -
         "documents": torch.cat([torch.full((len(t) - 1,), i) for i, t in enumerate(texts)])[None],
     }
     packed["documents"] = packed["documents"].int()
-    for got in (ask(right)[right["targets"] >= 0], ask(left)[left["targets"] >= 0]):
-        torch.testing.assert_close(got, torch.cat(want), **FLOAT32)
-    torch.testing.assert_close(ask(packed)[0], torch.cat(want), **FLOAT32)
+    for actual in (evaluate(right)[right["targets"] >= 0], evaluate(left)[left["targets"] >= 0]):
+        torch.testing.assert_close(actual, torch.cat(expected), **FLOAT32)
+    torch.testing.assert_close(evaluate(packed)[0], torch.cat(expected), **FLOAT32)
 
 
 WINDOW = 4
 """Shorter than the texts below."""
 
 
-def windowed(kind: str) -> nn.Module:
+def sliding_window_model(family: str) -> nn.Module:
     """Build a transformers model with a sliding window in all layers, or in the second only."""
     import transformers
 
@@ -129,40 +132,40 @@ def windowed(kind: str) -> nn.Module:
         "pad_token_id": 0,
     }
     layers = ["full_attention", "sliding_attention"]
-    if kind in ("Qwen2", "Qwen3"):
+    if family in ("Qwen2", "Qwen3"):
         sizes |= {"use_sliding_window": True, "layer_types": layers}
-    if kind in ("Qwen3", "Gemma2", "Gemma3Text"):
+    if family in ("Qwen3", "Gemma2", "Gemma3Text"):
         sizes["head_dim"] = 8
-    config = getattr(transformers, kind + "Config")(**sizes, sliding_window=WINDOW)
-    model: nn.Module = getattr(transformers, kind.removesuffix("Text") + "ForCausalLM")(config)
+    config = getattr(transformers, family + "Config")(**sizes, sliding_window=WINDOW)
+    model: nn.Module = getattr(transformers, family.removesuffix("Text") + "ForCausalLM")(config)
     return model.eval()
 
 
 WINDOWED = ["Mistral", "Mixtral", "Phi3", "Starcoder2", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text"]
 
 
-@pytest.mark.parametrize("kind", WINDOWED)
-def test_sliding_windows_work_in_rollouts_and_updates(kind: str) -> None:
-    """Far beyond the window both agree with the model on single rows."""
-    model = windowed(kind)
+@pytest.mark.parametrize("family", WINDOWED)
+def test_sliding_windows_work_in_rollouts_and_updates(family: str) -> None:
+    """Far beyond the window, both agree with the model on single rows."""
+    model = sliding_window_model(family)
     prompts = [[3, 4, 5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
     responses = LocalGenerator(model)(prompts, Sampling(max_new_tokens=12), count=2, seed=0)
     assert responses.logprobs is not None
-    both = [prompt for prompt in prompts for _ in range(2)]
-    rows = sequences(both, responses)
-    again = logprobs_of(LocalEngine(model), rows, 1.0)
-    torch.testing.assert_close(again, rows["old_logprobs"], **FLOAT32)
-    for row, prompt in enumerate(both):
+    row_prompts = [prompt for prompt in prompts for _ in range(2)]
+    rows = sequences(row_prompts, responses)
+    rescored = logprobs_of(LocalEngine(model), rows, 1.0)
+    torch.testing.assert_close(rescored, rows["old_logprobs"], **FLOAT32)
+    for row, prompt in enumerate(row_prompts):
         tokens = responses.row(row)
-        table = alone(model, prompt + tokens)
-        want = torch.stack([table[len(prompt) - 1 + i, t] for i, t in enumerate(tokens)])
-        torch.testing.assert_close(responses.logprobs[row, : len(tokens)], want, **FLOAT32)
+        table = single_row_logprobs(model, prompt + tokens)
+        expected = torch.stack([table[len(prompt) - 1 + i, t] for i, t in enumerate(tokens)])
+        torch.testing.assert_close(responses.logprobs[row, : len(tokens)], expected, **FLOAT32)
 
 
-@pytest.mark.parametrize("kind", WINDOWED)
-def test_sliding_windows_work_in_packed_rows(kind: str) -> None:
+@pytest.mark.parametrize("family", WINDOWED)
+def test_sliding_windows_work_in_packed_rows(family: str) -> None:
     """Two packed texts longer than the window, compared with single rows."""
-    model = windowed(kind)
+    model = sliding_window_model(family)
     texts = [list(range(1, 13)), list(range(60, 46, -1))]
     packed = {
         "tokens": torch.tensor([[token for text in texts for token in text[:-1]]]),
@@ -170,9 +173,12 @@ def test_sliding_windows_work_in_packed_rows(kind: str) -> None:
         "positions": torch.cat([torch.arange(len(text) - 1) for text in texts])[None],
         "documents": torch.tensor([[0] * 11 + [1] * 13], dtype=torch.int32),
     }
-    got = LocalEngine(model).evaluate(packed, lambda out, b: -out.token_losses(b["targets"]))
-    want = [alone(model, text)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0] for text in texts]
-    torch.testing.assert_close(got[0], torch.cat(want), **FLOAT32)
+    actual = LocalEngine(model).evaluate(packed, lambda out, b: -out.token_losses(b["targets"]))
+    expected = [
+        single_row_logprobs(model, text)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0]
+        for text in texts
+    ]
+    torch.testing.assert_close(actual[0], torch.cat(expected), **FLOAT32)
 
 
 def test_a_soft_cap_is_detected_with_small_logits() -> None:
@@ -185,16 +191,16 @@ def test_a_soft_cap_is_detected_with_small_logits() -> None:
     model = Gemma2ForCausalLM(config).eval()
     engine = LocalEngine(model)
     with torch.no_grad():
-        model.model.norm.weight.add_(1000.0)  # as a long training may let it grow
+        model.model.norm.weight.add_(1000.0)  # as may happen in long training
     text = [3, 4, 5, 6]
     batch = {"tokens": torch.tensor([text[:-1]]), "targets": torch.tensor([text[1:]])}
-    got = engine.evaluate(batch, lambda output, b: -output.token_losses(b["targets"]))
-    want = alone(model, text)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0]
-    torch.testing.assert_close(got[0], want, **FLOAT32)
+    actual = engine.evaluate(batch, lambda output, b: -output.token_losses(b["targets"]))
+    expected = single_row_logprobs(model, text)[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0]
+    torch.testing.assert_close(actual[0], expected, **FLOAT32)
 
 
 def test_norms_with_epsilon_0_generate_correctly() -> None:
-    """`rms_norm_eps: 0.0` is a value, not a missing one."""
+    """`rms_norm_eps: 0.0` is a value, not a missing setting."""
     model = llama()
     norms = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
     for norm in norms:
@@ -202,9 +208,11 @@ def test_norms_with_epsilon_0_generate_correctly() -> None:
     assert norms
     responses = LocalGenerator(model, fused=True)(PROMPTS, SAMPLING, seed=1)
     assert responses.logprobs is not None
-    table = alone(model, PROMPTS[0] + responses.row(0))
-    want = [table[len(PROMPTS[0]) - 1 + i, t] for i, t in enumerate(responses.row(0))]
-    torch.testing.assert_close(responses.logprobs[0, : len(want)], torch.stack(want), **FLOAT32)
+    table = single_row_logprobs(model, PROMPTS[0] + responses.row(0))
+    expected = [table[len(PROMPTS[0]) - 1 + i, t] for i, t in enumerate(responses.row(0))]
+    torch.testing.assert_close(
+        responses.logprobs[0, : len(expected)], torch.stack(expected), **FLOAT32
+    )
 
 
 def test_rows_can_be_packed_in_double_precision() -> None:
@@ -216,13 +224,13 @@ def test_rows_can_be_packed_in_double_precision() -> None:
         "positions": torch.tensor([[0, 1, 2, 0, 1, 2]]),
         "documents": torch.tensor([[0, 0, 0, 1, 1, 1]]),
     }
-    got = LocalEngine(model).evaluate(batch, lambda output, b: output.token_losses(b["targets"]))
-    torch.testing.assert_close(got[0, 3:], got[0, :3], **FLOAT32)
+    actual = LocalEngine(model).evaluate(batch, lambda output, b: output.token_losses(b["targets"]))
+    torch.testing.assert_close(actual[0, 3:], actual[0, :3], **FLOAT32)
 
 
 def test_unknown_window_masks_are_rejected_when_packed_and_generate_without_cache() -> None:
     """Models whose mask format is unknown run full rows at every step."""
-    model = windowed("Olmo3")
+    model = sliding_window_model("Olmo3")
     documents = torch.tensor([[0] * 8 + [1] * 8])
     with pytest.raises(ModelError, match="has sliding windows in a mask format"):
         language_model(model).hidden(torch.ones(1, 16, dtype=torch.int64), None, documents)
@@ -231,16 +239,16 @@ def test_unknown_window_masks_are_rejected_when_packed_and_generate_without_cach
 
 
 def check_log_probabilities(model: nn.Module) -> None:
-    """Compare each response's log-probabilities with those of its row alone."""
+    """Compare the log-probabilities of each response with those of its row alone."""
     responses = LocalGenerator(model, max_num_seqs=3, fused=False)(
         PROMPTS, SAMPLING, count=2, seed=1
     )
     assert responses.logprobs is not None
     for row, length in enumerate(responses.lengths.tolist()):
         prompt, tokens = PROMPTS[row // 2], responses.row(row)
-        table = alone(model, prompt + tokens)
-        want = torch.stack([table[len(prompt) - 1 + at, t] for at, t in enumerate(tokens)])
-        torch.testing.assert_close(responses.logprobs[row, :length], want, **FLOAT32)
+        table = single_row_logprobs(model, prompt + tokens)
+        expected = torch.stack([table[len(prompt) - 1 + at, t] for at, t in enumerate(tokens)])
+        torch.testing.assert_close(responses.logprobs[row, :length], expected, **FLOAT32)
 
 
 RECURRENT: dict[str, dict[str, Any]] = {
@@ -259,15 +267,15 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
-def test_models_with_recurrent_state_generate(kind: str) -> None:
+@pytest.mark.parametrize("family", RECURRENT)
+def test_models_with_recurrent_state_generate(family: str) -> None:
     """Convolutions, state spaces and linear attention in transformers."""
     import transformers
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.CONFIG_MAPPING[kind](**{**sizes, **heads, **RECURRENT[kind]})
+    config = transformers.CONFIG_MAPPING[family](**{**sizes, **heads, **RECURRENT[family]})
     check_log_probabilities(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 
@@ -291,38 +299,38 @@ def test_keys_may_be_wider_than_values() -> None:
     check_log_probabilities(model)
 
 
-@pytest.mark.parametrize("kind", ["GPT2", "StableLm", "GPTNeoX", "Phi"])
+@pytest.mark.parametrize("family", ["GPT2", "StableLm", "GPTNeoX", "Phi"])
 def test_architectures_without_an_ms_parallel_model_run_in_one_process(
-    kind: str, tmp_path: Path
+    family: str, tmp_path: Path
 ) -> None:
     """The engine computes and generates the same as transformers."""
     import transformers
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = getattr(transformers, f"{kind}Config")(
+    config = getattr(transformers, f"{family}Config")(
         **sizes, num_attention_heads=4, num_key_value_heads=4, bos_token_id=0, eos_token_id=0
     )
-    model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(
-        config
-    ).eval()
+    model = getattr(
+        transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}"
+    )(config).eval()
     model.save_pretrained(tmp_path)
     engine = start_engine(tmp_path)
     batch = {"tokens": torch.tensor([PROMPTS[3]]), "targets": torch.tensor([PROMPTS[3]])}
-    got = engine.evaluate(batch, lambda output, _: output.logits())
+    actual = engine.evaluate(batch, lambda output, _: output.logits())
     with torch.no_grad():
-        torch.testing.assert_close(got, model(batch["tokens"]).logits, **FLOAT32)
+        torch.testing.assert_close(actual, model(batch["tokens"]).logits, **FLOAT32)
     assert engine.module is not None
     check_log_probabilities(engine.module)
 
 
 def test_the_batch_and_slots_do_not_change_tokens(model: nn.Module) -> None:
-    """The same seed gives the same tokens one row at a time and all at once."""
-    one = LocalGenerator(model, max_num_seqs=1)(PROMPTS, SAMPLING, count=2, seed=4)
+    """A seed gives the same tokens one row at a time or in one batch."""
+    sequential = LocalGenerator(model, max_num_seqs=1)(PROMPTS, SAMPLING, count=2, seed=4)
     all_at_once = LocalGenerator(model, max_num_seqs=64)(PROMPTS, SAMPLING, count=2, seed=4)
-    assert torch.equal(one.tokens, all_at_once.tokens)
-    assert torch.equal(one.lengths, all_at_once.lengths)
-    assert torch.equal(one.stopped, all_at_once.stopped)
+    assert torch.equal(sequential.tokens, all_at_once.tokens)
+    assert torch.equal(sequential.lengths, all_at_once.lengths)
+    assert torch.equal(sequential.stopped, all_at_once.stopped)
 
 
 def test_tokens_follow_the_models_distribution() -> None:
@@ -331,12 +339,12 @@ def test_tokens_follow_the_models_distribution() -> None:
     responses = LocalGenerator(model, max_num_seqs=512)(
         [[5, 6, 7]], Sampling(max_new_tokens=1), count=4000, seed=0
     )
-    expected = alone(model, [5, 6, 7])[-1].exp() * 4000
-    counted = torch.bincount(responses.tokens[:, 0], minlength=258).float()
-    often = expected >= 5
-    statistic = float(((counted - expected).square() / expected)[often].sum())
-    freedom = int(often.sum())
-    # Mean and deviation of chi-squared are k and √(2k); five deviations, one in millions.
+    expected = single_row_logprobs(model, [5, 6, 7])[-1].exp() * 4000
+    counts = torch.bincount(responses.tokens[:, 0], minlength=258).float()
+    frequent = expected >= 5
+    statistic = float(((counts - expected).square() / expected)[frequent].sum())
+    freedom = int(frequent.sum())
+    # Chi-squared has mean k and deviation √(2k); five deviations are one in millions.
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
@@ -345,9 +353,9 @@ def test_truncated_tokens_are_never_sampled() -> None:
     model = llama()
     sampling = Sampling(max_new_tokens=4, top_k=5, top_p=0.8, min_p=0.1)
     responses = LocalGenerator(model)([[5, 6]], sampling, count=64, seed=0)
-    table = alone(model, [5, 6])[-1]
-    kept = table.topk(5).indices.tolist()
-    assert set(responses.tokens[:, 0].tolist()) <= set(kept)
+    table = single_row_logprobs(model, [5, 6])[-1]
+    top_tokens = table.topk(5).indices.tolist()
+    assert set(responses.tokens[:, 0].tolist()) <= set(top_tokens)
     assert responses.logprobs is not None
     assert responses.sampling_logprobs is not None
     first = responses.tokens[:, 0]
@@ -355,8 +363,10 @@ def test_truncated_tokens_are_never_sampled() -> None:
     assert bool((responses.sampling_logprobs[:, 0] > responses.logprobs[:, 0]).all())
     total = sum(
         {
-            int(t): float(p)
-            for t, p in zip(first, responses.sampling_logprobs[:, 0].exp(), strict=True)
+            int(token): float(probability)
+            for token, probability in zip(
+                first, responses.sampling_logprobs[:, 0].exp(), strict=True
+            )
         }.values()
     )
     assert total == pytest.approx(1.0, abs=1e-5)
@@ -367,37 +377,39 @@ def test_temperature_0_takes_the_most_likely_token() -> None:
     model = llama()
     tokens = LocalGenerator(model)([[5, 6]], Sampling(max_new_tokens=6, temperature=0.0)).row(0)
     for index, token in enumerate(tokens):
-        assert int(alone(model, [5, 6, *tokens[:index]])[-1].argmax()) == token
+        assert int(single_row_logprobs(model, [5, 6, *tokens[:index]])[-1].argmax()) == token
 
 
 def test_a_row_at_the_end_of_the_context_may_wait_for_others() -> None:
-    """Prompts that leave just the room for a response; positions are learned, so one more fails.
+    """Prompts leave just enough room for a response; learned positions make one more token fail.
 
-    Of these hundred rows some are over while too few others are to let them go, for two steps.
+    Some of these hundred rows finish while others are not yet numerous enough to release them.
     """
     prompts = [[n % 250 + 1] * 118 for n in range(100)]
     model, sampling = gpt2(), Sampling(max_new_tokens=10, stop_token_ids=tuple(range(0, 258, 20)))
     together = LocalGenerator(model, max_num_seqs=48)(prompts, sampling, seed=2)  # of 128 positions
     assert int(together.lengths.max()) == 10
-    some = [0, 48, 99]
-    for row in some:
-        table = alone(model, prompts[row] + together.row(row))[117:]
-        want = table[torch.arange(len(together.row(row))), torch.tensor(together.row(row))]
+    checked_rows = [0, 48, 99]
+    for row in checked_rows:
+        table = single_row_logprobs(model, prompts[row] + together.row(row))[117:]
+        expected = table[torch.arange(len(together.row(row))), torch.tensor(together.row(row))]
         assert together.logprobs is not None
-        got = together.logprobs[row, : len(want)]
-        torch.testing.assert_close(got, want, **FLOAT32)
+        actual = together.logprobs[row, : len(expected)]
+        torch.testing.assert_close(actual, expected, **FLOAT32)
 
 
-class Written:
+class FixedRowsEngine:
     """Engine that returns given rows and supports a single stop token."""
 
     def __init__(self, rows: list[list[int]]) -> None:
         self.rows = rows
 
     def generate(self, prompts: object, *, stop_token: int | None, **_: object) -> list[list[int]]:
-        """The rows, each up to the stop token."""
-        cut = [row.index(stop_token) + 1 if stop_token in row else len(row) for row in self.rows]
-        return [row[:end] for row, end in zip(self.rows, cut, strict=True)]
+        """Return the rows, each up to the stop token."""
+        lengths = [
+            row.index(stop_token) + 1 if stop_token in row else len(row) for row in self.rows
+        ]
+        return [row[:end] for row, end in zip(self.rows, lengths, strict=True)]
 
 
 def test_engine_responses_end_at_the_first_stop() -> None:
@@ -405,7 +417,7 @@ def test_engine_responses_end_at_the_first_stop() -> None:
     model, decode = decoder(), ByteTokenizer().decode
     free = Sampling(max_new_tokens=24)
     rows = LocalGenerator(model)(PROMPTS, free, count=2, seed=3)
-    engine = Written([rows.row(index) for index in range(10)])
+    engine = FixedRowsEngine([rows.row(index) for index in range(10)])
     for stops in (
         {"stop_token_ids": 9},
         {"stop_token_ids": (9, 30, 200)},
@@ -413,27 +425,27 @@ def test_engine_responses_end_at_the_first_stop() -> None:
         {"stop_token_ids": tuple(range(0, 258, 20)), "stop_strings": ("a", "O")},
     ):
         sampling = Sampling(max_new_tokens=24, **stops)
-        ours = LocalGenerator(model, decode=decode)(PROMPTS, sampling, count=2, seed=3)
-        theirs = EngineGenerator(engine, decode)(PROMPTS, sampling, count=2)  # type: ignore[arg-type]
-        assert torch.equal(theirs.lengths, ours.lengths)
-        assert torch.equal(theirs.stopped, ours.stopped)
-        assert [theirs.row(n) for n in range(10)] == [ours.row(n) for n in range(10)]
+        expected = LocalGenerator(model, decode=decode)(PROMPTS, sampling, count=2, seed=3)
+        actual = EngineGenerator(engine, decode)(PROMPTS, sampling, count=2)  # type: ignore[arg-type]
+        assert torch.equal(actual.lengths, expected.lengths)
+        assert torch.equal(actual.stopped, expected.stopped)
+        assert [actual.row(n) for n in range(10)] == [expected.row(n) for n in range(10)]
     with pytest.raises(ModelError, match="decode="):
         EngineGenerator(engine)(PROMPTS, Sampling(stop_strings="a"))  # type: ignore[arg-type]
 
 
 def test_all_sampling_settings_reach_the_engine() -> None:
     """Top-k, top-p and min-p under a layout."""
-    asked: dict[str, object] = {}
+    received: dict[str, object] = {}
 
-    class Asked(Written):
+    class RecordingEngine(FixedRowsEngine):
         def generate(self, prompts: object, **settings: object) -> list[list[int]]:  # type: ignore[override]
-            asked.update(settings)
+            received.update(settings)
             return self.rows
 
     sampling = Sampling(max_new_tokens=5, temperature=0.5, top_k=7, top_p=0.9, min_p=0.05)
-    EngineGenerator(Asked([[1, 2]]))([[3]], sampling, seed=4)  # type: ignore[arg-type]
-    assert asked == {
+    EngineGenerator(RecordingEngine([[1, 2]]))([[3]], sampling, seed=4)  # type: ignore[arg-type]
+    assert received == {
         "max_new_tokens": 5, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.05,
         "seed": 4, "stop_token": None,
     }  # fmt: skip
@@ -464,8 +476,8 @@ def test_stop_tokens_and_strings_are_part_of_the_response() -> None:
     )
     for row in range(8):
         text = tokenizer.decode(by_string.row(row))
-        said = [stop in text for stop in ascii_only.stop_strings]
-        assert any(said) == bool(by_string.stopped[row])
+        contained = [stop in text for stop in ascii_only.stop_strings]
+        assert any(contained) == bool(by_string.stopped[row])
         before = tokenizer.decode(by_string.row(row)[:-1])
         assert not any(stop in before for stop in ascii_only.stop_strings)
     with pytest.raises(ModelError, match="decode="):
@@ -484,24 +496,24 @@ def test_models_that_cannot_be_fused_run_unfused(caplog: pytest.LogCaptureFixtur
     assert "runs unfused" in caplog.text
 
 
-@pytest.mark.parametrize("made", [llama, decoder])
-def test_bfloat16_models_run_unfused(made: Callable[[], nn.Module]) -> None:
-    """Log-probabilities near those of single rows: within one bfloat16 step of a logit."""
-    model = made().bfloat16()
+@pytest.mark.parametrize("build", [llama, decoder])
+def test_bfloat16_models_run_unfused(build: Callable[[], nn.Module]) -> None:
+    """Log-probabilities match those of single rows within one bfloat16 step of a logit."""
+    model = build().bfloat16()
     generator = LocalGenerator(model, max_num_seqs=3)
     responses = generator(PROMPTS, SAMPLING, seed=1)
     assert not isinstance(generator._reader(), FusedReader)
     assert responses.logprobs is not None
     for row, prompt in enumerate(PROMPTS):
         tokens = responses.row(row)
-        table = alone(model, prompt + tokens)[len(prompt) - 1 : -1]
-        want = table.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        got = responses.logprobs[row, : len(tokens)]
-        torch.testing.assert_close(got, want, rtol=0.0, atol=2**-6)
+        table = single_row_logprobs(model, prompt + tokens)[len(prompt) - 1 : -1]
+        expected = table.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        actual = responses.logprobs[row, : len(tokens)]
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=2**-6)
 
 
 def test_prompts_that_cannot_be_continued_are_rejected() -> None:
-    """Empty, none, beyond the context, and tokens of another vocabulary."""
+    """Empty prompts, no prompts, prompts beyond the context, and tokens outside the vocabulary."""
     generator = LocalGenerator(llama())
     with pytest.raises(DataError, match="prompts are empty"):
         generator([], Sampling())
@@ -520,7 +532,7 @@ def test_prompts_that_cannot_be_continued_are_rejected() -> None:
 def test_a_batch_of_another_vocabulary_is_rejected(name: str, number: int) -> None:
     """Before the embedding and before the loss."""
     engine = LocalEngine(decoder())
-    batch = {each: torch.ones(2, 5, dtype=torch.int64) for each in ("tokens", "targets")}
+    batch = {key: torch.ones(2, 5, dtype=torch.int64) for key in ("tokens", "targets")}
     batch["targets"][0, 0] = -100
     engine.evaluate(batch, lambda output, rows: output.token_losses(rows["targets"]))
     batch[name][1, 3] = number

@@ -1,4 +1,4 @@
-"""kill -9 at any moment, then the same command: the weights of an undisturbed run, bit for bit."""
+"""After kill -9 at any moment, the same command ends in the weights of an uninterrupted run."""
 
 import signal
 from pathlib import Path
@@ -15,13 +15,13 @@ SCRIPT = Path(__file__).with_name("killed_run.py")
 def run(folder: Path, trainer: str, kill_at: int | None = None) -> int:
     """Launch once and return the exit status."""
     words = [str(SCRIPT), str(folder), trainer, *([] if kill_at is None else [str(kill_at)])]
-    made = run_command(words, imports=("ms_align.trainers.ppo",))
-    assert made.returncode in (0, -signal.SIGKILL), made.stderr[-2000:]
-    return made.returncode
+    result = run_command(words, imports=("ms_align.trainers.ppo",))
+    assert result.returncode in (0, -signal.SIGKILL), result.stderr[-2000:]
+    return result.returncode
 
 
 def weights(folder: Path) -> bytes:
-    """Return the content of the trained model's file."""
+    """Return the bytes of the trained model file."""
     return (folder / "model" / "model.safetensors").read_bytes()
 
 
@@ -34,17 +34,17 @@ def steps_of(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def check(tmp_path: Path, trainer: str, moments: list[int]) -> None:
-    """Compare an undisturbed run with one that is killed at each of the moments in turn."""
-    assert run(tmp_path / "whole", trainer) == 0
+    """Compare an uninterrupted run with one killed at each of these moments and resumed."""
+    assert run(tmp_path / "reference", trainer) == 0
     for kill_at in moments:
         assert run(tmp_path / "killed", trainer, kill_at) == -signal.SIGKILL
     assert run(tmp_path / "killed", trainer) == 0
-    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
-    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    assert weights(tmp_path / "killed") == weights(tmp_path / "reference")
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "reference")
 
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """Killed within a rollout's updates: buffer, random state, KL coefficient, data position."""
+    """Killed during updates: restores buffer, random state, KL coefficient and data position."""
     check(tmp_path, "PPOTrainer", [9])
     assert complete_steps(tmp_path / "killed" / "checkpoints")[-1] == 8
 

@@ -1,4 +1,4 @@
-"""A kill before any change to the file system leaves whole checkpoints and results."""
+"""Kills before any change to the file system leave checkpoints and results complete or absent."""
 
 from pathlib import Path
 
@@ -15,27 +15,29 @@ from .small_models import decoder
 
 
 def state(value: int) -> checkpoint.State:
-    """A state that can be told from others."""
+    """Return a checkpoint state that holds a value."""
     return checkpoint.State(tensors={"a": torch.full((8,), value)}, facts={"value": value})
 
 
-def test_rewriting_a_checkpoint_killed_at_any_change_leaves_a_whole_one(tmp_path: Path) -> None:
-    """A run that has damaged or lost its later files writes the same step once more."""
+def test_rewriting_a_checkpoint_killed_at_any_change_leaves_a_complete_one(tmp_path: Path) -> None:
+    """A run whose later files are damaged or lost writes the same step again."""
     killed, event, values = True, 0, set()
     checkpoint.write(tmp_path, 3, state(1))
     while killed:
         event += 1
         killed = killed_at(event, lambda: checkpoint.write(tmp_path, 3, state(2)))
-        read = checkpoint.read(checkpoint.step_folder(tmp_path, 3))
-        assert bool((read.tensors["a"] == read.facts["value"]).all())
-        values.add(read.facts["value"])
+        loaded = checkpoint.read(checkpoint.step_folder(tmp_path, 3))
+        assert bool((loaded.tensors["a"] == loaded.facts["value"]).all())
+        values.add(loaded.facts["value"])
         checkpoint.write(tmp_path, 3, state(1))
     assert event > 5
     assert values == {1, 2}
 
 
-def test_deleting_checkpoints_killed_at_any_change_leaves_only_whole_ones(tmp_path: Path) -> None:
-    """One that is partly deleted does not count as complete, and the next deletion removes it."""
+def test_deleting_checkpoints_killed_at_any_change_leaves_only_complete_ones(
+    tmp_path: Path,
+) -> None:
+    """A partly deleted checkpoint does not count as complete, and the next deletion removes it."""
     killed, event = True, 0
     while killed:
         event += 1
@@ -49,8 +51,8 @@ def test_deleting_checkpoints_killed_at_any_change_leaves_only_whole_ones(tmp_pa
     assert event > 5
 
 
-def test_an_adapter_killed_at_any_change_is_whole_or_missing(tmp_path: Path) -> None:
-    """A finished run takes the folder's existence for its result, so it must not be half full."""
+def test_an_adapter_killed_at_any_change_is_complete_or_missing(tmp_path: Path) -> None:
+    """An existing folder marks the result as finished, so it must not be partial."""
     adapted = add_lora(decoder())
     engine = LocalEngine(adapted, OptimizerOptions(learning_rate=0.1))
     killed, event, missing = True, 0, 0

@@ -21,8 +21,8 @@ from .small_models import decoder, gpt2, llama
 TOKENS = torch.arange(24).view(2, 12) % 257
 
 
-def trained(model: nn.Module, options: LoraOptions | None = None) -> nn.Module:
-    """Return an adapted model whose adapters are not 0."""
+def with_random_adapters(model: nn.Module, options: LoraOptions | None = None) -> nn.Module:
+    """Return an adapted model whose adapters are not zero."""
     adapted = add_lora(model, options, base_name="base")
     torch.manual_seed(1)
     with torch.no_grad():
@@ -38,14 +38,14 @@ def logits(model: nn.Module) -> torch.Tensor:
     return getattr(out, "logits", out)
 
 
-@pytest.mark.parametrize("make", [decoder, llama])
-def test_an_adapter_starts_at_zero_and_adds_a_low_rank_matrix(make: object) -> None:
-    """B = 0 changes nothing; then the layer has the weight W + s·B·A."""
-    model = make()  # type: ignore[operator]
+@pytest.mark.parametrize("build", [decoder, llama])
+def test_an_adapter_starts_at_zero_and_adds_a_low_rank_matrix(build: object) -> None:
+    """B = 0 changes nothing; a nonzero B gives the layer the weight W + s·B·A."""
+    model = build()  # type: ignore[operator]
     before = logits(model)
     adapted = add_lora(model, LoraOptions(rank=3, alpha=7, use_rslora=True))
     assert torch.equal(logits(adapted), before)
-    adapted = trained(make())  # type: ignore[operator]
+    adapted = with_random_adapters(build())  # type: ignore[operator]
     layer = next(iter(adapted.adapters().values()))
     assert isinstance(layer, LoraLinear)
     x = torch.randn(4, layer.in_features)
@@ -55,26 +55,26 @@ def test_an_adapter_starts_at_zero_and_adds_a_low_rank_matrix(make: object) -> N
 
 
 def test_disabling_merging_and_unmerging_are_exact() -> None:
-    """Disabled: the base model, bit for bit; merged: the same logits; unmerged: the same bits."""
-    adapted = trained(decoder())
-    on = logits(adapted)
+    """Disabled: the base model bit for bit. Merged: the same logits. Unmerged: the same bits."""
+    adapted = with_random_adapters(decoder())
+    adapted_logits = logits(adapted)
     with adapted.disable_adapter():
         assert torch.equal(logits(adapted), logits(decoder()))
-    assert torch.equal(logits(adapted), on)
+    assert torch.equal(logits(adapted), adapted_logits)
     adapted.merge()
     # W + s·B·A rounds once more: a few parts in 1e6 of logits of size 10.
-    torch.testing.assert_close(logits(adapted), on, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(adapted), adapted_logits, rtol=1e-4, atol=1e-4)
     with pytest.raises(ModelError, match="call unmerge"), adapted.disable_adapter():
         pass
     adapted.unmerge()
-    assert torch.equal(logits(adapted), on)
+    assert torch.equal(logits(adapted), adapted_logits)
     plain = adapted.merged_model()
     assert not any(isinstance(module, LoraLinear) for module in plain.modules())
-    torch.testing.assert_close(logits(plain), on, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(plain), adapted_logits, rtol=1e-4, atol=1e-4)
 
 
 def test_only_adapters_are_trained() -> None:
-    """The engine's state has only their weights; the base weights do not change."""
+    """The engine's state holds only adapter weights, and the base weights do not change."""
     model = decoder()
     adapted = add_lora(model)
     before = {name: value.clone() for name, value in model.named_parameters()}
@@ -88,25 +88,25 @@ def test_only_adapters_are_trained() -> None:
 
 
 def test_peft_reads_our_adapters(tmp_path: Path) -> None:
-    """The same logits in peft, on transformers' model with the same weights, and here."""
+    """In peft, the transformers model with the same weights gives the same logits."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     save_model(decoder(), tmp_path / "base")  # type: ignore[arg-type]
-    ours = trained(
+    adapted = with_random_adapters(
         decoder(), LoraOptions(rank=4, alpha=9.0, target_modules=("q_proj", "down_proj"))
     )
-    ours.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    torch.testing.assert_close(logits(theirs), logits(ours), rtol=1e-4, atol=1e-4)
-    again = load_lora(decoder(), tmp_path / "adapter")
-    assert torch.equal(logits(again), logits(ours))
+    peft_model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits(peft_model), logits(adapted), rtol=1e-4, atol=1e-4)
+    reloaded = load_lora(decoder(), tmp_path / "adapter")
+    assert torch.equal(logits(reloaded), logits(adapted))
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_we_read_adapters_of_peft(tmp_path: Path, use_rslora: bool) -> None:
-    """Into transformers' model and into our decoder with the same weights."""
+def test_adapters_of_peft_are_read(tmp_path: Path, use_rslora: bool) -> None:
+    """Into the transformers model and into our decoder with the same weights."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -115,24 +115,24 @@ def test_we_read_adapters_of_peft(tmp_path: Path, use_rslora: bool) -> None:
         r=4, lora_alpha=6, target_modules="all-linear", use_rslora=use_rslora, task_type="CAUSAL_LM"
     )
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    theirs = peft.get_peft_model(base, config)
+    peft_model = peft.get_peft_model(base, config)
     torch.manual_seed(2)
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
-    theirs.eval().save_pretrained(tmp_path / "adapter")
-    wanted = logits(theirs)
-    on_ours = load_lora(decoder(), tmp_path / "adapter")
-    torch.testing.assert_close(logits(on_ours), wanted, rtol=1e-4, atol=1e-4)
-    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft_model.eval().save_pretrained(tmp_path / "adapter")
+    expected = logits(peft_model)
+    adapted = load_lora(decoder(), tmp_path / "adapter")
+    torch.testing.assert_close(logits(adapted), expected, rtol=1e-4, atol=1e-4)
+    reloaded_base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     torch.testing.assert_close(
-        logits(load_lora(fresh, tmp_path / "adapter")), wanted, rtol=1e-4, atol=1e-4
+        logits(load_lora(reloaded_base, tmp_path / "adapter")), expected, rtol=1e-4, atol=1e-4
     )
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"use_dora": True}, "use_dora=True, which is not supported"),
         ({"bias": "all"}, "bias='all'"),
@@ -144,25 +144,25 @@ def test_we_read_adapters_of_peft(tmp_path: Path, use_rslora: bool) -> None:
     ],
 )
 def test_an_adapter_that_does_not_match_is_rejected(
-    tmp_path: Path, change: dict[str, object], says: str
+    tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     """One line with the problem and the remedy."""
-    trained(decoder()).save_pretrained(tmp_path)
+    with_random_adapters(decoder()).save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         load_lora(decoder(), tmp_path)
 
 
 def test_an_adapter_of_another_model_is_rejected(tmp_path: Path) -> None:
-    """It has extra layers, lacks some, or has other shapes."""
-    trained(decoder()).save_pretrained(tmp_path)
-    for sizes, says in (
+    """Extra layers, missing layers, or other shapes."""
+    with_random_adapters(decoder()).save_pretrained(tmp_path)
+    for sizes, message in (
         ({"num_hidden_layers": 1}, "the model has no linear layer"),
         ({"num_hidden_layers": 3}, "it lacks the adapter of"),
         ({"intermediate_size": 128}, "has shapes"),
     ):
-        with pytest.raises(ModelError, match=says):
+        with pytest.raises(ModelError, match=message):
             load_lora(decoder(**sizes), tmp_path)
 
 
@@ -180,48 +180,48 @@ def test_layers_are_selected_by_name_expression_or_all() -> None:
         add_lora(add_lora(decoder()))
 
 
-def peft_adapter(place: Path, **settings: Any) -> torch.Tensor:
+def peft_adapter(folder: Path, **settings: Any) -> torch.Tensor:
     """Write a base model and an adapter trained with peft; return the logits that peft loads."""
     import peft
     from transformers import AutoModelForCausalLM
 
-    save_model(decoder(), place / "base")  # type: ignore[arg-type]
-    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    save_model(decoder(), folder / "base")  # type: ignore[arg-type]
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
     config = peft.LoraConfig(
         **{"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **settings},
         task_type="CAUSAL_LM",
     )
-    theirs = peft.get_peft_model(base, config)
+    peft_model = peft.get_peft_model(base, config)
     torch.manual_seed(2)
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    theirs.eval().save_pretrained(place / "adapter")
-    again = AutoModelForCausalLM.from_pretrained(place / "base")
-    return logits(peft.PeftModel.from_pretrained(again, place / "adapter").eval())
+    peft_model.eval().save_pretrained(folder / "adapter")
+    reloaded = AutoModelForCausalLM.from_pretrained(folder / "base")
+    return logits(peft.PeftModel.from_pretrained(reloaded, folder / "adapter").eval())
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize(
-    "begins", [True, False, "gaussian", "orthogonal", "mica", "eva", "pissa", "olora"]
+    "initialization", [True, False, "gaussian", "orthogonal", "mica", "eva", "pissa", "olora"]
 )
 def test_adapters_of_all_peft_initializations_give_the_same_logits(
-    tmp_path: Path, begins: bool | str, use_rslora: bool
+    tmp_path: Path, initialization: bool | str, use_rslora: bool
 ) -> None:
     """PiSSA and OLoRA change the base weights; the others do not."""
     pytest.importorskip("peft")
-    wanted = peft_adapter(tmp_path, init_lora_weights=begins, use_rslora=use_rslora)
+    expected = peft_adapter(tmp_path, init_lora_weights=initialization, use_rslora=use_rslora)
     adapted = load_lora(decoder(), tmp_path / "adapter")
     # W - s·B₀·A₀ rounds once more in peft: a few parts in 1e6 of logits of size 10.
-    torch.testing.assert_close(logits(adapted), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(adapted), expected, rtol=1e-4, atol=1e-4)
     with adapted.disable_adapter():
         assert torch.equal(logits(adapted), logits(decoder()))
     adapted.save_pretrained(tmp_path / "again")
     again = load_lora(decoder(), tmp_path / "again")
     assert torch.equal(logits(again), logits(adapted))
     plain = adapted.merged_model()
-    torch.testing.assert_close(logits(plain), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_an_unsupported_peft_key_is_rejected_by_name(
     tmp_path: Path, change: dict[str, object]
 ) -> None:
     """Any key that could change the logits and is not read."""
-    trained(decoder()).save_pretrained(tmp_path)
+    with_random_adapters(decoder()).save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ModelError, match=f"{next(iter(change))}="):
@@ -283,16 +283,16 @@ def test_a_damaged_adapter_configuration_is_rejected_in_one_line(
     tmp_path: Path, content: bytes
 ) -> None:
     """Before memory is allocated for its values."""
-    trained(decoder()).save_pretrained(tmp_path)
+    with_random_adapters(decoder()).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_bytes(content)
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(ModelError) as error:
         load_lora(decoder(), tmp_path)
-    assert str(tmp_path) in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 500
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 def test_a_rank_beyond_every_layer_is_rejected_before_allocation() -> None:
-    """10⁹ rows for a matrix of 32 would be 128 GB."""
+    """10⁹ rows for a matrix of 32 rows would take 128 GB."""
     with pytest.raises(ConfigError, match=r"rank must be at most 32, .*got 1000000000"):
         add_lora(decoder(), LoraOptions(rank=10**9, target_modules=("q_proj",)))

@@ -1,4 +1,4 @@
-"""One process and a layout for one process give the same run."""
+"""One process and a layout for one process produce the same run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,21 +24,23 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(kind: type[Any], start: Path, out: Path, **more: Any) -> tuple[list[Any], list[float]]:
+def run(
+    trainer_class: type[Any], start: Path, out: Path, **overrides: Any
+) -> tuple[list[Any], list[float]]:
     """Return the responses of a run, and the losses of its updates."""
-    drawn: list[Any] = []
+    responses: list[Any] = []
     losses: list[float] = []
 
     def reward(samples: Sequence[Sample]) -> list[float]:
-        drawn.extend(sample.response_tokens for sample in samples)
+        responses.extend(sample.response_tokens for sample in samples)
         return [sum(sample.response_tokens) % 7 / 6 for sample in samples]
 
     def on_event(name: str, fields: Any) -> None:
         if name == "step":
             losses.append(fields["loss"])
 
-    groups = {} if kind is PPOTrainer else {"num_generations": 4}
-    kind(
+    groups = {} if trainer_class is PPOTrainer else {"num_generations": 4}
+    trainer_class(
         policy_model=start,
         reward_model=reward,
         learning_rate=1e-3,
@@ -51,30 +53,32 @@ def run(kind: type[Any], start: Path, out: Path, **more: Any) -> tuple[list[Any]
         output_dir=out,
         on_event=on_event,
         progress=False,
-        **{**groups, **more},
+        **{**groups, **overrides},
     ).optimize(PROMPTS)
-    return drawn, losses
+    return responses, losses
 
 
-@pytest.mark.parametrize("kind", [PPOTrainer, GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("trainer_class", [PPOTrainer, GRPOTrainer, RLOOTrainer])
 def test_a_seed_gives_the_same_responses_under_a_layout(
-    kind: type[Any], start: Path, tmp_path: Path
+    trainer_class: type[Any], start: Path, tmp_path: Path
 ) -> None:
     """Three rollouts, the later ones after updates; losses within 1e-5."""
-    alone, losses = run(kind, start, tmp_path / "alone")
-    split, split_losses = run(kind, start, tmp_path / "split", layout={"data": 1})
-    assert len(alone) == 24
-    assert alone == split
+    single, losses = run(trainer_class, start, tmp_path / "alone")
+    split, split_losses = run(trainer_class, start, tmp_path / "split", layout={"data": 1})
+    assert len(single) == 24
+    assert single == split
     assert losses == pytest.approx(split_losses, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", [PPOTrainer, GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("trainer_class", [PPOTrainer, GRPOTrainer, RLOOTrainer])
 def test_a_reference_model_in_mixed_precision_is_checksummed(
-    kind: type[Any], start: Path, tmp_path: Path
+    trainer_class: type[Any], start: Path, tmp_path: Path
 ) -> None:
     """Its frozen weights are DTensors even over one rank; losses stay near the float32 run's."""
-    plain = run(kind, start, tmp_path / "plain", layout={"data": 1})[1]
-    mixed = run(kind, start, tmp_path / "mixed", layout={"data": 1}, mixed_precision=True)[1]
+    plain = run(trainer_class, start, tmp_path / "plain", layout={"data": 1})[1]
+    mixed = run(trainer_class, start, tmp_path / "mixed", layout={"data": 1}, mixed_precision=True)[
+        1
+    ]
     assert len(mixed) == len(plain)
     assert mixed[0] == pytest.approx(plain[0], abs=5e-2)
 

@@ -36,8 +36,8 @@ from ms_align.tokenizer import ByteTokenizer
 PROMPTS = ["hello", "a", "what is", "xyz"]
 
 
-def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    """Settings of a run that takes a second."""
+def settings(folder: Path, **overrides: Any) -> dict[str, Any]:
+    """Return settings of a run that takes a second."""
     return {
         "policy_model": decoder(),
         "reward_model": vowels,
@@ -47,26 +47,28 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
         "max_new_tokens": 5,
         "output_dir": folder,
         "progress": False,
-        **more,
+        **overrides,
     }
 
 
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+def events(folder: Path, event_kind: str) -> list[dict[str, Any]]:
     """Read the events of one kind."""
     lines = (folder / "events.jsonl").read_bytes().splitlines()
-    return [event for event in map(msgspec.json.decode, lines) if event["kind"] == kind]
+    return [event for event in map(msgspec.json.decode, lines) if event["kind"] == event_kind]
 
 
 @pytest.mark.parametrize("trainer", [PPOTrainer, GRPOTrainer, RLOOTrainer])
 def test_a_reward_rises(tmp_path: Path, trainer: Any) -> None:
-    """The share of vowels, from 2% to more than 25%, on held-out prompts too."""
+    """The fraction of vowels rises from 2% to more than 25%, also on held-out prompts."""
     groups = (
         {"epochs": 2, "minibatch_size": 32} if trainer is PPOTrainer else {"num_generations": 8}
     )
-    more = settings(tmp_path, steps=60, batch_size=64, learning_rate=4e-3, kl_coeff=0.0, **groups)
-    result = trainer(**more, held_out=["to be", "or not", "q"], missing_eos_penalty=0.0).optimize(
-        PROMPTS
+    options = settings(
+        tmp_path, steps=60, batch_size=64, learning_rate=4e-3, kl_coeff=0.0, **groups
     )
+    result = trainer(
+        **options, held_out=["to be", "or not", "q"], missing_eos_penalty=0.0
+    ).optimize(PROMPTS)
     assert result.finished
     rollouts = events(tmp_path, "rollout")
     assert rollouts[0]["reward"] < 0.06
@@ -84,77 +86,81 @@ def test_the_first_update_has_ratio_1_and_kl_0(tmp_path: Path) -> None:
 
 
 def test_the_reference_does_not_change_during_training(tmp_path: Path) -> None:
-    """KL grows from 0, and the coefficient follows the controller's rule."""
-    more = settings(tmp_path, steps=12, batch_size=16, learning_rate=5e-3, epochs=2)
-    PPOTrainer(**more, kl_target=0.01, kl_horizon=100).optimize(PROMPTS)
+    """KL grows from 0, and the coefficient follows the controller's update rule."""
+    options = settings(tmp_path, steps=12, batch_size=16, learning_rate=5e-3, epochs=2)
+    PPOTrainer(**options, kl_target=0.01, kl_horizon=100).optimize(PROMPTS)
     rollouts = events(tmp_path, "rollout")
     assert rollouts[-1]["kl"] > 0.01 > abs(rollouts[0]["kl"])
     controller = AdaptiveKL(target=0.01, horizon=100)
-    told = [(rollout["kl_coeff"], rollout["kl"]) for rollout in rollouts]
-    wanted = [controller.next(coefficient, kl, 16) for coefficient, kl in told]
-    assert [coefficient for coefficient, _ in told[1:]] == pytest.approx(wanted[:-1])
-    assert told[-1][0] > told[1][0]  # without a controller it would stay
+    coefficients_and_kls = [(rollout["kl_coeff"], rollout["kl"]) for rollout in rollouts]
+    expected = [controller.next(coefficient, kl, 16) for coefficient, kl in coefficients_and_kls]
+    assert [coefficient for coefficient, _ in coefficients_and_kls[1:]] == pytest.approx(
+        expected[:-1]
+    )
+    assert (
+        coefficients_and_kls[-1][0] > coefficients_and_kls[1][0]
+    )  # without a controller it would stay constant
 
 
-class Adapted(nn.Module):
-    """Policy with changes that can be disabled like adapters."""
+class DisableableShift(nn.Module):
+    """Policy with a trainable shift that can be disabled like an adapter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = decoder()
         self.config = self.body.config
-        self.on = True
+        self.enabled = True
         self.shift = nn.Parameter(torch.zeros(32))
         self.body.requires_grad_(False)
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Head weight of the body."""
+        """Return the head weight of the body."""
         return self.body.head_weight  # type: ignore[return-value]
 
     blocks = True
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Disable the changes, as peft's models do."""
-        self.on = False
+        """Disable the shift, like peft's models."""
+        self.enabled = False
         try:
             yield
         finally:
-            self.on = True
+            self.enabled = True
 
     def save_pretrained(self, folder: Path) -> None:
         """Write only the model."""
 
-    def forward(self, tokens: torch.Tensor, **named: Any) -> torch.Tensor:
-        """Hidden states, moved."""
-        hidden: torch.Tensor = self.body(tokens, **named)
-        return hidden + self.shift if self.on else hidden
+    def forward(self, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """Return hidden states, shifted if enabled."""
+        hidden: torch.Tensor = self.body(tokens, **arguments)
+        return hidden + self.shift if self.enabled else hidden
 
 
 def test_disabled_adapters_are_the_reference(tmp_path: Path) -> None:
-    """The same losses as with a frozen copy, and the frozen weights never change."""
-    one, two = Adapted(), Adapted()
-    before = one.body.state_dict()["model.norm.weight"].clone()
+    """Equal losses as with a frozen copy, and the frozen weights never change."""
+    shared, copied = DisableableShift(), DisableableShift()
+    before = shared.body.state_dict()["model.norm.weight"].clone()
     common = {"steps": 4, "learning_rate": 1e-2, "kl_coeff": 0.5, "value_model": decoder()}
     PPOTrainer(
-        **settings(tmp_path / "off", policy_model=one, reference_model="adapter_off", **common)
+        **settings(tmp_path / "off", policy_model=shared, reference_model="adapter_off", **common)
     ).optimize(PROMPTS)
     common["value_model"] = decoder()
-    PPOTrainer(**settings(tmp_path / "copy", policy_model=two, **common)).optimize(PROMPTS)
-    off, copy = events(tmp_path / "off", "step"), events(tmp_path / "copy", "step")
-    assert [e["loss"] for e in off] == [e["loss"] for e in copy]
-    assert torch.equal(one.shift, two.shift)
-    assert one.shift.abs().max() > 0
-    assert torch.equal(before, one.body.state_dict()["model.norm.weight"])
+    PPOTrainer(**settings(tmp_path / "copy", policy_model=copied, **common)).optimize(PROMPTS)
+    shared_steps, copied_steps = events(tmp_path / "off", "step"), events(tmp_path / "copy", "step")
+    assert [e["loss"] for e in shared_steps] == [e["loss"] for e in copied_steps]
+    assert torch.equal(shared.shift, copied.shift)
+    assert shared.shift.abs().max() > 0
+    assert torch.equal(before, shared.body.state_dict()["model.norm.weight"])
     with pytest.raises(ConfigError, match="disable_adapter"):
         PPOTrainer(**settings(tmp_path, reference_model="adapter_off")).optimize(PROMPTS)
 
 
 def test_a_skipped_sample_has_no_influence(tmp_path: Path) -> None:
-    """Its tokens are masked, in a group too."""
+    """Its tokens are masked, also within a group."""
 
-    def fails(samples: Sequence[Sample]) -> list[float]:
+    def failing_reward(samples: Sequence[Sample]) -> list[float]:
         return [
             float("nan") if s.prompt == "a" else v
             for s, v in zip(samples, vowels(samples), strict=True)
@@ -162,30 +168,32 @@ def test_a_skipped_sample_has_no_influence(tmp_path: Path) -> None:
 
     for trainer, group in ((PPOTrainer, 1), (GRPOTrainer, 4)):
         folder = tmp_path / trainer.__name__
-        more = settings(
+        options = settings(
             folder,
-            reward_model=fails,
+            reward_model=failing_reward,
             on_reward_failure="skip",
             num_generations=group,
             batch_size=16,
         )
-        assert trainer(**more).optimize(PROMPTS).finished
+        assert trainer(**options).optimize(PROMPTS).finished
         assert events(folder, "rollout")[0]["left_out"] == 4
         assert all(torch.isfinite(torch.tensor(e["loss"])) for e in events(folder, "step"))
     with pytest.raises(RewardError, match="prompt 'a'"):
-        PPOTrainer(**settings(tmp_path / "stop", reward_model=fails)).optimize(PROMPTS)
+        PPOTrainer(**settings(tmp_path / "stop", reward_model=failing_reward)).optimize(PROMPTS)
 
 
 def test_a_group_is_used_if_its_first_response_is_skipped(tmp_path: Path) -> None:
-    """The rewards of the others differ, so the run does not fail with equal rewards."""
-    asked = iter(range(1000))
+    """The other rewards differ, so the run does not fail with equal rewards."""
+    counter = iter(range(1000))
 
-    def fails(samples: Sequence[Sample]) -> list[float]:
-        numbers = [next(asked) for _ in samples]
+    def failing_reward(samples: Sequence[Sample]) -> list[float]:
+        numbers = [next(counter) for _ in samples]
         return [float("nan") if number % 4 == 0 else float(number % 4) for number in numbers]
 
-    more = settings(tmp_path, reward_model=fails, on_reward_failure="skip", num_generations=4)
-    assert GRPOTrainer(**more, equal_rewards_limit=1).optimize(PROMPTS).finished
+    options = settings(
+        tmp_path, reward_model=failing_reward, on_reward_failure="skip", num_generations=4
+    )
+    assert GRPOTrainer(**options, equal_rewards_limit=1).optimize(PROMPTS).finished
 
 
 def test_runs_without_anything_to_learn_are_rejected(tmp_path: Path) -> None:
@@ -195,49 +203,57 @@ def test_runs_without_anything_to_learn_are_rejected(tmp_path: Path) -> None:
         GRPOTrainer(**{**equal, "steps": 9}, num_generations=4, equal_rewards_limit=3).optimize(
             PROMPTS
         )
-    nothing = settings(
+    all_failed = settings(
         tmp_path / "empty",
         reward_model=lambda samples: [float("nan")] * len(samples),
         on_reward_failure="skip",
     )
     with pytest.raises(NothingToLearnError, match="no response token is left"):
-        PPOTrainer(**nothing).optimize(PROMPTS)
+        PPOTrainer(**all_failed).optimize(PROMPTS)
     PPOTrainer(**settings(tmp_path / "done")).optimize(PROMPTS)
     with pytest.raises(ConfigError, match=r"the step of .*, got 1"):
         PPOTrainer(**settings(tmp_path / "done", steps=1)).optimize(PROMPTS)
 
 
 def test_bad_input_is_reported_before_training(tmp_path: Path) -> None:
-    """Datasets, answers, tokenizers, contexts and settings that do not match."""
+    """Mismatched datasets, answers, tokenizers, contexts and settings."""
 
-    def refused(
-        error: type[Exception], text: str, prompts: Any = PROMPTS, answers: Any = None, **more: Any
+    def check_refused(
+        error: type[Exception],
+        text: str,
+        prompts: Any = PROMPTS,
+        answers: Any = None,
+        **overrides: Any,
     ) -> None:
         with pytest.raises(error, match=text):
-            PPOTrainer(**settings(tmp_path, **more)).optimize(prompts, answers)
+            PPOTrainer(**settings(tmp_path, **overrides)).optimize(prompts, answers)
 
-    refused(DataError, "prompt_dataset is empty", [])
-    refused(DataError, "3 entries and prompt_dataset has 4", answers=["x"] * 3)
-    refused(DataError, "entry 0 is a text, which needs a tokenizer", tokenizer=None)
-    refused(DataError, "no 'prompt'", [{"question": "x"}])
-    refused(DataError, "token 999", [[999]], tokenizer=None)
-    refused(ConfigError, "minibatch_size", minibatch_size=3)
-    refused(ConfigError, "kl_estimator must be k1, k2, k3 .*got 'k9'", kl_estimator="k9")
-    refused(ConfigError, "kl_target=0.5 needs kl_coeff > 0", kl_target=0.5, kl_coeff=0)
-    refused(ConfigError, "policy_model must be a path, got 3", policy_model=3)
-    refused(ConfigError, "model must be a torch.nn.Module, .*got object", policy_model=object())
+    check_refused(DataError, "prompt_dataset is empty", [])
+    check_refused(DataError, "3 entries and prompt_dataset has 4", answers=["x"] * 3)
+    check_refused(DataError, "entry 0 is a text, which needs a tokenizer", tokenizer=None)
+    check_refused(DataError, "no 'prompt'", [{"question": "x"}])
+    check_refused(DataError, "token 999", [[999]], tokenizer=None)
+    check_refused(ConfigError, "minibatch_size", minibatch_size=3)
+    check_refused(ConfigError, "kl_estimator must be k1, k2, k3 .*got 'k9'", kl_estimator="k9")
+    check_refused(ConfigError, "kl_target=0.5 needs kl_coeff > 0", kl_target=0.5, kl_coeff=0)
+    check_refused(ConfigError, "policy_model must be a path, got 3", policy_model=3)
+    check_refused(
+        ConfigError, "model must be a torch.nn.Module, .*got object", policy_model=object()
+    )
 
-    class Other(ByteTokenizer):
+    class LargerTokenizer(ByteTokenizer):
         vocabulary_size = 300
 
-    refused(
-        ModelError, "the model must have the tokenizer's 300 tokens, and has 258", tokenizer=Other()
+    check_refused(
+        ModelError,
+        "the model must have the tokenizer's 300 tokens, and has 258",
+        tokenizer=LargerTokenizer(),
     )
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
 def test_a_run_does_not_resume_from_another_initial_model(tmp_path: Path) -> None:
-    """The checkpoint records the initial weights, of which the reference is a copy."""
+    """The checkpoint identifies the initial weights, which the reference copies."""
     PPOTrainer(**settings(tmp_path)).optimize(PROMPTS)
     with pytest.raises(ms_align.CheckpointError, match="whose weights was"):
         PPOTrainer(**settings(tmp_path, steps=4, policy_model=decoder(seed=1))).optimize(PROMPTS)
@@ -245,27 +261,29 @@ def test_a_run_does_not_resume_from_another_initial_model(tmp_path: Path) -> Non
 
 def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
     """One flipped bit: a warning, the previous checkpoint is used, and the result is the same."""
-    whole = PPOTrainer(**settings(tmp_path / "whole", steps=4, checkpoint_every=1))
-    whole.optimize(PROMPTS)
-    PPOTrainer(**settings(tmp_path / "hurt", steps=3, checkpoint_every=1)).optimize(PROMPTS)
-    file = tmp_path / "hurt" / "checkpoints" / "step-00000003" / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
+    reference = PPOTrainer(**settings(tmp_path / "reference", steps=4, checkpoint_every=1))
+    reference.optimize(PROMPTS)
+    PPOTrainer(**settings(tmp_path / "damaged", steps=3, checkpoint_every=1)).optimize(PROMPTS)
+    weights_file = tmp_path / "damaged" / "checkpoints" / "step-00000003" / "rank-00000.safetensors"
+    content = bytearray(weights_file.read_bytes())
     content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    PPOTrainer(**settings(tmp_path / "hurt", steps=4, checkpoint_every=1)).optimize(PROMPTS)
-    assert events(tmp_path / "hurt", "damaged_checkpoint")
+    weights_file.write_bytes(content)
+    PPOTrainer(**settings(tmp_path / "damaged", steps=4, checkpoint_every=1)).optimize(PROMPTS)
+    assert events(tmp_path / "damaged", "damaged_checkpoint")
     model = Path("model", "model.safetensors")
-    assert (tmp_path / "hurt" / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
+    assert (tmp_path / "damaged" / model).read_bytes() == (
+        tmp_path / "reference" / model
+    ).read_bytes()
 
 
 def test_a_model_that_was_not_written_is_written_by_the_next_launch(tmp_path: Path) -> None:
     """A run that ended after its last checkpoint makes no further update."""
     PPOTrainer(**settings(tmp_path)).optimize(PROMPTS)
-    file = tmp_path / "model" / "model.safetensors"
-    before = file.read_bytes()
-    shutil.rmtree(file.parent)
+    model_file = tmp_path / "model" / "model.safetensors"
+    before = model_file.read_bytes()
+    shutil.rmtree(model_file.parent)
     assert PPOTrainer(**settings(tmp_path)).optimize(PROMPTS).finished
-    assert file.read_bytes() == before
+    assert model_file.read_bytes() == before
     assert len(events(tmp_path, "step")) == 2
 
 
@@ -283,13 +301,13 @@ def test_microbatches_do_not_change_training(tmp_path: Path) -> None:
 def test_a_copied_model_shares_no_weights() -> None:
     """Also for a decoder whose operators are a Python module."""
     model = decoder()
-    twin = copy_of(model)
+    copied = copy_of(model)
     tokens = torch.tensor([[5, 6, 7]])
-    assert torch.equal(model(tokens), twin(tokens))
+    assert torch.equal(model(tokens), copied(tokens))
     assert not {p.data_ptr() for p in model.parameters()} & {
-        p.data_ptr() for p in twin.parameters()
+        p.data_ptr() for p in copied.parameters()
     }
-    assert isinstance(LocalEngine(twin).state_dict(), dict)
+    assert isinstance(LocalEngine(copied).state_dict(), dict)
 
 
 def run_file(folder: Path, reward: str) -> Path:
@@ -306,7 +324,7 @@ def run_file(folder: Path, reward: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ("reward_model=':f'", "reward_model ':f' cannot be imported"),
         ("reward_model='.x:f'", "reward_model '.x:f' cannot be imported"),
@@ -333,7 +351,7 @@ def run_file(folder: Path, reward: str) -> Path:
     ],
 )
 def test_bad_settings_are_one_line_and_exit_2(
-    tmp_path: Path, change: str, says: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, change: str, message: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Problem, location and remedy, before anything is trained."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -344,13 +362,13 @@ def test_bad_settings_are_one_line_and_exit_2(
     run = run_file(tmp_path, "small_models:vowels")
     assert main(["ppo", str(run), "--set", change.replace("{0}", str(tmp_path))]) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 def asks_to_stop(samples: Sequence[Sample]) -> list[float]:
-    """Share of vowels; sends a stop signal to the run."""
+    """Return the fraction of vowels, and send a stop signal to the run."""
     signal.raise_signal(signal.SIGTERM)
     return vowels(samples)
 
@@ -365,22 +383,22 @@ def test_a_stopped_command_does_not_succeed(tmp_path: Path) -> None:
 def test_two_runs_do_not_share_an_output_folder(tmp_path: Path) -> None:
     """The second is rejected while the first runs; afterwards the folder is free."""
     options = settings(tmp_path / "out", steps=1)
-    refused = []
+    errors = []
 
-    def meets_another(samples: Sequence[Sample]) -> list[float]:
-        if not refused:
+    def start_second_run(samples: Sequence[Sample]) -> list[float]:
+        if not errors:
             with pytest.raises(CheckpointError, match="is in use by") as error:
                 PPOTrainer(**settings(tmp_path / "out", steps=1)).optimize(PROMPTS)
-            refused.append(error)
+            errors.append(error)
         return vowels(samples)
 
-    PPOTrainer(**{**options, "reward_model": meets_another}).optimize(PROMPTS)
-    assert refused
+    PPOTrainer(**{**options, "reward_model": start_second_run}).optimize(PROMPTS)
+    assert errors
     PPOTrainer(**settings(tmp_path / "out", steps=2)).optimize(PROMPTS)
 
 
 def test_the_commands_train_resume_and_generate(tmp_path: Path, capsys: Any) -> None:
-    """From a folder and a JSON Lines file to a model and responses; mistakes exit with 2."""
+    """From a model folder and JSON Lines to a trained model and responses; mistakes exit with 2."""
     ms_align.models.folder.save_model(decoder(), tmp_path / "start")  # type: ignore[attr-defined]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello", "answer": "x"}\n{"prompt": "a", "answer": "y"}\n')
@@ -403,12 +421,17 @@ def test_the_commands_train_resume_and_generate(tmp_path: Path, capsys: Any) -> 
         == 2
     )
     assert "nowhere:at_all" in capsys.readouterr().err
-    judge = RewardModel(decoder())
-    torch.nn.init.normal_(judge.head.weight)
-    judge.save(tmp_path / "judge")
-    judged = ["--set", f"output_dir={tmp_path}/judged", "--set", f"reward_model={tmp_path}/judge"]
-    assert main(["ppo", str(run), *judged]) == 0
-    assert main(["ppo", str(run), *judged, "--set", f"reward_model={tmp_path}/start"]) == 2
+    reward_model = RewardModel(decoder())
+    torch.nn.init.normal_(reward_model.head.weight)
+    reward_model.save(tmp_path / "judge")
+    overrides = [
+        "--set",
+        f"output_dir={tmp_path}/judged",
+        "--set",
+        f"reward_model={tmp_path}/judge",
+    ]
+    assert main(["ppo", str(run), *overrides]) == 0
+    assert main(["ppo", str(run), *overrides, "--set", f"reward_model={tmp_path}/start"]) == 2
     assert "is not a reward model" in capsys.readouterr().err
     generation = tmp_path / "GENERATE.toml"
     generation.write_text(

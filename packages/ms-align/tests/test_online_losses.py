@@ -1,4 +1,4 @@
-"""Losses of PPO, GRPO and RLOO against values worked by hand, and gradients against plain ones."""
+"""Losses of PPO, GRPO and RLOO compared with hand-computed values and plain gradients."""
 
 import math
 from typing import Any
@@ -27,11 +27,11 @@ from ms_align.losses.token_statistics import (
 )
 
 LOG = math.log
-WORKED = 1e-6
-"""The worked numbers are given to so much; float32 sums of few terms."""
+HAND_TOLERANCE = 1e-6
+"""Float32 sums of a few terms."""
 
 
-class Given:
+class FixedOutput:
     """Output with fixed log-probabilities, entropies and values."""
 
     def __init__(self, logprobs: Tensor, values: Tensor | None = None) -> None:
@@ -43,15 +43,15 @@ class Given:
         raise AssertionError
 
     def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """-log p at targets."""
+        """Return -log p at targets."""
         return -self.logprobs * (targets != -100)
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """2 nats at every position."""
+        """Return 2 nats at every position."""
         return 2.0 * counted
 
     def head(self, name: str) -> Tensor:
-        """The values."""
+        """Return the values."""
         assert self.values is not None
         return self.values[..., None]
 
@@ -69,7 +69,7 @@ BATCH: dict[str, Tensor] = {
 VALUES = torch.tensor([[0.5, 0.9, 5.0], [0.9, 5.0, 5.0]])
 
 
-def told(loss: Loss, output: Any) -> dict[str, float]:
+def loss_and_statistics(loss: Loss, output: Any) -> dict[str, float]:
     """Return the mean loss and the statistics by name."""
     total, figures = loss(output, BATCH)
     weight = loss.weight(BATCH)
@@ -79,15 +79,15 @@ def told(loss: Loss, output: Any) -> dict[str, float]:
     }
 
 
-def test_ppo_gives_the_values_worked_by_hand() -> None:
+def test_ppo_matches_hand_computed_values() -> None:
     """Ratios 1.5 (clipped at 1.2), 0.5 (clipped at 0.8) and 1.1: -2.4 + 0.8 + 3.3 over 3 tokens."""
-    found = told(PPOLoss(), Given(NEW))
-    assert found["policy_loss"] == pytest.approx((-2.4 + 0.8 + 3.3) / 3, abs=WORKED)
-    assert found["loss"] == pytest.approx(found["policy_loss"], abs=WORKED)
-    assert found["clip_fraction"] == pytest.approx(2 / 3)
-    assert found["entropy"] == pytest.approx(2.0)
+    result = loss_and_statistics(PPOLoss(), FixedOutput(NEW))
+    assert result["policy_loss"] == pytest.approx((-2.4 + 0.8 + 3.3) / 3, abs=HAND_TOLERANCE)
+    assert result["loss"] == pytest.approx(result["policy_loss"], abs=HAND_TOLERANCE)
+    assert result["clip_fraction"] == pytest.approx(2 / 3)
+    assert result["entropy"] == pytest.approx(2.0)
     k3 = [(r - 1) - LOG(r) for r in (1.5, 0.5, 1.1)]
-    assert found["kl_old"] == pytest.approx(sum(k3) / 3, abs=WORKED)
+    assert result["kl_old"] == pytest.approx(sum(k3) / 3, abs=HAND_TOLERANCE)
 
 
 def test_ppo_adds_value_entropy_and_kl() -> None:
@@ -95,53 +95,57 @@ def test_ppo_adds_value_entropy_and_kl() -> None:
     parts = PPOLoss(
         value_coeff=0.1, entropy_coeff=0.01, kl_coeff=0.5, kl_estimator="k2", value_clip=0.2
     )
-    found = told(parts, Given(NEW, VALUES))
+    result = loss_and_statistics(parts, FixedOutput(NEW, VALUES))
     # (0.5-1)² = 0.25 < (0.2-1)² = 0.64; 0.81 = (0.9-0)²; (0.9-0.7)² = 0.04 > (0.7-0.7)².
     value = 0.5 * (0.64 + 0.81 + 0.04) / 3
-    assert found["value_loss"] == pytest.approx(value, abs=WORKED)
-    assert found["value_clip_fraction"] == pytest.approx(1 / 3)
+    assert result["value_loss"] == pytest.approx(value, abs=HAND_TOLERANCE)
+    assert result["value_clip_fraction"] == pytest.approx(1 / 3)
     k2 = sum(0.5 * LOG(r) ** 2 for r in (1.5, 0.5, 2.0)) / 3
-    assert found["kl_loss"] == pytest.approx(k2, abs=WORKED)
+    assert result["kl_loss"] == pytest.approx(k2, abs=HAND_TOLERANCE)
     policy = (-2.4 + 0.8 + 3.3) / 3
-    want = policy + 0.1 * value - 0.01 * 2 + 0.5 * k2
-    assert found["loss"] == pytest.approx(want, abs=WORKED)
-    own = told(ValueLoss(clip=0.2), Given(NEW, VALUES))
-    assert own["loss"] == pytest.approx(value, abs=WORKED)
+    expected = policy + 0.1 * value - 0.01 * 2 + 0.5 * k2
+    assert result["loss"] == pytest.approx(expected, abs=HAND_TOLERANCE)
+    value_only = loss_and_statistics(ValueLoss(clip=0.2), FixedOutput(NEW, VALUES))
+    assert value_only["loss"] == pytest.approx(value, abs=HAND_TOLERANCE)
 
 
 def test_an_unclipped_value_loss_is_half_the_square() -> None:
-    """And the clip fraction is 0."""
-    errors, held = value_loss(torch.tensor([[3.0]]), torch.tensor([[0.0]]), torch.ones(1, 1), None)
+    """The clip fraction is 0."""
+    errors, clipped_mask = value_loss(
+        torch.tensor([[3.0]]), torch.tensor([[0.0]]), torch.ones(1, 1), None
+    )
     assert float(errors) == 2.0
-    assert not held.any()
+    assert not clipped_mask.any()
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "want"),
+    ("aggregation", "expected"),
     [
         ("token", (-2.4 + 0.8 + 3.3) / 3),
         ("sequence", ((-2.4 + 0.8) / 2 + 3.3) / 2),
         ("constant", (-2.4 + 0.8 + 3.3) / (2 * 4)),
     ],
 )
-def test_grpo_supports_all_aggregations(aggregation: Any, want: float) -> None:
+def test_grpo_supports_all_aggregations(aggregation: Any, expected: float) -> None:
     """Over tokens, over responses, or over responses times a fixed length."""
-    found = told(PolicyLoss(aggregation=aggregation, longest=4), Given(NEW))
-    assert found["loss"] == pytest.approx(want, abs=WORKED)
+    result = loss_and_statistics(PolicyLoss(aggregation=aggregation, longest=4), FixedOutput(NEW))
+    assert result["loss"] == pytest.approx(expected, abs=HAND_TOLERANCE)
 
 
 def test_grpos_weighted_kl_is_ratio_times_k3() -> None:
     """Ratios to the old policy 1.5, 0.5, 1.1; to the reference 1.5, 0.5, 2."""
-    found = told(PolicyLoss(kl_coeff=1.0), Given(NEW))
+    result = loss_and_statistics(PolicyLoss(kl_coeff=1.0), FixedOutput(NEW))
     pairs = ((1.5, 1.5), (0.5, 0.5), (1.1, 2.0))
-    want = sum(r * (1 / w - 1 + LOG(w)) for r, w in pairs) / 3
-    assert found["kl_loss"] == pytest.approx(want, abs=WORKED)
+    expected = sum(r * (1 / w - 1 + LOG(w)) for r, w in pairs) / 3
+    assert result["kl_loss"] == pytest.approx(expected, abs=HAND_TOLERANCE)
 
 
 def test_rloo_uses_one_ratio_per_response() -> None:
     """Ratios 0.75 and 1.1 of responses with advantages 0.5 (its mean) and -3; none is clipped."""
-    found = told(PolicyLoss(clip_low=0.3, ratio=per_response, aggregation="sequence"), Given(NEW))
-    assert found["loss"] == pytest.approx((-0.75 * 0.5 + 1.1 * 3) / 2, abs=WORKED)
+    result = loss_and_statistics(
+        PolicyLoss(clip_low=0.3, ratio=per_response, aggregation="sequence"), FixedOutput(NEW)
+    )
+    assert result["loss"] == pytest.approx((-0.75 * 0.5 + 1.1 * 3) / 2, abs=HAND_TOLERANCE)
 
 
 def terms(ratios: Tensor, advantages: Tensor, **options: Any) -> Terms:
@@ -168,7 +172,7 @@ def gate(ratio: float, temperature: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("options", "want"),
+    ("options", "expected"),
     [
         ({"loss_type": "grpo"}, ((-2.4 + 0.8) / 2 + 3.3) / 2),
         ({"loss_type": "dapo"}, (-2.4 + 0.8 + 3.3) / 3),
@@ -190,10 +194,12 @@ def gate(ratio: float, temperature: float) -> float:
     ],
     ids=str,
 )
-def test_losses_of_the_grpo_family_have_their_values(options: dict[str, Any], want: float) -> None:
-    """Worked by hand from the formulas of the papers; ratios are clipped to 0.8 and 1.2."""
+def test_losses_of_the_grpo_family_match_hand_computed_values(
+    options: dict[str, Any], expected: float
+) -> None:
+    """From the formulas of the papers; ratios are clipped to 0.8 and 1.2."""
     loss = policy_loss(**options)
-    assert told(loss, Given(NEW))["loss"] == pytest.approx(want, abs=1e-5)
+    assert loss_and_statistics(loss, FixedOutput(NEW))["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def policy_loss(**options: Any) -> PolicyLoss:
@@ -252,14 +258,14 @@ def test_gspos_token_form_has_the_values_of_its_sequence_form() -> None:
         ({"dual_clip": 0.5}, "dual_clip must be a number of at least 1"),
     ],
 )
-def test_losses_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
-    """One line that says what to change."""
+def test_incompatible_loss_options_are_refused(options: dict[str, Any], message: str) -> None:
+    """One line says what to change."""
     with pytest.raises(ConfigError, match=message):
         SurrogateOptions(**options)
 
 
 def test_clipping_removes_the_gradient_only_beyond_the_range() -> None:
-    """Ratio 1.5: no gradient with a positive advantage, the full one with a negative."""
+    """Ratio 1.5: no gradient for a positive advantage, the full one for a negative advantage."""
     ratios = torch.tensor([1.5, 1.5, 0.5, 0.5], requires_grad=True)
     losses, is_clipped = clipped(terms(ratios, torch.tensor([1.0, -1.0, 1.0, -1.0])))
     losses.sum().backward()
@@ -272,54 +278,56 @@ def test_clipping_removes_the_gradient_only_beyond_the_range() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_token_statistics_equal_the_plain_formulas(temperature: float) -> None:
-    """Losses, entropies and the gradient over several chunks, compared with float64, 1e-5."""
-    chance = torch.Generator().manual_seed(0)
-    logits = torch.randn(700, 1031, generator=chance).mul_(3).requires_grad_()
-    targets = torch.randint(1031, (700,), generator=chance)
-    scale = torch.randn(700, generator=chance)
+    """Losses, entropies and gradients over several chunks match float64 within 1e-5."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(700, 1031, generator=generator).mul_(3).requires_grad_()
+    targets = torch.randint(1031, (700,), generator=generator)
+    scale = torch.randn(700, generator=generator)
     losses, entropies = losses_and_entropies(logits, targets, temperature)
-    (got,) = torch.autograd.grad((losses * scale).sum(), logits)
-    truth = logits.detach().double().requires_grad_()
-    table = (truth / temperature).log_softmax(-1)
-    want = -table.gather(1, targets[:, None])[:, 0]
-    (slow,) = torch.autograd.grad((want * scale).sum(), truth)
-    # A loss of up to 30 nats in float32 is known to 4e-6 at best.
-    torch.testing.assert_close(losses.double(), want, rtol=1e-6, atol=1e-5)
+    (gradient,) = torch.autograd.grad((losses * scale).sum(), logits)
+    logits64 = logits.detach().double().requires_grad_()
+    table = (logits64 / temperature).log_softmax(-1)
+    expected = -table.gather(1, targets[:, None])[:, 0]
+    (expected_gradient,) = torch.autograd.grad((expected * scale).sum(), logits64)
+    # Float32 resolves a loss of up to 30 nats to 4e-6 at best.
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(
         entropies.double(), -(table.exp() * table).sum(1), rtol=1e-6, atol=1e-5
     )
-    torch.testing.assert_close(got.double(), slow, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kept_bytes", [1 << 30, 0])
+@pytest.mark.parametrize("saved_logits_bytes", [1 << 30, 0])
 def test_statistics_from_hidden_states_equal_the_plain_formulas(
-    kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+    saved_logits_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients of losses and entropies, with logits saved or recomputed.
 
     A second call while the first graph is alive gets its own memory.
     """
-    monkeypatch.setattr(token_statistics, "SAVED_LOGITS_BYTES", kept_bytes)
+    monkeypatch.setattr(token_statistics, "SAVED_LOGITS_BYTES", saved_logits_bytes)
     monkeypatch.setattr(token_statistics, "PRODUCT_BYTES", 1 << 18)
     monkeypatch.setattr(token_statistics, "CHUNK_BYTES", 1 << 16)
-    chance = torch.Generator().manual_seed(0)
-    hidden = torch.randn(300, 16, generator=chance).requires_grad_()
-    weight = torch.randn(515, 16, generator=chance).requires_grad_()
-    targets = torch.randint(515, (300,), generator=chance)
-    scales = torch.randn(2, 300, generator=chance)
-    scratch, found, wanted = Scratch(), [], []
-    made = [projected_losses_and_entropies(hidden, weight, targets, t, scratch) for t in (1.0, 0.7)]
-    for pair in made:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 16, generator=generator).requires_grad_()
+    weight = torch.randn(515, 16, generator=generator).requires_grad_()
+    targets = torch.randint(515, (300,), generator=generator)
+    scales = torch.randn(2, 300, generator=generator)
+    scratch, actual, expected = Scratch(), [], []
+    statistics = [
+        projected_losses_and_entropies(hidden, weight, targets, t, scratch) for t in (1.0, 0.7)
+    ]
+    for pair in statistics:
         for terms in (scales * torch.stack(pair), scales[:1] * pair[0], scales[1:] * pair[1]):
             gradients = torch.autograd.grad(terms.sum(), (hidden, weight), retain_graph=True)
-            found += [*pair, *gradients]
-    slow = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+            actual += [*pair, *gradients]
+    inputs64 = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     for temperature in (1.0, 0.7):
-        table = (slow[0] @ slow[1].T / temperature).log_softmax(1)
+        table = (inputs64[0] @ inputs64[1].T / temperature).log_softmax(1)
         pair = (-table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(1))
         for terms in (scales * torch.stack(pair), scales[:1] * pair[0], scales[1:] * pair[1]):
-            gradients = torch.autograd.grad(terms.sum(), slow, retain_graph=True)
-            wanted += [*pair, *gradients]
+            gradients = torch.autograd.grad(terms.sum(), inputs64, retain_graph=True)
+            expected += [*pair, *gradients]
     # Sums of 300 terms of order 10 in float32, each rounded by 6e-8 of its size.
-    for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-4)
+    for value, expected_value in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value.double(), expected_value, rtol=1e-5, atol=2e-4)

@@ -1,4 +1,4 @@
-"""Losses of DPO and its relatives, and of reward models: values, gradients, required columns."""
+"""Losses of DPO variants and reward models: values, gradients, required columns."""
 
 import math
 from typing import Any
@@ -12,11 +12,11 @@ from ms_align.losses.dpo import DPOLoss
 from ms_align.losses.pairwise import PairwiseLoss, pairwise_loss
 from ms_align.losses.preference import LOSSES, OF_DIFFERENCE, WITHOUT_REFERENCE, Pairs, log1mexp
 
-NEEDED: dict[str, dict[str, Any]] = {"exo_pair": {"label_smoothing": 1e-3}}
-"""Settings without which a loss is refused."""
+REQUIRED_OPTIONS: dict[str, dict[str, Any]] = {"exo_pair": {"label_smoothing": 1e-3}}
+"""Settings that a loss requires."""
 
 
-def pairs_of(*values: float) -> Pairs:
+def make_pair(*values: float) -> Pairs:
     """Build one pair: chosen, rejected, reference_chosen, reference_rejected, and token counts."""
     tensors = [torch.tensor([value], dtype=torch.float64) for value in values]
     names = ("chosen", "rejected", "reference_chosen", "reference_rejected")
@@ -29,19 +29,19 @@ def pairs_of(*values: float) -> Pairs:
 
 
 def test_dpo_has_its_golden_values() -> None:
-    """Worked by hand: Δ = (-10+12) - (-14+13) = 3; -log sigmoid(0.1·3) = 0.554355."""
-    pairs = pairs_of(-10.0, -14.0, -12.0, -13.0)
+    """Hand-computed: Δ = (-10+12) - (-14+13) = 3; -log sigmoid(0.1·3) = 0.554355."""
+    pairs = make_pair(-10.0, -14.0, -12.0, -13.0)
     assert DPOLoss(beta=0.1).losses(pairs).item() == pytest.approx(0.5543552, abs=1e-6)
     # 0.9 · 0.5543552 + 0.1 · (0.5543552 + 0.3)
     smoothed = DPOLoss(beta=0.1, label_smoothing=0.1).losses(pairs)
     assert smoothed.item() == pytest.approx(0.5843552, abs=1e-6)
-    equal = DPOLoss(beta=0.5).losses(pairs_of(0.0, 0.0, 0.0, 0.0))
+    equal = DPOLoss(beta=0.5).losses(make_pair(0.0, 0.0, 0.0, 0.0))
     assert equal.item() == pytest.approx(math.log(2))
 
 
 def test_dpo_has_the_gradient_of_the_paper() -> None:
     """-β·sigmoid(-βΔ) for the chosen log-probability and its negative for the rejected one."""
-    pairs = pairs_of(-3.0, -2.5, -2.0, -4.0)
+    pairs = make_pair(-3.0, -2.5, -2.0, -4.0)
     pairs.chosen.requires_grad_()
     pairs.rejected.requires_grad_()
     DPOLoss(beta=0.4).losses(pairs).backward()
@@ -53,8 +53,8 @@ def test_dpo_has_the_gradient_of_the_paper() -> None:
     assert pairs.rejected.grad.item() == pytest.approx(-expected, abs=1e-9)
 
 
-# One pair, worked by hand with beta = 0.5: c = -8 + 10 = 2, r = -9 + 6 = -3, Δ = 5; 4 and 3 tokens.
-HAND = (-8.0, -9.0, -10.0, -6.0, 4.0, 3.0)
+# By hand with beta = 0.5: c = -8 + 10 = 2, r = -9 + 6 = -3, Δ = 5; 4 and 3 tokens.
+HAND_PAIR = (-8.0, -9.0, -10.0, -6.0, 4.0, 3.0)
 
 
 def sigmoid(x: float) -> float:
@@ -87,21 +87,21 @@ GOLDEN = {
 
 
 def test_every_loss_has_a_golden_value() -> None:
-    """So a new loss cannot be added without one."""
+    """A new loss cannot be added without one."""
     assert GOLDEN.keys() == LOSSES.keys()
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_has_its_golden_value(name: str) -> None:
-    """Worked by hand from the formula of the paper."""
-    loss = DPOLoss(loss_type=name, beta=0.5, **NEEDED.get(name, {}))
-    assert loss.losses(pairs_of(*HAND)).item() == pytest.approx(GOLDEN[name], abs=1e-9)
+    """Computed by hand from the formula of the paper."""
+    loss = DPOLoss(loss_type=name, beta=0.5, **REQUIRED_OPTIONS.get(name, {}))
+    assert loss.losses(make_pair(*HAND_PAIR)).item() == pytest.approx(GOLDEN[name], abs=1e-9)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_finite_at_extreme_log_probabilities(name: str) -> None:
-    """Also where an answer has probability 1, and where a ratio overflows."""
-    loss = DPOLoss(loss_type=name, **NEEDED.get(name, {}))
+    """Includes an answer with probability 1 and ratios that overflow."""
+    loss = DPOLoss(loss_type=name, **REQUIRED_OPTIONS.get(name, {}))
     for chosen, rejected in ((0.0, -900.0), (-900.0, 0.0), (-1e-9, -1e-9)):
         values = torch.tensor([[chosen], [rejected]], requires_grad=True)
         zero = torch.zeros(1)
@@ -114,7 +114,7 @@ def test_gradients_are_finite_at_extreme_log_probabilities(name: str) -> None:
             rejected_tokens=zero + 3,
         )
         if name == "discopop" and rejected > chosen:
-            continue  # its exponential part grows without bound, by definition
+            continue  # its exponential term is unbounded by definition
         loss.losses(pairs).sum().backward()
         assert values.grad is not None
         assert bool(values.grad.isfinite().all()), (name, chosen, rejected)
@@ -124,7 +124,7 @@ def test_a_list_of_losses_is_their_weighted_sum() -> None:
     """As in TRL: 0.8·sigmoid + 0.2·bco_pair + 1·sft is the loss of MPO."""
     loss = DPOLoss(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1], beta=0.5)
     expected = 0.8 * GOLDEN["sigmoid"] + 0.2 * GOLDEN["bco_pair"] + GOLDEN["sft"]
-    assert loss.losses(pairs_of(*HAND)).item() == pytest.approx(expected, abs=1e-9)
+    assert loss.losses(make_pair(*HAND_PAIR)).item() == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_a_list_of_losses_is_their_weighted_sum() -> None:
     ],
 )
 def test_f_divergences_replace_the_log_ratios(divergence: str, difference: float) -> None:
-    """f'(π/π_ref) of both answers, worked by hand; sigmoid and hinge use them alike."""
+    """f'(π/π_ref) of both answers, computed by hand; sigmoid and hinge use them the same way."""
     for name, expected in (
         ("sigmoid", -math.log(sigmoid(0.1 * difference))),
         ("hinge", max(0.0, 1 - 0.1 * difference)),
     ):
         loss = DPOLoss(loss_type=name, f_divergence_type=divergence)
-        assert loss.losses(pairs_of(*HAND)).item() == pytest.approx(expected, abs=1e-9)
+        assert loss.losses(make_pair(*HAND_PAIR)).item() == pytest.approx(expected, abs=1e-9)
 
 
 def test_log1mexp_is_exact_near_both_ends() -> None:
@@ -171,15 +171,19 @@ def test_log1mexp_is_exact_near_both_ends() -> None:
         ({"ld_alpha": 1.5}, "ld_alpha must be a number of at least 0 and at most 1, got 1.5"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
-    """One line that says what to change."""
+def test_incompatible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    """One line says what to change."""
     with pytest.raises(ConfigError, match=message):
         DPOLoss(**settings)
 
 
 def test_only_losses_of_ratios_need_a_reference() -> None:
     """A list needs one if any of its losses does."""
-    free = {n for n in LOSSES if not DPOLoss(loss_type=n, **NEEDED.get(n, {})).needs_reference}
+    free = {
+        name
+        for name in LOSSES
+        if not DPOLoss(loss_type=name, **REQUIRED_OPTIONS.get(name, {})).needs_reference
+    }
     assert free == WITHOUT_REFERENCE
     assert DPOLoss(loss_type=["sft", "ipo"]).needs_reference
     assert not DPOLoss(reference_free=True).needs_reference
@@ -251,7 +255,7 @@ def test_token_means_divide_by_target_tokens() -> None:
 
 
 def test_ld_alpha_weighs_the_tail_of_the_longer_answer() -> None:
-    """The first pair has equal lengths; of the second, the rejected answer is 2 tokens longer."""
+    """The first pair has equal lengths; in the second, the rejected answer is 2 tokens longer."""
     total, _ = DPOLoss(beta=0.2, ld_alpha=0.25)(OUTPUT, BATCH)
     sums = SUMS.clone()
     sums[3] = -(9.0 + 0.25 * (10 + 11))
@@ -272,13 +276,13 @@ def test_scores_are_read_at_the_last_token_of_the_answer() -> None:
 
 
 def test_a_row_without_a_known_end_is_rejected() -> None:
-    """Instead of scoring whatever token is last."""
+    """Otherwise an arbitrary last token would be scored."""
     without = {name: value for name, value in BATCH.items() if name != "documents"}
     with pytest.raises(DataError, match="must have `documents`"):
         PairwiseLoss()(OUTPUT, without)
-    nothing = {**BATCH, "documents": torch.ones(4, 3, dtype=torch.int32)}
+    no_document_0 = {**BATCH, "documents": torch.ones(4, 3, dtype=torch.int32)}
     with pytest.raises(DataError, match="must have a document 0"):
-        PairwiseLoss()(OUTPUT, nothing)
+        PairwiseLoss()(OUTPUT, no_document_0)
 
 
 def test_an_odd_number_of_rows_is_rejected() -> None:

@@ -45,11 +45,11 @@ class Classifier(nn.Module):
 
 
 def test_callables_and_modules_are_rewards_and_add_up() -> None:
-    """With names and weights, and with each part reported."""
-    found = score(rewards_of({"long": (lengths, 2.0), "last": LastToken()}), SAMPLES)
-    assert found.parts["long"].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert found.parts["last"].tolist() == [3.0, 4.0, 5.0, 6.0]
-    assert found.total.tolist() == [5.0, 8.0, 11.0, 14.0]
+    """With names and weights; the parts are reported."""
+    scores = score(rewards_of({"long": (lengths, 2.0), "last": LastToken()}), SAMPLES)
+    assert scores.parts["long"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert scores.parts["last"].tolist() == [3.0, 4.0, 5.0, 6.0]
+    assert scores.total.tolist() == [5.0, 8.0, 11.0, 14.0]
     assert score(rewards_of([lengths, lengths]), SAMPLES).total.tolist() == [2.0, 4.0, 6.0, 8.0]
 
 
@@ -59,7 +59,7 @@ def test_a_classifier_gets_an_attention_mask() -> None:
 
 
 @pytest.mark.parametrize("pad", [None, 0, 2])
-def test_a_transformers_classifier_gives_the_same_in_batches(pad: int | None) -> None:
+def test_a_transformers_classifier_gives_the_same_scores_in_batches(pad: int | None) -> None:
     """It scores the last non-padding token; without a padding token, rows are scored singly."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -70,9 +70,9 @@ def test_a_transformers_classifier_gives_the_same_in_batches(pad: int | None) ->
     )
     reward = ModuleReward(LlamaForSequenceClassification(config))
     samples = [evolve(sample, prompt_tokens=(7, 8)) for sample in SAMPLES]
-    alone = torch.cat([reward([sample]) for sample in samples])
-    assert len(set(alone.tolist())) == len(samples)
-    torch.testing.assert_close(reward(samples), alone, rtol=0, atol=1e-5)
+    single = torch.cat([reward([sample]) for sample in samples])
+    assert len(set(single.tolist())) == len(samples)
+    torch.testing.assert_close(reward(samples), single, rtol=0, atol=1e-5)
 
 
 class Counts(nn.Module):
@@ -89,7 +89,7 @@ def test_modules_get_only_the_arguments_of_their_forward() -> None:
     assert ModuleReward(Counts())(SAMPLES).tolist() == [3.0, 4.0, 5.0, 6.0]
 
 
-def breaks_on_the_third(samples: Sequence[Sample]) -> list[float]:
+def raise_on_the_third(samples: Sequence[Sample]) -> list[float]:
     """Raise on sample p2."""
     if any(sample.prompt == "p2" for sample in samples):
         raise KeyError("no such thing")
@@ -101,7 +101,7 @@ def nan_on_the_third(samples: Sequence[Sample]) -> list[float]:
     return [float("nan") if s.prompt == "p2" else len(s.response) for s in samples]
 
 
-@pytest.mark.parametrize("reward", [breaks_on_the_third, nan_on_the_third])
+@pytest.mark.parametrize("reward", [raise_on_the_third, nan_on_the_third])
 def test_a_failure_names_its_sample_and_stops_skips_or_penalizes(reward: Any) -> None:
     """The other samples keep their rewards."""
     named = rewards_of(reward)
@@ -119,9 +119,9 @@ def test_a_wrong_number_of_rewards_is_rejected() -> None:
     """For every `on_failure`, as no sample can be named."""
     with pytest.raises(RewardError, match=r"shape \(1,\) for 4 samples"):
         score(rewards_of(lambda samples: [1.0]), SAMPLES, on_failure="skip")
-    for given in (None, "good", [1.0, None, 2.0, 3.0], ["1", "2", "3", "4"]):
+    for rewards in (None, "good", [1.0, None, 2.0, 3.0], ["1", "2", "3", "4"]):
         with pytest.raises(RewardError, match=r"one number per sample, got .* for 4 samples"):
-            score(rewards_of(lambda samples, given=given: given), SAMPLES, on_failure="skip")
+            score(rewards_of(lambda samples, rewards=rewards: rewards), SAMPLES, on_failure="skip")
     with pytest.raises(ConfigError, match="got int"):
         rewards_of({"three": 3})
     with pytest.raises(ConfigError, match="has no rewards"):

@@ -27,42 +27,42 @@ QUICK = Limits(wall_s=10.0, cpu_s=2, memory_mib=256)
 
 
 @pytest.fixture(scope="module", params=USERS)
-def attacked(request: pytest.FixtureRequest) -> dict[str, Any]:
+def attack_results(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Results of all attacks, run by this user and, as root, also by nobody."""
     if request.param == "nobody" and os.getuid() != 0:
         pytest.skip("only root can become nobody; the other half runs as this user")
     script = str(Path(__file__).parent / "sandbox_attacks.py")
-    arguments = [one for one in [USERS[request.param]] if one]
+    arguments = [argument for argument in [USERS[request.param]] if argument]
     run = subprocess.run(
         [sys.executable, script, *arguments], capture_output=True, text=True, check=False
     )
     if "may run no interpreter" in run.stderr:
         pytest.skip("nobody may run no interpreter on this machine")
     assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
+    results: dict[str, Any] = json.loads(run.stdout)
+    return results
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=[one.name for one in ATTACKS])
-def test_an_attack_fails_and_succeeds_without_protections(
-    attack: Attack, attacked: dict[str, Any]
+@pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
+def test_an_attack_fails_with_each_protection_and_succeeds_without(
+    attack: Attack, attack_results: dict[str, Any]
 ) -> None:
-    """It fails with all protections and with each that should stop it; with none it succeeds.
+    """It fails with all protections and with each that should stop it.
 
-    The last shows that it is a real attack: a harmless program would fail too.
+    Success without any protection proves that it is a real attack.
     """
-    results = attacked["results"].get(attack.name)
+    results = attack_results["results"].get(attack.name)
     if results is None:
         pytest.skip("not for this user or machine")
     assert not results.pop("every")
     if not results.pop("none"):
-        assert attack.may_be_closed, "without any wall the attack must succeed"
-    for wall, happened in results.items():
-        assert attacked["missing"][wall] or not happened, wall
+        assert attack.may_be_closed, "without protections the attack must succeed"
+    for protection, succeeded in results.items():
+        assert attack_results["missing"][protection] or not succeeded, protection
 
 
 def test_every_available_protection_is_active() -> None:
-    """Missing ones are named."""
+    """Missing ones are listed."""
     client = zygote()
     assert len(client.active) + len(client.missing) == 4
     assert {"seccomp", "privileges"} <= client.active
@@ -128,12 +128,12 @@ TESTS = "assert double(4) == 8\nassert abs(double(5) - 10) < 1e-6\nassert double
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_response_fakes_the_verdict(name: str) -> None:
-    """The verdict comes from a process without any code of the response."""
+    """The verdict comes from a process that runs none of the response's code."""
     assert not judge(FORGERIES[name], TESTS, QUICK).passed
 
 
 @pytest.mark.parametrize("name", ["write the verdict", "write every descriptor", "own abs"])
-def test_responses_fake_a_verdict_in_the_process_of_the_tests(name: str) -> None:
+def test_responses_can_fake_a_verdict_if_run_with_the_tests(name: str) -> None:
     """Run as one program, the same responses report a pass; hence `judge`."""
     tests = "assert abs(double(5) - 10) < 1e-6"
     assert run_python(f"{FORGERIES[name]}\n{tests}", QUICK).passed
@@ -141,40 +141,41 @@ def test_responses_fake_a_verdict_in_the_process_of_the_tests(name: str) -> None
 
 
 def test_expected_values_are_not_in_the_judged_process() -> None:
-    """Objects, frames and descriptors are searched; in one program the search finds them."""
+    """Objects, frames and descriptors are searched; as one program the search succeeds."""
     search = (
         "import gc, os, re, sys\n"
         "def answer():\n"
-        "    seen = [str(o) for o in gc.get_objects() if isinstance(o, (str, dict, list, tuple))]\n"
+        "    types = (str, dict, list, tuple)\n"
+        "    texts = [str(o) for o in gc.get_objects() if isinstance(o, types)]\n"
         "    frame = sys._getframe()\n"
         "    while frame:\n"
-        "        seen += [str(frame.f_locals), str(frame.f_code.co_consts)]\n"
+        "        texts += [str(frame.f_locals), str(frame.f_code.co_consts)]\n"
         "        frame = frame.f_back\n"
-        "    for one in range(3, 64):\n"
-        "        try: seen.append(os.pread(one, 1 << 20, 0).decode(errors='replace'))\n"
+        "    for fd in range(3, 64):\n"
+        "        try: texts.append(os.pread(fd, 1 << 20, 0).decode(errors='replace'))\n"
         "        except OSError: pass\n"
-        "    words = {w for text in seen for w in re.findall('[a-z]{13}', text)}\n"
+        "    words = {w for text in texts for w in re.findall('[a-z]{13}', text)}\n"
         "    return [w for w in words if w[::-1] == 'eulavdetcepxe']\n"
     )
-    tests = "found = answer()\nassert found == ['expectedvalue'], found"
+    tests = "answers = answer()\nassert answers == ['expectedvalue'], answers"
     assert run_python(f"{search}{tests}", QUICK).passed
     outcome = judge(search, tests, QUICK)
     assert outcome.reason == "failed"
     assert "AssertionError: []" in outcome.output
 
 
-def test_a_response_has_no_descriptor_of_the_verdict() -> None:
-    """Only its output and the two pipes of its tests."""
+def test_a_response_cannot_access_the_verdict_descriptor() -> None:
+    """It has only its output and the two pipes of its tests."""
     response = (
         "import os\n"
-        "def held():\n"
-        "    found = []\n"
-        "    for one in range(64):\n"
-        "        try: os.fstat(one); found.append(one)\n"
+        "def open_fds():\n"
+        "    fds = []\n"
+        "    for fd in range(64):\n"
+        "        try: os.fstat(fd); fds.append(fd)\n"
         "        except OSError: pass\n"
-        "    return found\n"
+        "    return fds\n"
     )
-    tests = "found = held()\nassert found == [0, 1, 2, 4, 5], found"
+    tests = "fds = open_fds()\nassert fds == [0, 1, 2, 4, 5], fds"
     outcome = judge(response, tests, QUICK)
     assert outcome.passed, outcome.output
 
@@ -210,69 +211,70 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-@pytest.mark.parametrize("place", ["program", "response", "call"])
-def test_a_program_that_never_ends_is_stopped(name: str, place: str) -> None:
-    """Also if it is far from its CPU limit."""
+@pytest.mark.parametrize("location", ["program", "response", "call"])
+def test_a_program_that_never_ends_is_stopped(name: str, location: str) -> None:
+    """Even if it is far from its CPU limit."""
     limits = Limits(wall_s=0.8, cpu_s=60, memory_mib=256)
     program = ENDLESS[name]
     body = "".join(f"    {line}\n" for line in program.splitlines())
-    if place == "program":
+    if location == "program":
         assert not run_python(program, limits).passed
-    elif place == "response":
+    elif location == "response":
         judge(program, "assert True", limits)
     else:
         judge(f"def f():\n{body}", "f()", limits)
 
 
-@pytest.mark.parametrize("walls", [(), ("namespaces",)])
-def test_stopped_and_orphaned_processes_end_with_the_run(walls: tuple[str, ...]) -> None:
-    """Also without seccomp, when a program can fork and stop."""
-    client = ZygoteClient(walls)
-    mark = f"orphan-{os.getpid()}-{len(walls)}"
+@pytest.mark.parametrize("protections", [(), ("namespaces",)])
+def test_stopped_and_orphaned_processes_end_with_the_run(protections: tuple[str, ...]) -> None:
+    """Even without seccomp, where a program can fork and stop itself."""
+    client = ZygoteClient(protections)
+    process_name = f"orphan-{os.getpid()}-{len(protections)}"
     program = (
         "import ctypes, os, signal\n"
-        f"if os.fork() == 0: ctypes.CDLL(None).prctl(15, {mark.encode()[:15]!r}); signal.pause()\n"
+        f"name = {process_name.encode()[:15]!r}\n"
+        "if os.fork() == 0: ctypes.CDLL(None).prctl(15, name); signal.pause()\n"
         "os.kill(os.getpid(), signal.SIGSTOP)"
     )
-    began: list[bool] = []
-    over = threading.Event()
+    seen_running: list[bool] = []
+    finished = threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.02) and not began:
-            if is_there(mark[:15]):
-                began.append(True)
+        while not finished.wait(0.02) and not seen_running:
+            if is_running(process_name[:15]):
+                seen_running.append(True)
 
-    seen = threading.Thread(target=watch)
-    seen.start()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     assert run_in(client, {"program": program}, Limits(wall_s=1.0)).reason == "timeout"
-    over.set()
-    seen.join()
-    assert began, "the orphan was never there"
-    assert is_soon_gone(mark[:15])
+    finished.set()
+    watcher.join()
+    assert seen_running, "the orphan never ran"
+    assert exits_soon(process_name[:15])
     client.stop()
 
 
-def is_soon_gone(name: str) -> bool:
-    """Return whether no process of this name is left after a while."""
+def exits_soon(name: str) -> bool:
+    """Return whether no process has this name after a while."""
     for _ in range(100):
-        if not is_there(name):
+        if not is_running(name):
             return True
         time.sleep(0.02)
     return False
 
 
-def is_there(name: str) -> bool:
-    """Return whether a process of this name runs in any namespace."""
-    for place in Path("/proc").glob("[0-9]*"):
+def is_running(name: str) -> bool:
+    """Return whether a process with this name runs in any namespace."""
+    for process_folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            text = (place / "stat").read_text()
+            text = (process_folder / "stat").read_text()
             if f"({name})" in text and text.rpartition(")")[2].split()[0] not in "ZX":
                 return True
     return False
 
 
 def test_output_is_capped_and_the_trainer_does_not_grow() -> None:
-    """A flood of output ends the program; only its tail is kept."""
+    """A flood of output ends the program, and only its tail is stored."""
     run_python("pass")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     flood = "import os\nwhile True: os.write(2, b'y' * (1 << 20))"
@@ -297,7 +299,7 @@ def test_output_is_capped_and_the_trainer_does_not_grow() -> None:
     ],
 )
 def test_memory_is_limited(program: str) -> None:
-    """Address space, for every way to allocate."""
+    """The address space, for every way to allocate."""
     assert not run_python(program, QUICK).passed
     assert not judge(f"def g():\n    exec({program!r})", "g()", QUICK).passed
 
@@ -310,7 +312,7 @@ def test_large_answers_cannot_exhaust_the_tests() -> None:
 
 
 def test_threads_are_bounded_and_do_not_starve_another_program() -> None:
-    """A program that starts threads without end is limited; a concurrent one is not."""
+    """A program that starts threads endlessly is limited; a concurrent one is not affected."""
     many = (
         "import threading, time\nstarted = 0\ntry:\n"
         "    for started in range(500):\n"
@@ -323,8 +325,8 @@ def test_threads_are_bounded_and_do_not_starve_another_program() -> None:
     thread = threading.Thread(target=lambda: outcomes.append(run_python(many, limits)))
     thread.start()
     time.sleep(0.5)
-    beside = "import threading\nt = threading.Thread(target=print); t.start(); t.join()"
-    assert run_python(beside, QUICK).passed
+    other_program = "import threading\nt = threading.Thread(target=print); t.start(); t.join()"
+    assert run_python(other_program, QUICK).passed
     thread.join()
     assert outcomes[0].passed, outcomes[0].output
 
@@ -332,16 +334,16 @@ def test_threads_are_bounded_and_do_not_starve_another_program() -> None:
 def test_no_process_or_descriptor_is_left() -> None:
     """After passes, failures, floods and timeouts the trainer has the same descriptors."""
     run_python("pass")
-    held = len(os.listdir("/proc/self/fd"))
+    open_before = len(os.listdir("/proc/self/fd"))
     for program in ("pass", "1 / 0", "while True: print('x' * 999)", "import time; time.sleep(9)"):
         run_python(program, Limits(wall_s=0.3))
         judge(program, "assert True", Limits(wall_s=0.3))
-    assert len(os.listdir("/proc/self/fd")) == held
+    assert len(os.listdir("/proc/self/fd")) == open_before
     assert run_python("import os\nassert os.getpid() > 1", QUICK).passed
 
 
 def test_a_dead_zygote_is_restarted() -> None:
-    """The next run is judged, whatever killed the zygote."""
+    """The next run is judged, however the zygote died."""
     client = zygote()
     client._process.kill()
     client._process.wait()
@@ -350,12 +352,12 @@ def test_a_dead_zygote_is_restarted() -> None:
 
 
 def test_a_sandbox_that_fails_twice_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the system's error."""
+    """The message includes the system error."""
 
-    def fails(*_: object, **__: object) -> None:
+    def raise_error(*_: object, **__: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("ms_align.rewards.sandbox.run.run_in", fails)
+    monkeypatch.setattr("ms_align.rewards.sandbox.run.run_in", raise_error)
     with pytest.raises(ConfigError, match=r"failed twice: .*Too many open files"):
         run_python("pass")
 
@@ -367,9 +369,9 @@ def test_missing_protections_are_an_error_unless_unconfined(
     client = ZygoteClient(("landlock",))
     client.missing.append("seccomp filters (Operation not permitted)")
     monkeypatch.setattr("ms_align.rewards.sandbox.run.zygote", lambda: client)
-    with pytest.raises(ConfigError, match=r"lacks seccomp filters .* set unconfined") as refusal:
+    with pytest.raises(ConfigError, match=r"lacks seccomp filters .* set unconfined") as error:
         run_python("pass")
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(error.value)
     outcome = run_python("pass", Limits(unconfined=True))
     assert (outcome.passed, outcome.confined) == (True, False)
     client.stop()
@@ -383,7 +385,7 @@ def test_missing_protections_are_an_error_unless_unconfined(
     ],
 )
 def test_system_call_numbers_match_the_kernel_headers(machine: str, header: str) -> None:
-    """Each number in the table, for each architecture."""
+    """Every number in the table, per architecture."""
     if not Path(header).exists():
         pytest.skip(f"no {header} on this machine")
     defined = {}
@@ -402,25 +404,25 @@ def test_the_filter_allows_exactly_its_table(machine: str) -> None:
     program = filter_program(machine)
     architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
     allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000
-    listed = {getattr(one, machine): one for one in ALLOWED}
-    missing = {getattr(one, machine) for one in ANSWERED_AS_MISSING}
+    listed = {getattr(call, machine): call for call in ALLOWED}
+    missing = {getattr(call, machine) for call in ANSWERED_AS_MISSING}
     for number in range(600):
         arguments = [0] * 6
         if number in listed:
             for check in listed[number].checks:
                 arguments[check.argument] = check.values[0]
-            wanted = allow
+            expected = allow
         else:
-            wanted = 0x00050026 if number in missing else refuse
-        assert _filtered(program, number, architecture, arguments) == wanted
+            expected = 0x00050026 if number in missing else refuse
+        assert _filtered(program, number, architecture, arguments) == expected
         for check in listed[number].checks if number in listed else ():
             for bit in range(64 if check.upper_zero else 32):
                 changed = list(arguments)
                 changed[check.argument] ^= 1 << bit
-                looked_at = check.mask | (0xFFFFFFFF << 32 if check.upper_zero else 0)
-                fits = (changed[check.argument] & looked_at) in check.values
-                found = _filtered(program, number, architecture, changed)
-                assert found == (allow if fits else refuse), (number, check, bit)
+                compared_bits = check.mask | (0xFFFFFFFF << 32 if check.upper_zero else 0)
+                is_allowed = (changed[check.argument] & compared_bits) in check.values
+                decision = _filtered(program, number, architecture, changed)
+                assert decision == (allow if is_allowed else refuse), (number, check, bit)
         assert _filtered(program, number, 0x40000003, arguments) == kill
     if machine == "x86_64":
         assert _filtered(program, 0x40000000, architecture, [0] * 6) == kill
@@ -433,15 +435,19 @@ def _filtered(
     words = {0: number, 4: architecture}
     for index, value in enumerate(arguments):
         words[16 + 8 * index], words[20 + 8 * index] = value & 0xFFFFFFFF, value >> 32
-    at = held = 0
+    pc = accumulator = 0
     while True:
-        code, true, false, operand = program[at]
-        at += 1
+        code, jump_true, jump_false, operand = program[pc]
+        pc += 1
         if code == 0x06:
             return operand
         if code == 0x20:
-            held = words[operand]
+            accumulator = words[operand]
         elif code == 0x54:
-            held &= operand
+            accumulator &= operand
         else:
-            at += true if (held == operand if code == 0x15 else held >= operand) else false
+            pc += (
+                jump_true
+                if (accumulator == operand if code == 0x15 else accumulator >= operand)
+                else jump_false
+            )

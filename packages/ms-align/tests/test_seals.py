@@ -1,4 +1,4 @@
-"""All files needed to resume are checksummed: no flipped bit goes unnoticed."""
+"""All files needed to resume have checksums: no flipped bit goes unnoticed."""
 
 import json
 import random
@@ -32,23 +32,23 @@ def flipped(content: bytes, bit: int) -> bytes:
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
 def test_every_flipped_bit_of_a_checkpoint_is_detected(tmp_path: Path, name: str) -> None:
-    """300 bits of each file, one at a time: each is damage, or changes nothing."""
+    """300 bits of each file, one at a time."""
     folder = checkpoint.write(tmp_path, 3, STATE)
     path = folder / name
     content = path.read_bytes()
-    draw = random.Random(0)
-    for bit in draw.sample(range(8 * len(content)), 300):
+    rng = random.Random(0)
+    for bit in rng.sample(range(8 * len(content)), 300):
         path.write_bytes(flipped(content, bit))
         with pytest.raises(DamageError):
             checkpoint.read(folder)
     path.write_bytes(content)
-    again = checkpoint.read(folder)
-    assert again.facts == STATE.facts
-    assert all(torch.equal(again.tensors[key], STATE.tensors[key]) for key in STATE.tensors)
+    restored = checkpoint.read(folder)
+    assert restored.facts == STATE.facts
+    assert all(torch.equal(restored.tensors[key], STATE.tensors[key]) for key in STATE.tensors)
 
 
 def test_a_renamed_checkpoint_is_not_read(tmp_path: Path) -> None:
-    """It would resume from another step than its name says."""
+    """It would resume from a step other than its name says."""
     folder = checkpoint.write(tmp_path, 3, STATE)
     with pytest.raises(DamageError):
         checkpoint.read(folder.rename(tmp_path / "step-00000009"))
@@ -60,8 +60,8 @@ def test_every_flipped_bit_of_run_json_is_detected(tmp_path: Path) -> None:
     with owner.hold(tmp_path):
         (tmp_path / "model").mkdir()
     content = (tmp_path / "run.json").read_bytes()
-    draw = random.Random(0)
-    for bit in draw.sample(range(8 * len(content)), 200):
+    rng = random.Random(0)
+    for bit in rng.sample(range(8 * len(content)), 200):
         (tmp_path / "run.json").write_bytes(flipped(content, bit))
         with pytest.raises(FolderError), owner.hold(tmp_path):
             pass
@@ -94,10 +94,10 @@ def test_an_invalid_folder_name_is_rejected_in_one_line(tmp_path: Path) -> None:
 
 
 def test_settings_are_recorded_as_they_are_read_back() -> None:
-    """Otherwise tuples would seem changed at each launch."""
+    """Otherwise tuples would look changed at each launch."""
     from ms_align import LoraOptions, SFTTrainer
     from ms_align.run.ownership import plain
 
-    sealed = plain(SFTTrainer(model=torch.nn.Linear(2, 2), steps=1, lora=LoraOptions()))
-    assert (sealed["model"], sealed["betas"]) == ("Linear", [0.9, 0.999])
-    assert json.loads(json.dumps(sealed)) == sealed
+    recorded = plain(SFTTrainer(model=torch.nn.Linear(2, 2), steps=1, lora=LoraOptions()))
+    assert (recorded["model"], recorded["betas"]) == ("Linear", [0.9, 0.999])
+    assert json.loads(json.dumps(recorded)) == recorded

@@ -20,12 +20,12 @@ SECRET = "correct-horse-battery"
 
 @dataclasses.dataclass
 class RewardClient:
-    """Client of a reward server, as users write one."""
+    """Client of a reward server, as users write them."""
 
     api_key: str
 
     def __call__(self, samples: Sequence[Any]) -> list[float]:
-        """Fail as an HTTP client does, whose errors print the address."""
+        """Fail like an HTTP client whose errors print the URL."""
         if len(samples) == 1 and len(samples[0].response) % 2:
             raise OSError(f"host unreachable, url: /score?api_key={self.api_key}&model=x")
         if any(len(sample.response) % 2 for sample in samples):
@@ -34,17 +34,17 @@ class RewardClient:
 
 
 @dataclasses.dataclass
-class Named:
-    """Tokenizer of the caller with a field that has a secret."""
+class TokenizerWithSecret:
+    """A caller's tokenizer with a field that holds a secret."""
 
     password: str
 
     def encode(self, text: str) -> list[int]:
-        """One token a letter."""
+        """Return one token per letter."""
         return [ord(letter) % 16 for letter in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """One letter a token; the parity of its length decides above."""
+        """Return letters whose count decides above whether the reward fails."""
         return "x" * (sum(tokens) % 7)
 
 
@@ -59,7 +59,7 @@ def test_no_file_of_a_run_contains_a_secret(
     run = settings(
         tmp_path / "run",
         reward_model=RewardClient(SECRET),
-        tokenizer=Named(SECRET),
+        tokenizer=TokenizerWithSecret(SECRET),
         on_reward_failure="penalize",
         progress=True,
     )
@@ -67,28 +67,28 @@ def test_no_file_of_a_run_contains_a_secret(
     events = (tmp_path / "run/events.jsonl").read_text()
     assert "reward_failure" in events
     assert "api_key=***" in events
-    seal = json.loads((tmp_path / "run/run.json").read_text())
-    assert seal["settings"]["reward_model"] == "RewardClient"
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["settings"]["reward_model"] == "RewardClient"
     assert "train.py" in (tmp_path / "run/lock").read_text()
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) >= 4
     for path in files:
         assert SECRET.encode() not in path.read_bytes(), path
-    said = capfd.readouterr()
-    assert SECRET not in said.out + said.err + caplog.text
+    captured = capfd.readouterr()
+    assert SECRET not in captured.out + captured.err + caplog.text
 
 
 def test_error_messages_mask_secrets_in_urls(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """User, password and named parameters; the rest of the line is unchanged."""
-    address = f"https://me:{SECRET}@host/score?api_key={SECRET}"
+    url = f"https://me:{SECRET}@host/score?api_key={SECRET}"
     run = tmp_path / "run.toml"
-    run.write_text(f'model = "no/model"\ndataset = "no.jsonl"\nreward_model = "{address}"\n')
+    run.write_text(f'model = "no/model"\ndataset = "no.jsonl"\nreward_model = "{url}"\n')
     assert main(["grpo", str(run)]) == 2
-    assert main(["sft", str(run), "--set", f"model={address}"]) == 2
-    said = capfd.readouterr().err
-    assert SECRET not in said
+    assert main(["sft", str(run), "--set", f"model={url}"]) == 2
+    error = capfd.readouterr().err
+    assert SECRET not in error
 
 
 @pytest.mark.parametrize(

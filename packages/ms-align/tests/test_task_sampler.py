@@ -15,30 +15,30 @@ from ms_align.losses.sft import SFTLoss
 from ms_align.streams.task_sampler import TaskOptions, TaskSampler, systematic_sample
 
 CHANCES = st.lists(st.floats(0.01, 1), min_size=1, max_size=6).map(
-    lambda one: [value / sum(one) for value in one]
+    lambda values: [value / sum(values) for value in values]
 )
 
 
 class Table:
-    """Output whose token losses are selected logits of a weight."""
+    """Output whose token losses are fixed."""
 
     def __init__(self, losses: torch.Tensor) -> None:
         self.losses = losses
 
     def token_losses(self, targets: torch.Tensor) -> torch.Tensor:
-        """The losses at targets."""
+        """Return the losses at targets."""
         return self.losses * (targets != -100)
 
 
 @pytest.mark.parametrize("signal", ["loss", "progress", "given"])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
-def test_expected_gradient_with_correction_is_that_of_the_base(
+def test_the_corrected_expected_gradient_equals_that_of_the_base(
     signal: str, temperature: float
 ) -> None:
-    """By enumeration of every start of a systematic sample of 5 rows of 3 tasks.
+    """Enumerates every start of a systematic sample of 5 rows from 3 tasks.
 
-    The sample changes only where start passes a multiple of the cumulative probabilities, so the
-    integral over start is a finite sum. Each task has its own gradient, with unequal token weights.
+    The sample changes only where start crosses a multiple of the cumulative probabilities, so the
+    integral over start is a finite sum. Tasks have different gradients and token weights.
     """
     base = {"a": 5.0, "b": 3.0, "c": 2.0}
     options = TaskOptions(
@@ -55,8 +55,8 @@ def test_expected_gradient_with_correction_is_that_of_the_base(
     chances, rows = sampler.probabilities(), 5
     assert max(abs(q - p) for q, p in zip(chances, sampler.base, strict=True)) > 0.02
     edges = {0.0, 1.0}
-    for reached in itertools.accumulate(chances):
-        edges |= {reached * rows - row for row in range(rows) if 0 < reached * rows - row < 1}
+    for cumulative in itertools.accumulate(chances):
+        edges |= {cumulative * rows - row for row in range(rows) if 0 < cumulative * rows - row < 1}
     expected = torch.zeros(3, dtype=torch.float64)
     for low, high in itertools.pairwise(sorted(edges)):
         tasks = systematic_sample(chances, rows, (low + high) / 2)
@@ -67,17 +67,20 @@ def test_expected_gradient_with_correction_is_that_of_the_base(
 
 
 def gradient(tasks: list[int], sampler: TaskSampler, chances: list[float]) -> torch.Tensor:
-    """Gradient of `SFTLoss(per_row=True)` on rows of these tasks; task k's loss is (k + 1)·w_k."""
+    """Return the gradient of `SFTLoss(per_row=True)` on rows of these tasks.
+
+    The loss of task k is (k + 1)·w_k.
+    """
     weight = torch.ones(3, requires_grad=True)
     task = torch.tensor(tasks)
-    of_tokens = torch.tensor([[1.0, 1.0, 0.0], [0.5, 2.0, 7.0], [1.0, 0.0, 0.0]])[task]
+    token_weights = torch.tensor([[1.0, 1.0, 0.0], [0.5, 2.0, 7.0], [1.0, 0.0, 0.0]])[task]
     losses = ((task + 1) * weight[task])[:, None].expand(-1, 3)
     batch = {
         "tokens": torch.zeros(len(tasks), 3, dtype=torch.int64),
-        "targets": torch.where(of_tokens > 0, 1, -100),
-        "weights": of_tokens,
+        "targets": torch.where(token_weights > 0, 1, -100),
+        "weights": token_weights,
         "task": task,
-        "row_weights": torch.tensor([sampler.importance(one, chances) for one in tasks]),
+        "row_weights": torch.tensor([sampler.importance(index, chances) for index in tasks]),
     }
     loss = SFTLoss(tasks=3, per_row=True)
     total, _ = loss(Table(losses), batch)  # type: ignore[arg-type]
@@ -94,7 +97,7 @@ def test_each_task_gets_its_share_to_within_one_row(
     tasks = systematic_sample(chances, rows, start)
     assert len(tasks) == rows
     for task, chance in enumerate(chances):
-        # Cumulated sums round: a row may fall to a neighbor at an edge.
+        # Cumulative sums round, so a row at an edge may go to a neighbor.
         assert abs(tasks.count(task) - rows * chance) <= 1 + 1e-9
     assert 0 not in systematic_sample([0.0, *chances], rows, start)
 
@@ -136,15 +139,15 @@ def test_the_state_survives_json() -> None:
     sampler = TaskSampler(["a", "b"], TaskOptions(warmup_steps=1), seed=3)
     for step in range(7):
         sampler.observe([1.0 + step, None if step < 3 else 0.2])
-    again = TaskSampler(["a", "b"], TaskOptions(warmup_steps=1), seed=3)
-    again.load(json.loads(json.dumps(sampler.state())))
-    assert again.draw(16) == sampler.draw(16)
+    restored = TaskSampler(["a", "b"], TaskOptions(warmup_steps=1), seed=3)
+    restored.load(json.loads(json.dumps(sampler.state())))
+    assert restored.draw(16) == sampler.draw(16)
     with pytest.raises(CheckpointError, match="has the tasks"):
         TaskSampler(["a", "c"], TaskOptions()).load(sampler.state())
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"base": {"a": 1.0}}, "base must have a number for each task"),
         (
@@ -155,24 +158,24 @@ def test_the_state_survives_json() -> None:
         ({"base": {"a": -1.0, "b": 1.0}}, "base must be .* of at least 0"),
     ],
 )
-def test_options_of_other_tasks_are_rejected(options: dict[str, object], says: str) -> None:
+def test_options_of_other_tasks_are_rejected(options: dict[str, object], message: str) -> None:
     """One line names the option."""
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         TaskSampler(["a", "b"], TaskOptions(**options))  # type: ignore[arg-type]
 
 
 def test_learned_weights_follow_the_gradient_of_the_total_loss() -> None:
     """Each step equals autograd on Σ share·(exp(-s)·L + s/2); at equilibrium exp(s) = 2·L."""
     losses, shares = [3.0, 0.5, 1.0], [0.5, 0.3, 0.2]
-    learnt = Uncertainty(log_variances=[0.3, -0.2, 0.0], rate=0.1)
-    s = torch.tensor(learnt.log_variances, requires_grad=True)
-    whole = (torch.tensor(shares) * (torch.exp(-s) * torch.tensor(losses) + s / 2)).sum()
-    whole.backward()
+    uncertainty = Uncertainty(log_variances=[0.3, -0.2, 0.0], rate=0.1)
+    s = torch.tensor(uncertainty.log_variances, requires_grad=True)
+    total = (torch.tensor(shares) * (torch.exp(-s) * torch.tensor(losses) + s / 2)).sum()
+    total.backward()
     assert s.grad is not None
-    before = list(learnt.log_variances)
-    learnt.observe(losses, shares)
-    moved = [(a - b) / 0.1 for a, b in zip(before, learnt.log_variances, strict=True)]
-    assert moved == pytest.approx(s.grad.tolist(), rel=1e-5)
+    before = list(uncertainty.log_variances)
+    uncertainty.observe(losses, shares)
+    steps = [(a - b) / 0.1 for a, b in zip(before, uncertainty.log_variances, strict=True)]
+    assert steps == pytest.approx(s.grad.tolist(), rel=1e-5)
     for _ in range(3000):
-        learnt.observe(losses, shares)
-    assert learnt.weights() == pytest.approx([1 / (2 * loss) for loss in losses], rel=1e-3)
+        uncertainty.observe(losses, shares)
+    assert uncertainty.weights() == pytest.approx([1 / (2 * loss) for loss in losses], rel=1e-3)

@@ -1,4 +1,4 @@
-"""Data, reward models and references with a different tokenizer are rejected."""
+"""Data, reward models and references with another tokenizer are rejected."""
 
 import json
 import shutil
@@ -21,11 +21,11 @@ VOCABULARY = {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}
 
 
 def write(
-    folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]], *more: str
+    folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]], *special_tokens: str
 ) -> Path:
-    """Write a folder with a BPE tokenizer.json and some added tokens."""
+    """Write a folder with a BPE tokenizer.json and some special tokens."""
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges))
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in more])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special_tokens])
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -34,8 +34,8 @@ def write(
 def test_formatting_and_added_tokens_do_not_matter(tmp_path: Path) -> None:
     """Merges as strings or pairs, indentation, truncation and a new padding token."""
     base = write(tmp_path / "base", VOCABULARY, [("a", "b"), ("b", "c")], "<end>")
-    more = write(tmp_path / "more", VOCABULARY, [("a", "b"), ("b", "c")], "<end>", "<pad>")
-    document = json.loads((more / "tokenizer.json").read_text())
+    extended = write(tmp_path / "more", VOCABULARY, [("a", "b"), ("b", "c")], "<end>", "<pad>")
+    document = json.loads((extended / "tokenizer.json").read_text())
     document["model"]["merges"] = ["a b", "b c"]
     document["truncation"] = {
         "max_length": 8,
@@ -43,13 +43,13 @@ def test_formatting_and_added_tokens_do_not_matter(tmp_path: Path) -> None:
         "strategy": "LongestFirst",
         "direction": "Right",
     }
-    (more / "tokenizer.json").write_text(json.dumps(document, indent=4))
-    assert tokenizer_difference(base, more, error=DataError) is None
-    assert tokenizer_difference(more, base / "tokenizer.json", error=DataError) is None
+    (extended / "tokenizer.json").write_text(json.dumps(document, indent=4))
+    assert tokenizer_difference(base, extended, error=DataError) is None
+    assert tokenizer_difference(extended, base / "tokenizer.json", error=DataError) is None
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "merges", "more", "said"),
+    ("vocabulary", "merges", "special_tokens", "message"),
     [
         ({**VOCABULARY, "a": 1, "b": 0}, [("a", "b"), ("b", "c")], ("<end>",), "token 0 is 'a'"),
         (VOCABULARY, [("b", "c"), ("a", "b")], ("<end>",), "different merges"),
@@ -58,28 +58,28 @@ def test_formatting_and_added_tokens_do_not_matter(tmp_path: Path) -> None:
         ({"a": 0, "b": 1, "c": 2, "ab": 3}, [("a", "b")], (), "token 4"),
     ],
 )
-def test_another_vocabulary_order_or_merges_matters(
+def test_vocabulary_order_and_merges_matter(
     tmp_path: Path,
     vocabulary: dict[str, int],
     merges: list[tuple[str, str]],
-    more: tuple[str, ...],
-    said: str,
+    special_tokens: tuple[str, ...],
+    message: str,
 ) -> None:
     """Also with the same number of tokens."""
     base = write(tmp_path / "base", VOCABULARY, [("a", "b"), ("b", "c")], "<end>")
-    other = write(tmp_path / "other", vocabulary, merges, *more)
-    assert said in (tokenizer_difference(base, other, error=DataError) or "")
+    other = write(tmp_path / "other", vocabulary, merges, *special_tokens)
+    assert message in (tokenizer_difference(base, other, error=DataError) or "")
     assert tokenizer_difference(other, base, error=DataError) is not None
 
 
 def test_a_folder_without_a_tokenizer_is_not_compared(tmp_path: Path) -> None:
-    """A model folder need not have a tokenizer."""
+    """Model folders may lack a tokenizer."""
     base = write(tmp_path / "base", VOCABULARY, [("a", "b")])
     assert tokenizer_difference(base, tmp_path / "nothing", error=DataError) is None
 
 
 def other_tokenizer(sets: Path, out: Path) -> Path:
-    """The datasets' tokenizer with two bytes exchanged."""
+    """Write the datasets' tokenizer with two bytes swapped."""
     document = json.loads((sets / "tokenizer.json").read_text())
     vocabulary = document["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -97,31 +97,31 @@ def model(sets: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("command", ["sft", "dpo", "reward"])
 def test_data_of_another_tokenizer_is_rejected(
-    kind: str, sets: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, sets: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2 and one line before anything is written; a matching model is accepted."""
     other = other_tokenizer(sets, tmp_path / "other")
     shards = tmp_path / "shards"
-    rows = sets / ("copy.jsonl" if kind == "sft" else "pairs.jsonl")
-    more = {"chat": sets / "chat.jinja", "pairs": kind != "sft"}
-    build(rows, tokenizer=other / "tokenizer.json", out=shards, **more)
+    rows = sets / ("copy.jsonl" if command == "sft" else "pairs.jsonl")
+    options = {"chat": sets / "chat.jinja", "pairs": command != "sft"}
+    build(rows, tokenizer=other / "tokenizer.json", out=shards, **options)
     run = tmp_path / "run.toml"
     text = f'sequence_length = 64\nsteps = 1\noutput_dir = "{tmp_path / "out"}"\nprogress = false\n'
     run.write_text(f'model = "{model}"\ndataset = "{shards}"\n{text}')
-    assert main([kind, str(run)]) == 2
-    said = capsys.readouterr().err
-    assert "must have the same tokenizer" in said
-    assert len(said.strip().splitlines()) == 1
+    assert main([command, str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "must have the same tokenizer" in error
+    assert len(error.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
     shutil.copy(other / "tokenizer.json", model)
-    assert main([kind, str(run)]) == 0
+    assert main([command, str(run)]) == 0
 
 
-def train(model: Path, out: Path, **more: object) -> None:
-    """One update of GRPO."""
-    settings = {"reward_model": lambda samples: [len(s.response) for s in samples], **more}
+def train(model: Path, out: Path, **overrides: object) -> None:
+    """Run one update of GRPO."""
+    settings = {"reward_model": lambda samples: [len(s.response) for s in samples], **overrides}
     GRPOTrainer(
         policy_model=str(model),
         steps=1,
@@ -138,7 +138,7 @@ def train(model: Path, out: Path, **more: object) -> None:
 def test_reward_and_reference_models_need_the_same_tokenizer(
     setting: str, sets: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Token ids of the policy would mean other words."""
+    """The policy's token ids would mean other words."""
     other = other_tokenizer(sets, tmp_path / "other")
     folder = tmp_path / "second"
     if setting == "reward_model":
@@ -149,7 +149,7 @@ def test_reward_and_reference_models_need_the_same_tokenizer(
     with pytest.raises(ModelError, match="must have the same tokenizer"):
         train(model, tmp_path / "out", kl_coeff=0.1, **{setting: str(folder)})
     assert not (tmp_path / "out").exists()
-    if setting == "reward_model":  # with the policy's own tokenizer it is taken
+    if setting == "reward_model":  # accepted with the policy's tokenizer
         RewardModel(load_model(sets / "model")).save(folder, files_of(model))
         train(model, tmp_path / "out", reward_model=str(folder))
 
@@ -160,9 +160,9 @@ def test_a_model_that_lacks_tokens_of_the_policy_is_rejected(
 ) -> None:
     """Such a token would be out of range in its embedding."""
     small = decoder(vocab_size=200)
-    given = RewardModel(small) if setting == "reward_model" else small
+    second_model = RewardModel(small) if setting == "reward_model" else small
     with pytest.raises(ModelError, match="must have the tokenizer's 257 tokens"):
-        train(model, tmp_path / "out", kl_coeff=0.1, **{setting: given})
+        train(model, tmp_path / "out", kl_coeff=0.1, **{setting: second_model})
 
 
 def test_generation_with_another_tokenizer_is_rejected(

@@ -36,47 +36,49 @@ CHATML = (
 )
 
 
-def events(place: Path, kind: str) -> list[dict[str, Any]]:
+def events(folder: Path, event_kind: str) -> list[dict[str, Any]]:
     """Read the events of one kind."""
-    lines = (place / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == event_kind]
 
 
-def shards(
-    work: Path, rows: list[dict[str, Any]], template: str = TEMPLATE, **more: Any
+def write_model_and_data(
+    folder: Path, rows: list[dict[str, Any]], template: str = TEMPLATE, **options: Any
 ) -> tuple[Path, Path]:
     """Write a model folder with a tokenizer, and build data with it."""
-    model, data = work / "model", work / "shards"
+    model, data = folder / "model", folder / "shards"
     save_model(decoder(vocab_size=262), model)  # type: ignore[arg-type]
     tokenizer = tokenizers.Tokenizer.from_str(byte_tokenizer().decode())
     if template is CHATML:
         tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(model / "tokenizer.json"))
-    (work / "chat.jinja").write_text(template)
-    (work / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    chat = work / "chat.jinja"
-    build(work / "rows.jsonl", tokenizer=model / "tokenizer.json", out=data, chat=chat, **more)
+    (folder / "chat.jinja").write_text(template)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(example) + "\n" for example in rows))
+    chat = folder / "chat.jinja"
+    build(folder / "rows.jsonl", tokenizer=model / "tokenizer.json", out=data, chat=chat, **options)
     return model, data
 
 
-def train(kind: type[Any], model: Path, data: Path, out: Path, **more: Any) -> Any:
-    """Run a few steps without progress output."""
+def train(trainer_class: type[Any], model: Path, data: Path, out: Path, **options: Any) -> Any:
+    """Run a few steps with progress output."""
     quiet = {"sequence_length": 64, "batch_size": 4, "progress": True, "log_every": 1000}
-    return kind(model=str(model), output_dir=out, **{"steps": 2, **quiet, **more}).train(data)
+    return trainer_class(
+        model=str(model), output_dir=out, **{"steps": 2, **quiet, **options}
+    ).train(data)
 
 
 def test_truncated_answers_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every second prompt fills its row: an event at the start and the end, and one warning."""
+    """Every second prompt fills its row: events at the start and the end, and one warning."""
     rows = [row(("word " * 60 if n % 2 else "") + f"what is {n}?", f"{n}.") for n in range(40)]
-    model, data = shards(tmp_path, rows)
+    model, data = write_model_and_data(tmp_path, rows)
     train(SFTTrainer, model, data, tmp_path / "out", steps=None, epochs=1)
-    told = events(tmp_path / "out", "data")
-    assert told[0]["step"] == 1
-    for event in (told[0], told[-1]):  # the stream draws ahead of what is packed
+    data_events = events(tmp_path / "out", "data")
+    assert data_events[0]["step"] == 1
+    for event in (data_events[0], data_events[-1]):  # the stream reads ahead of packing
         assert event["truncated"] == event["without_targets"]
         assert event["drawn"] // 2 - 2 <= event["truncated"] <= event["drawn"] // 2 + 2
-    assert told[-1]["drawn"] >= 40
-    assert f"{told[-1]['truncated']} parts have no answer tokens" in capfd.readouterr().out
+    assert data_events[-1]["drawn"] >= 40
+    assert f"{data_events[-1]['truncated']} parts have no answer tokens" in capfd.readouterr().out
 
 
 def test_skipped_pairs_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -85,10 +87,10 @@ def test_skipped_pairs_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[
         {"prompt": "word " * (60 if n % 4 == 0 else 1) + str(n), "chosen": "yes", "rejected": "no"}
         for n in range(40)
     ]
-    model, data = shards(tmp_path, rows, pairs=True)
+    model, data = write_model_and_data(tmp_path, rows, pairs=True)
     train(DPOTrainer, model, data, tmp_path / "out", steps=1)
-    (said,) = events(tmp_path / "out", "left_out")
-    assert (said["left_out"], said["cut_off"], said["pairs"]) == (10, 0, 40)
+    (event,) = events(tmp_path / "out", "left_out")
+    assert (event["left_out"], event["cut_off"], event["pairs"]) == (10, 0, 40)
     assert "of 40 pairs, 10 are skipped" in capfd.readouterr().out
 
 
@@ -100,11 +102,11 @@ def test_skipped_held_out_pairs_are_counted(
         {"prompt": "word " * (60 if n % 2 == 0 else 1) + str(n), "chosen": "yes", "rejected": "no"}
         for n in range(80)
     ]
-    model, data = shards(tmp_path, rows, pairs=True, held_out_fraction=0.4)
+    model, data = write_model_and_data(tmp_path, rows, pairs=True, held_out_fraction=0.4)
     lost = PreferenceStream(data, sequence_length=64, batch_size=4, split="held_out").left_out
     assert lost > 5
     train(DPOTrainer, model, data, tmp_path / "out", steps=1)
-    assert [said["left_out"] for said in events(tmp_path / "out", "held_out_left_out")] == [lost]
+    assert [event["left_out"] for event in events(tmp_path / "out", "held_out_left_out")] == [lost]
     assert f"{lost} held-out pairs are skipped" in capfd.readouterr().out
 
 
@@ -119,20 +121,22 @@ OUTSIDE = (
 def test_answers_without_an_end_token_give_a_warning(
     template: str, ended: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The model would never learn to stop; no warning if they have one."""
-    model, data = shards(tmp_path, [row(f"hi {n}", "hello there") for n in range(40)], template)
+    """The model would not learn to stop; answers with an end token give no warning."""
+    model, data = write_model_and_data(
+        tmp_path, [row(f"hi {n}", "hello there") for n in range(40)], template
+    )
     train(SFTTrainer, model, data, tmp_path / "out")
-    (said,) = events(tmp_path / "out", "text_ends")
-    assert said["texts"] > 0
-    assert said["ended"] == (said["texts"] if ended else 0)
+    (event,) = events(tmp_path / "out", "text_ends")
+    assert event["texts"] > 0
+    assert event["ended"] == (event["texts"] if ended else 0)
     assert ("will not learn to stop" in capfd.readouterr().out) is not ended
 
 
 def test_samples_of_a_run_end_with_the_end_token_of_the_data(tmp_path: Path) -> None:
-    """With ChatML's end of turn, which is not the tokenizer's end of text."""
+    """With ChatML's end of turn, which differs from the tokenizer's end of text."""
     rows = [row("capital?", "Lima.") for _ in range(80)]
     rows += [row(f"capital {n}?", "Lima.") for n in range(80)]
-    model, data = shards(tmp_path, rows, CHATML, held_out_fraction=0.2)
+    model, data = write_model_and_data(tmp_path, rows, CHATML, held_out_fraction=0.2)
     settings = {"steps": 60, "learning_rate": 1e-2, "eval_every": 30}
     train(SFTTrainer, model, data, tmp_path / "out", **settings)
     samples = events(tmp_path / "out", "sample")
@@ -147,8 +151,8 @@ def test_samples_of_a_run_end_with_the_end_token_of_the_data(tmp_path: Path) -> 
 def test_missing_held_out_data_gives_a_warning(
     every: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """For data without a held-out split and for prompts; only if evaluation is requested."""
-    model, data = shards(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
+    """For data without a held-out split and for prompts, only if evaluation is requested."""
+    model, data = write_model_and_data(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
     train(SFTTrainer, model, data, tmp_path / "sft", eval_every=every)
     GRPOTrainer(
         policy_model=str(model),
@@ -160,11 +164,11 @@ def test_missing_held_out_data_gives_a_warning(
         eval_every=every,
         output_dir=tmp_path / "grpo",
     ).optimize(["a", "b"])
-    for place in ("sft", "grpo"):
-        assert len(events(tmp_path / place, "no_held_out")) == (0 if every is None else 1)
+    for name in ("sft", "grpo"):
+        assert len(events(tmp_path / name, "no_held_out")) == (0 if every is None else 1)
     assert capfd.readouterr().out.count("nothing is evaluated") == (0 if every is None else 2)
-    (said,) = events(tmp_path / "grpo", "prompts")
-    assert (said["prompts"], said["held_out"], said["longest"]) == (2, 0, 1)
+    (event,) = events(tmp_path / "grpo", "prompts")
+    assert (event["prompts"], event["held_out"], event["longest"]) == (2, 0, 1)
     (rollout,) = events(tmp_path / "grpo", "rollout")
     assert 0 <= rollout["truncated"] <= 4
 
@@ -173,16 +177,16 @@ def test_generation_reports_truncated_answers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One line of text, and the counts in `--json`."""
-    model, _ = shards(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
+    model, _ = write_model_and_data(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
     run = tmp_path / "run.toml"
     text = f'model = "{model}"\ndataset = "{tmp_path / "prompts.jsonl"}"\nnum_generations = 3\n'
     run.write_text(f'{text}max_new_tokens = 2\noutput_path = "{tmp_path / "out.jsonl"}"\n')
     assert main(["generate", str(run), "--json"]) == 0
-    told = capfd.readouterr()
-    facts = json.loads(told.out)
-    assert facts["stopped"] + facts["truncated"] == 3
-    assert f"{facts['truncated']} cut at max_new_tokens = 2" in told.err
+    captured = capfd.readouterr()
+    summary = json.loads(captured.out)
+    assert summary["stopped"] + summary["truncated"] == 3
+    assert f"{summary['truncated']} cut at max_new_tokens = 2" in captured.err
 
 
 def test_a_reward_of_a_module_in_the_current_folder_is_found(
@@ -191,14 +195,16 @@ def test_a_reward_of_a_module_in_the_current_folder_is_found(
     """As for `ms-parallel prove`."""
     (tmp_path / "rewards_of_this_folder.py").write_text("def right(samples):\n    return []\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
-    found: Callable[..., Any] = named_rewards("rewards_of_this_folder:right")
-    assert found([]) == []
+    monkeypatch.setattr(
+        sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))]
+    )
+    reward: Callable[..., Any] = named_rewards("rewards_of_this_folder:right")
+    assert reward([]) == []
 
 
 def test_the_base_folders_settings_and_license_are_kept(tmp_path: Path) -> None:
     """Generation settings, padding side, model_max_length, special tokens map, license."""
-    model, data = shards(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
+    model, data = write_model_and_data(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
     generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 7]}
     (model / "generation_config.json").write_text(json.dumps(generation))
     settings = {"padding_side": "left", "model_max_length": 4096, "eos_token": "<|endoftext|>"}
@@ -207,20 +213,20 @@ def test_the_base_folders_settings_and_license_are_kept(tmp_path: Path) -> None:
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates/rag.jinja").write_text("{{ documents }}")
     (model / "LICENSE").write_text("free")
-    (model / "NOTICE.txt").write_text("of whom")
+    (model / "NOTICE.txt").write_text("by the authors")
     shutil.rmtree(data)
     chat = tmp_path / "chat.jinja"
     build(tmp_path / "rows.jsonl", tokenizer=model / "tokenizer.json", out=data, chat=chat)
     for layout in (None, {"data": 1}):
         out = tmp_path / f"out-{layout is None}"
         train(SFTTrainer, model, data, out, layout=layout)
-        kept = json.loads((out / "model/generation_config.json").read_text())
-        assert {name: kept.get(name) for name in generation} == generation
+        saved = json.loads((out / "model/generation_config.json").read_text())
+        assert {name: saved.get(name) for name in generation} == generation
         config = json.loads((out / "model/tokenizer_config.json").read_text())
         assert {name: config.get(name) for name in settings} == settings
         assert (out / "model/chat_template.jinja").read_text() == TEMPLATE
-        more = out / "model/additional_chat_templates/rag.jinja"
-        assert more.read_text() == "{{ documents }}"
+        extra_template = out / "model/additional_chat_templates/rag.jinja"
+        assert extra_template.read_text() == "{{ documents }}"
         assert (out / "model/LICENSE").read_text() == "free"
         assert (out / "model/NOTICE.txt").is_file()
         assert (out / "model/special_tokens_map.json").is_file()
@@ -230,7 +236,7 @@ class Chats(ByteTokenizer):
     """Tokenizer with a chat template."""
 
     def encode_messages(self, messages: Any) -> list[int]:
-        """One token, the number of messages."""
+        """Return one token, the number of messages."""
         return [len(messages)]
 
 
@@ -246,7 +252,7 @@ class Chats(ByteTokenizer):
     ],
 )
 def test_messages_that_a_template_would_drop_are_rejected(message: dict[str, Any]) -> None:
-    """A tool call needs no content."""
+    """A tool call may have no content."""
     with pytest.raises(DataError, match="message 0 must"):
         read_prompts([[message]], Chats())
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
@@ -263,22 +269,22 @@ PROMPTS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("entries", PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+@pytest.mark.parametrize("compressed", [False, True], ids=["plain", "gzip"])
 def test_a_prompt_file_has_lines_or_one_array(
-    entries: list[Any], packed: bool, tmp_path: Path
+    entries: list[Any], compressed: bool, tmp_path: Path
 ) -> None:
-    """Each format gives the prompts of the list itself, with any file name."""
+    """Each format gives the same prompts as the list, with any file name."""
     expected = read_prompts(entries, Chats())
     lines = [json.dumps(entry) for entry in entries]
     for number, text in enumerate(
         ["\n".join(lines), json.dumps(entries), "\ufeff\n" + json.dumps(entries, indent=1)]
     ):
         path = tmp_path / f"{number}.JSON"
-        path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+        path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())
         assert read_prompts(path, Chats()) == expected
     (tmp_path / "answers.json").write_text(json.dumps(list(range(len(entries)))))
-    answered = read_prompts(entries, Chats(), tmp_path / "answers.json")
-    assert [prompt.answer for prompt in answered] == [str(n) for n in range(len(entries))]
+    with_answers = read_prompts(entries, Chats(), tmp_path / "answers.json")
+    assert [prompt.answer for prompt in with_answers] == [str(n) for n in range(len(entries))]
 
 
 TABLE = [{"prompt": "a [b]", "answer": "1"}, {"prompt": 'say "c", twice', "answer": "2"}]
@@ -286,24 +292,24 @@ TABLE = [{"prompt": "a [b]", "answer": "1"}, {"prompt": 'say "c", twice', "answe
 
 def write_table(path: Path) -> None:
     """Write `TABLE` in the format that the path's suffixes name."""
-    kind, *packing = [suffix[1:] for suffix in path.suffixes]
-    if kind == "parquet":
+    file_type, *compression = [suffix[1:] for suffix in path.suffixes]
+    if file_type == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TABLE), path)
         return
     text = io.StringIO()
-    if kind == "jsonl":
+    if file_type == "jsonl":
         text.writelines(json.dumps(row) + "\n" for row in TABLE)
     else:
-        quoting = csv.QUOTE_ALL if kind == "csv" else csv.QUOTE_MINIMAL
+        quoting = csv.QUOTE_ALL if file_type == "csv" else csv.QUOTE_MINIMAL
         table = csv.DictWriter(
-            text, list(TABLE[0]), delimiter="," if kind == "csv" else "\t", quoting=quoting
+            text, list(TABLE[0]), delimiter="," if file_type == "csv" else "\t", quoting=quoting
         )
         table.writeheader()
         table.writerows(TABLE)
     content = text.getvalue().encode()
-    if packing == ["zst"]:  # two frames, as tools that append write
+    if compression == ["zst"]:  # two frames, as written by tools that append
         content = zstandard.compress(content[:30]) + zstandard.compress(content[30:])
-    elif packing == ["gz"]:
+    elif compression == ["gz"]:
         content = gzip.compress(content)
     path.write_bytes(content)
 

@@ -30,7 +30,7 @@ def test_exact_match_and_numbers() -> None:
     """Whitespace and case as configured; the last number in any notation."""
     assert ExactMatch()([sample(" 12\n", "12"), sample("12.", "12")]) == [1.0, 0.0]
     assert ExactMatch(fold_case=True, otherwise=-1.0)([sample("Yes", "yes")]) == [1.0]
-    given = [
+    samples = [
         sample("so 1 + 1 = 2", "2"),
         sample("it is 1,234.5", "1234.50"),
         sample("3/4", "0.75"),
@@ -38,7 +38,7 @@ def test_exact_match_and_numbers() -> None:
         sample("none", "2"),
         sample("2 or 3", "2"),
     ]
-    assert Numeric()(given) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert Numeric()(samples) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     assert last_number("1/0") is None
     with pytest.raises(RewardError, match="sample 0 has no answer"):
         ExactMatch()([sample("x")])
@@ -47,22 +47,27 @@ def test_exact_match_and_numbers() -> None:
 
 
 def test_python_that_parses() -> None:
-    """An empty response does not count; code is extracted from its fence."""
-    given = [sample("x = 1"), sample(""), sample("def"), sample("Sure:\n```python\ny = 2\n```\nok")]
-    assert PythonParses()(given) == [1.0, 0.0, 0.0, 1.0]
+    """Empty responses do not count; code is extracted from its fence."""
+    samples = [
+        sample("x = 1"),
+        sample(""),
+        sample("def"),
+        sample("Sure:\n```python\ny = 2\n```\nok"),
+    ]
+    assert PythonParses()(samples) == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_python_that_passes_its_tests() -> None:
     """In parallel; wrong code, a syntax error and an early exit do not pass."""
     tests = "assert double(4) == 8"
-    given = [
+    samples = [
         sample("def double(x): return 2 * x", tests=tests),
         sample("def double(x): return x", tests=tests),
         sample("def double(x) return", tests=tests),
         sample("import sys; sys.exit(0)", tests=tests),
         sample("import os; os._exit(0)", answer=tests),
     ]
-    assert PythonTests(limits=QUICK)(given) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert PythonTests(limits=QUICK)(samples) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_time_and_memory_are_limited(program: str, reason: str) -> None:
 )
 def test_a_program_cannot_reach_the_machine(attempt: str, tmp_path: Path) -> None:
     """No network, process, file or signal; the file is unchanged."""
-    path = tmp_path / "kept"
+    path = tmp_path / "file"
     path.write_text("content")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -113,7 +118,7 @@ def test_a_program_cannot_reach_the_machine(attempt: str, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
-SOUND = {
+WELL_BEHAVED = {
     "plain values": (
         "def f(a, b): return tuple(set(a) & set(b))",
         "assert set(f((3, 4, 5), (5, 4, 10))) == {4, 5} and isinstance(f((), ()), tuple)",
@@ -168,10 +173,10 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", WELL_BEHAVED)
 def test_correct_responses_pass_their_tests(name: str) -> None:
-    """Tests are written as for one process, and fail for wrong responses."""
-    response, tests = SOUND[name]
+    """Tests are written as for one process, and wrong responses fail."""
+    response, tests = WELL_BEHAVED[name]
     outcome = judge(response, tests, QUICK)
     assert outcome.passed, outcome.output
     assert not judge(response, f"{tests}\nassert False", QUICK).passed
@@ -179,7 +184,7 @@ def test_correct_responses_pass_their_tests(name: str) -> None:
 
 
 def test_objects_of_the_response_are_not_compared() -> None:
-    """Its own operators would decide; the message says what to do instead."""
+    """The response's own operators would decide; the message says what to do instead."""
     response = "class V:\n    def __init__(self, x): self.x = x"
     for test in ("V(1) == V(1)", "V(1)", "3 in [V(1)]", "not V(1)", "V(1) != 3"):
         outcome = judge(response, f"assert {test}", QUICK)

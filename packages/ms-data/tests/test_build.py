@@ -134,7 +134,7 @@ def test_held_out_split_depends_on_the_text_alone(
 ) -> None:
     """Each document lands in one split, equal texts in the same one.
 
-    For 150 documents at 0.3, the held-out fraction has standard deviation 0.037; allow 5 of them.
+    For 150 documents at 0.3, the held-out fraction has standard deviation 0.037; allow five.
     """
     build(corpus, tokenizer=tokenizer, out=tmp_path / "out", held_out_fraction=0.3)
     train = decode_split(tmp_path / "out", tokenizer)

@@ -113,7 +113,7 @@ def test_keep_priority_prefers_the_first_matching_pattern(tmp_path: Path) -> Non
 def test_lsh_match_rate_follows_the_banding_formula(similarity: float) -> None:
     """Sets of Jaccard similarity s share a band with probability 1 - (1 - s**rows)**bands.
 
-    The rate over 400 pairs may differ by 4 standard deviations of that binomial.
+    The rate over 400 pairs may differ by 4 standard deviations.
     """
     rng = np.random.default_rng(int(100 * similarity))
     minhash = MinHash(bands=14, rows=8, ngram_words=5)
@@ -182,7 +182,7 @@ def test_word_hashes_are_equal_exactly_for_equal_words(parts: list[str]) -> None
     )
 )
 def test_batched_signatures_equal_single_ones(texts: list[str]) -> None:
-    """N-grams never span two texts of a batch, whatever the texts' lengths."""
+    """N-grams never span two texts of a batch, for texts of any length."""
     minhash = MinHash(bands=2, rows=3, ngram_words=3)
     signatures = minhash.signatures(texts)
     assert signatures.shape == (len(texts), 6)
@@ -250,7 +250,7 @@ def test_external_sort_matches_sorted(
 def test_a_key_with_more_records_than_fit_in_memory_is_split_into_parts(
     tmp_path_factory: pytest.TempPathFactory, keys: list[int]
 ) -> None:
-    """Components equal those of unsplit keys. A part holds four records or a single key."""
+    """Components match unsplit keys. A part holds four records or a single key."""
     folder = tmp_path_factory.mktemp("parts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ms_data.deduplication.sorting, "MEMORY_BYTES", 4 * RECORD.itemsize)
@@ -280,7 +280,7 @@ def test_a_key_with_more_records_than_fit_in_memory_is_split_into_parts(
     )
 )
 def test_adjacent_and_overlapping_spans_are_merged(inputs: list[tuple[int, int, int]]) -> None:
-    """Merged spans cover the same words, and no two of them touch."""
+    """Merged spans cover the same words, and do not touch each other."""
     spans = np.zeros(len(inputs), SPAN)
     for span, (document, first, length) in zip(spans, inputs, strict=True):
         span["key"], span["first"], span["end"] = document << 60, first, first + length

@@ -79,7 +79,7 @@ class _RefusingFile:
 
 
 class _RefusingFileSystem(MemoryFileSystem):
-    """Lists all files but refuses to read those whose names begin with b."""
+    """Lists all files but refuses to read those whose names start with b."""
 
     protocol = "refusing"
     store: dict[str, Any] = {}  # noqa: RUF012 - as fsspec declares it
@@ -97,7 +97,7 @@ class _RefusingFileSystem(MemoryFileSystem):
 
 @pytest.fixture
 def refusing() -> str:
-    """The URL, with a password, of a store that refuses one of two files."""
+    """The URL, with a password, of a store that refuses to read b.jsonl."""
     fsspec.register_implementation("refusing", _RefusingFileSystem, clobber=True)
     system = fsspec.filesystem("refusing")
     system.pipe("/corpus/a.jsonl", LINES.encode())

@@ -1,7 +1,7 @@
 """Every file-changing system call may be a command's last: the same command resumes.
 
-A preloaded library, `dying.c`, counts such calls of the process, whoever makes them: Python, numpy,
-pyarrow or the tokenizer. It covers writes, syncs, renames, removals, new files and truncations.
+A preloaded library, `dying.c`, counts such calls of the process, from Python, numpy, pyarrow or
+the tokenizer. It covers writes, syncs, renames, removals, new files and truncations.
 """
 
 import os

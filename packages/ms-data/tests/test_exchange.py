@@ -230,7 +230,7 @@ COMPRESSIONS: list[tuple[str, Callable[[bytes], bytes]] | None] = [
 
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=["plain", "zstd", "gzip"])
 def test_texts_of_mds_are_tokenized(workspace: Path, tmp_path: Path, compression: Any) -> None:
-    """The documents equal those of a build from the same texts."""
+    """A build from the same texts gives the same documents."""
     texts = random_texts(5, 30)
     rows = [{"id": b"12345678", "text": text.encode()} for text in texts]
     columns: dict[str, tuple[str, int | None]] = {"id": ("int", 8), "text": ("str", None)}

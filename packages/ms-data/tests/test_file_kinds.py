@@ -93,7 +93,7 @@ def _read(source: Corpus) -> tuple[list[str], Counter[str]]:
 
 
 def test_a_binary_file_passed_by_name_is_refused(tmp_path: Path) -> None:
-    """The line names the file, its type and a remedy, whatever its suffix."""
+    """The line names the file, its type and a remedy, for any suffix."""
     for name, (content, file_type) in binary_files(tmp_path).items():
         path = tmp_path / name
         path.write_bytes(content)

@@ -254,7 +254,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(
 
 
 def test_settings_accept_numpy_integers(workspace: Path) -> None:
-    """The state is still JSON and equals that of Python integers."""
+    """The state is JSON, as with Python integers."""
     for stream_class, folder in ((InstructionStream, "rows"), (PreferenceStream, "pairs")):
         states = []
         for integer in (int, np.int64):
@@ -301,7 +301,7 @@ def test_long_samples_are_split_or_truncated_and_counted(workspace: Path) -> Non
 
 
 def test_truncated_and_dropped_pairs_are_counted(workspace: Path) -> None:
-    """Compare with counts taken from the pairs, for lengths that fit few, most and all of them."""
+    """Compare with counts taken from the pairs, for lengths that fit few, most and all."""
     samples = Samples(workspace / "pairs")
     pairs = [samples.pair(index)[:2] for index in range(len(samples))]
     lengths = [max(len(answer.tokens) for answer in pair) - 1 for pair in pairs]
@@ -341,7 +341,7 @@ def test_sample_weighting_gives_every_sample_a_total_weight_of_1(workspace: Path
 
 @pytest.mark.parametrize("long", ["split", "truncate"])
 def test_weighting_by_sample_counts_a_long_sample_once(workspace: Path, long: Any) -> None:
-    """Split parts share their sample's weight; a truncated sample keeps all of it."""
+    """Split parts share their sample's weight; a truncated sample keeps its full weight."""
     stream = InstructionStream(
         workspace / "rows",
         sequence_length=32,

@@ -254,7 +254,7 @@ def test_spectrograms_and_token_ids_match_qwen2_audio(tmp_path: Path, file_forma
 
 
 def test_packed_batches_locate_every_image(vision_data: Path) -> None:
-    """Each batch holds the features of its own images, at positions filled with the pad token."""
+    """Each batch holds only its images' features; their positions hold the pad token."""
     pad_id = Tokenizer.load(vision_data / "shards").special_token("<|image_pad|>")
     pictures = 0
     for batch in open_stream(vision_data):

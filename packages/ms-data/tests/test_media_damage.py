@@ -158,7 +158,7 @@ def test_a_media_build_killed_at_any_sync_or_rename_resumes_to_identical_bytes(
 def assert_reads_or_raises(
     read: Callable[[bytes], object], content: bytes, *errors: type[Exception]
 ) -> None:
-    """Read bytes, or raise one of these errors with a one-line message."""
+    """Check that reading succeeds, or fails with a one-line error."""
     message = ""
     try:
         read(content)

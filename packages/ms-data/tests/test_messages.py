@@ -110,7 +110,7 @@ def test_sharegpt_turn_weights_mean_the_same_as_openai_ones() -> None:
 def test_malformed_conversations_are_refused_with_the_location(
     row: dict[str, Any], message: str
 ) -> None:
-    """The error says what is wrong, where, and what is expected."""
+    """The error gives the problem, the location and the expected form."""
     with pytest.raises(ValueError, match=message):
         read_conversation(row)
 

@@ -41,7 +41,7 @@ def test_permute_is_a_bijection(size: int, seed: int) -> None:
 def test_permute_is_uniform_over_positions() -> None:
     """Over many keys, each of 5 values lands on each position a fifth of the time.
 
-    20,000 draws: a fraction of 0.2 has a standard deviation of 0.0028; six of them are 0.017.
+    20,000 draws: a fraction of 0.2 has a standard deviation of 0.0028; six are 0.017.
     """
     rng = np.random.default_rng(1)
     keys = rng.integers(0, 2**64, (ROUNDS, 20_000, 1), dtype=np.uint64)
@@ -61,7 +61,7 @@ def test_permute_is_uniform_over_positions() -> None:
 def test_permute_is_uniform_over_permutations() -> None:
     """Each of the 24 permutations of 4 values has its share, not just each position.
 
-    48,000 draws: a fraction of 1/24 has a standard deviation of 0.0009; six of them are 0.0055.
+    48,000 draws: a fraction of 1/24 has a standard deviation of 0.0009; six are 0.0055.
     """
     rng = np.random.default_rng(2)
     values = np.tile(np.arange(4, dtype=np.uint64), (48_000, 1))

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001 - Chinese punctuation is what is tested
+# ruff: noqa: RUF001 - Chinese punctuation is under test
 """Each cleaning rule, and the optimized ones compared with brute-force references."""
 
 import json
@@ -169,7 +169,7 @@ def test_c4_removes_bad_lines_and_counts_them_by_setting() -> None:
 
 
 def test_unicode_fixes_mojibake_and_composes_accents() -> None:
-    """Quotation marks stay as they are."""
+    """Quotation marks do not change."""
     assert changed("unicode", "cafÃ© “e\u0301”") == "café “é”"
     assert changed("unicode", "ﬁ", form="NFKC") == "fi"
 

@@ -231,7 +231,7 @@ def test_a_state_with_another_order_setting_is_refused_by_name(
 
 
 def test_settings_accept_numpy_integers(dataset: Path) -> None:
-    """The state is still JSON and equals that of Python integers."""
+    """The state is JSON, as with Python integers."""
     states = []
     for integer in (int, np.int64):
         stream = TokenStream(

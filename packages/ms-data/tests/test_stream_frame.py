@@ -29,7 +29,7 @@ OpenStream = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Datasets of each type, and a second one of each with other content."""
+    """Two datasets of each type with different content."""
     folder = tmp_path_factory.mktemp("frame")
     model = write_tokenizer(folder / "model")
     for number, name in enumerate(("one", "two")):

@@ -85,7 +85,7 @@ def _error(source: str) -> Exception:
 
 @pytest.mark.parametrize("name", SLOW)
 def test_endless_templates_are_stopped(name: str) -> None:
-    """By one of the limits, in one line, while the caller continues."""
+    """A limit applies, the error is one line, and the caller continues."""
     error = _error(SLOW[name])
     assert isinstance(error, TokenizerError)
     limits = ("exceeds the CPU time limit", "too much memory")
