@@ -1,4 +1,4 @@
-"""Two-digit addition in characters: a task that can be judged exactly and learned in minutes."""
+"""Two-digit addition in characters: judged exactly and learned in minutes."""
 
 from collections.abc import Sequence
 
@@ -17,21 +17,21 @@ HELD_OUT_SHARE = 0.2
 
 
 class Characters:
-    """A token a character, and one that ends a text."""
+    """Tokenizer with one token per character and an end token."""
 
     vocabulary_size = END + 1
 
     def encode(self, text: str) -> list[int]:
-        """One token a character."""
+        """Return one token per character."""
         return [CHARACTERS.index(character) for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Characters, without the end."""
+        """Return the characters without the end token."""
         return "".join(CHARACTERS[token] for token in tokens if token < END)
 
 
 def problems(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """All sums of two numbers from 10 to 99, split into those to learn from and those held out."""
+    """Return all sums of two numbers from 10 to 99, split into training and held-out rows."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
     rows = [
@@ -42,27 +42,27 @@ def problems(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def exact(samples: Sequence[Sample]) -> list[float]:
-    """1 for the right sum that ends where it should, else 0."""
+    """Reward 1 for a response that is the right sum and stops there, else 0."""
     return [float(sample.stopped and sample.response == sample.answer) for sample in samples]
 
 
 class Shuffled:
-    """The same rewards, dealt to other samples: as many, and worth nothing."""
+    """The rewards of `exact`, assigned to other samples: same distribution, no information."""
 
     __name__ = "shuffled"
 
     def __init__(self, seed: int) -> None:
-        self.chance = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """Rewards of `exact` in another order."""
-        given = exact(samples)
-        order = torch.randperm(len(given), generator=self.chance).tolist()
-        return [given[index] for index in order]
+        """Return the rewards of `exact` in random order."""
+        rewards = exact(samples)
+        order = torch.randperm(len(rewards), generator=self.generator).tolist()
+        return [rewards[index] for index in order]
 
 
 def model(seed: int) -> nn.Module:
-    """4 layers of 128."""
+    """Build a decoder with 4 layers, 128 wide."""
     sizes = {
         "hidden_size": 128,
         "num_hidden_layers": 4,
@@ -78,23 +78,23 @@ def model(seed: int) -> nn.Module:
 
 
 class Imitation:
-    """Mean of -log p of the answers' characters."""
+    """Mean negative log-likelihood of the answer characters."""
 
     statistics = ()
 
     def weight(self, batch: Batch) -> float:
-        """How many there are."""
+        """Return the number of targets."""
         return float((batch["targets"] != IGNORED).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Their sum."""
+        """Return the sum of the token losses."""
         return output.token_losses(batch["targets"]).sum(), torch.zeros(0)
 
 
 def imitate(policy: nn.Module, rows: Sequence[dict[str, str]], *, steps: int, seed: int) -> None:
-    """Learn from the right answers for so many updates of 128: the start of what follows."""
+    """Train on right answers for this many updates of 128 rows, as a start for PPO."""
     engine = LocalEngine(policy, OptimizerOptions(learning_rate=1e-3, warmup_steps=20))
-    tokenizer, chance = Characters(), torch.Generator().manual_seed(seed)
+    tokenizer, generator = Characters(), torch.Generator().manual_seed(seed)
     texts = [[*tokenizer.encode(row["prompt"] + row["answer"]), END] for row in rows]
     width = max(map(len, texts)) - 1
     tokens, targets = torch.zeros(len(rows), width).long(), torch.full((len(rows), width), IGNORED)
@@ -103,5 +103,5 @@ def imitate(policy: nn.Module, rows: Sequence[dict[str, str]], *, steps: int, se
         start = len(row["prompt"]) - 1
         targets[index, start : len(text) - 1] = torch.tensor(text[start + 1 :])
     for _ in range(steps):
-        chosen = torch.randint(len(rows), (128,), generator=chance)
-        engine.step({"tokens": tokens[chosen], "targets": targets[chosen]}, Imitation())
+        indices = torch.randint(len(rows), (128,), generator=generator)
+        engine.step({"tokens": tokens[indices], "targets": targets[indices]}, Imitation())

@@ -1,7 +1,6 @@
-"""What a user pays for, in under a minute: rollouts, the parts of a PPO step, packed tuning.
+"""Benchmarks of ms-align, in under a minute: rollouts, parts of a PPO step, packed fine-tuning.
 
-Llama of 6.84M parameters, random weights, float32, one thread; the best of a few rounds, in
-processor time.
+A Llama with 6.84M random parameters, float32, one thread; best of a few rounds, in CPU time.
 
     nox -s "bench(ms-align)"
 """
@@ -39,39 +38,39 @@ ROUNDS = 3
 
 
 def best(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Seconds of processor time of the fastest round, after one that is not counted."""
+    """Return CPU seconds of the fastest round, after an untimed one."""
     work()
     times = []
     for _ in range(rounds):
-        began = process_time()
+        start = process_time()
         work()
-        times.append(process_time() - began)
+        times.append(process_time() - start)
     return min(times)
 
 
 def model(seed: int = 0) -> torch.nn.Module:
-    """A fresh decoder."""
-    made = build_model(architecture("llama", SIZES))
-    initialize(made, seed=seed)
-    return made
+    """Build a randomly initialized decoder."""
+    decoder = build_model(architecture("llama", SIZES))
+    initialize(decoder, seed=seed)
+    return decoder
 
 
 def rollouts(policy: torch.nn.Module, prompts: list[list[int]]) -> None:
-    """Tokens a second, log-probabilities included."""
+    """Print tokens per second, including log-probabilities."""
     generate, sampling = (
         LocalGenerator(policy, max_num_seqs=BATCH),
         Sampling(max_new_tokens=RESPONSE),
     )
-    made = BATCH * RESPONSE
+    token_count = BATCH * RESPONSE
     seconds = best(lambda: generate(prompts, sampling))
-    print(f"rollout, {BATCH} prompts of {PROMPT}: {made / seconds:.0f} tokens/s")
+    print(f"rollout, {BATCH} prompts of {PROMPT}: {token_count / seconds:.0f} tokens/s")
     groups = prompts[: BATCH // GROUP]
     seconds = best(lambda: generate(groups, sampling, count=GROUP))
-    print(f"rollout, {BATCH // GROUP} groups of {GROUP}: {made / seconds:.0f} tokens/s")
+    print(f"rollout, {BATCH // GROUP} groups of {GROUP}: {token_count / seconds:.0f} tokens/s")
 
 
 def ppo(policy: torch.nn.Module, prompts: list[list[int]]) -> None:
-    """Milliseconds of each part of a PPO step of 16 responses."""
+    """Print milliseconds of each part of a PPO step with 16 responses."""
     generate, sampling = (
         LocalGenerator(policy, max_num_seqs=BATCH),
         Sampling(max_new_tokens=RESPONSE),
@@ -84,17 +83,17 @@ def ppo(policy: torch.nn.Module, prompts: list[list[int]]) -> None:
     batch["old_values"] = torch.zeros(shape)
     parts = {
         "rollout": lambda: generate(prompts, sampling),
-        "reference's log-probabilities": lambda: logprobs_of(engine, rows, 1.0),
+        "reference log-probabilities": lambda: logprobs_of(engine, rows, 1.0),
         "values": lambda: values_of(value, rows),
-        "policy's update, an epoch": lambda: engine.step(batch, PPOLoss()),
-        "value's update, an epoch": lambda: value.step(batch, ValueLoss()),
+        "policy update, one epoch": lambda: engine.step(batch, PPOLoss()),
+        "value update, one epoch": lambda: value.step(batch, ValueLoss()),
     }
     for name, work in parts.items():
         print(f"PPO, {BATCH} x ({PROMPT} + {RESPONSE}): {name} {best(work) * 1e3:.0f} ms")
 
 
-def tuning(policy: torch.nn.Module) -> None:
-    """Tokens a second of an update on four rows of 512, documents of about a hundred."""
+def fine_tuning(policy: torch.nn.Module) -> None:
+    """Print tokens per second of an update on four rows of 512, documents of about 100 tokens."""
     lengths = torch.tensor([64, 180, 100, 96, 72] * 4)
     documents = torch.repeat_interleave(torch.arange(20), lengths).view(4, 512).int()
     positions = torch.cat([torch.arange(int(n)) for n in lengths]).view(4, 512)
@@ -102,11 +101,11 @@ def tuning(policy: torch.nn.Module) -> None:
     batch = {"tokens": tokens, "positions": positions, "documents": documents, "targets": tokens}
     engine = LocalEngine(policy, OptimizerOptions())
     seconds = best(lambda: engine.step(batch, SFTLoss()))
-    print(f"packed tuning, 4 x 512: {2048 / seconds:.0f} tokens/s")
+    print(f"packed fine-tuning, 4 x 512: {2048 / seconds:.0f} tokens/s")
 
 
 def log_probabilities() -> None:
-    """Milliseconds of losses and their gradient from hidden states, beside the plain formula."""
+    """Print milliseconds of losses and gradients from hidden states, ours and the plain formula."""
     hidden = torch.randn(2048, 256, requires_grad=True)
     weight = torch.randn(8192, 256).div_(16).requires_grad_()
     targets, scratch = torch.randint(8192, (2048,)), Scratch()
@@ -125,26 +124,26 @@ def log_probabilities() -> None:
 
 
 def judging(count: int = 40) -> None:
-    """Judged responses a second of wall-clock time, beside an interpreter for each, in turn."""
+    """Print judged responses per wall second, alternating with one interpreter per response."""
     code, tests = "def double(x): return 2 * x", "assert double(4) == 8"
-    alone = [sys.executable, "-I", "-S", "-c", f"{code}\n{tests}"]
+    command = [sys.executable, "-I", "-S", "-c", f"{code}\n{tests}"]
     assert judge(code, tests).passed
     seconds = [0.0, 0.0]
     for _ in range(count):
-        began = perf_counter()
+        start = perf_counter()
         judge(code, tests)
-        between = perf_counter()
-        subprocess.run(alone, check=True)
-        seconds[0] += between - began
-        seconds[1] += perf_counter() - between
+        middle = perf_counter()
+        subprocess.run(command, check=True)
+        seconds[0] += middle - start
+        seconds[1] += perf_counter() - middle
     print(
-        f"judged responses: {count / seconds[0]:.0f} a second; interpreters without any wall: "
+        f"judged responses: {count / seconds[0]:.0f} per second; interpreters without sandbox: "
         f"{count / seconds[1]:.0f}"
     )
 
 
 def main() -> None:
-    """Print all figures."""
+    """Print all results."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     prompts = torch.randint(300, 8192, (BATCH, PROMPT)).tolist()
@@ -154,7 +153,7 @@ def main() -> None:
     log_probabilities()
     rollouts(model(), prompts)
     ppo(model(), prompts)
-    tuning(model())
+    fine_tuning(model())
     judging()
 
 

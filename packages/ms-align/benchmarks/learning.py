@@ -1,7 +1,8 @@
 """Does PPO learn? Two-digit addition, 20% of the sums held out, exact-match reward.
 
-Per seed: imitate right answers for a while, then PPO on the exact-match reward, and beside it the
-same with rewards dealt to other samples. Sampled accuracy on the held-out sums before and after.
+For every seed: imitate right answers for a while, then run PPO on the exact-match reward, and as a
+control on the same rewards assigned to other samples. Reports sampled accuracy on held-out sums
+before and after.
 
     python packages/ms-align/benchmarks/learning.py --seeds 3
 """
@@ -22,11 +23,11 @@ from ms_align import PPOTrainer, Reward
 from ms_align.models.language_model import copy_of
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Two-sided 95% points of Student's t, by number of seeds."""
+"""Two-sided 95% quantiles of Student's t, by number of seeds."""
 
 
-class Judge:
-    """Held-out sums are judged by `exact` whatever the policy learns from."""
+class HeldOutAccuracy:
+    """Reward that scores held-out sums with `exact`, whatever the policy trains on."""
 
     __name__ = "accuracy"
 
@@ -34,13 +35,13 @@ class Judge:
         self.reward, self.held_out = reward, held_out
 
     def __call__(self, samples: Any) -> Any:
-        """Rewards of learning, or of an evaluation."""
+        """Return training rewards, or exact-match accuracy during evaluation."""
         is_held_out = samples[0].prompt in self.held_out
         return exact(samples) if is_held_out else self.reward(samples)
 
 
 def main() -> None:
-    """Print a line a seed, then the means with their intervals."""
+    """Print one line per seed, then the means with confidence intervals."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--imitate", type=int, default=300, help="updates before PPO")
@@ -49,34 +50,34 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [one(seed, options) for seed in range(options.seeds)]
+    rows = [run_seed(seed, options) for seed in range(options.seeds)]
     gains = [row["ppo"] - row["start"] for row in rows]
     control = [row["shuffled"] - row["start"] for row in rows]
-    facts = {"rows": rows, "gain": interval(gains), "control": interval(control)}
+    summary = {"rows": rows, "gain": interval(gains), "control": interval(control)}
     if options.json:
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(summary, indent=2))
     else:
         for name in ("gain", "control"):
-            low, middle, high = facts[name]
+            low, middle, high = summary[name]
             print(f"{name}: {middle:+.1f} points, 95% interval {low:+.1f} to {high:+.1f}")
 
 
-def one(seed: int, options: argparse.Namespace) -> dict[str, float]:
-    """Accuracies in percent, and processor seconds, of one seed."""
-    learned, held_out = problems(seed)
-    began = process_time()
+def run_seed(seed: int, options: argparse.Namespace) -> dict[str, float]:
+    """Return accuracies in percent and CPU seconds of one seed."""
+    training_rows, held_out = problems(seed)
+    start_s = process_time()
     start = model(seed)
-    imitate(start, learned, steps=options.imitate, seed=seed)
-    row: dict[str, float] = {"seed": seed, "imitation_s": process_time() - began}
+    imitate(start, training_rows, steps=options.imitate, seed=seed)
+    row: dict[str, float] = {"seed": seed, "imitation_s": process_time() - start_s}
     rewards: tuple[tuple[str, Reward], ...] = (("ppo", exact), ("shuffled", Shuffled(seed)))
     for name, reward in rewards:
-        began = process_time()
+        start_s = process_time()
         with tempfile.TemporaryDirectory() as folder:
-            made = trainer(copy_of(start), reward, held_out, seed, Path(folder), options)
-            result = made.optimize(learned)
+            ppo_trainer = trainer(copy_of(start), reward, held_out, seed, Path(folder), options)
+            result = ppo_trainer.optimize(training_rows)
         row["start"] = 100 * result.first["reward"]
         row[name] = 100 * result.last["reward"]
-        row[f"{name}_s"] = process_time() - began
+        row[f"{name}_s"] = process_time() - start_s
     print(", ".join(f"{key} {value:.1f}" for key, value in row.items()), flush=True)
     return row
 
@@ -89,10 +90,10 @@ def trainer(
     folder: Path,
     options: argparse.Namespace,
 ) -> PPOTrainer:
-    """PPO's settings, the same for every seed and both rewards."""
+    """Build the PPO trainer with the same settings for all seeds and rewards."""
     return PPOTrainer(
         policy_model=policy,
-        reward_model=Judge(reward, {row["prompt"] for row in held_out}),
+        reward_model=HeldOutAccuracy(reward, {row["prompt"] for row in held_out}),
         tokenizer=Characters(),
         held_out=held_out,
         kl_coeff=0.01,
@@ -115,7 +116,7 @@ def trainer(
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
-    """95% interval of a mean around it."""
+    """Return the mean and its 95% confidence interval: low, mean, high."""
     middle = mean(values)
     if len(values) < 2:
         return middle, middle, middle

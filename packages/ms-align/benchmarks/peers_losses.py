@@ -112,12 +112,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def dataset() -> Dataset:
-    """Draw eight pairs whose answers differ in length."""
-    draw = torch.Generator().manual_seed(0)
+    """Return eight pairs of random answers that differ in length."""
+    generator = torch.Generator().manual_seed(0)
 
     def text(count: int) -> str:
         return " ".join(
-            f"w{int(token)}" for token in torch.randint(2, 62, (count,), generator=draw)
+            f"w{int(token)}" for token in torch.randint(2, 62, (count,), generator=generator)
         )
 
     return Dataset.from_list(
@@ -240,12 +240,12 @@ class FixedOutput:
 
 def compare_grpo(case: dict[str, Any], folder: str) -> float:
     """Compare one setting of TRL's GRPOTrainer on 8 responses of 1 to 7 tokens."""
-    draw = torch.Generator().manual_seed(3)
-    old = -torch.rand(8, MAX_TOKENS, generator=draw) * 3 - 0.1
-    logprobs = old + torch.randn(8, MAX_TOKENS, generator=draw) * 0.4
-    lengths = torch.randint(1, MAX_TOKENS + 1, (8,), generator=draw)
+    generator = torch.Generator().manual_seed(3)
+    old = -torch.rand(8, MAX_TOKENS, generator=generator) * 3 - 0.1
+    logprobs = old + torch.randn(8, MAX_TOKENS, generator=generator) * 0.4
+    lengths = torch.randint(1, MAX_TOKENS + 1, (8,), generator=generator)
     mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
-    advantages = torch.randn(8, generator=draw)
+    advantages = torch.randn(8, generator=generator)
     bounds = {"epsilon": 0.2, "epsilon_high": 1.28 if case["loss_type"] == "cispo" else 0.28}
     config = GRPOConfig(
         output_dir=folder,
@@ -303,7 +303,7 @@ def compare_grpo(case: dict[str, Any], folder: str) -> float:
 
 
 def main() -> int:
-    """Print a line per setting; 1 if one differs."""
+    """Print a line per setting; return 1 if any difference exceeds the tolerance."""
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
         for case in DPO_CASES:

@@ -1,7 +1,7 @@
-"""TRL's SFT beside ours: the same samples and model, a process a side, in turn, round after round.
+"""TRL's SFT compared with ours: the same samples and model, one process per side, alternating.
 
-One thread; tokens of samples a second of processor time, padding not counted, the first step left
-out. The loss is on every token on all sides. The samples are the standard library's docstrings.
+One thread; sample tokens per CPU second, without padding and the first step. The loss is on every
+token on all sides. The samples are the standard library's docstrings.
 
     nox -s "peers(ms-align)" -- --rounds 3 --only sft
 """
@@ -21,8 +21,8 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 LENGTH, PACKED_ROWS, PADDED_ROWS, SAMPLES = 512, 4, 16, 1024
 STEPS = {"trl-padded": 3, "trl-packed": 5, "ours": 12, "ours-transformers": 8}
-"""Timed steps, after one that is not."""
-# Every token is marked as the assistant's, as TRL's default learns all of them.
+"""Timed steps, after an untimed one."""
+# All tokens are marked as the assistant's, since TRL trains on all tokens by default.
 TEMPLATE = (
     "{% generation %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "<|endoftext|>\n{% endfor %}{% endgeneration %}"
@@ -39,8 +39,8 @@ MODEL: dict[str, Any] = {
 }
 
 
-def prepare(place: Path) -> None:
-    """Writes the shards `data` and the folder `model`."""
+def prepare(folder: Path) -> None:
+    """Write the dataset `data` and the folder `model`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,53 +49,53 @@ def prepare(place: Path) -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     from docstrings import write_instructions
 
-    write_instructions(place / "rows")
+    write_instructions(folder / "rows")
     lines = [
         line
-        for path in sorted((place / "rows").glob("*.jsonl"))
+        for path in sorted((folder / "rows").glob("*.jsonl"))
         for line in path.read_text().splitlines()
     ]
-    (place / "text.jsonl").write_text(
+    (folder / "text.jsonl").write_text(
         "".join(
             json.dumps({"text": "\n".join(m["content"] for m in json.loads(line)["messages"])})
             + "\n"
             for line in lines
         )
     )
-    train_tokenizer(place / "text.jsonl", vocab_size=8192, out=place / "tokenizer.json")
-    (place / "few.jsonl").write_text("\n".join(lines[:: len(lines) // SAMPLES][:SAMPLES]) + "\n")
-    (place / "chat.jinja").write_text(TEMPLATE)
+    train_tokenizer(folder / "text.jsonl", vocab_size=8192, out=folder / "tokenizer.json")
+    (folder / "few.jsonl").write_text("\n".join(lines[:: len(lines) // SAMPLES][:SAMPLES]) + "\n")
+    (folder / "chat.jinja").write_text(TEMPLATE)
     build(
-        place / "few.jsonl",
-        tokenizer=place / "tokenizer.json",
-        out=place / "data",
-        chat=place / "chat.jinja",
+        folder / "few.jsonl",
+        tokenizer=folder / "tokenizer.json",
+        out=folder / "data",
+        chat=folder / "chat.jinja",
         skip_invalid=True,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(place / "model")
+    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(folder / "model")
 
 
-def trl(place: Path, steps: int, *, packing: bool) -> float:
-    """TRL's SFTTrainer, in float32, without checkpointing of activations."""
+def trl(work_folder: Path, steps: int, *, packing: bool) -> float:
+    """Run TRL's SFTTrainer in float32 without activation checkpointing."""
     from datasets import Dataset
     from transformers import LlamaForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     from ms_data import Samples
 
-    marks: list[float] = []
-    seen: list[int] = []
+    step_ends: list[float] = []
+    token_counts: list[int] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            marks.append(process_time())
+            step_ends.append(process_time())
 
-    samples = Samples(place / "data")
-    rows = [samples.conversation(at).tokens.tolist()[:LENGTH] for at in range(len(samples))]
+    samples = Samples(work_folder / "data")
+    rows = [samples.conversation(index).tokens.tolist()[:LENGTH] for index in range(len(samples))]
     with tempfile.TemporaryDirectory() as folder:
         trainer = SFTTrainer(
-            model=LlamaForCausalLM.from_pretrained(place / "model"),
+            model=LlamaForCausalLM.from_pretrained(work_folder / "model"),
             args=SFTConfig(
                 output_dir=folder,
                 use_cpu=True,
@@ -115,47 +115,47 @@ def trl(place: Path, steps: int, *, packing: bool) -> float:
                 dataloader_num_workers=0,
             ),
             train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]),
-            processing_class=_tokenizer(place),
+            processing_class=_tokenizer(work_folder),
             callbacks=[Clock()],
         )
         collate = trainer.data_collator
 
         def counting(batch: Any) -> Any:
-            seen.append(sum(len(row["input_ids"]) for row in batch))
+            token_counts.append(sum(len(row["input_ids"]) for row in batch))
             return collate(batch)
 
         trainer.data_collator = counting
         trainer.train()
-    return sum(seen[1 : steps + 1]) / (marks[steps] - marks[0])
+    return sum(token_counts[1 : steps + 1]) / (step_ends[steps] - step_ends[0])
 
 
-def _tokenizer(place: Path) -> Any:
+def _tokenizer(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    file = str(place / "tokenizer.json")
+    file = str(folder / "tokenizer.json")
     end = "<|endoftext|>"
     return PreTrainedTokenizerFast(tokenizer_file=file, eos_token=end, pad_token=end)
 
 
-def ours(place: Path, steps: int, *, transformers: bool) -> float:
-    """Ours, packed, from the same samples, on our decoder or on transformers' model."""
+def ours(work_folder: Path, steps: int, *, transformers: bool) -> float:
+    """Run our trainer with packing, on our decoder or on the transformers model."""
     from ms_align.trainers.sft import SFTTrainer
     from ms_data import InstructionStream
 
-    marks: list[float] = []
-    filled: list[float] = []
+    step_ends: list[float] = []
+    token_totals: list[float] = []
     stream = InstructionStream(
-        place / "data", sequence_length=LENGTH, batch_size=PACKED_ROWS, open_rows=128
+        work_folder / "data", sequence_length=LENGTH, batch_size=PACKED_ROWS, open_rows=128
     )
 
-    def on_event(kind: str, fields: Any) -> None:
-        if kind == "step":
-            marks.append(process_time())
-            filled.append(stream.delivered_rows * LENGTH * stream.fill)
+    def on_event(event_kind: str, fields: Any) -> None:
+        if event_kind == "step":
+            step_ends.append(process_time())
+            token_totals.append(stream.delivered_rows * LENGTH * stream.fill)
 
     with tempfile.TemporaryDirectory() as folder:
         SFTTrainer(
-            model=_model(place, transformers=transformers),
+            model=_model(work_folder, transformers=transformers),
             learning_rate=1e-4,
             steps=steps + 1,
             output_dir=Path(folder),
@@ -163,33 +163,33 @@ def ours(place: Path, steps: int, *, transformers: bool) -> float:
             checkpoint_every=10**6,
             on_event=on_event,
         ).train(stream)
-    return (filled[steps] - filled[0]) / (marks[steps] - marks[0])
+    return (token_totals[steps] - token_totals[0]) / (step_ends[steps] - step_ends[0])
 
 
-def _model(place: Path, *, transformers: bool) -> Any:
+def _model(folder: Path, *, transformers: bool) -> Any:
     if transformers:
         from transformers import LlamaForCausalLM
 
-        return LlamaForCausalLM.from_pretrained(place / "model")
+        return LlamaForCausalLM.from_pretrained(folder / "model")
     from ms_align.models.folder import load_model
 
-    return load_model(place / "model")
+    return load_model(folder / "model")
 
 
 SIDES: dict[str, Callable[[Path, int], float]] = {
-    "trl-padded": lambda place, steps: trl(place, steps, packing=False),
-    "trl-packed": lambda place, steps: trl(place, steps, packing=True),
-    "ours": lambda place, steps: ours(place, steps, transformers=False),
-    "ours-transformers": lambda place, steps: ours(place, steps, transformers=True),
+    "trl-padded": lambda folder, steps: trl(folder, steps, packing=False),
+    "trl-packed": lambda folder, steps: trl(folder, steps, packing=True),
+    "ours": lambda folder, steps: ours(folder, steps, transformers=False),
+    "ours-transformers": lambda folder, steps: ours(folder, steps, transformers=True),
 }
 
 
-def measure(place: Path, side: str) -> float:
-    """One side's figure, in a process of one thread."""
-    one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, __file__, "--one", side, "--place", str(place)]
+def measure(folder: Path, side: str) -> float:
+    """Return the rate of one side, measured in a process with one thread."""
+    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, __file__, "--one", side, "--place", str(folder)]
     run = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **one}, check=False
+        command, capture_output=True, text=True, env={**os.environ, **one_thread}, check=False
     )
     if run.returncode:
         sys.exit(f"{side} failed:\n{run.stderr[-2000:]}")
@@ -197,11 +197,11 @@ def measure(place: Path, side: str) -> float:
 
 
 def main() -> None:
-    """Print medians, their range, and the median of the ratios of neighbors."""
+    """Print medians, ranges, and the median of the ratios within a round."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    # `nox -s peers` gives all scripts the same arguments.
-    parser.add_argument("--only", action="append", help="measure nothing unless `sft` is among it")
+    # `nox -s peers` passes the same arguments to all scripts.
+    parser.add_argument("--only", action="append", help="skip unless `sft` is listed")
     parser.add_argument("--trl-1-12", help=argparse.SUPPRESS)
     parser.add_argument("--one", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--side", action="append", help=argparse.SUPPRESS)
@@ -212,19 +212,19 @@ def main() -> None:
         return
     if options.only and "sft" not in options.only:
         return
-    with tempfile.TemporaryDirectory() as place:
-        prepare(Path(place))
+    with tempfile.TemporaryDirectory() as folder_name:
+        prepare(Path(folder_name))
         figures: dict[str, list[float]] = {side: [] for side in SIDES}
         for _ in range(options.rounds):
             for side in SIDES:
-                figures[side].append(measure(Path(place), side))
-    for side, found in figures.items():
+                figures[side].append(measure(Path(folder_name), side))
+    for side, rates in figures.items():
         ratios = []
         for peer in ("trl-padded", "trl-packed"):
-            pairs = [a / b for a, b in zip(found, figures[peer], strict=True)]
+            pairs = [a / b for a, b in zip(rates, figures[peer], strict=True)]
             ratios.append(f"{median(pairs):5.2f} x {peer} ({min(pairs):.2f} to {max(pairs):.2f})")
         print(
-            f"{side:18} {median(found):8.1f} tokens/s ({min(found):.1f} to {max(found):.1f})  "
+            f"{side:18} {median(rates):8.1f} tokens/s ({min(rates):.1f} to {max(rates):.1f})  "
             + "  ".join(ratios),
             flush=True,
         )

@@ -1,12 +1,12 @@
-"""A learned reward on a sentiment lexicon, and reward against KL for three kl_coeff, drawn.
+"""Train a reward model on a sentiment lexicon, and plot reward against KL for three coefficients.
 
     python packages/ms-align/benchmarks/sentiment.py [--out sentiment.svg]
 
-A policy is tuned on reviews of a small grammar whose moods are mixed. Of pairs of such reviews the
-one with the better lexicon score is preferred, a tenth of them the wrong way round. The reward
-model learns from these pairs alone; PPO then raises what it says, for three coefficients of the
-KL. The lexicon's own score, which nobody optimizes, is shown beside it: where the learned reward
-goes on rising and the lexicon doesn't, the reward model is exploited.
+A policy is tuned on reviews from a small grammar with mixed sentiment. In pairs of such reviews the
+one with the better lexicon score is preferred; a tenth of the pairs have swapped labels. The reward
+model learns from these pairs alone. PPO then maximizes its output for three KL coefficients. The
+lexicon score, which is never optimized, is plotted as well: if the learned reward rises and the
+lexicon score does not, the policy exploits the reward model.
 """
 
 import argparse
@@ -29,85 +29,87 @@ BAD = "dreadful dull ugly slow stale boring false tired cold poor".split()  # no
 PLAIN = "the a film book play song plot cast scene ending was is and with very quite but so"
 WORDS = ["<end>", "<begin>", *PLAIN.split(" "), *GOOD, *BAD]
 END, BEGIN = 0, 1
-NUMBER = {word: at for at, word in enumerate(WORDS)}
+NUMBER = {word: index for index, word in enumerate(WORDS)}
 THINGS, LENGTH, LONGEST = WORDS[4:12], 20, 14
 COEFFICIENTS = (0.02, 0.1, 0.4)
 STEPS, BATCH = 240, 64
 
 
 def lexicon_score(tokens: list[int]) -> float:
-    """Good words less bad ones."""
+    """Return the number of good words minus the number of bad words."""
     words = [WORDS[token] for token in tokens]
     return float(sum(word in GOOD for word in words) - sum(word in BAD for word in words))
 
 
-def review(chance: random.Random) -> list[int]:
-    """`the film was quite dull and the cast is warm <end>`, for example."""
+def review(rng: random.Random) -> list[int]:
+    """Return the tokens of `the film was quite dull and the cast is warm <end>`, for example."""
     words: list[str] = []
-    for clause in range(chance.choice((1, 2, 2))):
-        words += ["and" if chance.random() < 0.7 else "but"] if clause else []
-        words += [chance.choice(("the", "a")), chance.choice(THINGS), chance.choice(("was", "is"))]
-        words += [chance.choice(("very", "quite", "so"))] if chance.random() < 0.4 else []
-        words += [chance.choice(GOOD if chance.random() < 0.5 else BAD)]
+    for clause in range(rng.choice((1, 2, 2))):
+        words += ["and" if rng.random() < 0.7 else "but"] if clause else []
+        words += [rng.choice(("the", "a")), rng.choice(THINGS), rng.choice(("was", "is"))]
+        words += [rng.choice(("very", "quite", "so"))] if rng.random() < 0.4 else []
+        words += [rng.choice(GOOD if rng.random() < 0.5 else BAD)]
     return [*(NUMBER[word] for word in words), END]
 
 
-def laid(rows: list[list[int]]) -> dict[str, Any]:
-    """Rows behind BEGIN, filled up; what follows END is another document."""
+def make_batch(rows: list[list[int]]) -> dict[str, Any]:
+    """Return padded rows that start with BEGIN; positions after END belong to another document."""
     tokens = np.full((len(rows), LENGTH), END, np.int64)
     targets = np.full((len(rows), LENGTH), -100, np.int64)
     documents = np.ones((len(rows), LENGTH), np.int32)
-    for at, row in enumerate(rows):
-        tokens[at, : len(row) + 1] = [BEGIN, *row]
-        targets[at, : len(row)] = row
-        documents[at, : len(row) + 1] = 0
+    for index, row in enumerate(rows):
+        tokens[index, : len(row) + 1] = [BEGIN, *row]
+        targets[index, : len(row)] = row
+        documents[index, : len(row) + 1] = 0
     return {"tokens": tokens, "targets": targets, "documents": documents}
 
 
 class Reviews:
-    """Batches of reviews, or of pairs of them."""
+    """Stream of batches of reviews, or of review pairs."""
 
     def __init__(self, seed: int, *, pairs: bool) -> None:
         self.seed, self.pairs, self.count = seed, pairs, 0
 
     def __next__(self) -> dict[str, Any]:
         self.count += 1
-        chance = random.Random(f"{self.seed} {self.count}")
-        rows = [review(chance) for _ in range(BATCH)]
+        rng = random.Random(f"{self.seed} {self.count}")
+        rows = [review(rng) for _ in range(BATCH)]
         if self.pairs:
-            for at in range(0, BATCH, 2):
-                while lexicon_score(rows[at]) == lexicon_score(rows[at + 1]):
-                    rows[at] = review(chance)
-                better = lexicon_score(rows[at]) > lexicon_score(rows[at + 1])
-                if better == (chance.random() < 0.1):
-                    rows[at], rows[at + 1] = rows[at + 1], rows[at]
-        return laid(rows)
+            for index in range(0, BATCH, 2):
+                while lexicon_score(rows[index]) == lexicon_score(rows[index + 1]):
+                    rows[index] = review(rng)
+                first_is_better = lexicon_score(rows[index]) > lexicon_score(rows[index + 1])
+                if first_is_better == (rng.random() < 0.1):
+                    rows[index], rows[index + 1] = rows[index + 1], rows[index]
+        return make_batch(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Batches made."""
+        """Return the number of batches drawn."""
         return {"count": self.count}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go back."""
+        """Restore the number of batches drawn."""
         self.count = state["count"]
 
 
 def model(seed: int) -> Any:
-    """A decoder of 2 layers, 64 wide."""
+    """Build a decoder with 2 layers, 64 wide."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": len(WORDS)}
-    made = build_model(architecture("llama", {**sizes, **more, "tie_word_embeddings": True}))
-    initialize(made, seed=seed)
-    return made
+    other_sizes = {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": len(WORDS)}
+    decoder = build_model(
+        architecture("llama", {**sizes, **other_sizes, "tie_word_embeddings": True})
+    )
+    initialize(decoder, seed=seed)
+    return decoder
 
 
-def quiet(folder: Path, name: str, **more: Any) -> dict[str, Any]:
-    """The settings of a quiet run."""
-    return {"output_dir": folder / name, "progress": False, "checkpoint_every": 10**6, **more}
+def quiet(folder: Path, name: str, **options: Any) -> dict[str, Any]:
+    """Return settings of a run without output."""
+    return {"output_dir": folder / name, "progress": False, "checkpoint_every": 10**6, **options}
 
 
 def learn_reward(folder: Path) -> tuple[RewardModel, dict[str, float]]:
-    """Trained on pairs, a tenth of them wrong; saved and read back."""
+    """Train a reward model on pairs with 10% wrong labels; save and reload it."""
 
     def held_out() -> Iterator[dict[str, Any]]:
         stream = Reviews(99, pairs=True)
@@ -119,19 +121,19 @@ def learn_reward(folder: Path) -> tuple[RewardModel, dict[str, float]]:
 
 
 def optimize(folder: Path, policy: Path, reward: RewardModel, kl_coeff: float) -> list[Any]:
-    """A point each rollout: KL of a response, what the reward model says, the lexicon's score."""
+    """Return a point per rollout: KL of a response, learned reward, lexicon score."""
     from ms_align.models.folder import load_model
 
     points: list[Any] = []
     scores: list[float] = []
 
     def lexicon(samples: list[Sample]) -> list[float]:
-        found = [lexicon_score(list(sample.response_tokens)) for sample in samples]
-        scores[:] = found
-        return found
+        lexicon_scores = [lexicon_score(list(sample.response_tokens)) for sample in samples]
+        scores[:] = lexicon_scores
+        return lexicon_scores
 
-    def on_event(kind: str, fields: Any) -> None:
-        if kind == "rollout":
+    def on_event(event_kind: str, fields: Any) -> None:
+        if event_kind == "rollout":
             points.append((fields["kl"], fields["reward"], sum(scores) / len(scores)))
 
     PPOTrainer(
@@ -153,14 +155,14 @@ def optimize(folder: Path, policy: Path, reward: RewardModel, kl_coeff: float) -
 
 
 def smoothed(points: list[Any], window: int = 8) -> np.ndarray[Any, Any]:
-    """Means of neighbors, (N, 3)."""
-    whole = np.array(points)
+    """Return moving averages, (N, 3)."""
+    values = np.array(points)
     kernel = np.ones(window) / window
-    return np.stack([np.convolve(column, kernel, mode="valid") for column in whole.T], 1)
+    return np.stack([np.convolve(column, kernel, mode="valid") for column in values.T], 1)
 
 
 def draw(curves: dict[float, np.ndarray[Any, Any]], out: Path) -> None:
-    """Learned reward (line) and lexicon score (dashes) over KL."""
+    """Draw learned reward (line) and lexicon score (dashed) over KL."""
     width, height, edge = 640, 400, 50
     highest = max(curve[:, 0].max() for curve in curves.values())
     low = min(curve[:, 1:].min() for curve in curves.values())
@@ -180,31 +182,31 @@ def draw(curves: dict[float, np.ndarray[Any, Any]], out: Path) -> None:
         f'<text x="{width / 2}" y="{height - 12}" text-anchor="middle">'
         f"KL of a response from the reference, nats (0 to {highest:.1f})</text>",
         f'<text x="{edge}" y="{edge - 12}">reward {low:.1f} to {top:.1f}: '
-        "line the learned one, dashes the lexicon</text>",
+        "line: learned, dashed: lexicon</text>",
     ]
-    for at, ((coefficient, curve), color) in enumerate(zip(curves.items(), colors, strict=True)):
+    for index, ((coefficient, curve), color) in enumerate(zip(curves.items(), colors, strict=True)):
         for column, dash in ((1, ""), (2, ' stroke-dasharray="5 4"')):
             parts.append(
                 f'<path d="{path(curve, column)}" fill="none" stroke="{color}"{dash} '
                 'stroke-width="1.5"/>'
             )
         parts.append(
-            f'<text x="{width - edge - 110}" y="{height - edge - 60 + 16 * at}" fill="{color}">'
+            f'<text x="{width - edge - 110}" y="{height - edge - 60 + 16 * index}" fill="{color}">'
             f"kl_coeff {coefficient:g}</text>"
         )
     out.write_text("\n".join([*parts, "</svg>", ""]))
 
 
 def main() -> None:
-    """Print the figures and write the drawing."""
+    """Print the results and write the plot."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("sentiment.svg"))
     out = parser.parse_args().out
     torch.set_num_threads(1)
-    with TemporaryDirectory() as place:
-        folder = Path(place)
+    with TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         reward, figures = learn_reward(folder)
-        print("reward model, held out (a tenth of the labels is wrong):", json.dumps(figures))
+        print("reward model, held out (a tenth of the labels are wrong):", json.dumps(figures))
         policy = model(2)
         settings = quiet(folder, "sft", model=policy, steps=200, learning_rate=2e-3)
         SFTTrainer(**settings).train(Reviews(2, pairs=False))
@@ -216,10 +218,10 @@ def main() -> None:
             points = optimize(folder, folder / "policy", reward, coefficient)
             curves[coefficient] = smoothed(points)
             kl, learned, lexicon = curves[coefficient][-1]
-            began = curves[coefficient][0]
+            start = curves[coefficient][0]
             print(
-                f"kl_coeff {coefficient:g}: KL {kl:.2f} nats, learned reward {began[1]:.2f} to "
-                f"{learned:.2f}, lexicon {began[2]:.2f} to {lexicon:.2f}",
+                f"kl_coeff {coefficient:g}: KL {kl:.2f} nats, learned reward {start[1]:.2f} to "
+                f"{learned:.2f}, lexicon {start[2]:.2f} to {lexicon:.2f}",
                 flush=True,
             )
         draw(curves, out)

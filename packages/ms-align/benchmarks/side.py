@@ -1,8 +1,8 @@
-"""One side of a comparison, in a process of its own; prints its figure as JSON.
+"""One side of a comparison, in a separate process; prints its rate as JSON.
 
     python side.py grpo-trl | ppo-trl | grpo | ppo | ppo-shared | generate | rollout ...
 
-A figure is work done a second of processor time, start-up and the first step left out.
+The rate is work per CPU second, without startup and the first step.
 """
 
 import json
@@ -15,25 +15,25 @@ import tiny
 import torch
 
 STEPS = 3
-"""Timed rollouts with their updates, after one that is not."""
+"""Timed rollouts with their updates, after an untimed one."""
 
 
 def parity(tokens: list[int]) -> float:
-    """A reward that costs next to nothing: the share of even tokens."""
+    """Cheap reward: the fraction of even tokens."""
     return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
 
 
 def grpo_trl() -> float:
-    """TRL 1.16's GRPO, β = 0, without the recomputation that it does by default."""
+    """Run TRL 1.16's GRPO with β = 0 and without its default recomputation."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    marks: list[float] = []
+    step_ends: list[float] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            marks.append(process_time())
+            step_ends.append(process_time())
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [parity(ids) for ids in completion_ids]
@@ -66,17 +66,17 @@ def grpo_trl() -> float:
             callbacks=[Clock()],
         )
         trainer.train()
-    return tiny.BATCH * STEPS / (marks[-1] - marks[0])
+    return tiny.BATCH * STEPS / (step_ends[-1] - step_ends[0])
 
 
 def ppo_trl() -> float:
-    """TRL 1.12's PPO: policy, reference, reward and value, 4 epochs."""
+    """Run TRL 1.12's PPO: policy, reference, reward and value models, 4 epochs."""
     from datasets import Dataset
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     rows = [{"input_ids": row} for row in tiny.prompts(64)]
     tokenizer = tiny.tokenizer()
-    marks: list[float] = []
+    step_ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = PPOTrainer(
             args=PPOConfig(
@@ -108,24 +108,24 @@ def ppo_trl() -> float:
         )
         log = trainer.log
 
-        def clock(*arguments: Any, **named: Any) -> None:
-            marks.append(process_time())
-            log(*arguments, **named)
+        def clock(*arguments: Any, **options: Any) -> None:
+            step_ends.append(process_time())
+            log(*arguments, **options)
 
         trainer.log = clock  # called once at the end of each rollout's updates
         trainer.train()
-    return tiny.BATCH * STEPS / (marks[STEPS] - marks[0])
+    return tiny.BATCH * STEPS / (step_ends[STEPS] - step_ends[0])
 
 
 def ours(name: str, model: Any, updates: int, **settings: Any) -> float:
-    """A trainer of ours; `updates` a rollout."""
+    """Run one of our trainers with this many updates per rollout."""
     import ms_align
 
-    marks: list[float] = []
+    step_ends: list[float] = []
 
-    def on_event(kind: str, fields: Any) -> None:
-        if kind == "step" and fields["step"] % updates == 0:
-            marks.append(process_time())
+    def on_event(event_kind: str, fields: Any) -> None:
+        if event_kind == "step" and fields["step"] % updates == 0:
+            step_ends.append(process_time())
 
     with tempfile.TemporaryDirectory() as folder:
         getattr(ms_align, name)(
@@ -141,11 +141,11 @@ def ours(name: str, model: Any, updates: int, **settings: Any) -> float:
             progress=False,
             **settings,
         ).optimize(tiny.prompts(64))
-    return tiny.BATCH * STEPS / (marks[STEPS] - marks[0])
+    return tiny.BATCH * STEPS / (step_ends[STEPS] - step_ends[0])
 
 
 def grpo(model: Any) -> float:
-    """Ours, of the same settings."""
+    """Run our GRPO with the same settings."""
 
     def reward(samples: Any) -> list[float]:
         return [parity(list(sample.response_tokens)) for sample in samples]
@@ -156,7 +156,7 @@ def grpo(model: Any) -> float:
 
 
 def ppo(model: Any, value: str | None) -> float:
-    """Ours, of the same settings; the value a model of its own, or a head on the policy."""
+    """Run our PPO with the same settings; values from a separate model or a head on the policy."""
     return ours(
         "PPOTrainer",
         model,
@@ -169,7 +169,7 @@ def ppo(model: Any, value: str | None) -> float:
 
 
 def rows_of(group: int) -> tuple[list[list[int]], int]:
-    """Prompts of unequal lengths, or a few for groups."""
+    """Return prompts of unequal lengths, or a few prompts for groups."""
     if group == 1:
         return tiny.prompts(tiny.BATCH, low=8), 1
     return tiny.prompts(tiny.BATCH // group), group
@@ -177,7 +177,7 @@ def rows_of(group: int) -> tuple[list[list[int]], int]:
 
 @torch.no_grad()
 def generate(group: int, stops: list[int]) -> float:
-    """Tokens a second of transformers' own `generate`, with its cache."""
+    """Return tokens per second of transformers' `generate` with its cache."""
     model, (prompts, count) = tiny.causal().eval(), rows_of(group)
     width = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -188,7 +188,7 @@ def generate(group: int, stops: list[int]) -> float:
 
     def run(seed: int) -> int:
         torch.manual_seed(seed)
-        made = model.generate(
+        generated = model.generate(
             tokens,
             attention_mask=mask,
             do_sample=True,
@@ -198,7 +198,7 @@ def generate(group: int, stops: list[int]) -> float:
             eos_token_id=stops,
             pad_token_id=0,
         )[:, width:]
-        ended = torch.isin(made, torch.tensor(stops))
+        ended = torch.isin(generated, torch.tensor(stops))
         before = ended.cumsum(1) - ended.long()
         return int((before == 0).sum())
 
@@ -206,7 +206,7 @@ def generate(group: int, stops: list[int]) -> float:
 
 
 def rollout(model: Any, group: int, stops: list[int]) -> float:
-    """Tokens a second of ours, log-probabilities included."""
+    """Return tokens per second of our rollouts, including log-probabilities."""
     from ms_align import LocalGenerator, Sampling
 
     prompts, count = rows_of(group)
@@ -218,11 +218,11 @@ def rollout(model: Any, group: int, stops: list[int]) -> float:
 
 
 def timed(run: Any) -> float:
-    """Tokens a second of processor time, the first run left out."""
+    """Return tokens per CPU second, without the first run."""
     run(0)
-    began = process_time()
-    made = sum(run(seed) for seed in range(1, STEPS + 1))
-    return made / (process_time() - began)
+    start = process_time()
+    tokens = sum(run(seed) for seed in range(1, STEPS + 1))
+    return tokens / (process_time() - start)
 
 
 SIDES = {

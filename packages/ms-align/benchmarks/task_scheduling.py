@@ -1,11 +1,11 @@
-"""Tasks sampled by difficulty beside uniform sampling: updates to a target, three seeds.
+"""Sampling tasks by difficulty, compared with uniform sampling: updates to a target, three seeds.
 
     python packages/ms-align/benchmarks/task_scheduling.py
 
-Two mixtures of five tasks over digits. In the first, four tasks copy or repeat and are learned at
-once, the fifth sorts: uniform sampling spends four fifths of its rows on what is known. In the
-second all five are sorting, so that no schedule can help, and none should hurt. A run counts the
-updates until the worst task's held-out loss is below the target.
+Two mixtures of five tasks over digits. In the first, four tasks copy or repeat and are learned
+quickly, and the fifth sorts: uniform sampling spends four fifths of its rows on solved tasks. In
+the second, all five sort, so no schedule can help and none should hurt. A run counts the updates
+until the worst task's held-out loss is below the target.
 """
 
 import random
@@ -27,7 +27,7 @@ from ms_parallel.weights import initialize
 
 ROWS, LENGTH, WORD = 32, 16, 6
 START, ARROW, END = 10, 11, 12
-TARGET, MOST, EVERY = 0.05, 1500, 20
+TARGET, MAX_STEPS, EVAL_EVERY = 0.05, 1500, 20
 SEEDS = (0, 1, 2)
 
 Digits = list[int]
@@ -39,7 +39,7 @@ EASY: dict[str, Callable[[Digits], Digits]] = {
 }
 MIXTURES: dict[str, dict[str, Callable[[Digits], Digits]]] = {
     "four easy, one hard": {**EASY, "sort": sorted},
-    "five alike": {f"sort {number}": sorted for number in range(5)},
+    "five equal": {f"sort {number}": sorted for number in range(5)},
 }
 SCHEDULES: dict[str, TaskOptions] = {
     "uniform": TaskOptions(signal="given", temperature=1e3, warmup_steps=0),
@@ -50,7 +50,7 @@ SCHEDULES: dict[str, TaskOptions] = {
 
 
 class Tasks:
-    """Rows of tasks, made as they are asked for; which ones follows from the seed and the count."""
+    """Stream of task rows, generated on demand from the seed and the row count."""
 
     batch_size = ROWS
 
@@ -59,8 +59,8 @@ class Tasks:
         self.names = tuple(tasks)
 
     def of_tasks(self, tasks: Sequence[int]) -> dict[str, Any]:
-        """A batch whose rows are of these tasks."""
-        rows = [self._row(task, self.count + at) for at, task in enumerate(tasks)]
+        """Return a batch whose rows belong to these tasks."""
+        rows = [self._row(task, self.count + index) for index, task in enumerate(tasks)]
         self.count += len(tasks)
         tokens = np.array([row[:LENGTH] for row in rows])
         targets = np.array([row[1:] for row in rows])
@@ -68,42 +68,44 @@ class Tasks:
         return {"tokens": tokens, "targets": targets, "task": np.array(tasks)}
 
     def _row(self, task: int, number: int) -> list[int]:
-        chance = random.Random(f"{self.seed} {number}")
-        digits = [chance.randrange(10) for _ in range(WORD)]
+        rng = random.Random(f"{self.seed} {number}")
+        digits = [rng.randrange(10) for _ in range(WORD)]
         answer = list(self.tasks[self.names[task]](digits))
         return [START + 3 + task, START, *digits, ARROW, *answer, END, END][: LENGTH + 1]
 
     def __next__(self) -> dict[str, Any]:
-        return self.of_tasks([at % len(self.names) for at in range(ROWS)])
+        return self.of_tasks([index % len(self.names) for index in range(ROWS)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows made."""
+        """Return the number of rows drawn."""
         return {"count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back."""
+        """Restore the number of rows drawn."""
         self.count = state["count"]
 
 
 def updates_to_target(mixture: str, schedule: str, seed: int) -> tuple[int, str]:
-    """Updates until the worst task is below the target; and the sampling at the end."""
+    """Return the updates until the worst task reaches the target, and the final sampling."""
     tasks = MIXTURES[mixture]
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 24}
-    model = build_model(architecture("llama", {**sizes, **more, "tie_word_embeddings": True}))
+    other_sizes = {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 24}
+    model = build_model(
+        architecture("llama", {**sizes, **other_sizes, "tie_word_embeddings": True})
+    )
     initialize(model, seed=seed)
     options = SCHEDULES[schedule]
     if options.signal == "given":
         options = TaskOptions(signal="given", given=dict.fromkeys(tasks, 1.0))
     worst: list[float] = []
-    chances: dict[str, float] = {}
+    probabilities: dict[str, float] = {}
 
-    def on_event(kind: str, fields: Any) -> None:
-        if kind == "evaluate":
+    def on_event(event_kind: str, fields: Any) -> None:
+        if event_kind == "evaluate":
             losses = [v for k, v in fields.items() if k.startswith("held_out_loss.")]
             worst.append(max(losses))
-        elif kind == "tasks":
-            chances.update({k: v for k, v in fields.items() if k.startswith("probability.")})
+        elif event_kind == "tasks":
+            probabilities.update({k: v for k, v in fields.items() if k.startswith("probability.")})
 
     with TemporaryDirectory() as folder:
         trainer = SFTTrainer(
@@ -111,41 +113,41 @@ def updates_to_target(mixture: str, schedule: str, seed: int) -> tuple[int, str]
             tasks=options,
             learning_rate=2e-3,
             warmup_steps=20,
-            steps=MOST,
+            steps=MAX_STEPS,
             output_dir=Path(folder),
             seed=seed,
         )
         data = TrainingData(
             stream=Tasks(tasks, seed),
-            held_out=lambda: [next(Tasks(tasks, 1000 + at)) for at in range(5)],
+            held_out=lambda: [next(Tasks(tasks, 1000 + index)) for index in range(5)],
         )
         learner = trainer.learner(trainer.engine(), data, TextEnds.of(None))
-        step, reached = 0, MOST
+        step, reached = 0, MAX_STEPS
         log = RunLog(event=on_event, note=lambda text: None)
-        while step < MOST:
+        while step < MAX_STEPS:
             learner.update(log)
             step += 1
-            if step % EVERY == 0:
+            if step % EVAL_EVERY == 0:
                 on_event("evaluate", learner.evaluate(log))
                 if worst[-1] < TARGET:
                     reached = step
                     break
-    shown = " ".join(f"{value:.2f}" for value in chances.values())
-    return reached, shown
+    probability_text = " ".join(f"{value:.2f}" for value in probabilities.values())
+    return reached, probability_text
 
 
 def main() -> None:
-    """Print updates to the target, each seed, and the median beside uniform's."""
+    """Print updates to the target for all seeds, and the median relative to uniform."""
     torch.set_num_threads(1)
     for mixture in MIXTURES:
         uniform = 0.0
         for schedule in SCHEDULES:
-            found = [updates_to_target(mixture, schedule, seed) for seed in SEEDS]
-            steps = [one[0] for one in found]
+            results = [updates_to_target(mixture, schedule, seed) for seed in SEEDS]
+            steps = [result[0] for result in results]
             uniform = uniform or median(steps)
             print(
                 f"{mixture:20} {schedule:16} updates {steps} median {median(steps):.0f} "
-                f"({median(steps) / uniform:.2f} of uniform)  last chances {found[0][1]}",
+                f"({median(steps) / uniform:.2f} of uniform)  last chances {results[0][1]}",
                 flush=True,
             )
 

@@ -1,4 +1,4 @@
-"""The model, the words and the prompts that every side of a comparison gets."""
+"""Model, tokenizer and prompts that all sides of a comparison share."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ SIZES: dict[str, Any] = {
 PROMPT, RESPONSE, BATCH, GROUP = 32, 64, 16, 8
 END = 1
 STOPS = list(range(1, 257))
-"""Tokens that end a row where lengths are to differ: about one in 32 is drawn of a fresh model."""
+"""Stop tokens that make lengths differ: a random model samples one about every 32 tokens."""
 
 
 def config() -> LlamaConfig:
-    """6.84M parameters."""
+    """Return the configuration of a model with 6.84M parameters."""
     return LlamaConfig(
         **SIZES,
         tie_word_embeddings=True,
@@ -32,13 +32,13 @@ def config() -> LlamaConfig:
 
 
 def causal(seed: int = 0) -> LlamaForCausalLM:
-    """A fresh language model, the same for the same seed."""
+    """Build a language model with weights determined by the seed."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(config())
 
 
 def classifier(seed: int = 1) -> LlamaForSequenceClassification:
-    """A fresh model with one score."""
+    """Build a model with a single score."""
     torch.manual_seed(seed)
     settings = config()
     settings.num_labels = 1
@@ -46,7 +46,7 @@ def classifier(seed: int = 1) -> LlamaForSequenceClassification:
 
 
 def decoder(seed: int = 0) -> Any:
-    """The same weights in ms-parallel's decoder."""
+    """Build ms-parallel's decoder with the same weights."""
     from ms_parallel.models import architecture, build_model
 
     sizes = {**SIZES, "tie_word_embeddings": True, "rms_norm_eps": config().rms_norm_eps}
@@ -56,14 +56,14 @@ def decoder(seed: int = 0) -> Any:
 
 
 def prompts(count: int, *, low: int = PROMPT, high: int = PROMPT) -> list[list[int]]:
-    """Random prompts of `low` to `high` tokens."""
-    chance = torch.Generator().manual_seed(7)
-    lengths = torch.randint(low, high + 1, (count,), generator=chance).tolist()
-    return [torch.randint(300, 8192, (n,), generator=chance).tolist() for n in lengths]
+    """Return random prompts of `low` to `high` tokens."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(low, high + 1, (count,), generator=generator).tolist()
+    return [torch.randint(300, 8192, (n,), generator=generator).tolist() for n in lengths]
 
 
 def tokenizer() -> Any:
-    """Words w0 to w8191, one token each."""
+    """Build a tokenizer with words w0 to w8191, one token each."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -76,5 +76,5 @@ def tokenizer() -> Any:
 
 
 def text(tokens: list[int]) -> str:
-    """The words of tokens."""
+    """Return the words of tokens."""
     return " ".join(f"w{token}" for token in tokens)

@@ -3,7 +3,6 @@
     python killed_run.py FOLDER TRAINER [KILL_AT]
 
 Reward calls and events are counted; the process sends itself SIGKILL at count KILL_AT.
-
 """
 
 import os

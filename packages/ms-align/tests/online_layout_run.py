@@ -4,7 +4,6 @@ torchrun --nproc-per-node N online_layout_run.py FOLDER AXIS [NAME [KILL_AT]]
 
 With a NAME, only PPO runs, into FOLDER/NAME with a checkpoint at every update. Reward calls and
 events are counted; the first process sends itself SIGKILL at count KILL_AT.
-
 """
 
 import os

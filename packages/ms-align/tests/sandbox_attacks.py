@@ -3,7 +3,6 @@
 An attack is a program plus a check from outside that it succeeded. It runs with all protections,
 where it must fail; with none, where it must succeed; and with each protection that stops it alone.
 The script prints the outcome per attack and protection as JSON.
-
 """
 
 import ctypes

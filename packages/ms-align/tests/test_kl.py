@@ -2,7 +2,6 @@
 
 Enumerates every response of two tokens over a vocabulary of three, for a policy given by a table of
 logits per prefix. Expectations are sums over all nine in float64, without sampling.
-
 """
 
 import itertools

@@ -1,7 +1,6 @@
 """Script of `test_layouts.py`: SFT and DPO on data that leaves a rank without targets.
 
 The held-out split has a single row or pair, and the second half of each first batch has no targets.
-
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Reads one corpus through ms-data and its peers: equal outputs checked, then timed in turns.
+"""Read one corpus with ms-data and other loaders: check equal output, then time them alternately.
 
-The work: every sequence of 1,024 tokens once, shuffled, as batches of 64 in new int64 arrays:
-`tokens`, and `targets` shifted by one with -100 where a document ends. Every contender gets the
-same loop, one process, no workers, a warm page cache and its own default shuffle. A contender
-whose sequences are not exactly those of the corpus stops the run.
+The work: every sequence of 1,024 tokens once, shuffled, in batches of 64 as new int64 arrays:
+`tokens`, and `targets` shifted by one with -100 at document ends. Every contender gets the same
+loop, one process without workers, a warm page cache and its own default shuffle. The run stops if a
+contender's sequences are not exactly those of the corpus.
 
     nox -s "peers(ms-data)"        or, with the packages installed,  python benchmarks/peers.py
 """
@@ -31,8 +31,8 @@ import xxhash
 from ms_data import TokenStream, build, train_tokenizer
 from ms_data.disk.split import Split
 
-# streaming imports its vision part, which needs a torchvision that matches torch to the build;
-# nothing of it is used here.
+# streaming imports its vision module, which needs a torchvision build that matches torch and is
+# not used here.
 sys.modules["streaming.vision"] = types.ModuleType("streaming.vision")
 
 LENGTH, BATCH, SHORTEST_S = 1024, 64, 0.3
@@ -43,7 +43,7 @@ Batches = Iterator[tuple[Array, ...]]
 
 
 class Corpus:
-    """The tokens of all documents, laid end to end."""
+    """The tokens of all documents, concatenated."""
 
     def __init__(self, folder: Path, name: str) -> None:
         tokenizer = train_tokenizer(name, vocab_size=8192)
@@ -53,15 +53,15 @@ class Corpus:
         self.tokens, self.ends = split.read(0, split.tokens), split.all_ends()
         self.samples = (len(self.tokens) - 1) // LENGTH
         self.by_megatron = self.tokens
-        """The same with the documents in the order that Megatron gave them."""
+        """The same documents in Megatron's order."""
 
     def sample(self, number: int) -> Array:
-        """The tokens of one sequence and the one after it."""
+        """Return the tokens of one sequence and the token after it."""
         return self.tokens[number * LENGTH : (number + 1) * LENGTH + 1]
 
 
-def gathered(samples: Iterator[Array], end: int) -> Batches:
-    """Batches out of single sequences of LENGTH + 1 tokens, each copied once."""
+def batched(samples: Iterator[Array], end: int) -> Batches:
+    """Collect single sequences of LENGTH + 1 tokens into batches, copying each once."""
     done = False
     while not done:
         tokens = np.empty((BATCH, LENGTH), np.int64)
@@ -80,20 +80,20 @@ def gathered(samples: Iterator[Array], end: int) -> Batches:
             yield tokens, targets
 
 
-def ours(corpus: Corpus, cache_mib: int = 64) -> Callable[[], Batches]:
-    """TokenStream: also delivers positions and documents; checks every frame that it decodes."""
+def ms_data(corpus: Corpus, cache_mib: int = 64) -> Callable[[], Batches]:
+    """Read with TokenStream, which also yields positions and documents and verifies every frame."""
     stream = TokenStream(
         corpus.folder / "ours", sequence_length=LENGTH, batch_size=BATCH, cache_mib=cache_mib
     )
 
     def epoch() -> Batches:
-        left = stream.samples_per_epoch
+        remaining = stream.samples_per_epoch
         for batch in stream:
-            taken = min(left, BATCH)
-            yield tuple(value[:taken] for value in batch.values())  # type: ignore[attr-defined]
-            left -= taken
-            if not left:
-                # The next epoch begins at its first sample, as for everybody else.
+            count = min(remaining, BATCH)
+            yield tuple(value[:count] for value in batch.values())  # type: ignore[attr-defined]
+            remaining -= count
+            if not remaining:
+                # Start the next epoch at its first sample, like the other contenders.
                 epochs = stream.epoch + (stream.consumed_samples % stream.samples_per_epoch > 0)
                 consumed = epochs * stream.samples_per_epoch
                 stream.load_state_dict(stream.state_dict() | {"consumed_samples": consumed})
@@ -102,18 +102,18 @@ def ours(corpus: Corpus, cache_mib: int = 64) -> Callable[[], Batches]:
     return epoch
 
 
-def ours_unpacking(corpus: Corpus) -> Callable[[], Batches]:
-    """TokenStream that keeps nothing: every frame is unpacked and checked in every epoch."""
-    return ours(corpus, cache_mib=0)
+def ms_data_uncached(corpus: Corpus) -> Callable[[], Batches]:
+    """Read with TokenStream without a cache: every epoch decompresses and verifies every frame."""
+    return ms_data(corpus, cache_mib=0)
 
 
-def ours_apart(corpus: Corpus) -> Callable[[], Batches]:
-    """Four readers of a quarter of each batch, each of which unpacks all frames."""
-    return ours_shared(corpus, share=False)
+def ms_data_separate_caches(corpus: Corpus) -> Callable[[], Batches]:
+    """Read with four ranks that each decompress all frames."""
+    return ms_data_shared_cache(corpus, share=False)
 
 
-def ours_shared(corpus: Corpus, share: bool = True) -> Callable[[], Batches]:
-    """Four readers of a quarter of each batch, who find no frame unpacked when an epoch begins."""
+def ms_data_shared_cache(corpus: Corpus, share: bool = True) -> Callable[[], Batches]:
+    """Read with four ranks that share a cache, which is empty when an epoch starts."""
     folder = Path(tempfile.mkdtemp(dir=SHARED, prefix="ms-data-peers-"))
     atexit.register(shutil.rmtree, folder)
     readers = [
@@ -131,61 +131,66 @@ def ours_shared(corpus: Corpus, share: bool = True) -> Callable[[], Batches]:
     def epoch() -> Batches:
         for file in folder.iterdir():
             os.truncate(file, 0)
-        left = samples = readers[0].samples_per_epoch
-        begin = -(-readers[0].consumed_samples // samples) * samples
+        remaining = samples = readers[0].samples_per_epoch
+        start = -(-readers[0].consumed_samples // samples) * samples
         for reader in readers:
-            reader.load_state_dict(reader.state_dict() | {"consumed_samples": begin})
-        while left:
+            reader.load_state_dict(reader.state_dict() | {"consumed_samples": start})
+        while remaining:
             for reader in readers:
-                taken = min(left, BATCH)
+                count = min(remaining, BATCH)
                 values: Any = next(reader).values()
-                yield tuple(value[:taken] for value in values)
-                left -= taken
+                yield tuple(value[:count] for value in values)
+                remaining -= count
 
     return epoch
 
 
 def raw_file(corpus: Corpus) -> Array:
-    """All tokens in one file, mapped."""
+    """Return all tokens as one memory-mapped file."""
     path = corpus.folder / "raw.bin"
     corpus.tokens.tofile(path)
     return np.memmap(path, corpus.tokens.dtype, "r")
 
 
 def memmap(corpus: Corpus) -> Callable[[], Batches]:
-    """The bare minimum: slices of one raw file in the order of a stored permutation."""
+    """Lower bound: slices of one raw file in a permuted order."""
     mapped = raw_file(corpus)
     rng = np.random.default_rng(0)
 
     def epoch() -> Batches:
         order = rng.permutation(corpus.samples).tolist()
-        samples = (mapped[at * LENGTH : (at + 1) * LENGTH + 1] for at in order)
-        return gathered(samples, corpus.end)
+        samples = (mapped[index * LENGTH : (index + 1) * LENGTH + 1] for index in order)
+        return batched(samples, corpus.end)
 
     return epoch
 
 
 def memmap_all(corpus: Corpus) -> Callable[[], Batches]:
-    """np.memmap with positions and documents looked up in the document ends by plain numpy."""
+    """Add positions and documents to np.memmap with np.searchsorted in the document ends."""
     mapped = raw_file(corpus)
-    begins = np.concatenate(([0], corpus.ends))
+    document_starts = np.concatenate(([0], corpus.ends))
     rng = np.random.default_rng(0)
 
     def epoch() -> Batches:
         order = rng.permutation(corpus.samples)
-        samples = (mapped[at * LENGTH : (at + 1) * LENGTH + 1] for at in order.tolist())
-        for start, (tokens, targets) in enumerate(gathered(samples, corpus.end)):
-            at = order[start * BATCH : start * BATCH + len(tokens), None] * LENGTH
-            at = at + np.arange(LENGTH)
-            document = np.searchsorted(corpus.ends, at, side="right")
-            began = np.maximum(begins[document], at[:, :1])
-            yield tokens, targets, at - began, (document - document[:, :1]).astype("i4")
+        samples = (mapped[index * LENGTH : (index + 1) * LENGTH + 1] for index in order.tolist())
+        for start, (tokens, targets) in enumerate(batched(samples, corpus.end)):
+            token_index = order[start * BATCH : start * BATCH + len(tokens), None] * LENGTH
+            token_index = token_index + np.arange(LENGTH)
+            document = np.searchsorted(corpus.ends, token_index, side="right")
+            start_index = np.maximum(document_starts[document], token_index[:, :1])
+            yield (
+                tokens,
+                targets,
+                token_index - start_index,
+                (document - document[:, :1]).astype("i4"),
+            )
 
     return epoch
 
 
 def megatron(corpus: Corpus, **flags: bool) -> Callable[[], Batches]:
-    """Megatron-core's GPTDataset without attention mask: samples of documents in its own order."""
+    """Megatron-core's GPTDataset without attention mask, with documents in its own order."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from megatron.core.datasets.utils import Split as MegatronSplit
@@ -199,7 +204,7 @@ def megatron(corpus: Corpus, **flags: bool) -> Callable[[], Batches]:
 
     class Tokenizer:
         eod, pad, vocab_size = corpus.end, -1, 8192
-        unique_identifiers = {"class": "fixed"}  # noqa: RUF012 - it must be JSON
+        unique_identifiers = {"class": "fixed"}  # noqa: RUF012 - must be JSON
 
     config = GPTDatasetConfig(
         random_seed=0,
@@ -236,7 +241,7 @@ def megatron(corpus: Corpus, **flags: bool) -> Callable[[], Batches]:
 
 
 def mds(corpus: Corpus, compression: str | None = None) -> Callable[[], Batches]:
-    """mosaicml-streaming: one sample a sequence, without its optional hashes."""
+    """mosaicml-streaming: one sample per sequence, without its optional hashes."""
     from streaming import MDSWriter, StreamingDataset
 
     folder = str(corpus.folder / f"mds-{compression}")
@@ -245,16 +250,16 @@ def mds(corpus: Corpus, compression: str | None = None) -> Callable[[], Batches]
         for number in range(corpus.samples):
             writer.write({"tokens": corpus.sample(number)})
     dataset = StreamingDataset(local=folder, shuffle=True, batch_size=1, keep_zip=True)
-    return lambda: gathered((sample["tokens"] for sample in dataset), corpus.end)
+    return lambda: batched((sample["tokens"] for sample in dataset), corpus.end)
 
 
 def mds_zstd(corpus: Corpus) -> Callable[[], Batches]:
-    """mosaicml-streaming with zstd-3; unpacked files stay on disk after the first epoch."""
+    """mosaicml-streaming with zstd-3; decompressed files stay on disk after the first epoch."""
     return mds(corpus, "zstd:3")
 
 
 def litdata(corpus: Corpus) -> Callable[[], Batches]:
-    """Litdata with its token loader, one block a sequence, uncompressed."""
+    """LitData with its token loader, one block per sequence, uncompressed."""
     import torch
     from litdata import StreamingDataset, TokensLoader
     from litdata.streaming.writer import BinaryWriter
@@ -271,33 +276,33 @@ def litdata(corpus: Corpus) -> Callable[[], Batches]:
         dataset = StreamingDataset(
             folder, item_loader=TokensLoader(block_size=LENGTH + 1), shuffle=True
         )
-        return gathered((sample.numpy() for sample in dataset), corpus.end)
+        return batched((sample.numpy() for sample in dataset), corpus.end)
 
     return epoch
 
 
 def digests(batches: Batches, columns: int) -> Counter[int]:
-    """The sequences of an epoch by the checksum of their content."""
-    seen: Counter[int] = Counter()
+    """Count the sequences of an epoch by their checksum."""
+    counts: Counter[int] = Counter()
     for batch in batches:
         assert all(column.dtype == np.int64 for column in batch[:2])
         for row in zip(*batch[:columns], strict=True):
-            seen[xxhash.xxh3_64_intdigest(b"".join(column.tobytes() for column in row))] += 1
-    return seen
+            counts[xxhash.xxh3_64_intdigest(b"".join(column.tobytes() for column in row))] += 1
+    return counts
 
 
 def expected(corpus: Corpus, tokens: Array) -> Counter[int]:
-    """The same of the documents laid end to end, cut by hand."""
-    seen: Counter[int] = Counter()
-    for at in range(0, corpus.samples * LENGTH, LENGTH):
-        row = tokens[at : at + LENGTH + 1].astype(np.int64)
+    """Return the same counts, cut directly from the concatenated documents."""
+    counts: Counter[int] = Counter()
+    for start in range(0, corpus.samples * LENGTH, LENGTH):
+        row = tokens[start : start + LENGTH + 1].astype(np.int64)
         targets = np.where(row[:-1] == corpus.end, -100, row[1:])
-        seen[xxhash.xxh3_64_intdigest(row[:-1].tobytes() + targets.tobytes())] += 1
-    return seen
+        counts[xxhash.xxh3_64_intdigest(row[:-1].tobytes() + targets.tobytes())] += 1
+    return counts
 
 
 def rate(epoch: Callable[[], Batches]) -> tuple[float, float]:
-    """Sequences a CPU second and a wall second, over whole epochs of at least SHORTEST_S."""
+    """Return sequences per CPU and per wall second, over full epochs of at least SHORTEST_S."""
     count, cpu, wall = 0, time.process_time(), time.perf_counter()
     while time.perf_counter() - wall < SHORTEST_S:
         count += sum(len(batch[0]) for batch in epoch())
@@ -305,10 +310,10 @@ def rate(epoch: Callable[[], Batches]) -> tuple[float, float]:
 
 
 PLAIN = {
-    "ms-data": ours,
-    "ms-data, keeping nothing": ours_unpacking,
-    "ms-data, first epoch of 4 local ranks, shared": ours_shared,
-    "ms-data, first epoch of 4 local ranks, each alone": ours_apart,
+    "ms-data": ms_data,
+    "ms-data, no cache": ms_data_uncached,
+    "ms-data, first epoch of 4 local ranks, shared cache": ms_data_shared_cache,
+    "ms-data, first epoch of 4 local ranks, separate caches": ms_data_separate_caches,
     "np.memmap": memmap,
     "litdata": litdata,
     "Megatron GPTDataset": megatron,
@@ -316,23 +321,25 @@ PLAIN = {
     "MDS zstd-3": mds_zstd,
 }
 WITH_DOCUMENTS = {
-    "ms-data": ours,
-    "ms-data, keeping nothing": ours_unpacking,
+    "ms-data": ms_data,
+    "ms-data, no cache": ms_data_uncached,
     "np.memmap + searchsorted": memmap_all,
 }
 
 
 def compare(corpus: Corpus, contenders: dict[str, Any], columns: int, rounds: int) -> Any:
-    """Checks that all deliver the same, times them in turns, returns medians and ratios."""
-    epochs = {name: make(corpus) for name, make in contenders.items()}
-    truth = expected(corpus, corpus.tokens) if columns == 2 else digests(ours(corpus)(), 4)
+    """Check that outputs are equal, time alternately, and return medians and ratios."""
+    epochs = {name: build(corpus) for name, build in contenders.items()}
+    reference = expected(corpus, corpus.tokens) if columns == 2 else digests(ms_data(corpus)(), 4)
     for name, epoch in epochs.items():
-        want = expected(corpus, corpus.by_megatron) if "Megatron" in name else truth
-        got = digests(epoch(), columns)
-        # ms-data also delivers the last sequence of a corpus whose length is a whole multiple.
-        if sum((want - got).values()) or sum((got - want).values()) > 1:
-            sys.exit(f"{name} does not deliver the corpus: {len(want - got)} sequences are missing")
-        print(f"{name}: {sum(got.values()):,} sequences, all equal", file=sys.stderr)
+        wanted_counts = expected(corpus, corpus.by_megatron) if "Megatron" in name else reference
+        actual = digests(epoch(), columns)
+        # ms-data also yields the last sequence if the corpus length is an exact multiple.
+        if sum((wanted_counts - actual).values()) or sum((actual - wanted_counts).values()) > 1:
+            sys.exit(
+                f"{name} does not yield the corpus: missing {len(wanted_counts - actual)} sequences"
+            )
+        print(f"{name}: {sum(actual.values()):,} sequences, all equal", file=sys.stderr)
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in epochs}
     for _ in range(rounds):
         for name, epoch in epochs.items():
@@ -340,34 +347,38 @@ def compare(corpus: Corpus, contenders: dict[str, Any], columns: int, rounds: in
     base = statistics.median(cpu for cpu, _ in rates["ms-data"])
     return {
         name: {
-            "sequences_per_cpu_s": round(cpu := statistics.median(one[0] for one in found)),
-            "sequences_per_wall_s": round(statistics.median(one[1] for one in found)),
+            "sequences_per_cpu_s": round(cpu := statistics.median(pair[0] for pair in samples)),
+            "sequences_per_wall_s": round(statistics.median(pair[1] for pair in samples)),
             "ms_data_is_faster_by": round(base / cpu, 2),
         }
-        for name, found in rates.items()
+        for name, samples in rates.items()
     }
 
 
 def dense_mask(corpus: Corpus, count: int = 100) -> float:
-    """Megatron's own way to keep documents apart: a dense mask a sequence; sequences a CPU s."""
+    """Return sequences per CPU second with Megatron's dense mask per sequence."""
     rows = megatron(
         corpus, reset_position_ids=True, reset_attention_mask=True, create_attention_mask=True
     )()
-    began = time.process_time()
-    done = 0
-    while done < count:
-        done += len(next(rows)[0])
-    return done / (time.process_time() - began)
+    start = time.process_time()
+    count_done = 0
+    while count_done < count:
+        count_done += len(next(rows)[0])
+    return count_done / (time.process_time() - start)
 
 
 def main() -> None:
-    """Prints one JSON object."""
+    """Print all results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", default="stdlib", help="as for `ms-data build`")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", default=[""], help="how names begin")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="run contenders whose names start with these"
+    )
     options = parser.parse_args()
-    plain = {name: one for name, one in PLAIN.items() if name.startswith(tuple(options.only))}
+    plain = {
+        name: contender for name, contender in PLAIN.items() if name.startswith(tuple(options.only))
+    }
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus(Path(folder), options.corpus)
         result = {

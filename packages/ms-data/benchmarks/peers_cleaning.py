@@ -1,11 +1,11 @@
-"""Verdicts and speed of the published rules beside datatrove's, document by document.
+"""Decisions and speed of the published cleaning rules, compared with datatrove per document.
 
     nox -s "peers(ms-data)"        or    python benchmarks/peers_cleaning.py [--corpus LINES]
 
-Each rule judges every document, as it came in, in both libraries: whether it is kept, by which
-measure it is dropped, and what C4 leaves of it. Both count the words of spaCy's English tokenizer,
-which is datatrove's. They take turns by the document, in one process; times are CPU seconds, of
-the part that a batch of a pipeline runs: words and rules.
+Every rule judges every original document in both libraries. Compared are whether it is kept, by
+which measure it is dropped, and the text that C4 leaves. Both count the words of spaCy's English
+tokenizer, datatrove's default. They alternate by document in one process. Times are CPU seconds of
+the work of a pipeline batch: words and rules.
 """
 
 import argparse
@@ -63,7 +63,7 @@ MEASURES = {
     "too_few_sentences": "min_sentences",
     "< 3 paragraphs": "min_long_lines",
 }
-"""What datatrove calls a reason, and what we do."""
+"""Maps datatrove's reasons to our setting names."""
 
 PAIRS: list[tuple[Rule, Any]] = [
     (GopherRepetition(), GopherRepetitionFilter()),
@@ -74,8 +74,8 @@ PAIRS: list[tuple[Rule, Any]] = [
 ]
 
 
-def docstrings() -> Iterator[str]:
-    """The documentation of the standard library, a docstring a document."""
+def stdlib_docstrings() -> Iterator[str]:
+    """Yield the docstrings of the standard library, one per document."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" in path.parts:
             continue
@@ -90,78 +90,78 @@ def docstrings() -> Iterator[str]:
                     yield text
 
 
-def documents(corpus: Path | None, most: int, characters: int) -> list[str]:
-    """The documents to compare on, spread over the corpus."""
+def load_documents(corpus: Path | None, limit: int, characters: int) -> list[str]:
+    """Return the documents to compare, spread evenly over the corpus."""
     if corpus is None:
-        found = list(docstrings())
+        texts = list(stdlib_docstrings())
     else:
         with corpus.open() as lines:
-            found = [json.loads(line)["text"] for line in lines]
-    found = [text for text in found if text.strip() and len(text) <= characters]
-    step = max(1, len(found) // most)
-    return found[::step][:most]
+            texts = [json.loads(line)["text"] for line in lines]
+    texts = [text for text in texts if text.strip() and len(text) <= characters]
+    step = max(1, len(texts) // limit)
+    return texts[::step][:limit]
 
 
-def theirs(filter_: Any, text: str) -> tuple[str, str]:
-    """What datatrove makes of a document: why it is dropped, or what is left."""
+def judge_with_datatrove(filter_: Any, text: str) -> tuple[str, str]:
+    """Return the measure by which datatrove drops a document, or the text it keeps."""
     document = Document(text=text, id="")
-    found = filter_.filter(document)
-    if found is True:
+    result = filter_.filter(document)
+    if result is True:
         return "", document.text
-    return MEASURES[found[1]], ""
+    return MEASURES[result[1]], ""
 
 
-def ours(rule: Rule, text: Text) -> tuple[str, str]:
-    """What we make of it."""
-    found = rule.apply(text)
-    if isinstance(found, Drop):
-        return found.setting, ""
-    return "", found.text if isinstance(found, Change) else text.text
+def judge_with_ms_data(rule: Rule, text: Text) -> tuple[str, str]:
+    """Return the setting by which ms-data drops a document, or the text it keeps."""
+    outcome = rule.apply(text)
+    if isinstance(outcome, Drop):
+        return outcome.setting, ""
+    return "", outcome.text if isinstance(outcome, Change) else text.text
 
 
 def main() -> None:
-    """Prints one JSON object."""
+    """Print all results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--corpus", type=Path, help="JSON Lines with a text a line")
+    parser.add_argument("--corpus", type=Path, help="JSON Lines file with one text per line")
     parser.add_argument("--documents", type=int, default=10_000)
     parser.add_argument("--characters", type=int, default=100_000, help="longest document")
     parser.add_argument("--words", choices=["spacy", "plain"], default="spacy")
     options = parser.parse_args()
     split = splitter(options.words)
-    texts = documents(options.corpus, options.documents, options.characters)
+    texts = load_documents(options.corpus, options.documents, options.characters)
     seconds: Counter[str] = Counter()
     different: Counter[str] = Counter()
     other_reason: Counter[str] = Counter()
-    kept: Counter[str] = Counter()
+    kept_counts: Counter[str] = Counter()
     examples: list[Any] = []
     for text in texts:
         body = Text(text, split)
         for rule, filter_ in PAIRS:
-            began = time.process_time()
-            one = ours(rule, body)
-            between = time.process_time()
-            other = theirs(filter_, text)
-            ended = time.process_time()
-            seconds["ms-data"] += between - began
-            seconds["datatrove"] += ended - between
-            kept[rule.name] += not one[0]
-            if bool(one[0]) != bool(other[0]):
+            start = time.process_time()
+            our_verdict = judge_with_ms_data(rule, body)
+            middle = time.process_time()
+            their_verdict = judge_with_datatrove(filter_, text)
+            end = time.process_time()
+            seconds["ms-data"] += middle - start
+            seconds["datatrove"] += end - middle
+            kept_counts[rule.name] += not our_verdict[0]
+            if bool(our_verdict[0]) != bool(their_verdict[0]):
                 different[rule.name] += 1
-                examples.append((rule.name, one[0], other[0], text[:60]))
-            elif one != other:
+                examples.append((rule.name, our_verdict[0], their_verdict[0], text[:60]))
+            elif our_verdict != their_verdict:
                 other_reason[rule.name] += 1
-                examples.append((rule.name, one[0], other[0], text[:60]))
+                examples.append((rule.name, our_verdict[0], their_verdict[0], text[:60]))
     size = sum(len(text.encode()) for text in texts) / 1e6
     figures = {
         "documents": len(texts),
         "MB": round(size, 1),
         "words": options.words,
-        "kept": dict(kept),
-        "kept by one alone": {rule.name: different[rule.name] for rule, _ in PAIRS},
-        "the same verdict by another measure or with another text": {
+        "kept": dict(kept_counts),
+        "kept by only one": {rule.name: different[rule.name] for rule, _ in PAIRS},
+        "dropped by another measure or with different text": {
             rule.name: other_reason[rule.name] for rule, _ in PAIRS
         },
-        "MB a CPU s": {name: round(size / spent, 2) for name, spent in seconds.items()},
+        "MB per CPU s": {name: round(size / cpu_s, 2) for name, cpu_s in seconds.items()},
         "faster by": round(seconds["datatrove"] / seconds["ms-data"], 1),
         "first differences": examples[:8],
     }

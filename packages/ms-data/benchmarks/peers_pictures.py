@@ -1,10 +1,10 @@
-"""Decodes pictures into patches as Qwen2-VL reads them, beside transformers and bare Pillow.
+"""Turn images into Qwen2-VL patches, compared with transformers and bare Pillow.
 
     python benchmarks/peers_pictures.py --folder /usr/share/doc
 
-All PNG and JPEG files below the folder, each from its bytes in memory, in turns. The patches are
-compared number by number before anything is timed. Figures are pictures and megapixels a CPU
-second of one thread, the median of the rounds.
+Reads all PNG and JPEG files below the folder, from their bytes in memory, alternating. Every patch
+value is compared before timing. Results are images and megapixels per CPU second of one thread,
+medians over the rounds.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from ms_data.media.pictures import decode_picture, image_patches
 from ms_data.media.settings import PictureSettings
 
 PIXELS = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
-"""Bounds on a picture's size, the upper one as Qwen2-VL's documents give it."""
+"""Limits on an image's pixels; the upper one is from Qwen2-VL's documentation."""
 
 
-def pictures_below(folder: Path, most: int) -> list[bytes]:
-    """The bytes of pictures of different content that both sides take."""
-    found: dict[bytes, None] = {}
+def find_images(folder: Path, limit: int) -> list[bytes]:
+    """Return distinct images that both sides accept."""
+    images: dict[bytes, None] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() not in (".png", ".jpg", ".jpeg") or not path.is_file():
             continue
@@ -40,35 +40,35 @@ def pictures_below(folder: Path, most: int) -> list[bytes]:
         except ValueError:
             continue
         if min(width, height) >= 56 and max(width, height) <= 100 * min(width, height):
-            found[content] = None
-        if len(found) == most:
+            images[content] = None
+        if len(images) == limit:
             break
-    return list(found)
+    return list(images)
 
 
-def bare(content: bytes, size: tuple[int, int]) -> np.ndarray[Any, Any]:
-    """What Pillow alone takes: decoded, RGB and resized, without patches."""
+def decode_with_pillow(content: bytes, size: tuple[int, int]) -> np.ndarray[Any, Any]:
+    """Decode with Pillow alone: RGB and resized, without patches."""
     picture = Image.open(io.BytesIO(content)).convert("RGB")
     return np.asarray(picture.resize(size, resample=Image.Resampling.BICUBIC))
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """Processor seconds of all threads."""
-    began = time.process_time()
+    """Return CPU seconds of one call, over all threads."""
+    start = time.process_time()
     work()
-    return time.process_time() - began
+    return time.process_time() - start
 
 
 def main() -> None:
-    """Compares, then times in turns."""
+    """Compare, then time all sides alternately."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_path("purelib")))
-    parser.add_argument("--most", type=int, default=200, help="pictures at most")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each is timed")
+    parser.add_argument("--most", type=int, default=200, help="maximum number of images")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
     options = parser.parse_args()
-    files = pictures_below(options.folder, options.most)
+    files = find_images(options.folder, options.most)
     if not files:
-        parser.error(f"{options.folder} holds no PNG or JPEG; give --folder")
+        parser.error(f"{options.folder} holds no PNG or JPEG; set another --folder")
     processor = Qwen2VLImageProcessorPil(**PIXELS, patch_size=14, merge_size=2)
     settings = PictureSettings(
         mean=tuple(processor.image_mean),
@@ -86,28 +86,31 @@ def main() -> None:
         theirs = processor([load_image(Image.open(io.BytesIO(content)))], return_tensors="np")
         ours = image_patches(decode_picture(content), settings)
         assert np.array_equal(ours, theirs["pixel_values"])
-        _, down, across = theirs["image_grid_thw"][0].tolist()
-        sizes.append((across * 14, down * 14))
+        _, rows, columns = theirs["image_grid_thw"][0].tolist()
+        sizes.append((columns * 14, rows * 14))
         width, height = Image.open(io.BytesIO(content)).size
         megapixels += width * height / 1e6
-    print(f"{len(files)} pictures, {megapixels:.1f} megapixels, equal in every number", flush=True)
-    works: dict[str, Callable[[], object]] = {
-        "ms-data": lambda: [image_patches(decode_picture(one), settings) for one in files],
+    print(f"{len(files)} pictures, {megapixels:.1f} megapixels, all values equal", flush=True)
+    tasks: dict[str, Callable[[], object]] = {
+        "ms-data": lambda: [
+            image_patches(decode_picture(image_bytes), settings) for image_bytes in files
+        ],
         "transformers, Pillow backend": lambda: [
-            processor([load_image(Image.open(io.BytesIO(one)))], return_tensors="np")
-            for one in files
+            processor([load_image(Image.open(io.BytesIO(image_bytes)))], return_tensors="np")
+            for image_bytes in files
         ],
         "Pillow alone: decoded and resized": lambda: [
-            bare(one, size) for one, size in zip(files, sizes, strict=True)
+            decode_with_pillow(image_bytes, size)
+            for image_bytes, size in zip(files, sizes, strict=True)
         ],
     }
-    times: dict[str, list[float]] = {name: [] for name in works}
+    times: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(options.rounds):
-        for name, work in works.items():
+        for name, work in tasks.items():
             times[name].append(cpu_s(work))
-    for name, found in times.items():
-        took = statistics.median(found)
-        print(f"{name:34} {len(files) / took:7.1f} pictures, {megapixels / took:6.1f} MP a CPU s")
+    for name, seconds in times.items():
+        cpu = statistics.median(seconds)
+        print(f"{name:34} {len(files) / cpu:7.1f} pictures, {megapixels / cpu:6.1f} MP per CPU s")
 
 
 if __name__ == "__main__":

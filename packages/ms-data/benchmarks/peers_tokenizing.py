@@ -1,11 +1,11 @@
-"""Tokenizes a corpus word by word and by `encode_batch`, in turns, once the tokens are compared.
+"""Tokenize a corpus word by word and with `encode_batch`, alternating, after comparing all tokens.
 
     python benchmarks/peers_tokenizing.py --corpus stdlib /usr/share/doc/linux-doc-6.1
 
-Each tokenizer is a byte-level BPE trained on the corpus, behind a published pre-tokenizer. Each
-turn of ours begins with an empty table and proves its sample, as a build does. Both are given the
-same batches of documents in one process with the same threads; figures are MB of text a CPU
-second, all threads together.
+Each tokenizer is a byte-level BPE trained on the corpus, with a published pre-tokenizer. Every
+round of ours starts with an empty table and verifies its sample, as a build does. Both get the same
+batches of documents in one process with the same threads. Results are MB of text per CPU second,
+over all threads.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CL100K = (
 
 
 def batches(texts: Sequence[str], characters: int = 1 << 20) -> Iterator[list[str]]:
-    """The documents as a build groups them."""
+    """Yield batches of documents as a build does."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -39,14 +39,14 @@ def batches(texts: Sequence[str], characters: int = 1 << 20) -> Iterator[list[st
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """Processor seconds of all threads."""
-    began = time.process_time()
+    """Return CPU seconds of one call, over all threads."""
+    start = time.process_time()
     work()
-    return time.process_time() - began
+    return time.process_time() - start
 
 
 def compare(texts: list[str], tokenizer: Tokenizer, rounds: int) -> dict[str, object]:
-    """Checks all tokens, then times the contenders in turns."""
+    """Compare all tokens, then time the contenders alternately."""
     groups = list(batches(texts))
     library = tokenizer._model
 
@@ -55,28 +55,33 @@ def compare(texts: list[str], tokenizer: Tokenizer, rounds: int) -> dict[str, ob
         for group in groups:
             tokenizer.encode_by_words(group, encoder)
 
-    def known(encoder: object) -> None:
+    def encode_warm(encoder: object) -> None:
         for group in groups:
             encoder.encode(group)  # type: ignore[attr-defined]
 
     def batch() -> None:
         for group in groups:
-            [one.ids for one in library.encode_batch(group, add_special_tokens=False)]
+            [encoding.ids for encoding in library.encode_batch(group, add_special_tokens=False)]
 
     def fast() -> None:
         for group in groups:
-            [one.ids for one in library.encode_batch_fast(group, add_special_tokens=False)]
+            [
+                encoding.ids
+                for encoding in library.encode_batch_fast(group, add_special_tokens=False)
+            ]
 
     warm = tokenizer.word_encoder()
     tokens = 0
     for group in groups:
-        expected = [one.ids for one in library.encode_batch(group, add_special_tokens=False)]
-        assert [one.tolist() for one in warm.encode(group)] == expected
+        expected = [
+            encoding.ids for encoding in library.encode_batch(group, add_special_tokens=False)
+        ]
+        assert [ids.tolist() for ids in warm.encode(group)] == expected
         tokens += sum(map(len, expected))
     size = sum(len(text.encode()) for text in texts) / 1e6
     works: dict[str, Callable[[], None]] = {
         "ours": ours,
-        "ours, words known": lambda: known(warm),
+        "ours, words cached": lambda: encode_warm(warm),
         "encode_batch": batch,
         "encode_batch_fast": fast,
     }
@@ -84,38 +89,38 @@ def compare(texts: list[str], tokenizer: Tokenizer, rounds: int) -> dict[str, ob
     for _ in range(rounds):
         for name, work in works.items():
             times[name].append(cpu_s(work))
-    rates = {name: size / statistics.median(found) for name, found in times.items()}
+    rates = {name: size / statistics.median(seconds) for name, seconds in times.items()}
     ratios = {
         f"ours is faster than {name} by": round(rates["ours"] / rates[name], 1)
         for name in ("encode_batch", "encode_batch_fast")
     }
     return {
-        "cut": warm.split.name,
+        "split": warm.split.name,
         "documents, all tokens equal": len(texts),
         "tokens": tokens,
         "MB": round(size, 1),
-        **{f"{name}, MB a CPU s": round(rate, 2) for name, rate in rates.items()},
+        **{f"{name}, MB per CPU s": round(rate, 2) for name, rate in rates.items()},
         **ratios,
     }
 
 
 def main() -> None:
-    """Prints one JSON object a corpus."""
+    """Print one JSON object per corpus and tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", nargs="+", default=["stdlib"], help="as for `ms-data build`")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocab-size", type=int, default=16384)
     options = parser.parse_args()
     for corpus in options.corpus:
-        read = find_corpus(corpus, skip_invalid=True).documents()
-        texts = [document.text for document in read]
+        documents = find_corpus(corpus, skip_invalid=True).documents()
+        texts = [document.text for document in documents]
         gpt2 = train_tokenizer(corpus, vocab_size=options.vocab_size, skip_invalid=True)
         spec = json.loads(gpt2.content)
         split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(CL100K), "isolated")
         plain = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        other = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        other.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, plain])
-        for tokenizer in (gpt2, Tokenizer(other.to_str().encode())):
+        cl100k = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        cl100k.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, plain])
+        for tokenizer in (gpt2, Tokenizer(cl100k.to_str().encode())):
             figures = {"corpus": corpus} | compare(texts, tokenizer, options.rounds)
             print(json.dumps(figures, indent=1), flush=True)
 
