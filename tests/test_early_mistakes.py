@@ -18,7 +18,7 @@ COMMANDS = {
     "ms-parallel train": "timeout_s",
     "ms-parallel inspect": "timeout_s",
     "ms-parallel plan": "timeout_s",
-    **{f"ms-align {name}": "batch_size" for name in ("sft", "reward", "dpo")},
+    **{f"ms-align {name}": "batch_size" for name in ("sft", "reward", "dpo", "kto")},
     **{f"ms-align {name}": "batch_size" for name in ("ppo", "grpo", "rloo")},
     "ms-align generate": "num_generations",
     "ms-align evaluate": "limit",

@@ -18,7 +18,7 @@ UNSET = None
 """Leaves the key out of the run file."""
 COMMANDS = (
     "ms-parallel train",
-    *(f"ms-align {name}" for name in ("sft", "reward", "dpo", "ppo", "grpo", "rloo")),
+    *(f"ms-align {name}" for name in ("sft", "reward", "dpo", "kto", "ppo", "grpo", "rloo")),
     *(f"ms-compress {name}" for name in ("qat", "prune", "distill")),
 )
 LAYOUTS = [UNSET, *({axis: 2} for axis in ("data", "tensor", "pipeline", "context"))]
@@ -107,6 +107,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "simpo_gamma": [0.5],
         "cpo_alpha": [1.0],
     },
+    "ms-align kto": {"loss_type": ["kto", "apo_zero_unpaired", "bco"]},
     "ms-align reward": {"microbatch_size": [UNSET, 1, 2], "layout": LAYOUTS[:4]},
     # k1 needs kl_in = "reward", so it cannot be the default value.
     "ms-align grpo": {
@@ -143,7 +144,8 @@ FIXED = {
     " tuning.steps tuning.batch_size tuning.sequence_length tuning.seed timeout_s",
     "a number in one formula that no other key uses": "learning_rate warmup_steps betas eps"
     " final_learning_rate_ratio weight_decay spike_factor spike_window"
-    " balance_bias_rate mtp_weight beta center_rewards_coefficient margin_scale gamma lam"
+    " balance_bias_rate mtp_weight beta desirable_weight undesirable_weight"
+    " center_rewards_coefficient margin_scale gamma lam"
     " value_coeff value_clip"
     " clip_low clip_high min_p kl_horizon reward_failure_penalty equal_rewards_limit decay_steps"
     " uncertainty_rate tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"

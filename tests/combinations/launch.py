@@ -17,7 +17,10 @@ os.environ.setdefault("AOT_INDUCTOR_DEBUG_COMPILE", "1")  # -O0: g++ takes most 
 import torch
 
 WARM = (
-    *(f"ms_align.trainers.{name}" for name in ("sft", "reward", "dpo", "ppo", "grpo", "rloo")),
+    *(
+        f"ms_align.trainers.{name}"
+        for name in ("sft", "reward", "dpo", "kto", "ppo", "grpo", "rloo")
+    ),
     *(f"ms_compress.jobs.{name}" for name in ("qat", "prune", "distill")),
     *("ms_align.commands.train", "ms_align.engines.parallel", "ms_data.building.build"),
     *("ms_data", "ms_kernels", "ms_parallel.training.trainer", "ms_parallel.commands.train"),

@@ -116,7 +116,7 @@ def base_of(command: str, inputs: Path) -> dict[str, Any]:
     if package_of(command) == "ms-compress":
         base = dict(BASE["ms-compress"])
         return base | ({"pattern": "2:4"} if name == "prune" else {})
-    if name in ("sft", "reward", "dpo"):
+    if name in ("sft", "reward", "dpo", "kto"):
         return BASE["offline"] | {"dataset": str(inputs / ("copy" if name == "sft" else "pairs"))}
     files = {"dataset": inputs / "prompts.jsonl", "tokenizer": inputs / "tokenizer.json"}
     group = {} if name == "ppo" else {"num_generations": 2}

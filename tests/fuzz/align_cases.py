@@ -198,6 +198,14 @@ CASES = (
         trains=True,
     ),
     Case(
+        name="kto",
+        make=partial(dataset, command_name="kto"),
+        files=("RUN.toml", "shards/**/*"),
+        run=run("kto", "RUN.toml"),
+        weight=0.5,
+        trains=True,
+    ),
+    Case(
         name="reward",
         make=partial(dataset, command_name="reward"),
         files=("RUN.toml", "start/*"),

@@ -1,6 +1,7 @@
 """Compare our preference and policy losses with TRL's.
 
-Preference losses: loss and gradient of all weights of a small Llama on the same pairs.
+Preference losses: loss and gradient of all weights of a small Llama on the same pairs, or on the
+same labeled responses, with the KL of mismatched ones.
 Policy losses of GRPO: loss and gradient of random log-probabilities.
 
     nox -s "peers(ms-align)"      or, with TRL installed,  python peers_losses.py
@@ -16,13 +17,18 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig
+from trl import KTOTrainer as TRLKTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
+from ms_align import KTOTrainer
+from ms_align.engines.local import LocalEngine
 from ms_align.losses.dpo import DPOLoss
 from ms_align.losses.policy import PolicyLoss
 from ms_align.losses.preference import F_DIVERGENCES, LOSSES, WITHOUT_REFERENCE
 from ms_align.losses.surrogates import LOSS_TYPES, SurrogateOptions, at_level
+from ms_align.streams.text_ends import TextEnds
+from ms_align.trainers.frame.offline import TrainingData
 
 TOLERANCE = 1e-5
 """Relative; both sides compute in float32 and sum in another order."""
@@ -50,6 +56,12 @@ CPO_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"loss_type": "hinge", "cpo_alpha": 0.0}, {"loss_type": "hinge", "reference_free": True}),
 ]
 """TRL's settings and ours."""
+KTO_CASES: list[dict[str, Any]] = [
+    {"loss_type": "kto"},
+    {"loss_type": "kto", "desirable_weight": 1.33, "undesirable_weight": 0.5},
+    {"loss_type": "apo_zero_unpaired"},
+    {"loss_type": "apo_zero_unpaired", "desirable_weight": 0.25},
+]
 GRPO_CASES: list[dict[str, Any]] = [
     *({"loss_type": name} for name in LOSS_TYPES),
     {"loss_type": "grpo", "importance_sampling_level": "sequence"},
@@ -214,6 +226,43 @@ def compare_cpo(case: dict[str, Any], our_case: dict[str, Any], folder: str) -> 
     return difference(theirs, ours)
 
 
+def compare_kto(case: dict[str, Any], folder: str) -> float:
+    """Compare one setting of TRL's KTOTrainer, with a policy that starts far from the reference."""
+    model, reference = small_model(0), small_model(1)
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": index % 3 != 0}
+        for index, row in enumerate(dataset())
+    ]
+    trainer = TRLKTOTrainer(
+        model,
+        reference,
+        args=KTOConfig(output_dir=folder, **COMMON, **case),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    model.eval()
+    loss = trainer.compute_loss(model, dict(inputs))
+    loss.backward()
+    theirs = (loss.item(), gradients(model))
+    batch = {"label": inputs["label"].float()}
+    for prefix in ("", "KL_"):
+        if f"{prefix}input_ids" in inputs:
+            tokens, mask = inputs[f"{prefix}input_ids"], inputs[f"{prefix}completion_mask"]
+            batch[f"{prefix.lower()}tokens"] = tokens
+            batch[f"{prefix.lower()}targets"] = targets_of(tokens, mask)
+    ours = KTOTrainer(model=model, reference_model=reference, steps=1, beta=0.3, **case)
+    stream: Any = iter([batch])
+    learner = ours.learner(LocalEngine(model), TrainingData(stream=stream), TextEnds.of(None))
+    columns = learner.next_batch()
+    model.requires_grad_()
+    output: Any = LogitsOutput(model(columns["tokens"]).logits)
+    total, _ = learner.loss()(output, columns)
+    value = total / learner.loss().weight(columns)
+    value.backward()
+    return difference(theirs, (value.item(), gradients(model)))
+
+
 class FixedLogprobs(GRPOTrainer):
     """TRL's trainer on given log-probabilities (B, S) instead of a model's."""
 
@@ -316,11 +365,15 @@ def main() -> int:
             value = compare_cpo(case, our_case, folder)
             worst = max(worst, value)
             print(f"{value:8.1e}  CPOTrainer {case}", flush=True)
+        for case in KTO_CASES:
+            value = compare_kto(case, folder)
+            worst = max(worst, value)
+            print(f"{value:8.1e}  KTOTrainer {case}", flush=True)
         for case in GRPO_CASES:
             value = compare_grpo(case, folder)
             worst = max(worst, value)
             print(f"{value:8.1e}  GRPOTrainer {case}", flush=True)
-    count = len(DPO_CASES) + len(CPO_CASES) + len(GRPO_CASES)
+    count = len(DPO_CASES) + len(CPO_CASES) + len(KTO_CASES) + len(GRPO_CASES)
     print(f"largest relative difference of {count} settings: {worst:.1e}")
     return int(worst > TOLERANCE)
 

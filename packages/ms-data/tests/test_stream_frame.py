@@ -13,6 +13,7 @@ from ms_data import (
     SettingError,
     StateError,
     TokenStream,
+    UnpairedStream,
     build,
 )
 
@@ -48,6 +49,7 @@ STREAMS: dict[str, OpenStream] = {
     "mixed": lambda folder, **options: TokenStream({"a": folder / "texts"}, **options),
     "chats": lambda folder, **options: InstructionStream(folder / "chats", **options),
     "pairs": lambda folder, **options: PreferenceStream(folder / "pairs", **options),
+    "unpaired": lambda folder, **options: UnpairedStream(folder / "pairs", **options),
 }
 COMMON: dict[str, Any] = {"sequence_length": 64, "batch_size": 4}
 

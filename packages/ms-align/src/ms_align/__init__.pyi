@@ -22,6 +22,7 @@ from .lora.adapters import AdaptedModel, LoraOptions, add_lora
 from .lora.loading import load_lora
 from .losses.advantage import gae
 from .losses.preference import DPOOptions
+from .losses.unpaired import KTOOptions
 from .models.reward_model import RewardModel
 from .rewards.sandbox import Limits
 from .rewards.scoring import Reward, Sample
@@ -29,6 +30,7 @@ from .rewards.verifiable import ExactMatch, Numeric, PythonParses, PythonTests
 from .streams.task_sampler import TaskOptions
 from .trainers.dpo import DPOTrainer
 from .trainers.grpo import GRPOTrainer
+from .trainers.kto import KTOTrainer
 from .trainers.ppo import PPOTrainer
 from .trainers.reward import RewardOptions, RewardTrainer
 from .trainers.rloo import RLOOTrainer
@@ -49,6 +51,8 @@ __all__ = [
     "FolderError",
     "GRPOTrainer",
     "Generator",
+    "KTOOptions",
+    "KTOTrainer",
     "Limits",
     "LocalEngine",
     "LocalGenerator",

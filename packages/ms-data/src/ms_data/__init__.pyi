@@ -3,14 +3,14 @@
 from .building.build import build
 from .building.output import Summary
 from .chat.messages import Conversation, read_conversation
-from .chat.pairs import Pair, read_pair
+from .chat.pairs import Pair, Unpaired, read_pair, read_unpaired
 from .chat.template import ChatTemplate
 from .cleaning.clean import clean
 from .corpus.find import read_rows
 from .deduplication.dedup import dedup
 from .deduplication.options import DedupOptions
 from .disk.inspection import DatasetInfo, inspect
-from .disk.samples import PairSample, Sample, Samples
+from .disk.samples import PairSample, Sample, Samples, UnpairedSample
 from .disk.verification import Fault, Report, verify
 from .errors import (
     ConfigError,
@@ -35,6 +35,7 @@ from .streams.packing_rules.best_fit import BestFitPacker
 from .streams.preferences import PreferenceBatch, PreferenceStream
 from .streams.share import StreamPlace
 from .streams.tokens import TokenStream
+from .streams.unpaired import UnpairedBatch, UnpairedStream
 from .tokenization.tokenizer import Tokenizer
 from .tokenization.training import train_tokenizer
 
@@ -77,6 +78,10 @@ __all__ = [
     "TokenStream",
     "Tokenizer",
     "TokenizerError",
+    "Unpaired",
+    "UnpairedBatch",
+    "UnpairedSample",
+    "UnpairedStream",
     "__version__",
     "build",
     "clean",
@@ -88,6 +93,7 @@ __all__ = [
     "read_conversation",
     "read_pair",
     "read_rows",
+    "read_unpaired",
     "train_tokenizer",
     "verify",
 ]

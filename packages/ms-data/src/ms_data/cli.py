@@ -203,7 +203,13 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         metavar="FOLDER",
         help="like --chat, with the chat template of another tokenizer's folder or a Jinja file",
     )
-    parser.add_argument("--pairs", action="store_true", help="the rows are preference pairs")
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument("--pairs", action="store_true", help="the rows are preference pairs")
+    rows.add_argument(
+        "--unpaired",
+        action="store_true",
+        help="the rows are responses with a label: prompt, completion, label",
+    )
     parser.add_argument(
         "--today", type=date.fromisoformat, help="date for chat templates, such as 2026-01-31"
     )
@@ -266,6 +272,7 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             **reading_options(options, "skip_invalid", "workers"),
             chat=template,
             pairs=options.pairs,
+            unpaired=options.unpaired,
             allow_special=options.allow_special,
             processor=processor,
             on_progress=on_progress,

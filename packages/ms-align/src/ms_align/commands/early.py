@@ -19,6 +19,7 @@ from ms_align.files.model_name import missing_dataset, missing_model
 from ms_align.generation.sampling import Sampling
 from ms_align.losses.preference import DPOOptions
 from ms_align.losses.surrogates import SurrogateOptions
+from ms_align.losses.unpaired import KTOOptions
 from ms_align.rollouts.options import RolloutOptions
 from ms_align.run.options import RunOptions, check_length
 from ms_align.settings import flag, integer, number, numbers, one_of, text, valid_path
@@ -41,6 +42,7 @@ VALIDATORS = {"integer": integer, "number": number, "numbers": numbers, "one_of"
 VALIDATORS |= {"text": text, "valid_path": valid_path}
 OPTIONS_CLASSES: tuple[type, ...] = (EngineOptions, ComputeOptions, DeviceOptions, OptimizerOptions)
 OPTIONS_CLASSES += (RunOptions, RolloutOptions, Sampling, DPOOptions, SurrogateOptions)
+OPTIONS_CLASSES += (KTOOptions,)
 """Base classes of commands' settings that do not need torch."""
 
 

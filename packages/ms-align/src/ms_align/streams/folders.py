@@ -67,6 +67,26 @@ def preferences(dataset: Folders, engine: Engine, **settings: Any) -> Any:
     )
 
 
+def unpaired(dataset: Folders, engine: Engine, **settings: Any) -> Any:
+    """Open a stream of labeled responses; see `ms_data.UnpairedStream` for its settings.
+
+    Raises:
+        ConfigError: the folder has neither labeled responses nor pairs, or `dataset` is a table.
+    """
+    from ms_data import Samples, UnpairedStream
+
+    if not isinstance(dataset, str):
+        raise ConfigError(
+            "labeled responses must come from one folder, and dataset is a table; use one folder"
+        )
+    if Samples(dataset).kind not in ("unpaired", "preferences"):
+        raise ConfigError(
+            f"{dataset} has conversations without labels; build it with `ms-data build --unpaired` "
+            "or `--pairs`, or run `ms-align sft`"
+        )
+    return UnpairedStream(dataset, place=_DataRank(engine.data_rank, engine.data_ranks), **settings)
+
+
 def without_held_out(dataset: Folders) -> list[str]:
     """List the folders without a `held_out` split."""
     from ms_data import inspect
@@ -76,7 +96,7 @@ def without_held_out(dataset: Folders) -> list[str]:
 
 def held_out_prompts(dataset: Folders, count: int) -> tuple[list[list[int]], Any]:
     """Return the first held-out prompts, up to the assistant's answer, and the tokenizer."""
-    from ms_data import PairSample, Samples, Tokenizer
+    from ms_data import PairSample, Samples, Tokenizer, UnpairedSample
 
     folders = _as_list(dataset)
     prompts: list[list[int]] = []
@@ -85,7 +105,10 @@ def held_out_prompts(dataset: Folders, count: int) -> tuple[list[list[int]], Any
         samples = Samples(folder, "held_out")
         for index in range(min(len(samples), -(-count // len(folders)))):
             sample = samples[index]
-            conversation = sample.chosen if isinstance(sample, PairSample) else sample
+            if isinstance(sample, PairSample):
+                conversation = sample.chosen
+            else:
+                conversation = sample.response if isinstance(sample, UnpairedSample) else sample
             # argmax of the mask is its first True, where the answer starts.
             prompts.append(conversation.tokens[: int(conversation.loss_mask.argmax())].tolist())
     return [prompt for prompt in prompts if prompt][:count], Tokenizer.load(folders[0])

@@ -1,27 +1,26 @@
 """DPO and its relatives: preference optimization without a reward model."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
 from ms_align.engines.protocol import Engine
-from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
+from ms_align.engines.reference import Reference
 from ms_align.losses.dpo import DPOLoss
 from ms_align.losses.preference import DPOOptions
 from ms_align.run.initial_weights import weights_checksum
-from ms_align.settings import valid_path
 from ms_align.streams.protocol import next_batch
 from ms_align.streams.text_ends import TextEnds
 from ms_align.trainers.frame.offline import TrainingData
 from ms_align.trainers.frame.pairs import PairLearner, PairTrainer
+from ms_align.trainers.frame.reference import ReferenceTrainer
 
 
 @frozen(kw_only=True, slots=False)
-class DPOTrainer(DPOOptions, PairTrainer):
+class DPOTrainer(DPOOptions, ReferenceTrainer, PairTrainer):
     """Optimize preferences directly, without a reward model.
 
     `DPOTrainer(model=model, loss_type="ipo", steps=100).train(dataset)`; every setting is a keyword
@@ -33,23 +32,10 @@ class DPOTrainer(DPOOptions, PairTrainer):
 
     algorithm = "dpo"
 
-    reference_model: Any = field(default=None, validator=valid_path(optional=True, objects=True))
-    """Reference: a folder; in Python also a module or an Engine. Default: a frozen copy of the
-    initial model, or the model without its adapters."""
-
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "DPOLearner":
         """Build the learner of the loss in `loss_type`."""
-        return DPOLearner(engine, data, ends, self.subset(DPOLoss), self._reference(engine))
-
-    def _reference(self, engine: Engine) -> Reference | None:
-        if not self.needs_reference:
-            return None
-        reference = self.reference_model
-        if reference is None and engine.adapters is not None:
-            reference = ADAPTER_OFF
-        if reference is None and self.layout is not None:
-            reference = self.model  # a sharded model is not copied but loaded a second time
-        return reference_of(reference, engine, partial(self.start_engine, trained=False))
+        reference = self.reference(engine) if self.needs_reference else None
+        return DPOLearner(engine, data, ends, self.subset(DPOLoss), reference)
 
 
 class DPOLearner(PairLearner):

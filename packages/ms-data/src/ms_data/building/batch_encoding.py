@@ -64,7 +64,7 @@ def _make_encode(
         ).encode
     if setup.document_kind == "media":
         return partial(encode_media_rows, tokenizer, tokens=setup.media_tokens)
-    return partial(encode_rows, tokenizer, pairs=setup.document_kind == "preferences")
+    return partial(encode_rows, tokenizer, kind=setup.document_kind)
 
 
 def pack_batch(texts: Sequence[str], encoded: EncodedDocs) -> bytes:

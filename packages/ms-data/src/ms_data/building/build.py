@@ -18,6 +18,7 @@ from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
+from ms_data.disk.format import DocumentKind
 from ms_data.engine.array_jobs import ArrayShard
 from ms_data.engine.pools import worker_count
 from ms_data.engine.run import Journal, Run
@@ -39,6 +40,7 @@ def build(
     skip_invalid: bool = False,
     chat: str | Path | ChatTemplate | None = None,
     pairs: bool = False,
+    unpaired: bool = False,
     allow_special: bool = False,
     processor: str | Path | Processor | None = None,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
@@ -63,6 +65,7 @@ def build(
         skip_invalid: skip documents that are not valid text instead of stopping.
         chat: a Jinja file or a tokenizer folder; rows then have the formats of `read_conversation`.
         pairs: with `chat`, rows are preference pairs; see `read_pair`.
+        unpaired: with `chat`, rows are labeled responses; see `read_unpaired`.
         allow_special: with `chat`, allow special tokens in message text.
         processor: with `chat`, processor for images and audio, or a folder that contains it.
         document_limit_mib: a longer document (uncompressed) stops the build.
@@ -78,9 +81,13 @@ def build(
         OutputError: `out` cannot be written, or holds something else.
     """
     check_paths(out, corpus=corpus, tokenizer=tokenizer, chat=chat, processor=processor)
-    check_flags(skip_invalid=skip_invalid, pairs=pairs, allow_special=allow_special)
+    check_flags(
+        skip_invalid=skip_invalid, pairs=pairs, unpaired=unpaired, allow_special=allow_special
+    )
     check_texts(text_column=text_column, shard=shard, workers=workers)
-    encoder = make_encoder(tokenizer, chat, pairs=pairs, allow_special=allow_special)
+    encoder = make_encoder(
+        tokenizer, chat, pairs=pairs, unpaired=unpaired, allow_special=allow_special
+    )
     if processor is not None:
         encoder = with_media(encoder, processor, corpus)
     source = find_corpus(
@@ -137,6 +144,7 @@ def make_encoder(
     chat: str | Path | ChatTemplate | None,
     *,
     pairs: bool,
+    unpaired: bool,
     allow_special: bool,
 ) -> TextEncoder:
     """Create the encoder of a build.
@@ -148,12 +156,15 @@ def make_encoder(
     """
     model = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     if chat is None:
-        if pairs or allow_special:
-            raise SettingError("pairs and allow_special need a chat template; set `chat`")
+        if pairs or unpaired or allow_special:
+            raise SettingError("pairs, unpaired and allow_special need a chat template; set `chat`")
         try:
             return TextEncoder(tokenizer=model, words=model.word_encoder())
         except ValueError as error:
             return TextEncoder(tokenizer=model, library_reason=str(error))
+    if pairs and unpaired:
+        raise SettingError("rows are either pairs or unpaired, and both are set; remove one")
+    kind: DocumentKind = "preferences" if pairs else "unpaired" if unpaired else "conversations"
     template = chat if isinstance(chat, ChatTemplate) else ChatTemplate.load(chat)
     if template.asks_date and template.today is None:
         raise SettingError(
@@ -163,7 +174,7 @@ def make_encoder(
     return ChatEncoder(
         template=template.with_tokens_of(model.folder),
         tokenizer=model,
-        document_kind="preferences" if pairs else "conversations",
+        document_kind=kind,
         allow_special=allow_special,
     )
 

@@ -12,10 +12,17 @@ from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from ms_data.chat.messages import Message, read_conversation, reject_media
-from ms_data.chat.pairs import read_pair
+from ms_data.chat.pairs import read_pair, read_unpaired
 from ms_data.chat.template import ChatTemplate, Rendered
 from ms_data.disk.format import DocumentKind
-from ms_data.disk.samples import PairSample, Sample, pack_pair, pack_sample
+from ms_data.disk.samples import (
+    PairSample,
+    Sample,
+    UnpairedSample,
+    pack_pair,
+    pack_sample,
+    pack_unpaired,
+)
 from ms_data.media.parts import MediaKind
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.word_encoder import WordEncoder
@@ -27,6 +34,12 @@ class ChatDocument(msgspec.Struct, frozen=True, array_like=True):
     parts: list[Rendered]
     weight: float
     margin: float = 0.0
+
+
+class LabeledDocument(ChatDocument, frozen=True, array_like=True):
+    """A rendered row with a label."""
+
+    label: bool = True
 
 
 class Encoded(NamedTuple):
@@ -160,15 +173,21 @@ class ChatEncoder(TextEncoder):
                 for answer in (pair.chosen, pair.rejected)
             ]
             return document_json(ChatDocument(parts, pair.weight, pair.margin))
+        if self.document_kind == "unpaired":
+            response = read_unpaired(row)
+            reject_media([*response.prompt, *response.completion])
+            messages = [*response.prompt, *response.completion]
+            part = self.render(messages, response.tools, len(response.prompt))
+            return document_json(LabeledDocument([part], response.weight, label=response.label))
         chat = read_conversation(row)
         reject_media(chat.messages)
         return document_json(ChatDocument([self.render(chat.messages, chat.tools, 0)], chat.weight))
 
     def encode(self, texts: Sequence[str]) -> Sequence[Encoded]:  # noqa: D102
-        return encode_rows(self.tokenizer, texts, pairs=self.document_kind == "preferences")
+        return encode_rows(self.tokenizer, texts, kind=self.document_kind)
 
     def hold_out_key(self, text: str) -> str:
-        """Return the document without weight and margin."""
+        """Return the document without weight, margin and label."""
         plain = msgspec.structs.replace(_decode(text), weight=1.0, margin=0.0)
         return document_json(plain)
 
@@ -196,19 +215,25 @@ class ChatEncoder(TextEncoder):
                 )
 
 
-def encode_rows(tokenizer: Tokenizer, texts: Sequence[str], *, pairs: bool) -> Sequence[Encoded]:
-    """Encode rendered rows as conversations or preference pairs."""
-    rows = [_decode(text) for text in texts]
+def encode_rows(
+    tokenizer: Tokenizer, texts: Sequence[str], *, kind: DocumentKind
+) -> Sequence[Encoded]:
+    """Encode rendered rows as conversations, preference pairs or unpaired preferences."""
+    document_type = LabeledDocument if kind == "unpaired" else ChatDocument
+    rows: list[Any] = [msgspec.json.decode(text, type=document_type) for text in texts]
     parts = [part for row in rows for part in row.parts]
     # All parts of the batch are tokenized together; pairs have two parts per row.
     samples = iter([Sample(*encoded) for encoded in tokenizer.encode_chats(parts)])
     words = []
     for row in rows:
-        if pairs:
+        if kind == "preferences":
             pair = PairSample(next(samples), next(samples), row.weight, row.margin)
             words.append(Encoded(pack_pair(pair)))
+            continue
+        sample = next(samples)._replace(weight=row.weight)
+        if kind == "unpaired":
+            words.append(Encoded(pack_unpaired(UnpairedSample(sample, row.label))))
         else:
-            sample = next(samples)._replace(weight=row.weight)
             words.append(Encoded(pack_sample(sample)))
     return words
 

@@ -1,4 +1,6 @@
-"""Reads preference pairs in the published formats: a prompt, a chosen and a rejected response.
+"""Reads preferences in the published formats: pairs of responses, and responses with a label.
+
+A pair is a prompt, a chosen and a rejected response:
 
  keys | content |
 ---|---|
@@ -7,8 +9,16 @@
  `conversations` or `messages`, `chosen`, `rejected` | a history, and one response each |
  `instruction`, `input`, `chosen`, `rejected` | an Alpaca prompt, and one string each |
 
+A labeled response (unpaired preference) is a prompt, a completion and a label:
+
+ keys | content |
+---|---|
+ `prompt`, `completion`, `label` | strings; or message lists; or a string and a message list |
+ `messages` or `conversations`, `label` | a conversation, whose last message is the completion |
+
 In every format, `system` is the first message of the prompt. `margin` is the margin by which the
-chosen response is better, `weight` the weight of the pair.
+chosen response is better, `weight` the weight of the pair or response. `label` is true or 1 for a
+desirable response, false or 0 for an undesirable one.
 """
 
 from collections.abc import Mapping
@@ -77,6 +87,54 @@ def read_pair(row: Mapping[str, Any]) -> Pair:
         tools=read_tools(row),
         weight=read_number(row, "weight"),
         margin=read_number(row, "margin", 0.0),
+    )
+
+
+class Unpaired(msgspec.Struct, frozen=True, kw_only=True):
+    """A response to a prompt, labeled desirable or undesirable."""
+
+    prompt: list[Message]
+    completion: list[Message]
+    label: bool
+    """True if the response is desirable."""
+    tools: list[dict[str, Any]] | None = None
+    weight: float = 1.0
+
+
+def read_unpaired(row: Mapping[str, Any]) -> Unpaired:
+    """Read the labeled response in a row.
+
+    Raises:
+        ValueError: the row matches no format, or is invalid; names the location.
+    """
+    prompts = [key for key in ("prompt", "messages", "conversations") if key in row]
+    if "label" not in row or len(prompts) != 1 or ("prompt" in row) != ("completion" in row):
+        keys = ", ".join(map(repr, row)) or "none"
+        raise ValueError(
+            "a labeled response must have `prompt`, `completion` and `label`, or `messages` and "
+            f"`label`, the row has the keys {keys}"
+        )
+    check_other_keys(row)
+    label = row["label"]
+    if label not in (0, 1):  # also False and True
+        raise ValueError(f"label must be true, false, 1 or 0, got {str(label)[:40]!r}")
+    prompt = _prompt(row, prompts[0])
+    if "completion" in row:
+        completion = _answer(row["completion"], "completion")
+        if completion[: len(prompt)] == prompt:  # a complete message list
+            completion = completion[len(prompt) :]
+    else:
+        prompt, completion = prompt[:-1], prompt[-1:]
+    if not prompt:
+        raise ValueError("no prompt: the conversation must have a message before its last one")
+    if not completion or {completion[0]["role"], completion[-1]["role"]} != {"assistant"}:
+        raise ValueError("the completion must start and end with an assistant message")
+    return Unpaired(
+        prompt=_with_system(read_system(row), prompt),
+        completion=completion,
+        label=bool(label),
+        tools=read_tools(row),
+        weight=read_number(row, "weight"),
     )
 
 

@@ -42,7 +42,7 @@ SIZE_LIMIT = 1 << 60
 
 TokenType = Literal["uint16", "uint32"]
 
-DocumentKind = Literal["text", "conversations", "preferences", "media"]
+DocumentKind = Literal["text", "conversations", "preferences", "unpaired", "media"]
 """Type of the documents of a dataset."""
 
 
@@ -62,6 +62,7 @@ DOCUMENT_KINDS: dict[DocumentKind, DocumentKindInfo] = {
     "conversations": DocumentKindInfo("conversations", 1, "InstructionStream"),
     "media": DocumentKindInfo("conversations with images or audio", 4, "InstructionStream"),
     "preferences": DocumentKindInfo("preference pairs", 3, "PreferenceStream"),
+    "unpaired": DocumentKindInfo("unpaired preferences", 2, "UnpairedStream"),
 }
 
 LOSS_BIT = np.uint32(1 << 31)

@@ -5,6 +5,7 @@ A sample is one document of 32-bit words: a header, then tokens whose highest bi
         conversations   weight (float32), tokens
         media           weight, start (64 bits) and size (32 bits) of its media, tokens
         preferences     weight, margin (float32), number of chosen tokens, chosen, rejected
+        unpaired        weight, label (float32, 1 or 0), tokens
 
 Both responses of a pair include the prompt.
 """
@@ -57,6 +58,14 @@ class PairSample(NamedTuple):
     margin: float = 0.0
 
 
+class UnpairedSample(NamedTuple):
+    """A response with its label, including the prompt."""
+
+    response: Sample
+    label: bool
+    """True if the response is desirable."""
+
+
 def pack_sample(sample: Sample) -> _Words:
     """Pack a conversation as words, shape (n + 1,)."""
     return np.concatenate((_float_words(sample.weight), _words_with_loss_bit(sample)))
@@ -78,14 +87,20 @@ def pack_pair(pair: PairSample) -> _Words:
     )
 
 
-class Samples(Sequence[Sample | PairSample]):
+def pack_unpaired(sample: UnpairedSample) -> _Words:
+    """Pack a labeled response as words, shape (n + 2,)."""
+    header = _float_words(sample.response.weight, float(sample.label))
+    return np.concatenate((header, _words_with_loss_bit(sample.response)))
+
+
+class Samples(Sequence[Sample | PairSample | UnpairedSample]):
     """The samples of one split by number, in the order of the corpus.
 
     Args:
         folder: output folder of `build` for an instruction or preference dataset.
         split: `train` or `held_out`.
-        kind: required type: `conversations`, including those with images and audio, or
-            `preferences`. None: any.
+        kind: required type: `conversations`, including those with images and audio,
+            `preferences` or `unpaired`. None: any.
 
     Raises:
         SettingError: the folder holds no samples of this type, or no such split.
@@ -97,7 +112,7 @@ class Samples(Sequence[Sample | PairSample]):
     ) -> None:
         self.folder, self.split = dataset_folder(folder), split
         kinds: tuple[DocumentKind, ...] = (
-            (kind,) if kind else ("conversations", "preferences", "media")
+            (kind,) if kind else ("conversations", "preferences", "unpaired", "media")
         )
         if kind == "conversations":
             kinds = ("conversations", "media")
@@ -117,9 +132,14 @@ class Samples(Sequence[Sample | PairSample]):
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, number: int) -> Sample | PairSample:  # type: ignore[override]
+    def __getitem__(  # type: ignore[override]
+        self, number: int
+    ) -> Sample | PairSample | UnpairedSample:
         words = self._words(number)
-        floats = words[:2].view(np.float32)  # weight, and the margin of a pair
+        floats = words[:2].view(np.float32)  # weight, and the margin of a pair or a label
+        if self.kind == "unpaired":
+            response = _unpack_sample(words[self._header :], float(floats[0]))
+            return UnpairedSample(response, bool(floats[1]))
         if self.kind != "preferences":
             return _unpack_sample(words[self._header :], float(floats[0]))
         size, body = int(words[2]), words[self._header :]
@@ -140,6 +160,16 @@ class Samples(Sequence[Sample | PairSample]):
         sample = self[number]
         if not isinstance(sample, PairSample):
             raise SettingError("the dataset holds conversations, preference pairs are needed")
+        return sample
+
+    def unpaired(self, number: int) -> UnpairedSample:
+        """Return sample `number` of a dataset of labeled responses."""
+        sample = self[number]
+        if not isinstance(sample, UnpairedSample):
+            raise SettingError(
+                f"the dataset holds {DOCUMENT_KINDS[self.kind].label}, unpaired preferences are "
+                "needed"
+            )
         return sample
 
     def media(self, number: int) -> list[PlacedItem]:

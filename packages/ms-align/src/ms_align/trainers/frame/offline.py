@@ -48,7 +48,7 @@ class TrainingData:
     held_out: HeldOut | None = None
     samples: SamplePrompts | None = None
     held_out_left_out: int = 0
-    """Held-out pairs that evaluations skip, as one of their answers starts beyond a row."""
+    """Held-out pairs or responses that evaluations skip, as an answer starts beyond a row."""
     lacking: Sequence[str] = ()
     """Folders without a `held_out` split."""
 
@@ -56,6 +56,11 @@ class TrainingData:
 def data_notices(data: TrainingData, eval_every: int | None) -> list[Notice]:
     """Build the notices about missing held-out data and shortened samples."""
     notices = []
+    # Streams of pairs and of single responses count what does not fit; others have no such counts.
+    pairs: int = getattr(data.stream, "pairs_per_epoch", 0)
+    noun, reason = (
+        ("pairs", "one of their answers starts") if pairs else ("responses", "they start")
+    )
     if eval_every is not None and data.held_out is None:
         source = f"{', '.join(data.lacking)} has" if data.lacking else "the stream comes with"
         notices.append(
@@ -71,21 +76,20 @@ def data_notices(data: TrainingData, eval_every: int | None) -> list[Notice]:
             Notice(
                 event="held_out_left_out",
                 fields={"left_out": data.held_out_left_out},
-                line=f"warning: {data.held_out_left_out} held-out pairs are skipped in "
-                "evaluations, as one of their answers starts beyond sequence_length; raise it",
+                line=f"warning: {data.held_out_left_out} held-out {noun} are skipped in "
+                f"evaluations, as {reason} beyond sequence_length; raise it",
             )
         )
     left_out = getattr(data.stream, "left_out", 0)
     cut_off = getattr(data.stream, "cut_off", 0)
     if left_out or cut_off:
-        pairs = left_out + getattr(data.stream, "pairs_per_epoch", 0)
+        count = left_out + (pairs or getattr(data.stream, "responses_per_epoch", 0))
         notices.append(
             Notice(
                 event="left_out",
-                fields={"left_out": left_out, "cut_off": cut_off, "pairs": pairs},
-                line=f"warning: of {pairs} pairs, {left_out} are skipped, as one of their answers "
-                f"starts beyond sequence_length, and {cut_off} are truncated to it; raise it to "
-                "train on them",
+                fields={"left_out": left_out, "cut_off": cut_off, noun: count},
+                line=f"warning: of {count} {noun}, {left_out} are skipped, as {reason} beyond "
+                f"sequence_length, and {cut_off} are truncated to it; raise it to train on them",
             )
         )
     return notices
