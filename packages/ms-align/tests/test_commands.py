@@ -35,7 +35,7 @@ def run_python(code: str) -> str:
 
 
 def test_help_and_version_need_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor numpy or sibling packages: the help of every command in one new interpreter."""
+    """Nor numpy or sibling packages. Prints the help of every command in a new interpreter."""
     code = f"""
 import sys
 from ms_align.cli import main

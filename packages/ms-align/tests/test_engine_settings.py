@@ -53,7 +53,7 @@ def losses(model: object, sets: Path, out: Path, **options: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", HONORED)
 def test_settings_that_need_a_layout_are_rejected_without_one(name: str) -> None:
-    """By every trainer when it is built; defaults are accepted."""
+    """All trainers reject them when they are built; defaults are accepted."""
     trainers = ((SFTTrainer, "model"), (DPOTrainer, "model"), (RewardTrainer, "model"))
     for trainer_class, model in (*trainers, (GRPOTrainer, "policy_model")):
         required = {"reward_model": len} if trainer_class is GRPOTrainer else {"steps": 1}
@@ -69,7 +69,7 @@ def test_settings_that_need_a_layout_are_rejected_without_one(name: str) -> None
 def test_every_setting_reaches_the_engine_of_a_layout(
     name: str, sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a run file; losses equal those of the plain run, up to bfloat16 rounding."""
+    """Set in a run file; losses equal those without it, up to bfloat16 rounding."""
     if name == "compile" and shutil.which("c++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
     run = tmp_path / "run.toml"
@@ -155,7 +155,7 @@ def dtypes(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("layout", [None, {"data": 1}])
 @pytest.mark.parametrize("name", ["ours", "llama", "gpt2"])
-def test_the_saved_dtype_is_that_of_the_models_folder(
+def test_models_are_saved_in_the_dtype_of_the_loaded_folder(
     name: str, layout: Any, sets: Path, tmp_path: Path
 ) -> None:
     """bfloat16 stays bfloat16, in the files and in config.json; `save_dtype` changes it."""
@@ -217,7 +217,7 @@ def test_adapters_are_merged_under_a_layout_and_their_folder_is_a_model(
 
 
 def test_an_adapter_without_its_base_model_is_rejected(sets: Path, tmp_path: Path) -> None:
-    """One line that names the key."""
+    """One line names the key."""
     losses(str(sets / "model"), sets, tmp_path / "run", lora=LoraOptions(rank=2))
     path = tmp_path / "run/adapter/adapter_config.json"
     path.write_text(path.read_text().replace(str(sets / "model"), "no/such/folder"))
@@ -238,7 +238,7 @@ def test_an_adapter_that_refers_to_itself_is_rejected(sets: Path, tmp_path: Path
 
 @pytest.mark.parametrize("lora", [8, True, "rank", {"rang": 4}, {"rank": "x"}, [4]])
 def test_lora_must_be_a_table(lora: Any) -> None:
-    """In Python as in a run file; a table of its settings is accepted."""
+    """In Python and in run files; a table of LoRA settings is accepted."""
     with pytest.raises(ConfigError):
         SFTTrainer(model="folder", steps=1, lora=lora)
     assert SFTTrainer(model="folder", steps=1, lora={"rank": 4}).lora == LoraOptions(rank=4)

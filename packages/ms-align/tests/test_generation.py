@@ -435,7 +435,7 @@ def test_engine_responses_end_at_the_first_stop() -> None:
 
 
 def test_all_sampling_settings_reach_the_engine() -> None:
-    """Top-k, top-p and min-p under a layout."""
+    """Top-k, top-p and min-p with an engine under a layout."""
     received: dict[str, object] = {}
 
     class RecordingEngine(FixedRowsEngine):
@@ -542,8 +542,8 @@ def test_a_batch_of_another_vocabulary_is_rejected(name: str, number: int) -> No
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_every_ms_parallel_family_gives_its_own_logits(name: str) -> None:
-    """Soft caps and divisors are not lost by fusing or by skipping the head."""
+def test_split_forward_passes_give_the_logits_of_every_family(name: str) -> None:
+    """Running body and head separately keeps soft caps and divisors; fusing is not supported."""
     model = language_model(decoder(name))
     tokens = torch.arange(24).view(2, 12)
     assert torch.equal(model.project(model.hidden(tokens, None, None)), model.module(tokens))

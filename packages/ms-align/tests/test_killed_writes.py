@@ -15,7 +15,7 @@ from .small_models import decoder
 
 
 def state(value: int) -> checkpoint.State:
-    """Return a checkpoint state that holds a value."""
+    """Return a checkpoint state whose tensor and facts hold `value`."""
     return checkpoint.State(tensors={"a": torch.full((8,), value)}, facts={"value": value})
 
 

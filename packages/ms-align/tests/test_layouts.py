@@ -110,7 +110,7 @@ def test_ranks_without_rows_or_targets_change_nothing(sets: Path, tmp_path: Path
 
 @pytest.mark.parametrize("layout", [{"data": 0}, {"expert": 2}, {"data": "x"}, {"date": 2}])
 def test_an_impossible_layout_is_rejected_in_one_line(layout: dict[str, object]) -> None:
-    """With an error class of this package."""
+    """The error class belongs to this package."""
     with pytest.raises(ConfigError) as error:
         _ = SFTTrainer(model="folder", steps=1, layout=layout).processes
     assert "\n" not in str(error.value)

@@ -84,7 +84,7 @@ def test_a_reference_model_in_mixed_precision_is_checksummed(
 
 
 def test_both_generators_use_the_same_position_seeds() -> None:
-    """Also for seeds of more than 32 bits."""
+    """Includes seeds of more than 32 bits."""
     for seed in (0, 1, 2**40 + 3):
         assert [position_seed(seed, n) for n in range(9)] == [_seed_at(seed, n) for n in range(9)]
 
@@ -94,7 +94,7 @@ def test_both_generators_use_the_same_position_seeds() -> None:
 def test_a_copied_value_model_trains_all_its_weights(
     start: Path, lora: LoraOptions | None, layout: Any
 ) -> None:
-    """With adapters on the policy as without, in one process as under a layout."""
+    """With and without adapters on the policy, in one process and under a layout."""
     trainer = PPOTrainer(
         policy_model=start, reward_model=len, value_model="copy", lora=lora, layout=layout
     )

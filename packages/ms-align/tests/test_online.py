@@ -58,7 +58,7 @@ def events(folder: Path, event_kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("trainer", [PPOTrainer, GRPOTrainer, RLOOTrainer])
-def test_a_reward_rises(tmp_path: Path, trainer: Any) -> None:
+def test_training_raises_the_reward(tmp_path: Path, trainer: Any) -> None:
     """The fraction of vowels rises from 2% to more than 25%, also on held-out prompts."""
     groups = (
         {"epochs": 2, "minibatch_size": 32} if trainer is PPOTrainer else {"num_generations": 8}

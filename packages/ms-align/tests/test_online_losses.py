@@ -197,7 +197,7 @@ def gate(ratio: float, temperature: float) -> float:
 def test_losses_of_the_grpo_family_match_hand_computed_values(
     options: dict[str, Any], expected: float
 ) -> None:
-    """From the formulas of the papers; ratios are clipped to 0.8 and 1.2."""
+    """Computed from the formulas of the papers; ratios are clipped to 0.8 and 1.2."""
     loss = policy_loss(**options)
     assert loss_and_statistics(loss, FixedOutput(NEW))["loss"] == pytest.approx(expected, abs=1e-5)
 
@@ -226,8 +226,8 @@ def test_the_two_sided_clip_bounds_large_ratios_of_negative_advantages() -> None
     assert is_clipped.item()
 
 
-def test_gspos_token_form_has_the_values_of_its_sequence_form() -> None:
-    """At equal advantages in a response, the gradients are equal too (section 4.3 of its paper)."""
+def test_gspo_token_form_equals_its_sequence_form() -> None:
+    """With equal advantages in a response, gradients are equal too (section 4.3 of the paper)."""
     mask = torch.tensor([[True, True, False]])
     gradients = []
     for level in LEVELS[1:]:

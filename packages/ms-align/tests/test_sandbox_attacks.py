@@ -127,7 +127,7 @@ TESTS = "assert double(4) == 8\nassert abs(double(5) - 10) < 1e-6\nassert double
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_no_response_fakes_the_verdict(name: str) -> None:
+def test_responses_cannot_fake_the_verdict(name: str) -> None:
     """The verdict comes from a process that runs none of the response's code."""
     assert not judge(FORGERIES[name], TESTS, QUICK).passed
 

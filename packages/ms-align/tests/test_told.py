@@ -1,4 +1,4 @@
-"""Reports about the data: counts, end tokens, and missing held-out splits."""
+"""Reports about the data: counts, end tokens, and missing held-out splits; reading prompts."""
 
 import csv
 import gzip
@@ -97,7 +97,7 @@ def test_skipped_pairs_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[
 def test_skipped_held_out_pairs_are_counted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At the start of a run that evaluates."""
+    """At the start of a run that evaluates on held-out data."""
     rows = [
         {"prompt": "word " * (60 if n % 2 == 0 else 1) + str(n), "chosen": "yes", "rejected": "no"}
         for n in range(80)
@@ -192,7 +192,7 @@ def test_generation_reports_truncated_answers(
 def test_a_reward_of_a_module_in_the_current_folder_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for `ms-parallel prove`."""
+    """Python modules are found as with `ms-parallel prove`."""
     (tmp_path / "rewards_of_this_folder.py").write_text("def right(samples):\n    return []\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(

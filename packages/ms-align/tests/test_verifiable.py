@@ -46,7 +46,7 @@ def test_exact_match_and_numbers() -> None:
         Numeric()([sample("1", "one")])
 
 
-def test_python_that_parses() -> None:
+def test_python_parses_rewards_valid_python() -> None:
     """Empty responses do not count; code is extracted from its fence."""
     samples = [
         sample("x = 1"),
@@ -57,7 +57,7 @@ def test_python_that_parses() -> None:
     assert PythonParses()(samples) == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_python_that_passes_its_tests() -> None:
+def test_python_tests_rewards_code_that_passes() -> None:
     """In parallel; wrong code, a syntax error and an early exit do not pass."""
     tests = "assert double(4) == 8"
     samples = [
@@ -175,7 +175,7 @@ WELL_BEHAVED = {
 
 @pytest.mark.parametrize("name", WELL_BEHAVED)
 def test_correct_responses_pass_their_tests(name: str) -> None:
-    """Tests are written as for one process, and wrong responses fail."""
+    """Tests are written as for a single process, and wrong responses fail."""
     response, tests = WELL_BEHAVED[name]
     outcome = judge(response, tests, QUICK)
     assert outcome.passed, outcome.output
