@@ -1,14 +1,14 @@
-"""Train the decoder that the other figures are of: an hour of one processor.
+"""Train the decoder that the other benchmarks use: one hour on one CPU core.
 
     python packages/ms-compress/benchmarks/base.py OUT [--steps 900]
 
-OUT/tokenizer.json, OUT/shards and OUT/base are written: a byte-level BPE of 4,096 tokens trained on
-the running Python's own library, its token shards with 2% of the documents held out, and a decoder
-of 5.77M parameters. Rounding costs a model that has learnt little next to nothing, and any further
-step mends it; so this one is trained until its rate has fallen to zero. Matrices take Muon's steps
-(Jordan et al., 2024), which reach a loss in fewer tokens than AdamW's, embedding and norms AdamW's.
+Writes OUT/tokenizer.json, OUT/shards and OUT/base: a byte-level BPE of 4,096 tokens trained on the
+running Python's standard library, its token shards with 2% of the documents held out, and a decoder
+of 5.77M parameters. Rounding hardly hurts an undertrained model, and every further step repairs it,
+so this one trains until its learning rate has decayed to zero. Matrices use Muon (Jordan et al.,
+2024), which needs fewer tokens than AdamW; embedding and norms use AdamW.
 
-The same command again goes on from the last checkpoint.
+The same command resumes from the last checkpoint.
 """
 
 import argparse
@@ -43,12 +43,12 @@ CONFIG = DecoderConfig(
 
 
 def main() -> None:
-    """Build the shards unless they are there, train, and state the held-out perplexity."""
+    """Build the shards if they are missing, train, and print the held-out perplexity."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--batch", type=int, default=32, help="rows of 256 tokens a step")
-    parser.add_argument("--rate", type=float, default=0.02, help="Muon's; AdamW takes a fifth")
+    parser.add_argument("--batch", type=int, default=32, help="rows of 256 tokens per step")
+    parser.add_argument("--rate", type=float, default=0.02, help="Muon's; AdamW uses a fifth")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     shards = build_shards(options.out)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def build_shards(out: Path) -> Path:
-    """Train the tokenizer and write the shards, unless they are there."""
+    """Train the tokenizer and write the shards, if they are missing."""
     shards, tokenizer = out / "shards", out / "tokenizer.json"
     out.mkdir(parents=True, exist_ok=True)
     if not tokenizer.is_file():
@@ -75,16 +75,18 @@ def build_shards(out: Path) -> Path:
 
 
 def train(model: nn.Module, shards: Path, options: argparse.Namespace) -> None:
-    """So many steps; the state is kept every 25."""
-    kept = options.out / "base.pt"
+    """Run `options.steps` steps with a checkpoint every 25."""
+    checkpoint = options.out / "base.pt"
     optimizers = optimizers_of(model, options.rate)
-    first = resume(kept, model, optimizers)
+    first = resume(checkpoint, model, optimizers)
 
-    def keep_some(step: int) -> None:
+    def save_regularly(step: int) -> None:
         if (step + 1) % 25 == 0:
-            keep(kept, model, optimizers, step + 1)
+            save_checkpoint(checkpoint, model, optimizers, step + 1)
 
-    take_steps(model, shards, options, optimizers, share_of_rate, keep_some, seed=1, first=first)
+    take_steps(
+        model, shards, options, optimizers, share_of_rate, save_regularly, seed=1, first=first
+    )
 
 
 def take_steps(
@@ -99,7 +101,7 @@ def take_steps(
     first: int = 0,
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
 ) -> None:
-    """Steps from `first` on, each at its share of the highest rates; prints loss and speed."""
+    """Run steps from `first` on with a scaled learning rate; print loss and speed."""
     for block in model.model.layers.values():
         block.compile()
     peaks = [options.rate, options.rate / 5]
@@ -108,25 +110,27 @@ def take_steps(
     )
     for _ in range(first):
         next(stream)
-    began = monotonic()
+    start = monotonic()
     for step in range(first, options.steps):
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * share_of_rate(step, options.steps)
         batch = next(stream)
         tokens, targets = (torch.as_tensor(batch[name]).long() for name in ("tokens", "targets"))
-        found = (loss or loss_of)(model, tokens, targets)
-        found.backward()
+        batch_loss = (loss or loss_of)(model, tokens, targets)
+        batch_loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         after_step(step)
         if (step + 1) % 10 == 0:
-            rate = (step + 1 - first) * options.batch * LENGTH / (monotonic() - began)
-            print(f"step {step + 1}  loss {found.item():.4f}  {rate:,.0f} tokens/s", flush=True)
+            rate = (step + 1 - first) * options.batch * LENGTH / (monotonic() - start)
+            print(
+                f"step {step + 1}  loss {batch_loss.item():.4f}  {rate:,.0f} tokens/s", flush=True
+            )
 
 
 def optimizers_of(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for the rest."""
+    """Return Muon for matrices and AdamW for all other parameters."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
@@ -138,37 +142,39 @@ def optimizers_of(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of a batch, nats a token."""
+    """Return the mean cross-entropy of a batch, in nats per token."""
     return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def share_of_rate(step: int, steps: int) -> float:
-    """Up over 30 steps, level, then down to zero over the last half."""
+    """Warm up over 30 steps, stay constant, then decay to zero over the second half."""
     return min(1.0, (step + 1) / 30, 2 * (steps - step) / steps)
 
 
-def keep(kept: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
-    """Write the state beside and put it in place whole."""
+def save_checkpoint(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int
+) -> None:
+    """Write the state to a temporary file, then rename it."""
     states = [optimizer.state_dict() for optimizer in optimizers]
-    beside = kept.with_suffix(".new")
-    torch.save({"model": model.state_dict(), "optimizers": states, "step": step}, beside)
-    os.replace(beside, kept)
+    temporary = path.with_suffix(".new")
+    torch.save({"model": model.state_dict(), "optimizers": states, "step": step}, temporary)
+    os.replace(temporary, path)
 
 
-def resume(kept: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Steps already taken."""
-    if not kept.is_file():
+def resume(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Load the checkpoint, if any; return the number of steps taken."""
+    if not path.is_file():
         return 0
-    state = torch.load(kept, weights_only=True)
+    state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
-    for optimizer, mine in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(mine)
+    for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(optimizer_state)
     return int(state["step"])
 
 
 @torch.no_grad()
 def held_out(model: nn.Module, shards: Path) -> float:
-    """Perplexity over 64 held-out rows."""
+    """Return the perplexity over 64 held-out rows."""
     batch = rows(shards, split="held_out", sequence_length=LENGTH, count=64)
     losses = [
         loss_of(model, tokens, targets)

@@ -1,13 +1,13 @@
-"""How much of what rounding loses comes back: RTN, GPTQ, QAT, distillation, sparsity.
+"""Recovery of the loss from rounding: RTN, GPTQ, QAT, distillation, sparsity.
 
     python packages/ms-compress/benchmarks/recovery.py BASE SHARDS OUT [--steps 100] [--only qat]
 
-BASE is a plain decoder that was trained on SHARDS (see base.py), whose held-out split the
-perplexities are of. Each trained model takes the same steps on the same batches, and so does a
-plain copy of BASE: what further training alone gives is stated beside what is recovered. Models
-that a runtime reads are exported and read again by it: transformers, onnxruntime, llama.cpp,
-whichever is installed. Figures are kept in OUT/recovery.json; a part that `--only` names is
-measured anew, the others stay. Beside each perplexity stands the divergence from BASE.
+BASE is a plain decoder trained on SHARDS (see base.py); perplexities are over the held-out split.
+Every trained model takes the same steps on the same batches, and so does a plain copy of BASE, so
+that the gain from further training alone is known. Models that a runtime can read are exported and
+measured in it: transformers, onnxruntime, llama.cpp, if installed. Results are stored in
+OUT/recovery.json; a part named by `--only` is measured again, the others stay. The divergence from
+BASE is given next to each perplexity.
 """
 
 import argparse
@@ -35,7 +35,11 @@ from ms_parallel.weights import load_model
 LENGTH = 256
 FOUR_BITS = ("ct.int4_g32", "ort.matmulnbits", "gguf.q4_0")
 THREE_BITS = "ct.int3_g32"
-WAYS = {"act_order": "in order of use", "by_loss": "by the loss", "fit_scales": "scales fitted"}
+GPTQ_LABELS = {
+    "act_order": "in order of use",
+    "by_loss": "by the loss",
+    "fit_scales": "scales fitted",
+}
 GPTQ = (
     ("act_order",),
     ("fit_scales",),
@@ -45,13 +49,13 @@ GPTQ = (
 )
 FLOATS = (
     "float",
-    "float, as many more steps",
-    "float, as many more steps with distillation",
+    "float, trained further",
+    "float, distilled further",
 )
 
 
 class Recovery:
-    """All runs, their figures written after each."""
+    """All runs; results are written after each one."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -66,28 +70,28 @@ class Recovery:
 
     @property
     def figures(self) -> dict[str, float]:
-        """All perplexities so far, those of other processes too."""
+        """All perplexities so far, from other processes too."""
         return json.loads(self.file.read_text()) if self.file.is_file() else {}
 
     def plain(self) -> nn.Module:
-        """A fresh copy of the base."""
+        """Return a fresh copy of the base."""
         return load_model(self.options.base)
 
     def prepared(self, name: str) -> nn.Module:
-        """A fresh copy that computes as a scheme's target will, on the nearest codes or GPTQ's.
+        """Return a fresh copy prepared for a scheme, with nearest or GPTQ codes.
 
-        From the nearest codes scales are the scheme's own: learned ones (LSQ) ended higher after
-        100 steps. GPTQ's are learned on.
+        With nearest codes the scales are the scheme's defaults: learned ones (LSQ) were worse after
+        100 steps. GPTQ's scales are trained further.
         """
         if self.options.from_gptq:
             rows = self.calibration_for_training
             return self.rounded(name, rows, by_loss=True, for_training=True)
         return qat(self.plain(), name)
 
-    def rounded(self, name: str, rows: list[Tensor] | None = None, **how: bool) -> nn.Module:
-        """By GPTQ, on as many rows as asked, if no others are given."""
-        chosen = rows or self.calibration
-        return changed(self.plain(), lambda model: gptq(model, name, chosen, **how))
+    def rounded(self, name: str, rows: list[Tensor] | None = None, **options: bool) -> nn.Module:
+        """Return a copy quantized by GPTQ, on `rows` or the configured calibration rows."""
+        calibration_rows = rows or self.calibration
+        return apply(self.plain(), lambda model: gptq(model, name, calibration_rows, **options))
 
     def trained(
         self,
@@ -97,28 +101,28 @@ class Recovery:
         longer: bool = False,
         schedule: GradualPruning | None = None,
     ) -> nn.Module:
-        """After as many steps as every other, on the same batches; `longer` for what was pruned."""
-        asked = self.options
-        steps = asked.sparse_steps if longer else asked.steps
-        how = Tuning(
+        """Train for the common number of steps on the same batches; `longer` after pruning."""
+        options = self.options
+        steps = options.sparse_steps if longer else options.steps
+        tuning = Tuning(
             steps=steps,
-            batch_size=asked.batch,
+            batch_size=options.batch,
             sequence_length=LENGTH,
-            learning_rate=asked.sparse_rate if longer else asked.rate,
-            distill_weight=asked.distill_weight,
-            hidden_weight=asked.hidden_weight,
+            learning_rate=options.sparse_rate if longer else options.rate,
+            distill_weight=options.distill_weight,
+            hidden_weight=options.hidden_weight,
         )
         text = rows(
-            asked.shards,
+            options.shards,
             split="train",
             sequence_length=LENGTH + 1,
-            count=steps * asked.batch,
+            count=steps * options.batch,
             seed=1,
         )
         tune(
             model,
             text["tokens"],
-            how,
+            tuning,
             teacher=self.plain() if taught else None,
             before_step=None if schedule is None else lambda step: schedule.apply(model, step),
             after_step=lambda step: keep_zeros(model),
@@ -126,32 +130,32 @@ class Recovery:
         return model
 
     def run(self, name: str, make: Callable[[], nn.Module], *, deploy: bool = False) -> nn.Module:
-        """Make a model and note its perplexity, and that of the exported file if asked."""
+        """Build a model and record its perplexity, also in its runtime if `deploy`."""
         torch.manual_seed(0)
-        began = process_time()
+        start = process_time()
         model = make()
-        self.note(name, perplexity(model, self.held_out), began)
-        self.note(f"{name}, divergence", self.divergence(model), began)
+        self.note(name, perplexity(model, self.held_out), start)
+        self.note(f"{name}, divergence", self.divergence(model), start)
         if deploy:
             self.deployed(name, model)
         return model
 
     @torch.no_grad()
     def divergence(self, model: nn.Module) -> float:
-        """From the base, nats a token of the held-out rows: less noisy than perplexity is."""
+        """Divergence from the base in nats per held-out token, less noisy than perplexity."""
         base = self.plain().eval()
         parts = self.held_out["tokens"].split(8)
         return sum(
-            float(distillation_loss(next_token_logits(model.eval(), part), aim)) * len(part)
+            float(distillation_loss(next_token_logits(model.eval(), part), base_logits)) * len(part)
             for part in parts
-            for aim in (next_token_logits(base, part),)
+            for base_logits in (next_token_logits(base, part),)
         ) / sum(map(len, parts))
 
     def deployed(self, name: str, model: nn.Module) -> None:
-        """The same model, as its runtime computes the file."""
+        """Record the perplexity of the exported file in its runtime."""
         folder = self.out / name.replace(",", "").replace(" ", "-")
         target = scheme(name.split()[-1]).target
-        began = process_time()
+        start = process_time()
         try:
             tokenizer = self.options.tokenizer
             runtime = open_runtime(
@@ -160,122 +164,122 @@ class Recovery:
         except ExportError as error:
             print(f"{name}: not measured in its runtime: {error}", flush=True)
             return
-        self.note(f"{name} in {runtime.name}", perplexity(runtime, self.held_out), began)
+        self.note(f"{name} in {runtime.name}", perplexity(runtime, self.held_out), start)
 
-    def note(self, name: str, value: float, began: float) -> None:
-        """State and keep a perplexity."""
-        print(f"{name:52} {value:9.5g}  {process_time() - began:6.0f} s", flush=True)
+    def note(self, name: str, value: float, start: float) -> None:
+        """Print and store a perplexity."""
+        print(f"{name:52} {value:9.5g}  {process_time() - start:6.0f} s", flush=True)
         self.file.write_text(json.dumps({**self.figures, name: value}, indent=2) + "\n")
 
 
-def changed(model: nn.Module, change: Callable[[nn.Module], object]) -> nn.Module:
-    """A model, changed in place."""
+def apply(model: nn.Module, change: Callable[[nn.Module], object]) -> nn.Module:
+    """Change a model in place and return it."""
     change(model)
     return model
 
 
 def untrained(work: Recovery) -> None:
-    """The base, and what needs no training."""
+    """Measure the base and everything that needs no training."""
     work.run("float", work.plain)
     for name in work.options.scheme or (*FOUR_BITS, THREE_BITS):
         work.run(f"RTN {name}", lambda name=name: qat(work.plain(), name), deploy=True)
         fitted = qat(work.plain(), name, learned_scales=True)
-        work.run(f"RTN, scales fitted {name}", lambda m=fitted: changed(m, fit_scales))
+        work.run(f"RTN, scales fitted {name}", lambda m=fitted: apply(m, fit_scales))
         work.run(f"GPTQ {name}", lambda name=name: work.rounded(name), deploy=True)
-        for ways in GPTQ:
-            how = " and ".join(WAYS[each] for each in ways)
+        for options in GPTQ:
+            label = " and ".join(GPTQ_LABELS[option] for option in options)
             work.run(
-                f"GPTQ, {how} {name}",
-                lambda n=name, w=ways: work.rounded(n, **dict.fromkeys(w, True)),
-                deploy=ways == ("by_loss",),
+                f"GPTQ, {label} {name}",
+                lambda n=name, o=options: work.rounded(n, **dict.fromkeys(o, True)),
+                deploy=options == ("by_loss",),
             )
 
 
 def longer(work: Recovery) -> None:
-    """The base in float, trained as long as every other, and what rounding this one loses."""
+    """Train the base in float for the same number of steps, and measure RTN after that."""
     control(work, FLOATS[1], work.run(FLOATS[1], lambda: work.trained(work.plain())))
 
 
 def taught_float(work: Recovery) -> None:
-    """The base in float by the very loss of distillation, from the base itself; likewise."""
-    how = FLOATS[2]
-    control(work, how, work.run(how, lambda: work.trained(work.plain(), taught=True)))
+    """Train the base in float with the distillation loss, and measure RTN after that."""
+    label = FLOATS[2]
+    control(work, label, work.run(label, lambda: work.trained(work.plain(), taught=True)))
 
 
-def control(work: Recovery, how: str, model: nn.Module) -> None:
-    """A float model that was trained on, rounded to nearest."""
+def control(work: Recovery, label: str, model: nn.Module) -> None:
+    """Round a further trained float model to nearest."""
 
     def rounded(name: str) -> nn.Module:
-        again = work.plain()
-        again.load_state_dict(model.state_dict())
-        return qat(again, name)
+        fresh = work.plain()
+        fresh.load_state_dict(model.state_dict())
+        return qat(fresh, name)
 
     for name in FOUR_BITS:
-        work.run(f"RTN of {how} {name}", lambda name=name: rounded(name))
+        work.run(f"RTN of {label} {name}", lambda name=name: rounded(name))
 
 
 def trained(work: Recovery, *, taught: bool) -> None:
-    """Trained on the text, or by a teacher."""
-    first = "GPTQ, then " if work.options.from_gptq else ""
-    how = "QAT with distillation" if taught else "QAT"
+    """Train on the text, or with a teacher."""
+    prefix = "GPTQ, then " if work.options.from_gptq else ""
+    label = "QAT with distillation" if taught else "QAT"
     for name in work.options.scheme or (*FOUR_BITS, THREE_BITS):
         work.run(
-            f"{first}{how} {name}",
+            f"{prefix}{label} {name}",
             lambda name=name: work.trained(work.prepared(name), taught=taught),
             deploy=True,
         )
 
 
 def sparse(work: Recovery) -> None:
-    """2:4 without and with retraining, and then in four bits too."""
+    """Measure 2:4 sparsity without and with retraining, and then also in four bits."""
 
     def pruned() -> nn.Module:
-        return changed(work.plain(), lambda m: prune(m, "2:4"))
+        return apply(work.plain(), lambda m: prune(m, "2:4"))
 
-    def again(name: str) -> nn.Module:
+    def quantized(name: str) -> nn.Module:
         model = pruned()
         model.load_state_dict(state)
         return work.trained(qat(model, name), taught=True)
 
-    work.run(
-        "2:4 Wanda", lambda: changed(work.plain(), lambda m: wanda(m, "2:4", work.calibration))
-    )
+    work.run("2:4 Wanda", lambda: apply(work.plain(), lambda m: wanda(m, "2:4", work.calibration)))
     work.run("2:4 magnitude", pruned)
     retrained = work.run(
         "2:4 magnitude, retrained", lambda: work.trained(pruned(), taught=True, longer=True)
     )
     state = {name: value.clone() for name, value in retrained.state_dict().items()}
     for name in ("gguf.q4_0", "ct.int4_g32"):
-        work.run(f"2:4 with QAT {name}", lambda name=name: again(name), deploy=True)
+        work.run(f"2:4 with QAT {name}", lambda name=name: quantized(name), deploy=True)
 
 
 def gradual(work: Recovery) -> None:
-    """Pruned over the first half of the retraining, by magnitude."""
-    how = GradualPruning(pattern="2:4", end=max(2, work.options.sparse_steps // 2), every=5)
+    """Prune gradually by magnitude over the first half of the retraining."""
+    schedule = GradualPruning(pattern="2:4", end=max(2, work.options.sparse_steps // 2), every=5)
     work.run(
         "2:4 gradual magnitude, retrained",
-        lambda: work.trained(work.plain(), taught=True, longer=True, schedule=how),
+        lambda: work.trained(work.plain(), taught=True, longer=True, schedule=schedule),
     )
     work.run(
-        "float, as many more steps as what was pruned",
+        "float, trained further for as long as the pruned model",
         lambda: work.trained(work.plain(), longer=True),
     )
 
 
-def shares(figures: dict[str, float]) -> None:
-    """Print how much of the perplexity that RTN loses came back, for the base and its control."""
+def print_recovery(figures: dict[str, float]) -> None:
+    """Print the fraction of RTN's loss in perplexity that was recovered, for base and control."""
     for name, value in figures.items():
-        chosen = next((word for word in name.split() if word in (*FOUR_BITS, THREE_BITS)), "")
-        how = name.partition(f" {chosen}")[0]
-        lost = {to: figures.get(f"RTN of {to} {chosen}") for to in FLOATS}
-        lost["float"] = figures.get(f"RTN {chosen}")
-        untold = how.startswith("RTN of") or how in ("RTN", "2:4 with QAT")
-        if lost["float"] is None or untold or name.endswith("divergence"):
+        scheme_name = next((word for word in name.split() if word in (*FOUR_BITS, THREE_BITS)), "")
+        label = name.partition(f" {scheme_name}")[0]
+        rtn_of = {
+            reference: figures.get(f"RTN of {reference} {scheme_name}") for reference in FLOATS
+        }
+        rtn_of["float"] = figures.get(f"RTN {scheme_name}")
+        excluded = label.startswith("RTN of") or label in ("RTN", "2:4 with QAT")
+        if rtn_of["float"] is None or excluded or name.endswith("divergence"):
             continue
         parts = [
-            f"{(rounded - value) / (rounded - figures[to]):4.0%} of what RTN loses of {to}"
-            for to, rounded in lost.items()
-            if rounded is not None and to in figures
+            f"{(rounded - value) / (rounded - figures[reference]):4.0%} of RTN's loss, {reference}"
+            for reference, rounded in rtn_of.items()
+            if rounded is not None and reference in figures
         ]
         print(f"{name:52} {'; '.join(parts)}")
 
@@ -292,21 +296,26 @@ PARTS: dict[str, Callable[[Recovery], None]] = {
 
 
 def main() -> None:
-    """Print each perplexity with the processor seconds it took, then the shares recovered."""
+    """Print every perplexity with its CPU seconds, then the recovered fractions."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base")
     parser.add_argument("shards")
     parser.add_argument("out")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=4, help="rows of 256 tokens a step")
+    parser.add_argument("--batch", type=int, default=4, help="rows of 256 tokens per step")
     parser.add_argument("--rows", type=int, default=64, help="held-out rows of 256 tokens")
-    parser.add_argument("--calibration", type=int, default=64, help="rows for GPTQ; the peers' 64")
+    parser.add_argument("--calibration", type=int, default=64, help="rows for GPTQ; peers use 64")
     parser.add_argument("--rate", type=float, default=1e-4)
-    parser.add_argument("--distill-weight", type=float, default=1.0, help="the text's is the rest")
-    parser.add_argument("--hidden-weight", type=float, default=0.0, help="of layers' outputs")
-    parser.add_argument("--sparse-steps", type=int, default=1200, help="after pruning")
+    parser.add_argument(
+        "--distill-weight",
+        type=float,
+        default=1.0,
+        help="weight of the divergence; the rest is text",
+    )
+    parser.add_argument("--hidden-weight", type=float, default=0.0, help="weight of hidden states")
+    parser.add_argument("--sparse-steps", type=int, default=1200, help="steps after pruning")
     parser.add_argument("--sparse-rate", type=float, default=1e-3)
-    parser.add_argument("--tokenizer", help="a tokenizer.json to go with what is exported")
+    parser.add_argument("--tokenizer", help="a tokenizer.json to export with the models")
     parser.add_argument("--from-gptq", action="store_true", help="train on from GPTQ's codes")
     parser.add_argument("--scheme", choices=(*FOUR_BITS, THREE_BITS), action="append")
     parser.add_argument("--only", choices=PARTS, action="append")
@@ -316,7 +325,7 @@ def main() -> None:
     work = Recovery(options)
     for part in options.only or PARTS:
         PARTS[part](work)
-    shares(work.figures)
+    print_recovery(work.figures)
 
 
 if __name__ == "__main__":

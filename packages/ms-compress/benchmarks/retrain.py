@@ -1,4 +1,4 @@
-"""Train on from a base as the base was trained: dense, with half of its weights, in few bits.
+"""Continue training a base model as it was trained: dense, 2:4 sparse, or in few bits.
 
     cd packages/ms-compress/benchmarks
     python retrain.py OUT dense
@@ -7,11 +7,11 @@
     python retrain.py OUT taught-q4_0 --scheme gguf.q4_0 --start dense --teacher dense --rate 3e-3
     python retrain.py OUT sparse-q4_0 --prune --scheme gguf.q4_0 --start sparse --teacher dense
 
-OUT is what base.py wrote. All take the same steps on the same batches with the base's own
-optimizers, at half its rate falling to zero: `dense`, which is neither rounded nor pruned, tells
-what the steps give by themselves, and its RTN what rounding then costs. A model is saved, or
-exported for its target and read again by its runtime, in OUT/NAME; figures are kept in
-OUT/retrain.json. Ten to twenty minutes of one processor each.
+OUT is the output folder of base.py. All runs take the same steps on the same batches with the
+base's own optimizers, at half its learning rate, decaying to zero. `dense` is neither quantized nor
+pruned: it shows the gain from the additional steps alone, and its RTN the cost of rounding after
+them. A model is saved, or exported for its target and loaded in its runtime, in OUT/NAME; results
+are stored in OUT/retrain.json. Ten to twenty minutes per run on one CPU core.
 """
 
 import argparse
@@ -32,21 +32,21 @@ from ms_parallel.weights import load_model, save_model
 
 
 def main() -> None:
-    """State the held-out perplexity of the model that is begun with, and of what comes of it."""
+    """Print the held-out perplexity of the starting model and of the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("name", help="of the folder, and of the figures")
-    parser.add_argument("--start", default="base", help="folder in OUT of the model to begin with")
-    parser.add_argument("--scheme", help="round weights as its target does")
-    parser.add_argument("--prune", action="store_true", help="2 of every 4, those nearest zero")
-    parser.add_argument("--teacher", help="folder in OUT whose logits are learnt, not the text")
+    parser.add_argument("name", help="name of the output folder and of the results")
+    parser.add_argument("--start", default="base", help="folder in OUT of the starting model")
+    parser.add_argument("--scheme", help="quantization scheme to train for")
+    parser.add_argument("--prune", action="store_true", help="prune 2 of every 4 by magnitude")
+    parser.add_argument("--teacher", help="folder in OUT of a teacher to distill from")
     parser.add_argument(
-        "--text", type=float, default=0.0, help="share of the text beside a teacher"
+        "--text", type=float, default=0.0, help="weight of the text loss next to a teacher"
     )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=32, help="rows of 256 tokens a step")
-    parser.add_argument("--rate", type=float, default=0.01, help="Muon's; AdamW takes a fifth")
-    parser.add_argument("--seed", type=int, default=2, help="order of the text; base.py takes 1")
+    parser.add_argument("--batch", type=int, default=32, help="rows of 256 tokens per step")
+    parser.add_argument("--rate", type=float, default=0.01, help="Muon's; AdamW uses a fifth")
+    parser.add_argument("--seed", type=int, default=2, help="order of the text; base.py uses 1")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -67,25 +67,25 @@ def main() -> None:
     figures["cpu_seconds"] = process_time()
     print(f"{options.name}: {figures}", flush=True)
     file = options.out / "retrain.json"
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    file.write_text(json.dumps({**known, options.name: figures}, indent=2) + "\n")
+    results = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**results, options.name: figures}, indent=2) + "\n")
 
 
 def retrain(model: nn.Module, options: argparse.Namespace) -> None:
-    """So many steps; what was pruned stays zero."""
+    """Run `options.steps` steps; pruned weights stay zero."""
     teacher = load_model(options.out / options.teacher).eval() if options.teacher else None
 
     def loss(student: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         if teacher is None:
             return loss_of(student, tokens, targets)
         with torch.no_grad():
-            aim = teacher(tokens)
+            teacher_logits = teacher(tokens)
         logits = student(tokens)
-        apart = distillation_loss(logits, aim)
+        divergence = distillation_loss(logits, teacher_logits)
         if not options.text:
-            return apart
-        own = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return (1 - options.text) * apart + options.text * own
+            return divergence
+        text_loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return (1 - options.text) * divergence + options.text * text_loss
 
     model.train()
     take_steps(
@@ -102,7 +102,7 @@ def retrain(model: nn.Module, options: argparse.Namespace) -> None:
 
 
 def share_of_rate(step: int, steps: int) -> float:
-    """Up in ten steps, then down to zero."""
+    """Warm up over ten steps, then decay linearly to zero."""
     return min((step + 1) / 10, (steps - step) / steps)
 
 
@@ -112,7 +112,7 @@ def save(
     held_out: dict[str, Tensor],
     figures: dict[str, float],
 ) -> None:
-    """The model; or what its target reads, and the perplexity that the runtime has of it."""
+    """Save the model, or export it and measure its perplexity in the runtime."""
     folder = options.out / options.name
     if not options.scheme:
         save_model(model, folder)

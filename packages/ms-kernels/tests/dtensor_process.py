@@ -1,6 +1,6 @@
-"""One of two gloo processes: operators on DTensor against plain tensors, for every placement.
+"""A gloo process of two: operators on DTensor against plain tensors, for every placement.
 
-Run as ``dtensor_process.py RANK PORT`` by test_distributed.py; exits with an error if they differ.
+Run as ``dtensor_process.py RANK PORT`` by test_distributed.py; exits with an error on a difference.
 """
 
 import sys

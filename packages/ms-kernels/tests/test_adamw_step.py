@@ -75,7 +75,7 @@ def test_changing_steps_and_rates_share_one_cached_decision(monkeypatch):
 
 
 def step_tensors(**overrides):
-    """Return the four tensors of a step, some of them replaced."""
+    """Return the four tensors of a step, with overrides."""
     torch.manual_seed(0)
     tensors = {name: torch.randn(6, 4) for name in ("weights", "gradient", "mean", "square")}
     tensors["square"].abs_()

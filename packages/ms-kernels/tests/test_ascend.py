@@ -193,7 +193,7 @@ def python_types(name):
 
 @pytest.mark.parametrize("implementation", ADAPTERS, ids=OPERATORS)
 def test_adapter_calls_match_torch_npu_schemas(implementation, monkeypatch):
-    """The schemas are those of the wheel, stored as a golden file; every option value is tried."""
+    """The golden file has the wheel's schemas; every option value is tried."""
     contract = CONTRACTS[implementation.operator]
     if implementation.operator in ("layer_norm", "adamw_step"):
         pytest.skip("it uses torch's own operator")

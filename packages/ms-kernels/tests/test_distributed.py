@@ -8,7 +8,7 @@ from pathlib import Path
 def test_operators_support_all_dtensor_placements_and_fsdp(tmp_path):
     """Replicated or sharded over rows, positions, heads or classes: results and gradients match.
 
-    Opaque operators keep rows and heads sharded; blocks of them train under FSDP2.
+    Opaque operators keep rows and heads sharded, and they train under FSDP2.
     """
     script = str(Path(__file__).with_name("dtensor_process.py"))
     processes = [

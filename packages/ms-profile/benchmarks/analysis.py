@@ -1,4 +1,4 @@
-"""Our own figures of the analysis: a 2 GB trace, faults, equal runs, the page in a browser."""
+"""Benchmarks of the analysis: a 2 GB trace, faults, equal runs, the page in a browser."""
 
 import argparse
 import shutil
@@ -62,52 +62,54 @@ def large(size_mb: int) -> None:
 
 
 def faults(cases: int) -> None:
-    """Clocks up to 3 s and 50 ppm apart, 2 to 8 ranks, delays of 5 ms to 1 s."""
+    """Diagnose faults with clocks 3 s and 50 ppm apart, 2 to 8 ranks, and delays of 5 ms to 1 s."""
     random = np.random.default_rng(1)
-    right, total, errors = 0, 0, []
+    correct, total, errors = 0, 0, []
     for case in range(cases):
         phase: Any = ("data", "compute", "garbage", "host", "link")[case % 5]
         ranks = int(random.choice([2, 4, 8]))
-        every = 3 if phase == "link" and ranks == 2 else int(random.choice([1, 1, 3]))
+        every_nth = 3 if phase == "link" and ranks == 2 else int(random.choice([1, 1, 3]))
         rank = int(random.integers(ranks))
         delay = int(10 ** random.uniform(np.log10(5e6), 9))
         offsets, drifts = random.uniform(-3e9, 3e9, ranks), random.uniform(-5e-5, 5e-5, ranks)
         offsets[0] = drifts[0] = 0.0
         run = simulate_run(
             ranks=ranks, grid=2 if ranks > 2 else 0, offsets_ns=list(offsets), drifts=list(drifts),
-            fault=Fault(phase=phase, rank=rank, delay_ns=delay, every=every), seed=case,
+            fault=Fault(phase=phase, rank=rank, delay_ns=delay, every=every_nth), seed=case,
         )  # fmt: skip
-        found = analyse_traces(run.traces, garbage=run.garbage)
-        verdict = diagnose(found.ledger)
+        analysis = analyse_traces(run.traces, garbage=run.garbage)
+        verdict = diagnose(analysis.ledger)
         total += 1
-        right += verdict is not None and verdict.phase == phase and rank in verdict.ranks
-        errors.append(clock_errors(found, run.origin_ns, run.offsets_ns, run.drifts))
+        correct += verdict is not None and verdict.phase == phase and rank in verdict.ranks
+        errors.append(clock_errors(analysis, run.origin_ns, run.offsets_ns, run.drifts))
     spread = np.percentile(np.concatenate(errors), [50, 99]) / 1e3
-    print(f"injected faults: rank and phase right in {right} of {total}")
-    print(f"clocks: error {spread[0]:.1f} µs in the median, {spread[1]:.1f} µs at p99")
+    print(f"injected faults: rank and phase correct in {correct} of {total}")
+    print(f"clocks: median error {spread[0]:.1f} µs, {spread[1]:.1f} µs at p99")
 
 
 def clock_errors(
-    found: Analysis, origin_ns: int, offsets: tuple[float, ...], drifts: tuple[float, ...]
+    analysis: Analysis, origin_ns: int, offsets: tuple[float, ...], drifts: tuple[float, ...]
 ) -> np.ndarray:
     errors = []
-    for rank, one in found.ranks.items():
-        own = one.trace.start_ns - origin_ns
-        true = (own - offsets[rank]) / (1 + drifts[rank]) + origin_ns
-        if one.clock is not None:
-            errors.append(np.abs(one.clock.correct(one.trace.start_ns) - true))
+    for rank, rank_analysis in analysis.ranks.items():
+        local_ns = rank_analysis.trace.start_ns - origin_ns
+        true_ns = (local_ns - offsets[rank]) / (1 + drifts[rank]) + origin_ns
+        if rank_analysis.clock is not None:
+            errors.append(
+                np.abs(rank_analysis.clock.correct(rank_analysis.trace.start_ns) - true_ns)
+            )
     return np.concatenate(errors)
 
 
 def equal_runs(pairs: int) -> None:
-    called = 0
+    regressions = 0
     for pair in range(pairs):
         runs = [
             analyse_traces(simulate_run(ranks=2, steps=16, noise=0.1, seed=2 * pair + n).traces)
             for n in (0, 1)
         ]
-        called += compare(*runs).regression
-    print(f"equal runs called a regression: {called} of {pairs}")
+        regressions += compare(*runs).regression
+    print(f"equal runs reported as regressions: {regressions} of {pairs}")
 
 
 def page(size_mb: int) -> None:
@@ -118,14 +120,14 @@ def page(size_mb: int) -> None:
         for rank in (0, 1):
             source, target = TRACES / f"rank-0000{rank}.json.gz", Path(folder) / f"rank-{rank}.json"
             replicate(source, target, size_mb * 1_000_000, seed=rank)
-        found = analyse(folder)
+        analysis = analyse(folder)
         report = Path(folder) / "report.html"
-        started = time.process_time()
-        write_report(found, report)
-        used = time.process_time() - started
-        spans = sum(len(one.trace) for one in found.ranks.values())
+        start = time.process_time()
+        write_report(analysis, report)
+        cpu_s = time.process_time() - start
+        spans = sum(len(rank_analysis.trace) for rank_analysis in analysis.ranks.values())
         size_mb = report.stat().st_size / 1e6
-        print(f"report: {spans} spans, {size_mb:.2f} MB, written in {used:.1f} s")
+        print(f"report: {spans} spans, {size_mb:.2f} MB, written in {cpu_s:.1f} s")
         with open_browser() as browser:
             opened = []
             for _ in range(5):
@@ -141,9 +143,9 @@ def page(size_mb: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size-mb", type=int, default=2000, help="of the large trace")
-    parser.add_argument("--cases", type=int, default=200, help="injected faults")
-    parser.add_argument("--page-mb", type=int, default=300, help="of each rank's trace")
+    parser.add_argument("--size-mb", type=int, default=2000, help="size of the large trace")
+    parser.add_argument("--cases", type=int, default=200, help="number of injected faults")
+    parser.add_argument("--page-mb", type=int, default=300, help="size of each rank's trace")
     options = parser.parse_args()
     large(options.size_mb)
     faults(options.cases)

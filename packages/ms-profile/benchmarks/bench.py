@@ -1,4 +1,4 @@
-"""Run the package's benchmarks, one script a half: what capture costs, how fast analysis is."""
+"""Run the package's benchmarks: cost of capture, and speed of analysis."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Drive headless Chromium by chromedriver's plain HTTP, to time a report as readers see it."""
+"""Drive headless Chromium through chromedriver's HTTP interface, to time a report for a reader."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ FLAGS = [
 
 
 class Browser:
-    """One tab."""
+    """One browser tab."""
 
     def __init__(self, address: str, session: str) -> None:
         self._base = f"{address}/session/{session}"
@@ -31,7 +31,7 @@ class Browser:
         call(f"{self._base}/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """Run an asynchronous script; it answers by calling `done(value)`."""
+        """Run an asynchronous script, which returns a value by calling `done(value)`."""
         body = "const done = arguments[arguments.length - 1];" + script
         return call(f"{self._base}/execute/async", {"script": body, "args": []})
 
@@ -50,8 +50,8 @@ def open_browser() -> Iterator[Browser]:
         try:
             wait_for(f"{address}/status")
             options = {"args": [*FLAGS, f"--user-data-dir={Path(folder) / 'profile'}"]}
-            asked = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
-            session = call(f"{address}/session", asked)["sessionId"]
+            capabilities = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
+            session = call(f"{address}/session", capabilities)["sessionId"]
             call(f"{address}/session/{session}/timeouts", {"script": 120_000})
             try:
                 yield Browser(address, session)
@@ -65,8 +65,8 @@ def open_browser() -> Iterator[Browser]:
 
 def call(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), method="POST")
-    with urllib.request.urlopen(request, timeout=180) as answer:
-        return json.load(answer)["value"]
+    with urllib.request.urlopen(request, timeout=180) as response:
+        return json.load(response)["value"]
 
 
 def wait_for(url: str) -> None:

@@ -1,7 +1,7 @@
-"""What capture costs: spans, events, and the recorder beside torch.profiler on a training step.
+"""Cost of capture: spans, events, and the recorder compared with torch.profiler in a training step.
 
-Times are CPU times of the training thread, for this must be told apart on a busy host; steps of the
-compared kinds alternate in small groups, and medians are given with their quartiles.
+Times are CPU times of the training thread, which are meaningful even on a busy host. Steps of the
+compared kinds alternate in small groups; results are medians with quartiles.
 """
 
 import argparse
@@ -59,19 +59,19 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, W) to (B, W)."""
+        """Map (B, W) to (B, W)."""
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    """Blocks in a row."""
+    """A sequence of blocks."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(width) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, W) to (B, W)."""
+        """Map (B, W) to (B, W)."""
         for layer in self.layers:
             x = layer(x)
         return x
@@ -87,13 +87,13 @@ class Training:
         self.batch = torch.randn(rows, width)
 
     def step(self) -> None:
-        """Do one step."""
+        """Run one training step."""
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def group(self, steps: int, after: Callable[[], object] = lambda: None) -> float:
-        """Run some steps and return the CPU seconds of one."""
+        """Run some steps and return the CPU seconds per step."""
         start = time.thread_time()
         for _ in range(steps):
             self.step()
@@ -101,8 +101,8 @@ class Training:
         return (time.thread_time() - start) / steps
 
 
-def recorder_share(folder: Path, training: Training, rounds: int, steps: int) -> dict[str, Any]:
-    """CPU time a step without anything, with the recorder, and inside torch.profiler."""
+def compare_steps(folder: Path, training: Training, rounds: int, steps: int) -> dict[str, Any]:
+    """Return CPU time per step without profiling, with the recorder, and inside torch.profiler."""
     plain, recorded, traced, exported = [], [], [], []
     spans = 0
     for number in range(rounds):
@@ -110,7 +110,7 @@ def recorder_share(folder: Path, training: Training, rounds: int, steps: int) ->
         path = folder / f"{number}.ring"
         with Recorder(path) as recorder:
             recorder.attach()
-            training.group(1)  # finds the model and hangs the hooks
+            training.group(1)  # detects the model and registers the hooks
             recorded.append(training.group(steps))
         spans = max(len(read_ring(path).spans) // (steps + 1), spans)
         path.unlink()
@@ -137,9 +137,9 @@ def recorder_share(folder: Path, training: Training, rounds: int, steps: int) ->
 
 
 def recorder_alone_us(folder: Path) -> dict[str, float]:
-    """What a step of the large model costs the recorder, told from an empty model of its shape.
+    """Cost of the recorder in one step of the large model, measured with empty modules.
 
-    Modules that compute nothing leave only the calls: so the recorder's own cost is seen to the
+    Modules that compute nothing leave only the calls, so the recorder's cost is measured to the
     microsecond, where the noise of a real step would hide it.
     """
     training = Training(8, 32, 1)
@@ -165,7 +165,7 @@ def recorder_alone_us(folder: Path) -> dict[str, float]:
 
 
 def drain_us(folder: Path) -> float:
-    """CPU time of collecting 100 scopes from Kineto and starting again."""
+    """CPU time of collecting 100 scopes from Kineto and restarting it."""
     from ms_profile.recording.scopes import ScopeRecorder
 
     ring = Ring(folder / "drain.ring")
@@ -185,51 +185,51 @@ def drain_us(folder: Path) -> float:
 
 
 def clocks() -> dict[str, float]:
-    """Errors of clocks aligned under 3 s offset, 50 ppm drift, 30 µs of noise and 3% stragglers."""
+    """Errors of aligned clocks with 3 s offset, 50 ppm drift, 30 µs of noise and 3% stragglers."""
     errors = []
     for seed in range(20):
         random = np.random.default_rng(seed)
         instants = np.linspace(0, 30e9, 500)
         ends: dict[int, dict[Any, int]] = {}
-        true: dict[int, np.ndarray] = {}
+        expected: dict[int, np.ndarray] = {}
         for rank in range(8):
             offset, drift = (0.0, 0.0) if rank == 0 else random.uniform((-3e9, -5e-5), (3e9, 5e-5))
             late = random.exponential(30e3, 500) + (random.random(500) < 0.03) * 5e6
-            true[rank] = (instants + offset + drift * instants).astype(np.int64)
+            expected[rank] = (instants + offset + drift * instants).astype(np.int64)
             noisy = ((instants + late) * (1 + drift) + offset).astype(np.int64)
             ends[rank] = dict(enumerate(noisy.tolist()))
         for rank, fit in align_clocks(ends).items():
-            errors.extend(np.abs(fit.correct(true[rank]) - true[0]) / 1e3)
-    median, last = np.percentile(errors, [50, 99])
-    return {"clock_error_median_us": float(median), "clock_error_p99_us": float(last)}
+            errors.extend(np.abs(fit.correct(expected[rank]) - expected[0]) / 1e3)
+    median, p99 = np.percentile(errors, [50, 99])
+    return {"clock_error_median_us": float(median), "clock_error_p99_us": float(p99)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--only-steps", action="store_true", help="just the two kinds of step")
+    parser.add_argument("--only-steps", action="store_true", help="measure only the two steps")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found: dict[str, Any] = recorder_alone_us(folder)
+        results: dict[str, Any] = recorder_alone_us(folder)
         if not options.only_steps:
-            found |= primitives(folder) | clocks()
+            results |= primitives(folder) | clocks()
         small = Training(width=64, depth=8, rows=64)
-        found["small_step"] = recorder_share(folder, small, options.rounds, 60)
+        results["small_step"] = compare_steps(folder, small, options.rounds, 60)
         large = Training(width=384, depth=8, rows=1024)
-        found["large_step"] = recorder_share(folder, large, options.rounds, 3)
-    own_us = found["hooks_us_a_step_of_32_blocks"]
+        results["large_step"] = compare_steps(folder, large, options.rounds, 3)
+    hooks_us = results["hooks_us_a_step_of_32_blocks"]
     for kind in ("small_step", "large_step"):
-        # Hooks and what is collected now and then, as told from modules that compute nothing.
-        step = found[kind]
-        step["recorder_own_us"] = own_us * step["spans_a_step"] / found["spans_of_32_blocks"]
+        # Hooks and periodic collection, as measured with modules that compute nothing.
+        step = results[kind]
+        step["recorder_own_us"] = hooks_us * step["spans_a_step"] / results["spans_of_32_blocks"]
         every_s = min(
-            max(2.0, INVERSE_TIME_BUDGET * found["collecting_us"] / 1e6), 2.0 * MAX_STRETCH
+            max(2.0, INVERSE_TIME_BUDGET * results["collecting_us"] / 1e6), 2.0 * MAX_STRETCH
         )
-        step["recorder_own_us"] += found["collecting_us"] * step["step_ms"] / 1e3 / every_s
+        step["recorder_own_us"] += results["collecting_us"] * step["step_ms"] / 1e3 / every_s
         step["recorder_own_percent"] = step["recorder_own_us"] / step["step_ms"] / 10
-    print(json.dumps(found, indent=2))
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How often `compare` calls equal runs a regression, and which slow-downs it finds: real runs.
+"""False alarms and detected slowdowns of `compare`, on real runs.
 
-One small training runs again and again under `ms-profile run`, unchanged or with more to compute;
-the kinds alternate. Every two unchanged runs are an A/A pair; every unchanged and every slower one
-a pair in which the regression should be found. Shorter runs are the first steps of longer ones.
-Of six runs in a row the odd ones are also held against the even ones, three to three.
+A small training runs repeatedly under `ms-profile run`, unchanged or with more computation, in
+alternation. Every two unchanged runs are an A/A pair; every unchanged and every slower run are a
+pair in which a regression should be detected. Shorter runs are the first steps of longer ones. Of
+six consecutive runs the odd ones are also compared with the even ones, three against three.
 """
 
 import argparse
@@ -47,15 +47,15 @@ Runs = list[Series]
 LENGTHS = (8, 16, 40, 100)
 
 
-def recorded(folder: Path, script: Path, work: int) -> RecordedSteps:
+def record_run(folder: Path, script: Path, work: int) -> RecordedSteps:
     window = ["--skip", "2", "--active", "4", "--windows", "1", "--warmup", "1"]
     command = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(script)]
     command += ["--output-dir", str(folder), *window, "--", str(work), str(max(LENGTHS) + 8)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, capture_output=True, env=environment)
-    found = recorded_steps(folder)
-    assert found is not None
-    return found
+    steps = recorded_steps(folder)
+    assert steps is not None
+    return steps
 
 
 def first(steps: RecordedSteps, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -68,23 +68,27 @@ def slower(old: np.ndarray, new: np.ndarray) -> bool:
     return compare_runs([old], [new]) < SIGNIFICANCE and change >= LEAST_CHANGE
 
 
-def called(old: tuple[np.ndarray, np.ndarray], new: tuple[np.ndarray, np.ndarray]) -> bool:
-    """As `compare` calls a regression: in wall time, and without the waits for a CPU."""
+def is_regression(old: tuple[np.ndarray, np.ndarray], new: tuple[np.ndarray, np.ndarray]) -> bool:
+    """Return whether `compare` reports a regression: in wall time, and without waits for a CPU."""
     return all(slower(a, b) for a, b in zip(old, new, strict=True))
 
 
-def in_turns(old: list[Series], new: list[Series], each: int = 3) -> list[tuple[Runs, Runs]]:
-    """Pair neighboring runs, `each` of one kind against as many of the other."""
-    last = min(len(old), len(new)) - each + 1
-    return [(old[at : at + each], new[at : at + each]) for at in range(last)]
+def neighboring_groups(
+    old: list[Series], new: list[Series], group_size: int = 3
+) -> list[tuple[Runs, Runs]]:
+    """Pair neighboring runs, `group_size` of one kind against the same number of the other."""
+    count = min(len(old), len(new)) - group_size + 1
+    return [
+        (old[index : index + group_size], new[index : index + group_size]) for index in range(count)
+    ]
 
 
-def called_of_several(old: Runs, new: Runs) -> bool:
-    """As `compare` calls a regression from several runs."""
+def is_regression_of_several(old: Runs, new: Runs) -> bool:
+    """Return whether `compare` reports a regression for several runs."""
     for series in range(2):
-        a, b = [one[series] for one in old], [one[series] for one in new]
-        change = np.exp(np.mean([np.log(np.median(one)) for one in b]))
-        change /= np.exp(np.mean([np.log(np.median(one)) for one in a]))
+        a, b = [run[series] for run in old], [run[series] for run in new]
+        change = np.exp(np.mean([np.log(np.median(times)) for times in b]))
+        change /= np.exp(np.mean([np.log(np.median(times)) for times in a]))
         if not (compare_runs(a, b) < SIGNIFICANCE and change - 1 >= LEAST_CHANGE):
             return False
     return True
@@ -92,39 +96,48 @@ def called_of_several(old: Runs, new: Runs) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=30, help="unchanged; half as many of the rest")
+    parser.add_argument(
+        "--runs", type=int, default=30, help="unchanged runs; half of it for others"
+    )
     options = parser.parse_args()
     runs: dict[int, list[RecordedSteps]] = {WORK: [], WORK + 2: [], WORK + 4: []}
     with tempfile.TemporaryDirectory() as name:
         script = Path(name) / "train.py"
         script.write_text(SCRIPT)
         for number in range(options.runs):
-            for work, own in runs.items():
+            for work, runs_of_work in runs.items():
                 if work == WORK or number % 2:
-                    own.append(recorded(Path(name) / f"{work}-{number}", script, work))
-    everything = np.concatenate([one.wall_ns for one in runs[WORK]])
+                    runs_of_work.append(record_run(Path(name) / f"{work}-{number}", script, work))
+    step_ns = np.concatenate([run.wall_ns for run in runs[WORK]])
     facts: dict[str, object] = {
-        "step_ms": round(float(np.median(everything)) / 1e6, 2),
-        "waited_for_a_cpu": [round(one.cpu_wait_share or 0.0, 3) for one in runs[WORK]],
+        "step_ms": round(float(np.median(step_ns)) / 1e6, 2),
+        "waited_for_a_cpu": [round(run.cpu_wait_share or 0.0, 3) for run in runs[WORK]],
     }
     for length in LENGTHS:
-        short = {work: [first(one, length) for one in own] for work, own in runs.items()}
-        equal = list(permutations(short[WORK], 2))
-        by_wall = sum(slower(a[0], b[0]) for a, b in equal)
+        short = {
+            work: [first(run, length) for run in runs_of_work]
+            for work, runs_of_work in runs.items()
+        }
+        aa_pairs = list(permutations(short[WORK], 2))
+        by_wall = sum(slower(a[0], b[0]) for a, b in aa_pairs)
         row = {
-            "equal runs called a regression": f"{sum(starmap(called, equal))} of {len(equal)}",
-            "equal runs, wall time alone": f"{by_wall} of {len(equal)}",
+            "equal runs reported as regressions": (
+                f"{sum(starmap(is_regression, aa_pairs))} of {len(aa_pairs)}"
+            ),
+            "equal runs, wall time only": f"{by_wall} of {len(aa_pairs)}",
         }
         odd, even = short[WORK][::2], short[WORK][1::2]
-        turns = [*in_turns(odd, even), *in_turns(even, odd)]
-        several = sum(starmap(called_of_several, turns))
+        turns = [*neighboring_groups(odd, even), *neighboring_groups(even, odd)]
+        several = sum(starmap(is_regression_of_several, turns))
         row["equal runs, three to three"] = f"{several} of {len(turns)}"
         for work in (WORK + 2, WORK + 4):
-            found = [called(a, b) for a, b in product(short[WORK], short[work])]
-            row[f"{work / WORK - 1:+.0%} work found"] = f"{sum(found)} of {len(found)}"
-            turns = in_turns(odd, short[work])
-            several = sum(starmap(called_of_several, turns))
-            row[f"{work / WORK - 1:+.0%} work found, three to three"] = f"{several} of {len(turns)}"
+            detected = [is_regression(a, b) for a, b in product(short[WORK], short[work])]
+            row[f"{work / WORK - 1:+.0%} work detected"] = f"{sum(detected)} of {len(detected)}"
+            turns = neighboring_groups(odd, short[work])
+            several = sum(starmap(is_regression_of_several, turns))
+            row[f"{work / WORK - 1:+.0%} work detected, three to three"] = (
+                f"{several} of {len(turns)}"
+            )
         facts[f"{length} steps"] = row
     print(json.dumps(facts, indent=2))
 

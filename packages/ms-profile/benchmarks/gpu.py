@@ -1,9 +1,9 @@
-"""What needs an accelerator, in one go without nox: `python benchmarks/gpu.py`; some two minutes.
+"""Benchmarks that need an accelerator, without nox: `python benchmarks/gpu.py`; about two minutes.
 
-One table: kernel times, device time by operator, busy time and peak memory beside torch.profiler's
-own, `ms-profile run` on a training script, and the recorder's cost. Needs torch and this package's
-own needs; the package is taken from this tree. Exits with 1 if a check does not hold, with 2 and a
-line where there is no accelerator.
+One table: kernel times, device time per operator, busy time and peak memory compared with
+torch.profiler, `ms-profile run` on a training script, and the recorder's cost. Needs torch and the
+requirements of this package, which is imported from this tree. Exits with 1 if a check fails, with
+2 and one line without an accelerator.
 """
 
 import os
@@ -31,9 +31,9 @@ try:
     from ms_profile.recording.recorder import Recorder
     from ms_profile.trace.intervals import length_ns, union
 except ImportError as error:
-    sys.exit(f"gpu.py cannot begin: {error}; pip install torch attrs msgspec numpy rich zstandard")
+    sys.exit(f"gpu.py cannot start: {error}; pip install torch attrs msgspec numpy rich zstandard")
 
-AGREE = 0.01
+TOLERANCE = 0.01
 STEPS = 4
 SCRIPT = """
 import torch
@@ -59,7 +59,7 @@ class Training:
         self.batch = torch.randn(rows, 256, width, device=device)
 
     def step(self) -> None:
-        """Do one step."""
+        """Run one training step."""
         self.optimizer.zero_grad()
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
@@ -70,8 +70,8 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def agreement(training: Training, folder: Path) -> list[Row]:
-    """Our reading of a trace beside what torch's profiler says of the same steps."""
+def compare_with_torch_profiler(training: Training, folder: Path) -> list[Row]:
+    """Compare our reading of a trace with torch's profiler for the same steps."""
     for _ in range(3):
         training.step()
     synchronize()
@@ -82,77 +82,94 @@ def agreement(training: Training, folder: Path) -> list[Row]:
                 synchronize()
     path = folder / "rank-0.json"
     profiler.export_chrome_trace(str(path))
-    one = analyse(path).ranks[0]
+    rank_analysis = analyse(path).ranks[0]
     cpu = torch.autograd.DeviceType.CPU
-    theirs = {event.key: event for event in profiler.key_averages() if event.device_type == cpu}
+    torch_events = {
+        event.key: event for event in profiler.key_averages() if event.device_type == cpu
+    }
     device = [
         event for event in profiler.events()
         if event.device_type != cpu and not getattr(event, "is_user_annotation", False)
         and not event.name.startswith(("ProfilerStep", "Optimizer."))
     ]  # fmt: skip
-    kernel_us = sum(row.total_ns for row in kernel_table(one.trace)) / 1e3
-    rows = [compared("time of kernels and copies", kernel_us, busy(device, sum_up=True), "µs")]
-    shared = [
-        (row.device_ns / 1e3, theirs[row.name].self_device_time_total)
-        for row in operator_table(one.trace)
-        if row.device_ns and row.name in theirs and theirs[row.name].self_device_time_total > 100
+    kernel_us = sum(row.total_ns for row in kernel_table(rank_analysis.trace)) / 1e3
+    rows = [
+        comparison_row("time of kernels and copies", kernel_us, busy_us(device, sum_up=True), "µs")
     ]
-    worst = max((abs(a / b - 1) for a, b in shared), default=None)
+    shared = [
+        (row.device_ns / 1e3, torch_events[row.name].self_device_time_total)
+        for row in operator_table(rank_analysis.trace)
+        if row.device_ns
+        and row.name in torch_events
+        and torch_events[row.name].self_device_time_total > 100
+    ]
+    max_error = max((abs(a / b - 1) for a, b in shared), default=None)
     rows.append(
         ("device time by operator, the worst of " + str(len(shared)),
-         "not measurable" if worst is None else f"{worst:.3%} apart", "1%",
-         None if worst is None else worst <= AGREE)
+         "not measurable" if max_error is None else f"{max_error:.3%} difference", "1%",
+         None if max_error is None else max_error <= TOLERANCE)
     )  # fmt: skip
-    activity = one.activity
+    activity = rank_analysis.activity
     parts = np.concatenate([activity.compute, activity.copy, activity.collective])
     ours_us = length_ns(union(parts[:, 0], parts[:, 1])) / 1e3
-    rows.append(compared("time in which the device was busy", ours_us, busy(device), "µs"))
-    whole = all(sum(b.phases_ns.values()) == b.step.duration_ns for b in one.breakdowns)
-    told = f"{len(one.breakdowns)} of {STEPS} steps, phases sum to wall time: {whole}"
-    rows.append(("steps", told, "all", whole and len(one.breakdowns) == STEPS))
-    peaks = [line.high_bytes.max() for line in memory_timeline(one.trace) if line.device >= 0]
-    told = f"{max(peaks) / 2**20:.0f} MiB" if peaks else "not measurable"
-    rows.append(("peak of the device's memory in the trace", told, "", None))
+    rows.append(comparison_row("time in which the device was busy", ours_us, busy_us(device), "µs"))
+    phases_complete = all(
+        sum(b.phases_ns.values()) == b.step.duration_ns for b in rank_analysis.breakdowns
+    )
+    summary = (
+        f"{len(rank_analysis.breakdowns)} of {STEPS} steps, "
+        f"phases sum to wall time: {phases_complete}"
+    )
+    rows.append(
+        ("steps", summary, "all", phases_complete and len(rank_analysis.breakdowns) == STEPS)
+    )
+    peaks = [
+        line.high_bytes.max() for line in memory_timeline(rank_analysis.trace) if line.device >= 0
+    ]
+    summary = f"{max(peaks) / 2**20:.0f} MiB" if peaks else "not measurable"
+    rows.append(("peak of the device's memory in the trace", summary, "", None))
     return rows
 
 
-def busy(events: Iterable[Any], *, sum_up: bool = False) -> float:
-    """Microseconds that spans of a device cover, or their sum, as torch's events tell them."""
+def busy_us(events: Iterable[Any], *, sum_up: bool = False) -> float:
+    """Microseconds covered by device spans, or their sum, from torch's events."""
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     if sum_up:
         return float(sum(end - start for start, end in spans))
-    covered, until = 0.0, float("-inf")
+    covered, covered_end = 0.0, float("-inf")
     for start, end in spans:
-        covered += max(end - max(start, until), 0.0)
-        until = max(until, end)
+        covered += max(end - max(start, covered_end), 0.0)
+        covered_end = max(covered_end, end)
     return covered
 
 
-def compared(what: str, ours: float, theirs: float, unit: str) -> Row:
-    if not theirs:
-        return what, "not measurable: torch's profiler saw no device", "1%", None
-    apart = abs(ours / theirs - 1)
-    told = f"{ours:.0f} {unit}; torch's {theirs:.0f} {unit}; {apart:.3%} apart"
-    return what, told, "1%", apart <= AGREE
+def comparison_row(label: str, our_value: float, torch_value: float, unit: str) -> Row:
+    if not torch_value:
+        return label, "not measurable: torch's profiler saw no device", "1%", None
+    difference = abs(our_value / torch_value - 1)
+    summary = f"{our_value:.0f} {unit}; torch {torch_value:.0f} {unit}; {difference:.3%} difference"
+    return label, summary, "1%", difference <= TOLERANCE
 
 
-def command(folder: Path) -> list[Row]:
-    """`ms-profile run` on a script that knows nothing of it."""
+def run_command(folder: Path) -> list[Row]:
+    """Run `ms-profile run` on an unmodified script."""
     script, out = folder / "train.py", folder / "out"
     script.write_text(SCRIPT)
-    words = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(script)]
-    words += ["--output-dir", str(out), "--active", "4", "--windows", "1"]
-    words += ["--metrics", "compute_time,memory,operators"]
+    arguments = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(script)]
+    arguments += ["--output-dir", str(out), "--active", "4", "--windows", "1"]
+    arguments += ["--metrics", "compute_time,memory,operators"]
     paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return [("ms-profile run", f"exit code {done.returncode}: {last}", "0", False)]
-    one = analyse(out).ranks[0]
-    kernels = sum(row.calls for row in kernel_table(one.trace))
-    told = f"{len(one.breakdowns)} steps, {kernels} kernels and copies"
-    return [("ms-profile run, script unchanged", told, "some", kernels > 0)]
+    process = subprocess.run(
+        arguments, capture_output=True, text=True, env=environment, timeout=120
+    )
+    if process.returncode:
+        error_line = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        return [("ms-profile run", f"exit code {process.returncode}: {error_line}", "0", False)]
+    rank_analysis = analyse(out).ranks[0]
+    kernels = sum(row.calls for row in kernel_table(rank_analysis.trace))
+    summary = f"{len(rank_analysis.breakdowns)} steps, {kernels} kernels and copies"
+    return [("ms-profile run, script unchanged", summary, "some", kernels > 0)]
 
 
 def seconds(step: Callable[[], None], steps: int) -> float:
@@ -165,7 +182,7 @@ def seconds(step: Callable[[], None], steps: int) -> float:
 
 
 def overhead(training: Training, name: str, folder: Path, steps: int) -> list[Row]:
-    """Plain steps, recorded ones, and ones inside torch.profiler, alternating; wall time."""
+    """Compare plain steps, recorded ones, and steps inside torch.profiler, alternating; wall time."""
     seconds(training.step, 3)
     plain, recorded, traced = [], [], []
     for number in range(8):
@@ -179,16 +196,16 @@ def overhead(training: Training, name: str, folder: Path, steps: int) -> list[Ro
             traced.append(seconds(training.step, steps))
     base = statistics.median(plain)
     rows: list[Row] = []
-    for what, times in (("recorder", recorded), ("torch.profiler, in the step", traced)):
+    for label, times in (("recorder", recorded), ("torch.profiler, in the step", traced)):
         low, middle, high = (100 * (t / base - 1) for t in statistics.quantiles(times, n=4))
-        told = f"{middle:+.2f}% [{low:.2f}, {high:.2f}]"
-        rows.append((f"{name} step of {base * 1e3:.2f} ms: {what}", told, "", None))
+        summary = f"{middle:+.2f}% [{low:.2f}, {high:.2f}]"
+        rows.append((f"{name} step of {base * 1e3:.2f} ms: {label}", summary, "", None))
     return rows
 
 
 def main() -> int:
     if not torch.accelerator.is_available():
-        print("gpu.py needs an accelerator that torch can use, and there is none", file=sys.stderr)
+        print("gpu.py needs an accelerator that torch can use; none is available", file=sys.stderr)
         return 2
     device = torch.accelerator.current_accelerator()
     assert device is not None
@@ -200,18 +217,19 @@ def main() -> int:
         versions.append(f"triton {triton.__version__}")
     except ImportError:
         pass
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         large = Training(device, 512, 6, 16)
-        rows = agreement(large, folder) + command(folder)
+        rows = compare_with_torch_profiler(large, folder) + run_command(folder)
         rows += overhead(Training(device, 64, 2, 4), "small", folder, 40)
         rows += overhead(Training(device, 1024, 24, 32), "large", folder, 3)
     print(
         f"{name}; {', '.join(versions)}\n\n| what | figure | asked for | holds |\n|---|---|---|---|"
     )
-    for what, figure, asked, holds in rows:
+    for label, figure, target, holds in rows:
         print(
-            f"| {what} | {figure} | {asked} | {'' if holds is None else 'yes' if holds else 'NO'} |"
+            f"| {label} | {figure} | {target} "
+            f"| {'' if holds is None else 'yes' if holds else 'NO'} |"
         )
     return 1 if any(row[3] is False for row in rows) else 0
 

@@ -1,7 +1,7 @@
-"""One table: our operator report beside other readers, a 2 GB trace, the recorder's overhead.
+"""Compare our operator report with other readers, read a 2 GB trace, and measure the recorder.
 
-Every reading is a process of its own, so that peak memory is that reader's; the readers alternate.
-`--peer-python` names an interpreter that has the peers, where they live in another environment.
+Every reading runs in a fresh process, so that peak memory belongs to that reader; readers
+alternate. `--peer-python` is an interpreter of an environment with the peers.
 """
 
 import argparse
@@ -73,92 +73,95 @@ PEERS = {
 
 def measure(python: str, imports: str, work: str, path: Path) -> dict[str, float] | None:
     code = MEASURE.format(imports=imports, work=work)
-    done = subprocess.run([python, "-c", code, str(path)], capture_output=True, text=True)
-    if done.returncode:
-        print(f"  failed: {done.stderr.strip().splitlines()[-1:]}")
+    process = subprocess.run([python, "-c", code, str(path)], capture_output=True, text=True)
+    if process.returncode:
+        print(f"  failed: {process.stderr.strip().splitlines()[-1:]}")
         return None
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
-def recorded(path: Path, size_mb: int) -> Path:
-    """A real trace of about this size: a small transformer's training under torch.profiler.
+def record_trace(path: Path, size_mb: int) -> Path:
+    """Record a real trace of about this size from training a small transformer.
 
-    Copies of a small one would not do: HolisticTraceAnalysis takes ten times as long for them.
+    Copies of a small trace would not do: HolisticTraceAnalysis takes ten times longer for them.
     """
     subprocess.run([sys.executable, "-c", RECORD, str(path), str(size_mb * 1_000_000)], check=True)
     return path
 
 
-def readers_beside_each_other(options: argparse.Namespace) -> list[str]:
-    """Rows of the table: every reader of one trace, a process a reading, alternating."""
+def compare_readers(options: argparse.Namespace) -> list[str]:
+    """Return table rows of every reader of one trace, in separate, alternating processes."""
     with tempfile.TemporaryDirectory() as folder:
-        path = options.trace or recorded(Path(folder) / "rank-0.json", options.size_mb)
+        path = options.trace or record_trace(Path(folder) / "rank-0.json", options.size_mb)
         size = path.stat().st_size
         readers = {"ms-profile, full operator report": (sys.executable, *OURS)}
         readers |= {name: (options.peer_python, *code) for name, code in PEERS.items()}
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in readers}
+        results: dict[str, list[dict[str, float]]] = {name: [] for name in readers}
         for _ in range(options.rounds):
             for name, (python, imports, work) in readers.items():
-                if (one := measure(python, imports, work, path)) is not None:
-                    found[name].append(one)
+                if (result := measure(python, imports, work, path)) is not None:
+                    results[name].append(result)
     trace = f"{size / 1e6:.0f} MB trace"
     rows = []
     rate = {}
-    for name, runs in found.items():
+    for name, runs in results.items():
         if not runs:
             rows.append(f"| {trace}: {name} | failed | |")
             continue
         rates = [size / 1e6 / run["cpu_s"] for run in runs]
         rate[name] = statistics.median(rates)
         extra = statistics.median(run["extra_bytes"] for run in runs) / size
-        asked = "150 MB a CPU s; 0.5 x" if name.startswith("ms-profile") else ""
+        target = "150 MB per CPU s; 0.5 x" if name.startswith("ms-profile") else ""
         rows.append(
-            f"| {trace}: {name} | {rate[name]:.1f} MB a CPU s ({min(rates):.1f} to "
-            f"{max(rates):.1f}), {extra:.2f} x the file in memory | {asked} |"
+            f"| {trace}: {name} | {rate[name]:.1f} MB per CPU s ({min(rates):.1f} to "
+            f"{max(rates):.1f}), {extra:.2f} x the file in memory | {target} |"
         )
     hta = rate.get("HolisticTraceAnalysis, load")
     if hta is not None:
-        times = rate["ms-profile, full operator report"] / hta
+        speedup = rate["ms-profile, full operator report"] / hta
         rows.append(
-            f"| ms-profile's report over HolisticTraceAnalysis's load | {times:.1f} x | 15 x |"
+            f"| ms-profile's report over HolisticTraceAnalysis's load | {speedup:.1f} x | 15 x |"
         )
     return rows
 
 
 def large_trace(size_mb: int) -> str:
-    """A row: the report of a trace of 2 GB, and what memory the process took in all."""
+    """Return a table row for the report of a 2 GB trace, with the process's total memory."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank-0.json"
         replicate(SAMPLE, path, size_mb * 1_000_000)
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", LARGE, str(path)], capture_output=True, text=True, check=True
         )
-    return f"| operator report of a large trace | {done.stdout.strip()} | 1 GB |"
+    return f"| operator report of a large trace | {process.stdout.strip()} | 1 GB |"
 
 
 def recorders(rounds: int) -> list[str]:
-    """Rows: the recorder beside torch.profiler, on a small and a large step, alternating."""
+    """Return table rows of the recorder and torch.profiler, on a small and a large step."""
     capture = Path(__file__).with_name("capture.py")
     command = [sys.executable, str(capture), "--only-steps", "--rounds", str(rounds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ONE_THREAD)
-    found = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=True, env=ONE_THREAD)
+    results = json.loads(process.stdout)
 
     def spread(values: list[float]) -> str:
         return f"{values[1]:+.1f}% [{values[0]:.1f}, {values[2]:.1f}]"
 
     rows = []
     for kind in ("small_step", "large_step"):
-        step = found[kind]
-        what = f"{kind.replace('_', ' ')} of {step['step_ms']:.3g} ms, {step['spans_a_step']} spans"
-        own = f"{step['recorder_own_us']:.0f} µs of its own, {step['recorder_own_percent']:.3f}%"
+        step = results[kind]
+        label = (
+            f"{kind.replace('_', ' ')} of {step['step_ms']:.3g} ms, {step['spans_a_step']} spans"
+        )
+        own_cost = f"{step['recorder_own_us']:.0f} µs own cost, {step['recorder_own_percent']:.3f}%"
         rows += [
-            f"| {what}: recorder | {spread(step['recorder_percent'])}; {own} | "
+            f"| {label}: recorder | {spread(step['recorder_percent'])}; {own_cost} | "
             f"{'0.1%' if kind == 'large_step' else ''} |",
-            f"| {what}: torch.profiler, in the step | {spread(step['torch_profiler_percent'])} | |",
-            f"| {what}: torch.profiler, stop and export too | "
+            f"| {label}: torch.profiler, in the step "
+            f"| {spread(step['torch_profiler_percent'])} | |",
+            f"| {label}: torch.profiler, stop and export too | "
             f"{spread(step['torch_profiler_with_export_percent'])} | |",
-            f"| {what}: the plain steps among themselves | {spread(step['plain_percent'])} | |",
+            f"| {label}: the plain steps among themselves | {spread(step['plain_percent'])} | |",
         ]
     return rows
 
@@ -170,18 +173,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-rounds", type=int, default=8)
     parser.add_argument("--peer-python", default=sys.executable)
-    parser.add_argument("--trace", type=Path, help="read this one, not one recorded for it")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of these, those to measure")
+    parser.add_argument("--trace", type=Path, help="read this trace instead of recording one")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated parts to run")
     options = parser.parse_args()
-    asked = options.parts.split(",")
-    if unknown := sorted(set(asked) - set(PARTS)):
-        parser.error(f"--parts has {', '.join(unknown)}; give some of {', '.join(PARTS)}")
-    rows = readers_beside_each_other(options) if "readers" in asked else []
-    if "large" in asked:
+    selected = options.parts.split(",")
+    if unknown := sorted(set(selected) - set(PARTS)):
+        parser.error(f"--parts has {', '.join(unknown)}; use {', '.join(PARTS)}")
+    rows = compare_readers(options) if "readers" in selected else []
+    if "large" in selected:
         rows.append(large_trace(options.large_mb))
-    if "recorders" in asked:
+    if "recorders" in selected:
         rows += recorders(options.step_rounds)
-    print("\n".join(["| what | figure: median, range or quartiles | asked for |", "|---|---|---|"]))
+    print("\n".join(["| what | figure: median, range or quartiles | target |", "|---|---|---|"]))
     print("\n".join(rows))
 
 

@@ -1,24 +1,24 @@
-"""Prove that the installed wheel works alone: run by `python -I`, without torch and siblings."""
+"""Test of the installed wheel without torch and the sibling packages; run with `python -I`."""
 
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # `-I` leaves the script's own folder out
+sys.path.insert(0, str(Path(__file__).parent))  # `-I` drops the script's folder
 from simulation import Fault, simulate_run
 
 import ms_profile
 
 
-def check(holds: bool, what: str) -> None:
-    """End with exit code 1 unless a fact holds."""
+def check(holds: bool, fact: str) -> None:
+    """Exit with code 1 unless the fact holds."""
     if not holds:
-        sys.exit(f"ms-profile alone: {what} does not hold")
+        sys.exit(f"ms-profile alone: {fact} does not hold")
 
 
 def main() -> None:
-    """Write and read events and spans, align clocks, fit a link, and run the command."""
+    """Write and read events and spans, align clocks, fit a link, and run the commands."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for rank in range(2):
@@ -43,12 +43,14 @@ def main() -> None:
     slow = Fault(phase="data", rank=1, delay_ns=20_000_000)
     run = ms_profile.analyse_traces(simulate_run(ranks=2, fault=slow).traces)
     verdict = ms_profile.diagnose(run.ledger)
-    found = None if verdict is None else (verdict.ranks, verdict.phase)
-    check(found == ((1,), "data"), "the slow rank and phase are named")
+    rank_and_phase = None if verdict is None else (verdict.ranks, verdict.phase)
+    check(rank_and_phase == ((1,), "data"), "the slow rank and phase are named")
     with tempfile.TemporaryDirectory() as name:
         ms_profile.write_report(run, Path(name) / "report.html")
         text = (Path(name) / "report.html").read_text()
-        check("DecompressionStream" in text and "Where the time goes" in text, "the page is whole")
+        check(
+            "DecompressionStream" in text and "Where the time goes" in text, "the page is complete"
+        )
     command = [sys.executable, "-I", "-m", "ms_profile", "doctor"]
     doctor = subprocess.run(command, capture_output=True, text=True)
     check("ms-profile[torch]" in doctor.stderr, "doctor names the extra that it needs")

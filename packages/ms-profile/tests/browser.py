@@ -1,4 +1,4 @@
-"""A page as headless Chromium draws it."""
+"""Render a page in headless Chromium."""
 
 import shutil
 import subprocess
@@ -18,9 +18,9 @@ needs_browser = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 
 
 def browse(page: Path, part: str, tmp_path: Path) -> str:
-    """The document as the browser leaves it after its scripts ran."""
+    """Return the document after its scripts have run."""
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, f"file://{page}#{part}"], capture_output=True, text=True, timeout=120, check=True
     )
-    return done.stdout
+    return process.stdout

@@ -1,4 +1,4 @@
-"""Traces for the tests: real ones of two gloo ranks, and made ones in the form Kineto documents."""
+"""Traces for the tests: real ones of two gloo ranks, and synthetic ones in Kineto's format."""
 
 import json
 import sys
@@ -14,13 +14,13 @@ from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.records import Arguments, Record
 
-# A test case may take longer than hypothesis allows when the machine is busy.
+# On a busy machine a test case may take longer than hypothesis allows.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 FOLDER = Path(__file__).parent / "traces"
 Span = tuple[str, str, int | str, float, float]
-"""Label, name, thread, start and length in µs."""
+"""Label, name, thread, start and duration in µs."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def traces_folder() -> Path:
 
 @pytest.fixture
 def make_trace() -> Callable[..., Trace]:
-    """Build a trace from spans; kernels and copies get correlations, as CUDA's have."""
+    """Return a function that builds a trace from spans; device spans have correlation ids."""
 
     def make(spans: Sequence[Span], *, rank: int = 0, host: str = "", messages: int = 0) -> Trace:
         builder = TraceBuilder()
@@ -51,15 +51,15 @@ def make_trace() -> Callable[..., Trace]:
                 )
             )  # fmt: skip
         builder.add(records)
-        place = {"rank": rank, "world_size": 2}
-        return builder.finish({"distributedInfo": place, "host_name": host}, (), 0)
+        distributed_info = {"rank": rank, "world_size": 2}
+        return builder.finish({"distributedInfo": distributed_info, "host_name": host}, (), 0)
 
     return make
 
 
 @pytest.fixture
 def kineto_text() -> Callable[[Sequence[dict[str, Any]]], str]:
-    """Write events as Kineto lays them out: every event on lines of its own, indented by two."""
+    """Return a function that formats events like Kineto: on separate lines, indented by two."""
 
     def write(events: Sequence[dict[str, Any]]) -> str:
         parts = []

@@ -1,4 +1,4 @@
-"""What is measured on this process's device; see `test_device.py`."""
+"""Link measurements on this process's device; run by `test_device.py`."""
 
 import os
 from typing import Any
@@ -10,19 +10,19 @@ from ms_profile.links.measure import measure_links
 
 
 def links(backends: list[str]) -> list[dict[str, Any]]:
-    """The pairs of ranks that were measured, and what the device held meanwhile, per backend."""
-    found = []
+    """Return per backend the number of measured pairs and whether device memory was used."""
+    results = []
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    for turn, backend in enumerate(backends):
-        # A group of the same name would find the addresses of the one before it.
-        own = dist.PrefixStore(str(turn), store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+    for index, backend in enumerate(backends):
+        # A group with the same name would find the addresses of the previous one.
+        group_store = dist.PrefixStore(str(index), store)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=size)
         torch.accelerator.reset_peak_memory_stats()
         matrix = measure_links(sizes_bytes=(8, 65_536), repeats=2)
         peak = torch.accelerator.max_memory_allocated()
-        found.append({"pairs": len(matrix.pairs), "on device": peak >= 65_536})
+        results.append({"pairs": len(matrix.pairs), "on device": peak >= 65_536})
         dist.barrier()
         dist.destroy_process_group()
-    return found
+    return results

@@ -1,7 +1,7 @@
-"""Data-parallel training in which one rank is slow, for a known cause, in each window in turn.
+"""Data-parallel training in which one rank is slow, for a known reason, in each window.
 
-Arguments: steps before the first window, steps a window, steps between the starts of windows, and
-then one case a window as `rank:phase:milliseconds`.
+Arguments: steps before the first window, steps per window, steps between window starts, and then
+one case per window as `rank:phase:milliseconds`.
 """
 
 import gc
@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-skip, length, every = map(int, sys.argv[1:4])
+skip, length, window_interval = map(int, sys.argv[1:4])
 cases = [
     (int(rank), phase, float(delay_ms) / 1e3)
     for rank, phase, delay_ms in (case.split(":") for case in sys.argv[4:])
 ]
-steps = skip + every * len(cases)
+steps = skip + window_interval * len(cases)
 
 
 def fault_of(step: int) -> tuple[str, float]:
-    """The phase and length (s) of this rank's fault in a step."""
-    number, within = divmod(step - skip, every)
+    """Return phase and duration (s) of this rank's fault in a step."""
+    number, within = divmod(step - skip, window_interval)
     if step < skip or within >= length:
         return "none", 0.0
     rank, phase, delay_s = cases[number]
@@ -31,13 +31,13 @@ def fault_of(step: int) -> tuple[str, float]:
 
 
 class Samples(Dataset[torch.Tensor]):
-    """Rows, of which those of a step with a fault in its data come late."""
+    """Rows that are delayed in steps with a data fault."""
 
     def __len__(self) -> int:
         return steps * 4
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        # A step's batch is fetched at the end of the step before it, as the profiler counts.
+        # A step's batch is fetched at the end of the previous step, as counted by the profiler.
         phase, delay_s = fault_of(index // 4 - 1)
         if phase == "data" and index % 4 == 0:
             time.sleep(delay_s)
@@ -45,7 +45,7 @@ class Samples(Dataset[torch.Tensor]):
 
 
 class Net(nn.Module):
-    """A small network that computes longer on purpose."""
+    """A small network whose forward pass can be slowed down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Net(nn.Module):
         self.fault = ("none", 0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, 32) to (B, 32)."""
+        """Map (B, 32) to (B, 32)."""
         phase, delay_s = self.fault
         if phase == "compute":
             square = torch.ones(192, 192)
@@ -65,9 +65,9 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    """Train, slowed as the arguments say."""
+    """Train with the faults from the arguments."""
     dist.init_process_group("gloo")
-    # Only these objects are looked at by each collection, and only when it is asked for.
+    # Collections then examine only the objects below, and run only when requested.
     gc.freeze()
     garbage = [[number] for number in range(60_000)]
     gc.disable()

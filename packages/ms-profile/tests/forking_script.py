@@ -1,4 +1,4 @@
-"""A training script that forks: before torch is there, inside of a traced window, and by a pool."""
+"""A training script that forks: before torch is imported, in a traced window, and by a pool."""
 # ruff: noqa: T201 - a script prints
 
 import multiprocessing
@@ -21,16 +21,16 @@ def train(steps: int) -> None:
 
 
 def profile_in_a_child(model: object) -> None:
-    """Fork in the middle of training; the child uses torch's profiler itself."""
+    """Fork in the middle of training; the child uses torch's profiler."""
     import torch
 
     child = os.fork()
     if child:
         print("inside", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         return
-    with torch.profiler.profile() as own:
+    with torch.profiler.profile() as profiler:
         model(torch.ones(4, 8)).sum().backward()  # type: ignore[operator]
-    os._exit(0 if len(own.key_averages()) > 5 else 9)
+    os._exit(0 if len(profiler.key_averages()) > 5 else 9)
 
 
 if __name__ == "__main__":

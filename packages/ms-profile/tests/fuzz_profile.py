@@ -1,8 +1,8 @@
-"""Every file that ms-profile reads, each with the command that reads it: the inputs of the fuzz.
+"""Fuzz cases: every file that ms-profile reads, with the command that reads it.
 
-A driver writes a case's sound input with `make`, damages the file that it returns, and runs the
-command, in whose arguments `{folder}` stands for the folder. Whatever the damage, the command is to
-end within seconds with 0, 1 or 2, and with lines in place of a traceback.
+A driver writes a case's valid input with `make`, damages the returned file, and runs the command,
+in whose arguments `{folder}` is the folder. For any damage the command must exit within seconds
+with 0, 1 or 2 and print no traceback.
 """
 
 import gzip
@@ -40,7 +40,7 @@ class FuzzCase:
 
     name: str
     make: Callable[[Path], Path]
-    """Writes a sound input into a folder and returns the file to be damaged."""
+    """Write a valid input into a folder and return the file to damage."""
     command: tuple[str, ...]
     """Arguments of `python -m ms_profile`."""
 
@@ -86,13 +86,13 @@ def cases() -> tuple[FuzzCase, ...]:
 
 
 def _events_of(rank: int) -> list[dict[str, Any]]:
-    """Six steps with operators, a collective, a batch, memory and metadata, as Kineto has them."""
-    found: list[dict[str, Any]] = [
+    """Return six steps in Kineto's format, with operators, a collective, a batch and memory."""
+    events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 7, "tid": 0, "ts": 0.0, "args": {"name": "py"}}
     ]
     for step in range(6):
         at = 5_000.0 * step + 10.0 * rank
-        found += [
+        events += [
             _span("user_annotation", f"ProfilerStep#{step}", at, 4_900.0),
             _span("user_annotation", "enumerate(DataLoader)#_Next.__next__", at + 10, 90.5),
             _span("cpu_op", "aten::addmm", at + 200, 1_000.125, step, dims=[[4, 8], [8, 8]]),
@@ -103,7 +103,7 @@ def _events_of(rank: int) -> list[dict[str, Any]]:
              "args": {"Bytes": 512, "Total Allocated": 512 * step, "Total Reserved": 4096,
                       "Device Type": 0, "Device Id": -1}},
         ]  # fmt: skip
-    return found
+    return events
 
 
 def _span(
@@ -151,23 +151,23 @@ def _ascend(folder: Path) -> Path:
     def named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
-    def span(name: str, pid: int, at: int, **more: Any) -> dict[str, Any]:
-        instant = f"{1_700_000_000_000_000 + at}.125"
-        return {"ph": "X", "name": name, "pid": pid, "tid": 1, "ts": instant, "dur": 2.5, **more}
+    def span(name: str, pid: int, offset_us: int, **fields: Any) -> dict[str, Any]:
+        instant = f"{1_700_000_000_000_000 + offset_us}.125"
+        return {"ph": "X", "name": name, "pid": pid, "tid": 1, "ts": instant, "dur": 2.5, **fields}
 
     events = [named("process_name", 1, 0, "Python"), named("process_name", 3, 0, "Ascend Hardware")]
     events += [named("process_name", 4, 0, "Communication(HCCL)")]
     events += [named("thread_name", 4, 1, "Group 0 Communication")]
-    for at in range(0, 80, 10):
-        events += [span("aten::mm", 1, at, cat="cpu_op"), span("MatMulV3", 3, at + 3)]
-        events += [span("hcom_allReduce__721_0_1", 4, at + 6)]
+    for offset_us in range(0, 80, 10):
+        events += [span("aten::mm", 1, offset_us, cat="cpu_op"), span("MatMulV3", 3, offset_us + 3)]
+        events += [span("hcom_allReduce__721_0_1", 4, offset_us + 6)]
     path = folder / "trace_view.json"
     path.write_text(json.dumps(events))
     return path
 
 
 def _run(damaged: str) -> Callable[[Path], Path]:
-    """A run's folder of two ranks."""
+    """Write a run folder of two ranks."""
 
     def make(folder: Path) -> Path:
         clock = ClockPair(1_000_000_000, 1_760_000_000_000_000_000, 90)
@@ -181,11 +181,11 @@ def _run(damaged: str) -> Callable[[Path], Path]:
             write_whole(trace, json.dumps(_document(rank), indent=2).encode())
             name = trace.relative_to(folder).as_posix()
             file = TraceFile(path=name, first_step=0, steps=6, size_bytes=trace.stat().st_size)
-            one = RankManifest(
+            rank_manifest = RankManifest(
                 rank=rank, local_rank=rank, world_size=2, host="here", pid=7, device="cpu",
                 status="done", exit_code=0, start=clock, steps=6, traces=(file,),
             )  # fmt: skip
-            write_whole(rank_path(folder, rank), encode(one))
+            write_whole(rank_path(folder, rank), encode(rank_manifest))
             _record(ring_path(folder, rank), rank)
             _log(folder / "events", rank)
         return folder / damaged

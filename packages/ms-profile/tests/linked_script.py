@@ -1,7 +1,7 @@
-"""Training whose ranks meet in pairs, with messages of several sizes: what links do shows in it.
+"""Training whose ranks exchange messages of several sizes in pairs, to show the links in a trace.
 
 Arguments: steps; the operation, `all_reduce` or `broadcast` within pairs (0, 1), (2, 3), ..., or
-`send` from each even rank to the next one up and back; and the elements of each message.
+`send` from each even rank to the next rank and back; and the elements of each message.
 """
 
 import sys
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def main() -> None:
-    """Train a small model, and meet."""
+    """Train a small model and exchange messages."""
     steps, operation = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

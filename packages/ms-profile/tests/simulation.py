@@ -1,8 +1,8 @@
-"""Simulated runs with one injected fault, as traces on ranks' own clocks: the ledger's truth.
+"""Simulated runs with one injected fault, as traces with per-rank clocks: truth for the ledger.
 
-Ranks step as DDP on a host's backend does: wait for data, forward, backward in buckets each of
-which starts a collective on a thread of its own, then wait for all of them, then the optimizer. In
-a grid, rows of ranks also meet in the forward pass, as tensor parallel groups do.
+Ranks step like DDP on a CPU backend: wait for data, forward, backward in buckets that each start a
+collective on a separate thread, wait for all of them, then the optimizer. In a grid, rows of ranks
+also communicate in the forward pass, like tensor-parallel groups.
 """
 
 from collections.abc import Sequence
@@ -28,30 +28,30 @@ EPOCH_NS = 1_800_000_000 * 1_000_000_000
 
 @frozen(kw_only=True)
 class Fault:
-    """What goes wrong on one rank."""
+    """A fault on one rank."""
 
     phase: Literal["data", "compute", "garbage", "host", "link"]
     rank: int
     delay_ns: int = field(validator=ge(0))
     every: int = 1
-    """Every how many steps it strikes."""
+    """The fault occurs in every n-th step."""
 
 
 @frozen(kw_only=True, eq=False)
 class SimulatedRun:
-    """Traces as the ranks would have written them, and what was put in."""
+    """Traces as the ranks would have written them, and the simulated parameters."""
 
     traces: dict[int, Trace]
     garbage: dict[int, Intervals]
-    """On each rank's own clock."""
+    """Garbage collections of each rank, on its own clock."""
     offsets_ns: tuple[float, ...]
     drifts: tuple[float, ...]
     origin_ns: int
-    """Where offsets hold, of the true clock."""
+    """Time on the true clock at which the offsets hold."""
 
 
 class _Rank:
-    """One rank's records as they come about, in true time."""
+    """One rank's records during the simulation, in true time."""
 
     def __init__(self, rank: int, now: float) -> None:
         self.rank = rank
@@ -80,28 +80,28 @@ def simulate_run(
     """Simulate a run.
 
     Args:
-        ranks: how many.
-        steps: of about 40 ms each.
-        fault: what to inject.
-        grid: ranks a row, which meet on their own in each forward pass; 0 for none.
-        offsets_ns: how far each rank's clock is ahead of the true one.
-        drifts: seconds that each clock gains a second.
-        noise: relative standard deviation of every length.
-        late_ns: mean of the exponential lateness with which ranks see a collective's end.
-        seed: of all randomness.
+        ranks: number of ranks.
+        steps: number of steps of about 40 ms each.
+        fault: fault to inject.
+        grid: ranks per row, which communicate separately in each forward pass; 0 for none.
+        offsets_ns: offset of each rank's clock from the true one.
+        drifts: seconds that each clock gains per second.
+        noise: relative standard deviation of every duration.
+        late_ns: mean of the exponential delay with which ranks see a collective's end.
+        seed: random seed.
     """
     random = np.random.default_rng(seed)
-    own = [_Rank(rank, 0.0) for rank in range(ranks)]
-    for rank in own:
+    simulated = [_Rank(rank, 0.0) for rank in range(ranks)]
+    for rank in simulated:
         rank.now = float(random.uniform(0, MS))
     for step in range(steps):
         struck = fault if fault is not None and step % fault.every == 0 else None
-        _step(own, step, struck, grid, noise, late_ns, random)
+        _step(simulated, step, struck, grid, noise, late_ns, random)
     offsets = tuple(offsets_ns) if offsets_ns is not None else (0.0,) * ranks
     rates = tuple(drifts) if drifts is not None else (0.0,) * ranks
     garbage = {}
     traces = {}
-    for rank in own:
+    for rank in simulated:
         traces[rank.rank] = _trace(rank, ranks, offsets[rank.rank], rates[rank.rank])
         spans = np.array(rank.garbage, np.float64).reshape(-1, 2)
         read = _clock(spans, offsets[rank.rank], rates[rank.rank])
@@ -123,20 +123,20 @@ def _step(
     def length(mean_ms: float) -> float:
         return mean_ms * MS * max(0.1, float(random.normal(1.0, noise)))
 
-    begins = {rank.rank: rank.now for rank in ranks}
+    step_starts = {rank.rank: rank.now for rank in ranks}
     for rank in ranks:
-        hit = fault.delay_ns if fault is not None and fault.rank == rank.rank else 0
+        delay_ns = fault.delay_ns if fault is not None and fault.rank == rank.rank else 0
         phase = fault.phase if fault is not None else ""
         name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-        rank.do(name, "user_annotation", length(0.3) + hit * (phase == "data"))
-        rank.now += length(0.5) + hit * (phase == "host")
-        rank.do("aten::mm", "cpu_op", length(4.0) + hit * (phase == "compute"))
-        if phase == "garbage" and hit:
-            rank.garbage.append((rank.now, rank.now + hit))
-            rank.now += hit
+        rank.do(name, "user_annotation", length(0.3) + delay_ns * (phase == "data"))
+        rank.now += length(0.5) + delay_ns * (phase == "host")
+        rank.do("aten::mm", "cpu_op", length(4.0) + delay_ns * (phase == "compute"))
+        if phase == "garbage" and delay_ns:
+            rank.garbage.append((rank.now, rank.now + delay_ns))
+            rank.now += delay_ns
     if grid:
         for first in range(0, len(ranks), grid):
-            _meet(
+            _collective(
                 ranks[first : first + grid], "gloo:all_gather", 65536, 0.5, fault, late_ns, random
             )
         for rank in ranks:
@@ -145,17 +145,17 @@ def _step(
     for _ in range(BUCKETS):
         for rank in ranks:
             rank.do("aten::bmm", "cpu_op", length(3.0))
-        _meet(ranks, "gloo:all_reduce", 262144, 2.0, fault, late_ns, random)
+        _collective(ranks, "gloo:all_reduce", 262144, 2.0, fault, late_ns, random)
     for rank in ranks:
         rank.now = max(rank.now, rank.free)
         rank.do("aten::_foreach_add_", "cpu_op", length(2.0))
-        begin = begins[rank.rank]
+        start = step_starts[rank.rank]
         rank.spans.append(
-            (f"ProfilerStep#{step}", "user_annotation", 0, begin, rank.now - begin, 0)
+            (f"ProfilerStep#{step}", "user_annotation", 0, start, rank.now - start, 0)
         )
 
 
-def _meet(
+def _collective(
     ranks: list[_Rank],
     name: str,
     elements: int,
@@ -164,7 +164,7 @@ def _meet(
     late_ns: float,
     random: np.random.Generator,
 ) -> None:
-    """One collective on each rank's thread for them, after the one before it."""
+    """Simulate one collective on each rank's communication thread, after its previous one."""
     starts = [max(rank.now, rank.free) for rank in ranks]
     transfer = transfer_ms * MS * max(0.3, float(random.normal(1.0, 0.05)))
     if fault is not None and fault.phase == "link" and fault.rank in [r.rank for r in ranks]:
@@ -195,5 +195,7 @@ def _trace(rank: _Rank, ranks: int, offset: float, drift: float) -> Trace:
             )
         )  # fmt: skip
     builder.add(records)
-    place = {"rank": rank.rank, "world_size": ranks}
-    return builder.finish({"baseTimeNanoseconds": EPOCH_NS, "distributedInfo": place}, (), 0)
+    distributed_info = {"rank": rank.rank, "world_size": ranks}
+    return builder.finish(
+        {"baseTimeNanoseconds": EPOCH_NS, "distributedInfo": distributed_info}, (), 0
+    )

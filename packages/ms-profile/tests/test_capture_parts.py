@@ -1,4 +1,4 @@
-"""The pure parts of capture: metrics, phases, imports, and running a script as Python would."""
+"""Parts of capture: metrics, schedules, import hooks, and running a script like Python."""
 
 import signal
 import subprocess
@@ -26,32 +26,34 @@ WINDOWS = st.builds(
 )
 
 
-def test_metrics_come_in_their_own_order() -> None:
-    """However they are given, once each."""
+def test_metrics_are_sorted_and_unique() -> None:
+    """In the order of METRICS, whatever the order of the input."""
     assert parse_metrics("memory, communication_time,memory") == ("communication_time", "memory")
     assert parse_metrics(",".join(METRICS)) == tuple(METRICS)
 
 
 @pytest.mark.parametrize(
-    ("given_name", "meant"),
+    ("unknown", "suggestion"),
     [("comunication_time", "communication_time"), ("memry", "memory"), ("data", "data_time")],
 )
-def test_an_unknown_metric_names_the_nearest(given_name: str, meant: str) -> None:
-    """One line with the offender and the remedy."""
-    with pytest.raises(MetricError, match=f"unknown metric '{given_name}'; did you mean '{meant}'"):
-        parse_metrics(given_name)
+def test_an_unknown_metric_names_the_nearest(unknown: str, suggestion: str) -> None:
+    """One line with the unknown name and a suggestion."""
+    with pytest.raises(
+        MetricError, match=f"unknown metric '{unknown}'; did you mean '{suggestion}'"
+    ):
+        parse_metrics(unknown)
 
 
-def test_a_far_fetched_metric_lists_all_and_none_is_an_error() -> None:
-    """Where nothing is near, the known ones are listed."""
+def test_a_metric_without_a_near_match_lists_all() -> None:
+    """An empty list of metrics is an error too."""
     with pytest.raises(MetricError, match="the metrics are communication_time"):
         parse_metrics("zzzzqqq")
     with pytest.raises(MetricError, match="must name at least one metric"):
         parse_metrics(" , ")
 
 
-def test_only_what_is_asked_for_is_recorded() -> None:
-    """Shapes and allocations cost time, and are left out unless a metric needs them."""
+def test_only_the_required_data_is_recorded() -> None:
+    """Shapes and allocations are slow to record, so they need a metric that uses them."""
     assert collected_for(["compute_time", "idle"]) == Collect.NOTHING
     assert collected_for(["memory"]) == Collect.MEMORY
     assert Collect.SHAPES in collected_for(["communication_time"])
@@ -59,7 +61,7 @@ def test_only_what_is_asked_for_is_recorded() -> None:
 
 @given(WINDOWS)
 def test_each_window_records_its_steps_and_is_saved_once(window: TraceSchedule) -> None:
-    """Every window is `warmup` warm steps, then `active` recorded ones of which the last saves."""
+    """Every window has `warmup` steps, then `active` recorded ones, and is saved at the last."""
     phases = [action_at(check_schedule(window), step) for step in range(200)]
     starts = [step for step in range(199) if phases[step] is not StepAction.NONE]
     assert phases[: window.skip] == [StepAction.NONE] * window.skip
@@ -81,14 +83,14 @@ def test_each_window_records_its_steps_and_is_saved_once(window: TraceSchedule) 
         (TraceSchedule(every=3), "every must be at least 9"),
     ],
 )
-def test_a_window_that_makes_no_sense_is_refused(window: TraceSchedule, message: str) -> None:
-    """The message names the number."""
+def test_an_invalid_schedule_is_refused(window: TraceSchedule, message: str) -> None:
+    """The message has the setting and its value."""
     with pytest.raises(CaptureError, match=message):
         check_schedule(window)
 
 
-def test_the_place_is_read_from_the_launchers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchrun's variables come first, then Open MPI's and Slurm's; alone otherwise."""
+def test_the_rank_is_read_from_the_launchers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torchrun's variables, then Open MPI's and Slurm's; otherwise a single process."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert ProcessRank.from_environment() == ProcessRank()
@@ -101,8 +103,8 @@ def test_the_place_is_read_from_the_launchers_environment(monkeypatch: pytest.Mo
     assert ProcessRank.from_environment() == ProcessRank(rank=1, local_rank=1, world_size=2)
 
 
-def test_overwriting_removes_a_runs_files_and_nothing_else(tmp_path: Path) -> None:
-    """A folder that holds no run is not cleared, and foreign files stay."""
+def test_overwriting_removes_only_a_runs_files(tmp_path: Path) -> None:
+    """A folder without a run is not cleared, and other files stay."""
     (tmp_path / "precious").write_text("x")
     with pytest.raises(CaptureError, match="has files but no run"):
         clear_run(tmp_path, ProcessRank())
@@ -135,8 +137,8 @@ assert seen[1] == 2
 """
 
 
-def test_an_import_is_noticed_once_it_is_complete_and_leaves_no_trace() -> None:
-    """The callback finds the module ready; the import system is as before."""
+def test_the_import_hook_runs_after_the_import_and_removes_itself() -> None:
+    """The callback sees the complete module; the import system is restored."""
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)
 
 
@@ -154,21 +156,21 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_as_under_python_itself(tmp_path: Path, name: str) -> None:
-    """Same stdout, same stderr to the letter, same exit code."""
+    """Identical stdout, stderr and exit code."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPTS[name])
     code = (
         "import sys; from pathlib import Path; from ms_profile.recording.script import run_script;"
         "sys.exit(run_script(Path('script.py'), ['a', '-b']).exit_code)"
     )
-    ours = [sys.executable, "-c", code]
-    plain = [sys.executable, "script.py", "a", "-b"]
-    got, wanted = (
+    ours_command = [sys.executable, "-c", code]
+    python_command = [sys.executable, "script.py", "a", "-b"]
+    actual, expected = (
         subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        for command in (ours, plain)
+        for command in (ours_command, python_command)
     )
-    assert got.stderr == wanted.stderr
-    assert (got.returncode, got.stdout) == (wanted.returncode, wanted.stdout)
+    assert actual.stderr == expected.stderr
+    assert (actual.returncode, actual.stdout) == (expected.returncode, expected.stdout)
 
 
 SAVING = """
@@ -185,22 +187,22 @@ print("alive", flush=True)
 """
 
 
-def test_a_termination_waits_for_what_is_being_saved() -> None:
-    """A SIGTERM in the middle of saving ends the process after it, and saves no second time."""
-    done = subprocess.run([sys.executable, "-c", SAVING], capture_output=True, text=True)
-    assert done.stdout == "finished\n"
-    assert done.returncode == -signal.SIGTERM
+def test_termination_waits_for_saving() -> None:
+    """A SIGTERM during saving ends the process afterwards, without saving twice."""
+    process = subprocess.run([sys.executable, "-c", SAVING], capture_output=True, text=True)
+    assert process.stdout == "finished\n"
+    assert process.returncode == -signal.SIGTERM
 
 
 def test_the_wait_for_a_cpu_is_counted_by_thread(tmp_path: Path) -> None:
-    """Two threads of work on one CPU wait about half the time; a thread's first answer is None."""
+    """Two busy threads on one CPU wait about half the time; the first reading is None."""
     script = tmp_path / "busy.py"
     script.write_text(BUSY)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    if done.stdout.strip() == "not counted":
-        pytest.skip("this kernel counts no waits")
-    waited_share = float(done.stdout)
+    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    if process.stdout.strip() == "not counted":
+        pytest.skip("this kernel does not count waits")
+    waited_share = float(process.stdout)
     assert 0.2 < waited_share < 0.9
 
 
@@ -229,8 +231,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_trace_that_is_cut_off_anywhere_is_not_complete(tmp_path: Path) -> None:
-    """Also behind the closing brace of an event, of its arguments, or of a nested list."""
+def test_a_truncated_trace_is_not_complete(tmp_path: Path) -> None:
+    """Also after the closing brace of an event, of its arguments, or of a nested list."""
     from torch.profiler import profile, record_function
 
     from ms_profile.recording.tracer import _is_complete
@@ -242,8 +244,8 @@ def test_a_trace_that_is_cut_off_anywhere_is_not_complete(tmp_path: Path) -> Non
     traced.export_chrome_trace(str(path))
     content = path.read_bytes()
     assert _is_complete(path)
-    cuts = [at for at, byte in enumerate(content[:-1], 1) if byte in b'}]"']
+    cuts = [position for position, byte in enumerate(content[:-1], 1) if byte in b'}]"']
     assert len(cuts) > 200
-    for at in cuts:
-        path.write_bytes(content[:at])
-        assert not _is_complete(path), content[at - 80 : at]
+    for position in cuts:
+        path.write_bytes(content[:position])
+        assert not _is_complete(path), content[position - 80 : position]

@@ -1,4 +1,4 @@
-"""The command line: what is printed, and the exit codes."""
+"""The command line: output and exit codes."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_logs_are_printed_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line an event, times in UTC, ranks merged; a run's folder is as good as its log's."""
+    """One line per event, times in UTC, ranks merged; accepts a run folder or its log folder."""
     assert main(["logs", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8
@@ -34,16 +34,16 @@ def test_logs_are_printed_in_order(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_logs_are_printed_as_json_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each line is an object with the event's fields inside."""
+    """Each line is an object that contains the event's fields."""
     assert main(["logs", str(folder), "--json", "--first-step", "2", "--last-step", "2"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(record["rank"], record["fields"]["step"]) for record in records] == [(0, 2), (1, 2)]
 
 
-def test_damage_is_told_and_fails_the_check(
+def test_damage_is_reported_and_gives_exit_code_1(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What can be read is printed; the exit code says that something is missing."""
+    """Readable events are printed."""
     path = folder / "events/rank-00001.000000.events"
     path.write_bytes(path.read_bytes()[:-3])
     assert main(["logs", str(folder)]) == 1
@@ -53,7 +53,7 @@ def test_damage_is_told_and_fails_the_check(
 
 
 def test_logs_are_exported_to_tensorboard(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The number of scalars is printed, and nothing partial stays behind."""
+    """The number of scalars is printed, and no partial files remain."""
     assert main(["logs", str(folder), "--tensorboard", str(folder / "tb")]) == 0
     assert capsys.readouterr().out.startswith("6 scalars")
     assert [path.suffix for path in (folder / "tb").rglob("*") if path.is_file()] == [
@@ -79,13 +79,13 @@ def test_logs_are_exported_to_tensorboard(folder: Path, capsys: pytest.CaptureFi
         ),
     ],
 )
-def test_bad_input_is_exit_code_2_or_1_in_one_line(
+def test_bad_input_gives_one_line_and_exit_code_2(
     arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What, where and the remedy; no traceback."""
+    """The problem, its place and the fix, without a traceback."""
     monkeypatch.delenv("RANK", raising=False)
     assert main(arguments) == 2
     captured = capsys.readouterr().err
@@ -95,7 +95,7 @@ def test_bad_input_is_exit_code_2_or_1_in_one_line(
 
 
 def test_every_command_has_an_example_in_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` is where users start."""
+    """As a line that can be copied to a shell."""
     from ms_profile.cli import COMMANDS
 
     for name in COMMANDS:
@@ -106,13 +106,13 @@ def test_every_command_has_an_example_in_its_help(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("value", ["", "one", "-1", "9" * 5000])
-def test_a_rank_that_is_no_number_is_one_line(
+def test_a_rank_that_is_not_a_number_gives_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     value: str,
 ) -> None:
-    """What a launcher or a shell left in the environment is named, and nothing is written."""
+    """An invalid environment variable is named, and nothing is written."""
     monkeypatch.setenv("RANK", value)
     monkeypatch.setenv("WORLD_SIZE", "1")
     script = tmp_path / "script.py"

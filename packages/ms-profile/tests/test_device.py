@@ -1,4 +1,4 @@
-"""The recorder and the links on a device that is not the CPU (see `tests/rig/` at the top)."""
+"""The recorder and the links on a device that is not the CPU (see `tests/rig/`)."""
 
 import os
 import subprocess
@@ -16,16 +16,16 @@ HERE = Path(__file__).parent
 
 
 def test_links_are_measured_between_devices() -> None:
-    """Also where gloo stands beside the accelerator's own backend."""
+    """Also if gloo is configured next to the accelerator's own backend."""
     backends = ["rigccl", "cpu:gloo,rig:rigccl", "gloo"]
     first, second = run_on_rig(2, HERE / "device_runs.py", "links", backends=backends)
-    assert [each["pairs"] for each in first] == [1, 1, 1]
-    assert [each["on device"] for each in second] == [True, True, False]
+    assert [result["pairs"] for result in first] == [1, 1, 1]
+    assert [result["on device"] for result in second] == [True, True, False]
 
 
 @pytest.mark.parametrize("parallel", ["none", "fsdp"])
 def test_a_run_on_two_devices_is_recorded(parallel: str, tmp_path: Path) -> None:
-    """Steps, forwards and collectives of a script that trains on the accelerator."""
+    """Steps, forward passes and collectives of a script that trains on the accelerator."""
     count = 1 if parallel == "none" else 2
     script = [str(HERE / "train_script.py")]
     script += ["--nproc-per-node", str(count)] if count > 1 else []
@@ -33,8 +33,8 @@ def test_a_run_on_two_devices_is_recorded(parallel: str, tmp_path: Path) -> None
     command += ["--output-dir", str(tmp_path / "out"), "--skip", "1", "--active", "2"]
     command += ["--", "--steps", "6", "--on-accelerator", "--parallel", parallel]
     variables = {**os.environ, **environment(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
+    assert process.returncode == 0, process.stderr
     ranks = read_ranks(tmp_path / "out")
     assert [(rank.steps, rank.device) for rank in ranks] == [(6, "rig")] * count
     spans = read_ring(ring_path(tmp_path / "out", 0)).spans

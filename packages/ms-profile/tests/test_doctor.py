@@ -51,7 +51,7 @@ INSTALL = "rank-0/files/usr/local/Ascend/ascend-toolkit/latest/ascend_toolkit_in
 
 Plant = Callable[[Path], None]
 FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
-    # cluster, check, fault, rank, words of what is wrong, words of the remedy
+    # cluster, check, fault, rank, part of the problem's text, part of the remedy's text
     ("infiniband", "port-state", replaced(f"{PORT}/state", "4: ACTIVE", "1: DOWN"), 2,
      "the port is down", "cable"),
     ("infiniband", "port-state", replaced(f"{PORT}/state", "4: ACTIVE", "2: INIT"), 2,
@@ -650,9 +650,9 @@ def test_a_recording_is_judged_without_torch(tmp_path: Path) -> None:
         " sys.exit(code or 3 * ('torch' in sys.modules))"
     )
     command = [sys.executable, "-c", script, "doctor", "--from", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "0 failures" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "0 failures" in process.stdout
 
 
 def test_a_missing_torch_is_named_with_its_extra(

@@ -44,7 +44,7 @@ head_dim = 8
     bandwidth=st.floats(min_value=0.01, max_value=1e3),
 )
 def test_a_link_is_recovered_from_exact_times(latency_us: float, bandwidth: float) -> None:
-    """Latency and bandwidth come back, up to the four digits of the cluster file."""
+    """Latency and bandwidth are recovered, up to the four digits of the cluster file."""
     times = [latency_us * 1e-6 + size / (bandwidth * 1e9) for size in LINK_BYTES]
     link = link_from_times(LINK_BYTES, times)
     assert math.isclose(link["latency_us"], latency_us, rel_tol=1e-3)

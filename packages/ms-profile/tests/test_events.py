@@ -1,4 +1,4 @@
-"""The event log: what it records, what survives, and how it is read back."""
+"""The event log: recording, crash safety and reading."""
 
 import math
 import os
@@ -26,10 +26,10 @@ VALUES = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=8), st.dictionaries(st.text(max_size=8), VALUES))))
-def test_what_is_recorded_is_read_back(
+def test_recorded_events_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, records: list[tuple[str, dict[str, int]]]
 ) -> None:
-    """Kinds and fields of any content come back equal and in order."""
+    """Kinds and fields of any content are equal and in order."""
     folder = tmp_path_factory.mktemp("log")
     with EventLog(folder) as log:
         for kind, fields in records:
@@ -38,14 +38,14 @@ def test_what_is_recorded_is_read_back(
 
 
 def test_an_event_carries_rank_step_and_both_clocks(tmp_path: Path) -> None:
-    """The clocks are those of the moment of the call."""
-    before = time.monotonic_ns(), time.time_ns()
+    """The clocks are read at the time of the call."""
+    start_ns = time.monotonic_ns(), time.time_ns()
     with EventLog(tmp_path, rank=3, world_size=4) as log:
         log("step", {"step": 7, "loss": 2.5})
     (event,) = read_events(tmp_path)
     assert (event.rank, event.step) == (3, 7)
-    assert before[0] <= event.monotonic_ns <= time.monotonic_ns()
-    assert before[1] <= event.wall_ns <= time.time_ns()
+    assert start_ns[0] <= event.monotonic_ns <= time.monotonic_ns()
+    assert start_ns[1] <= event.wall_ns <= time.time_ns()
     first = next(scan_blocks((tmp_path / "rank-00003.000000.events").read_bytes()))
     assert isinstance(first, Block)
     segment = msgspec.msgpack.decode(first.content, type=Segment)
@@ -63,13 +63,13 @@ def test_numpy_scalars_become_plain_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, [1], b"x", np.zeros(2)])
 def test_other_values_are_refused_by_name(tmp_path: Path, value: object) -> None:
-    """The message names the event, the field and the type."""
+    """The message has the event, the field and the type."""
     with EventLog(tmp_path) as log, pytest.raises(EventError, match="'step', field 'bad'"):
         log("step", {"bad": value})  # type: ignore[dict-item]
 
 
 def test_step_metrics_are_typed() -> None:
-    """The kind `step` reads as a record; a field of a wrong type is named."""
+    """Events of kind `step` convert to a record; a field of a wrong type is named."""
     event = Event(0, "step", 1, 0, 0, {"step": 1, "loss": 2.0, "mine": "x"})
     assert StepMetrics.of(event) == StepMetrics(step=1, loss=2.0)
     with pytest.raises(EventError, match="loss"):
@@ -89,8 +89,8 @@ for number in range(10**9):
 
 
 @pytest.mark.parametrize("repeat", range(3))
-def test_what_was_flushed_survives_kill_9(tmp_path: Path, repeat: int) -> None:
-    """After SIGKILL at a random moment, a gapless prefix with all flushed events is read back."""
+def test_flushed_events_survive_kill_9(tmp_path: Path, repeat: int) -> None:
+    """After SIGKILL at a random moment, a gapless prefix with all flushed events can be read."""
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -105,7 +105,7 @@ def test_what_was_flushed_survives_kill_9(tmp_path: Path, repeat: int) -> None:
     assert len(steps) >= 3001
 
 
-def test_an_idle_process_has_its_events_flushed_within_the_interval(tmp_path: Path) -> None:
+def test_an_idle_process_flushes_within_the_interval(tmp_path: Path) -> None:
     """A rank that hangs right after an event still reports it."""
     with EventLog(tmp_path, flush_interval_s=0.05) as log:
         log("hang", {"where": "all_reduce"})
@@ -116,7 +116,7 @@ def test_an_idle_process_has_its_events_flushed_within_the_interval(tmp_path: Pa
 
 
 def test_files_are_rotated_and_the_oldest_removed(tmp_path: Path) -> None:
-    """Disk space is bounded, and the newest events are those kept."""
+    """Disk use is bounded, and the newest events are preserved."""
     random = np.random.default_rng(0)
     with EventLog(tmp_path, segment_bytes=200_000, segments=3) as log:
         for number in range(4000):
@@ -130,8 +130,8 @@ def test_files_are_rotated_and_the_oldest_removed(tmp_path: Path) -> None:
     assert steps == list(range(steps[0] or 0, 4000))
 
 
-def test_a_second_log_goes_on_after_the_first(tmp_path: Path) -> None:
-    """A restarted rank adds files and touches none."""
+def test_a_second_log_continues_after_the_first(tmp_path: Path) -> None:
+    """A restarted rank adds files and changes none."""
     for number in range(3):
         with EventLog(tmp_path) as log:
             log("start", {"step": number})
@@ -140,36 +140,36 @@ def test_a_second_log_goes_on_after_the_first(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=300), min_size=1, max_size=8), st.data())
-def test_damage_costs_only_the_blocks_it_touches(
-    contents: list[bytes], data: st.DataObject
-) -> None:
-    """Blocks away from a damaged byte are all read; a changed one is never taken for whole."""
+def test_damage_loses_only_the_damaged_blocks(contents: list[bytes], data: st.DataObject) -> None:
+    """All other blocks are read, and the damaged one is never accepted."""
     packed = [pack_block(content, number) for number, content in enumerate(contents)]
-    whole = bytearray(b"".join(packed))
-    position = data.draw(st.integers(0, len(whole) - 1))
-    whole[position] ^= data.draw(st.integers(1, 255))
-    found = [item.content for item in scan_blocks(bytes(whole)) if isinstance(item, Block)]
+    log_bytes = bytearray(b"".join(packed))
+    position = data.draw(st.integers(0, len(log_bytes) - 1))
+    log_bytes[position] ^= data.draw(st.integers(1, 255))
+    intact = [item.content for item in scan_blocks(bytes(log_bytes)) if isinstance(item, Block)]
     starts = np.cumsum([0, *map(len, packed)])
-    hit = int(np.searchsorted(starts, position, side="right")) - 1
-    assert found == contents[:hit] + contents[hit + 1 :]
+    damaged = int(np.searchsorted(starts, position, side="right")) - 1
+    assert intact == contents[:damaged] + contents[damaged + 1 :]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=4), st.data())
-def test_a_cut_file_is_torn_at_its_last_block(contents: list[bytes], data: st.DataObject) -> None:
-    """Any prefix of a file gives its whole blocks, then at most one torn stretch."""
-    whole = b"".join(pack_block(content, n) for n, content in enumerate(contents))
-    cut = data.draw(st.integers(0, len(whole)))
-    found = list(scan_blocks(whole[:cut]))
-    blocks = [item.content for item in found if isinstance(item, Block)]
+def test_a_truncated_file_is_torn_at_its_last_block(
+    contents: list[bytes], data: st.DataObject
+) -> None:
+    """Any prefix of a file gives its complete blocks, then at most one torn part."""
+    log_bytes = b"".join(pack_block(content, n) for n, content in enumerate(contents))
+    cut = data.draw(st.integers(0, len(log_bytes)))
+    scanned = list(scan_blocks(log_bytes[:cut]))
+    blocks = [item.content for item in scanned if isinstance(item, Block)]
     assert blocks == contents[: len(blocks)]
-    rest = [item for item in found if isinstance(item, Damage)]
-    assert all(item.torn for item in rest)
-    assert len(rest) <= 1
+    damage = [item for item in scanned if isinstance(item, Damage)]
+    assert all(item.torn for item in damage)
+    assert len(damage) <= 1
 
 
 def test_damage_is_reported_by_file_and_byte(tmp_path: Path) -> None:
-    """The reader says which file, where, and how much is left out."""
+    """The reader reports the file, the position, and the number of skipped bytes."""
     with EventLog(tmp_path) as log:
         log("a", {})
     (path,) = tmp_path.iterdir()
@@ -180,30 +180,30 @@ def test_damage_is_reported_by_file_and_byte(tmp_path: Path) -> None:
     assert "ends inside a block at byte" in problems[0]
 
 
-def test_a_stretch_that_stands_twice_is_read_once(tmp_path: Path) -> None:
-    """A file system that repeats a stretch adds no events, and the reader says so."""
+def test_repeated_blocks_are_read_once(tmp_path: Path) -> None:
+    """If the file system repeats part of a file, no events are added and the reader reports it."""
     with EventLog(tmp_path) as log:
         log("a", {"step": 1})
-    sound = list(read_events(tmp_path))
+    expected = list(read_events(tmp_path))
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes() * 2)
     problems: list[str] = []
-    assert list(read_events(tmp_path, on_problem=problems.append)) == sound
+    assert list(read_events(tmp_path, on_problem=problems.append)) == expected
     assert any("repeats a block" in problem for problem in problems)
 
 
-def test_blocks_that_are_gone_are_told_of(tmp_path: Path) -> None:
-    """Whole blocks have sound checksums: their numbers tell, wherever they stand and stood."""
+def test_missing_and_repeated_blocks_are_reported(tmp_path: Path) -> None:
+    """Checksums of whole blocks are valid, so their numbers reveal missing or repeated ones."""
     with EventLog(tmp_path) as log:
         for step in range(4):
             log("a", {"step": step})
             log.flush()
     (path,) = tmp_path.iterdir()
     data = path.read_bytes()
-    segment, *blocks = [found for found in scan_blocks(data) if isinstance(found, Block)]
+    segment, *blocks = [item for item in scan_blocks(data) if isinstance(item, Block)]
     assert [block.number for block in blocks] == [1, 2, 3, 4]
-    ends = [segment.end, *(block.end for block in blocks)]
-    parts = [data[: ends[0]], *(data[one:two] for one, two in pairwise(ends))]
+    block_ends = [segment.end, *(block.end for block in blocks)]
+    parts = [data[: block_ends[0]], *(data[start:end] for start, end in pairwise(block_ends))]
     problems: list[str] = []
 
     def steps(order: list[int]) -> list[int | None]:
@@ -226,7 +226,7 @@ def test_blocks_that_are_gone_are_told_of(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_no_gap_in_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What could not be written is written later, and nothing is said to be lost."""
+    """Events that could not be written are written later, and nothing is reported lost."""
     with EventLog(tmp_path) as log:
         log("a", {"step": 0})
         log.flush()
@@ -236,13 +236,13 @@ def test_a_full_disk_leaves_no_gap_in_the_numbers(
             log.flush()
         log("a", {"step": 2})
     problems: list[str] = []
-    found = [event.step for event in read_events(tmp_path, on_problem=problems.append)]
-    assert found == [0, 1, 2]
+    steps = [event.step for event in read_events(tmp_path, on_problem=problems.append)]
+    assert steps == [0, 1, 2]
     assert problems == []
 
 
-def test_who_follows_a_log_reads_no_block_twice(tmp_path: Path) -> None:
-    """A stretch that stands twice by the time it is read adds no events there either."""
+def test_following_a_log_reads_no_block_twice(tmp_path: Path) -> None:
+    """A repeated part of the file adds no events there either."""
     with EventLog(tmp_path) as log:
         log("a", {"step": 1})
     (path,) = tmp_path.iterdir()
@@ -250,10 +250,8 @@ def test_who_follows_a_log_reads_no_block_twice(tmp_path: Path) -> None:
     assert [event.step for event in follow_events(tmp_path, until=lambda: True)] == [1]
 
 
-def test_who_follows_a_log_is_told_of_damage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once, with its place; the events behind it come all the same."""
+def test_following_a_log_reports_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, with its position; later events are still read."""
     with EventLog(tmp_path) as log:
         log("a", {"step": 1})
         log.flush()
@@ -261,18 +259,18 @@ def test_who_follows_a_log_is_told_of_damage(
         size = path.stat().st_size
         log("a", {"step": 2})
         log.flush()
-        whole = path.stat().st_size
+        damage_end = path.stat().st_size
         log("a", {"step": 3})
     content = bytearray(path.read_bytes())
-    content[whole - 1] ^= 1
+    content[damage_end - 1] ^= 1
     path.write_bytes(content)
     assert [event.step for event in follow_events(tmp_path, until=lambda: True)] == [1, 3]
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said == f"{path.name} is damaged at byte {size}; skipping {whole - size} bytes"
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == f"{path.name} is damaged at byte {size}; skipping {damage_end - size} bytes"
 
 
 def test_ranks_are_merged_by_wall_time_and_filtered(tmp_path: Path) -> None:
-    """Events of all ranks come in one order; kinds, ranks and steps choose."""
+    """Events of all ranks in one order; filters by kind, rank and step."""
     logs = [EventLog(tmp_path, rank=rank) for rank in range(3)]
     for step in range(4):
         for log in logs:
@@ -282,27 +280,27 @@ def test_ranks_are_merged_by_wall_time_and_filtered(tmp_path: Path) -> None:
     merged = list(read_events(tmp_path))
     assert len(merged) == 12
     assert [event.step for event in merged] == sorted(event.step or 0 for event in merged)
-    some = read_events(tmp_path, EventFilter(kinds={"step"}, ranks={1, 2}, first_step=2))
-    assert [(event.rank, event.step) for event in some] == [(1, 3), (2, 3)]
+    filtered = read_events(tmp_path, EventFilter(kinds={"step"}, ranks={1, 2}, first_step=2))
+    assert [(event.rank, event.step) for event in filtered] == [(1, 3), (2, 3)]
 
 
 def test_a_growing_log_is_followed(tmp_path: Path) -> None:
-    """Events appear once each as they are flushed, over rotation; then following ends."""
-    seen: list[int | None] = []
+    """Every event appears once after its flush, across rotation; then following ends."""
+    steps: list[int | None] = []
     with EventLog(tmp_path, segment_bytes=100) as log:
         log("step", {"step": 0})
         log.flush()
-        for event in follow_events(tmp_path, poll_s=0.01, until=lambda: len(seen) > 4):
-            seen.append(event.step)
-            if len(seen) < 6:
-                log("step", {"step": len(seen)})
+        for event in follow_events(tmp_path, poll_s=0.01, until=lambda: len(steps) > 4):
+            steps.append(event.step)
+            if len(steps) < 6:
+                log("step", {"step": len(steps)})
                 log.flush()
     assert len(list(tmp_path.iterdir())) > 3
-    assert seen == [0, 1, 2, 3, 4, 5]
+    assert steps == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_folder_without_events_is_named(tmp_path: Path) -> None:
-    """The error says what was looked for."""
+    """The error names the folder and the missing files."""
     with pytest.raises(FormatError, match="has no event files"):
         read_events(tmp_path)
 
@@ -323,21 +321,21 @@ print(log.lost)
 """
 
 
-def test_a_full_disk_loses_events_and_says_so_but_stops_nothing(tmp_path: Path) -> None:
-    """Files that may not grow past 20 kB stand for a full disk: the file stays whole to its end."""
+def test_a_full_disk_loses_events_with_one_warning(tmp_path: Path) -> None:
+    """A file size limit of 20 kB stands in for a full disk: the file stays valid."""
     run = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("cannot write events") == 1
     problems: list[str] = []
-    kept = list(read_events(tmp_path, on_problem=problems.append))
+    events = list(read_events(tmp_path, on_problem=problems.append))
     assert problems == []
-    assert 0 < len(kept) == 40 - int(run.stdout)
+    assert 0 < len(events) == 40 - int(run.stdout)
 
 
-def test_a_forked_child_may_not_write_its_parents_log(tmp_path: Path) -> None:
-    """Two processes in one file would tear it; the child is told."""
+def test_a_forked_child_cannot_write_to_its_parents_log(tmp_path: Path) -> None:
+    """Two processes would corrupt the file, so the child gets an error."""
     log = EventLog(tmp_path)
     child = os.fork()
     if child == 0:
@@ -365,7 +363,7 @@ log.close()
 
 
 def test_a_signal_handler_may_record_and_flush(tmp_path: Path) -> None:
-    """As when SIGTERM ends a run in the middle of a call: every block stays whole."""
+    """For example when SIGTERM interrupts a call: every block stays intact."""
     subprocess.run([sys.executable, "-c", INTERRUPTED, str(tmp_path)], check=True, timeout=60)
     problems: list[str] = []
     events = list(read_events(tmp_path, on_problem=problems.append))
@@ -375,8 +373,8 @@ def test_a_signal_handler_may_record_and_flush(tmp_path: Path) -> None:
     assert any(event.kind == "alarm" for event in events)
 
 
-def test_a_closed_log_refuses(tmp_path: Path) -> None:
-    """Closing twice is fine, writing afterwards is an error."""
+def test_a_closed_log_refuses_events(tmp_path: Path) -> None:
+    """Closing twice is allowed."""
     log = EventLog(tmp_path)
     log.close()
     log.close()
@@ -385,7 +383,7 @@ def test_a_closed_log_refuses(tmp_path: Path) -> None:
 
 
 def test_tensorboard_reads_the_export(tmp_path: Path) -> None:
-    """TensorBoard's own loader finds every scalar with its step and value, a run a rank."""
+    """TensorBoard's loader reads every scalar with its step and value, one run per rank."""
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for rank in range(2):
         with EventLog(tmp_path / "log", rank=rank) as log:
@@ -396,24 +394,24 @@ def test_tensorboard_reads_the_export(tmp_path: Path) -> None:
     for rank in range(2):
         run = loader.EventAccumulator(str(tmp_path / "tb" / f"rank-{rank:05d}"))
         run.Reload()
-        found = [(scalar.step, scalar.value) for scalar in run.Scalars("step/loss")]
-        assert found == [(5, 2.5 + rank), (300, pytest.approx(math.pi, rel=1e-7))]
+        loss_points = [(scalar.step, scalar.value) for scalar in run.Scalars("step/loss")]
+        assert loss_points == [(5, 2.5 + rank), (300, pytest.approx(math.pi, rel=1e-7))]
 
 
-def test_a_file_that_is_rotated_away_while_logs_are_read_costs_its_own_events(
+def test_a_file_removed_during_reading_loses_only_its_events(
     tmp_path: Path,
 ) -> None:
-    """A live, bounded log drops its oldest file after a reader listed it; what is left is read."""
+    """A live, bounded log may drop its oldest file after a reader has listed it."""
     with EventLog(tmp_path, rank=0, segment_bytes=400, segments=50) as log:
         for step in range(200):
             log("step", {"step": step, "note": f"{step * 7919 % 10007}"})
             if step % 20 == 0:
                 log.flush()
     (tmp_path / "rank-old.events").write_bytes(b"not ours")
-    whole = [event.step for event in read_events(tmp_path)]
-    assert whole == list(range(200))
+    all_steps = [event.step for event in read_events(tmp_path)]
+    assert all_steps == list(range(200))
     events = read_events(tmp_path)
     min(tmp_path.glob("rank-0*.events")).unlink()
-    left = [event.step for event in events]
-    assert 0 < len(left) < 200
-    assert left == whole[-len(left) :]
+    remaining = [event.step for event in events]
+    assert 0 < len(remaining) < 200
+    assert remaining == all_steps[-len(remaining) :]

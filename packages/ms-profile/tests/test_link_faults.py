@@ -1,7 +1,7 @@
-"""Links of known latency and bandwidth between real processes: their values come back.
+"""Links of known latency and bandwidth between real processes are measured correctly.
 
-The network is emulated below the kernel's TCP (`shaped_network`); gloo, and what measures it, are
-real. A link whose latency times bandwidth is beyond TCP's windows is as slow as TCP makes it.
+The network is emulated below the kernel's TCP (`shaped_network`); gloo and the measurement are
+real. A link whose latency times bandwidth exceeds TCP's windows is as slow as TCP makes it.
 """
 
 import json
@@ -24,58 +24,73 @@ SCRIPT = Path(__file__).with_name("linked_script.py")
 
 
 class Link(NamedTuple):
-    """One pair's link, the same in both directions."""
+    """The link of one pair, the same in both directions."""
 
     latency_s: float
     rate_bytes_per_s: float
 
 
 Pair = tuple[int, int]
-USUAL = Link(latency_s=2e-4, rate_bytes_per_s=2e8)
-OURS = [sys.executable, "-m", "ms_profile"]
+DEFAULT_LINK = Link(latency_s=2e-4, rate_bytes_per_s=2e8)
+MS_PROFILE = [sys.executable, "-m", "ms_profile"]
 
 
 def run_shaped(
-    command: Sequence[str], *, ranks: int, usual: Link, links: Mapping[Pair, Link]
+    command: Sequence[str], *, ranks: int, default_link: Link, links: Mapping[Pair, Link]
 ) -> None:
-    """Run a command on every rank of an emulated network; skip where the host cannot make one."""
-    odd = {f"{first}-{second}": link for (first, second), link in links.items()}
-    asked = json.dumps({"ranks": ranks, "usual": usual, "links": odd})
-    whole = [sys.executable, str(NETWORK), asked, *command]
-    done = subprocess.run(whole, capture_output=True, text=True, timeout=400)
-    if done.stderr.startswith("no emulated network"):
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
+    """Run a command on every rank of an emulated network; skip if the host does not support it."""
+    link_settings = {f"{first}-{second}": link for (first, second), link in links.items()}
+    network_settings = json.dumps({"ranks": ranks, "usual": default_link, "links": link_settings})
+    full_command = [sys.executable, str(NETWORK), network_settings, *command]
+    process = subprocess.run(full_command, capture_output=True, text=True, timeout=400)
+    if process.stderr.startswith("no emulated network"):
+        pytest.skip(process.stderr.strip())
+    assert process.returncode == 0, process.stderr
 
 
-def measured(folder: Path, ranks: int, usual: Link, odd: dict[Pair, Link]) -> LinkMatrix:
-    """What `ms-profile link` says of such a network."""
+def measure_network(
+    folder: Path, ranks: int, default_link: Link, slow_links: dict[Pair, Link]
+) -> LinkMatrix:
+    """Return the link matrix that `ms-profile link` measures on such a network."""
     out = folder / "links.json"
-    command = [*OURS, "link", "--repeats", "5", "--out", str(out)]
-    run_shaped(command, ranks=ranks, usual=usual, links=odd)
+    command = [*MS_PROFILE, "link", "--repeats", "5", "--out", str(out)]
+    run_shaped(command, ranks=ranks, default_link=default_link, links=slow_links)
     return msgspec.json.decode(out.read_bytes(), type=LinkMatrix)
 
 
-def analysed(
-    folder: Path, operation: str, odd: dict[Pair, Link], *, ranks: int = 4,
-    sizes: tuple[int, ...] = (2_000, 50_000, 150_000), steps: int = 10, usual: Link = USUAL,
+def analyse_run(
+    folder: Path, operation: str, slow_links: dict[Pair, Link], *, ranks: int = 4,
+    sizes: tuple[int, ...] = (2_000, 50_000, 150_000), steps: int = 10,
+    default_link: Link = DEFAULT_LINK,
 ) -> Analysis:  # fmt: skip
-    """A run of the script under `ms-profile run` on such a network."""
+    """Run the script under `ms-profile run` on such a network; return its analysis."""
     options = ["--skip", "1", "--active", str(steps - 3), "--windows", "1"]
-    command = [*OURS, "run", "--train-script", str(SCRIPT), "--output-dir", str(folder / "run")]
+    command = [
+        *MS_PROFILE,
+        "run",
+        "--train-script",
+        str(SCRIPT),
+        "--output-dir",
+        str(folder / "run"),
+    ]
     script = [str(steps), operation, *map(str, sizes)]
-    run_shaped([*command, *options, "--", *script], ranks=ranks, usual=usual, links=odd)
+    run_shaped(
+        [*command, *options, "--", *script],
+        ranks=ranks,
+        default_link=default_link,
+        links=slow_links,
+    )
     return analyse(folder / "run")
 
 
 def test_a_links_latency_and_bandwidth_are_measured_within_10_percent(tmp_path: Path) -> None:
-    """10 ms and 20 MB/s between two ranks; the emulation adds some 0.2 ms to it.
+    """10 ms and 20 MB/s between two ranks; the emulation adds about 0.2 ms.
 
-    Whoever shares the processor makes the emulated link itself slower, so one of three counts.
+    Other load on the CPU slows the emulated link, so the best of three attempts counts.
     """
     for attempt in range(3):
         (tmp_path / str(attempt)).mkdir()
-        (pair,) = measured(tmp_path / str(attempt), 2, Link(0.01, 2e7), {}).pairs
+        (pair,) = measure_network(tmp_path / str(attempt), 2, Link(0.01, 2e7), {}).pairs
         if pair.fit.latency_s == pytest.approx(0.01, rel=0.1):
             break
     assert pair.fit.latency_s == pytest.approx(0.01, rel=0.1)
@@ -84,22 +99,24 @@ def test_a_links_latency_and_bandwidth_are_measured_within_10_percent(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pair", "odd"),
+    ("pair", "slow_link"),
     [((0, 1), Link(0.03, 4e7)), ((1, 3), Link(0.01, 4e6)), ((2, 3), Link(0.04, 2e7))],
 )
 def test_the_slow_link_of_four_ranks_is_named_with_its_values(
-    tmp_path: Path, pair: tuple[int, int], odd: Link
+    tmp_path: Path, pair: tuple[int, int], slow_link: Link
 ) -> None:
-    """One of six links is slower, in latency or in bandwidth; all six come back within 10%."""
-    usual = Link(0.01, 4e7)
-    links = measured(tmp_path, 4, usual, {pair: odd})
-    for one in links.pairs:
-        true = odd if (one.first, one.second) == pair else usual
-        assert one.fit.latency_s == pytest.approx(true.latency_s, rel=0.1)
-        assert one.fit.bandwidth_bytes_per_s == pytest.approx(true.rate_bytes_per_s, rel=0.1)
-    found = find_slow_link(links)
-    assert found is not None
-    assert (found.first, found.second) == pair
+    """One of six links is slower in latency or bandwidth; all six are measured within 10%."""
+    default_link = Link(0.01, 4e7)
+    links = measure_network(tmp_path, 4, default_link, {pair: slow_link})
+    for pair_link in links.pairs:
+        expected = slow_link if (pair_link.first, pair_link.second) == pair else default_link
+        assert pair_link.fit.latency_s == pytest.approx(expected.latency_s, rel=0.1)
+        assert pair_link.fit.bandwidth_bytes_per_s == pytest.approx(
+            expected.rate_bytes_per_s, rel=0.1
+        )
+    detected = find_slow_link(links)
+    assert detected is not None
+    assert (detected.first, detected.second) == pair
 
 
 @pytest.mark.slow
@@ -107,16 +124,20 @@ def test_the_slow_link_of_four_ranks_is_named_with_its_values(
     ("operation", "kind", "hops"),
     [("all_reduce", "all_reduce", 4), ("broadcast", "broadcast", 2), ("send", "receive", 1)],
 )
-def test_a_runs_collectives_show_the_links_values(
+def test_a_runs_collectives_reveal_the_links_values(
     tmp_path: Path, operation: str, kind: str, hops: int
 ) -> None:
-    """Within 10% of 10 ms, as often as gloo goes over the link, and of 20 MB/s.
+    """Within 10% of 20 MB/s, and of 10 ms times the number of hops in gloo.
 
-    A receiver of gloo first says that it is ready, and a ring of two passes halves around twice; a
-    receiver that is ready before the message leaves costs nothing more.
+    A gloo receiver first announces that it is ready, and a two-pass ring sends halves around twice;
+    a receiver that is ready before the message is sent adds no hop.
     """
-    found = analysed(tmp_path, operation, {}, ranks=2, usual=Link(0.01, 2e7))
-    (fit,) = [one.fit for one in fit_transfers(found.ledger) if one.kind == kind]
+    analysis = analyse_run(tmp_path, operation, {}, ranks=2, default_link=Link(0.01, 2e7))
+    (fit,) = [
+        transfer_fit.fit
+        for transfer_fit in fit_transfers(analysis.ledger)
+        if transfer_fit.kind == kind
+    ]
     assert fit.latency_s == pytest.approx(0.01 * hops, rel=0.1)
     assert fit.bandwidth_bytes_per_s == pytest.approx(2e7, rel=0.1)
 
@@ -129,14 +150,16 @@ DELAYS_MS = (5, 10, 20, 50, 100, 300, 1000)
 def test_delays_in_a_link_are_charged_to_its_ranks_in_95_percent(
     tmp_path: Path, operation: str
 ) -> None:
-    """5 ms to 1 s on either of two pairs that meet beside each other: none of seven is wrong."""
+    """5 ms to 1 s on either of two concurrent pairs: none of seven cases is wrong."""
     wrong = []
     for number, delay_ms in enumerate(DELAYS_MS):
         pair = ((0, 1), (2, 3))[number % 2]
-        odd = {pair: Link(delay_ms / 1e3, USUAL.rate_bytes_per_s)}
-        # One message a step is enough, and at 1 s a message all that one waits for.
-        found = analysed(tmp_path / str(delay_ms), operation, odd, sizes=(20_000,), steps=8)
-        verdict = diagnose(found.ledger)
+        slow_links = {pair: Link(delay_ms / 1e3, DEFAULT_LINK.rate_bytes_per_s)}
+        # One message per step is enough, and with 1 s per message it keeps the test short.
+        analysis = analyse_run(
+            tmp_path / str(delay_ms), operation, slow_links, sizes=(20_000,), steps=8
+        )
+        verdict = diagnose(analysis.ledger)
         print(operation, delay_ms, pair, verdict)  # noqa: T201 - the figures of a slow proof
         if verdict is None or verdict.phase != "link" or verdict.ranks != pair:
             wrong.append((delay_ms, pair, verdict))

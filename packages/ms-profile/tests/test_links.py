@@ -23,10 +23,10 @@ from ms_profile.links.measure import SIZES, measure_links
     bandwidth=st.floats(1e7, 1e12),
     seed=st.integers(0, 1000),
 )
-def test_a_line_is_found_within_10_percent_despite_noise(
+def test_a_line_is_fitted_within_10_percent_despite_noise(
     latency: float, bandwidth: float, seed: int
 ) -> None:
-    """Times 2% off give latency and bandwidth to 10%, where the sizes let both be seen."""
+    """With 2% noise, latency and bandwidth are within 10% where the sizes reveal both."""
     sizes = np.array(SIZES, dtype=float)
     times = latency + sizes / bandwidth
     noisy = times * np.random.default_rng(seed).uniform(0.98, 1.02, len(sizes))
@@ -39,37 +39,39 @@ def test_a_line_is_found_within_10_percent_despite_noise(
 
 
 def test_a_flat_line_has_no_bandwidth() -> None:
-    """Not measurable is None, never infinite or negative."""
+    """An unmeasurable bandwidth is None, never infinite or negative."""
     assert fit_link([8, 1024], [2e-5, 1e-5]).bandwidth_bytes_per_s is None
 
 
 @pytest.mark.parametrize(("sizes", "times"), [([8], [1.0]), ([8, 8], [1.0, 2.0]), ([8, 9], [1, 0])])
-def test_what_makes_no_line_is_refused(sizes: list[int], times: list[float]) -> None:
-    """Fewer than two sizes, or a time of nothing."""
+def test_times_that_do_not_determine_a_line_are_refused(
+    sizes: list[int], times: list[float]
+) -> None:
+    """Fewer than two sizes, or a time of zero."""
     with pytest.raises(LinkError, match="do not determine a line"):
         fit_link(sizes, times)
 
 
 def test_measuring_needs_ranks() -> None:
-    """The remedy is named."""
+    """The message names the option."""
     pytest.importorskip("torch")
     with pytest.raises(LinkError, match="--nproc-per-node"):
         measure_links()
 
 
 def test_three_real_ranks_have_three_links(tmp_path: Path) -> None:
-    """Every pair once, the fit that of its times; how long they are is the busy host's affair."""
+    """Every pair once, with the fit of its times; durations depend on the host's load."""
     pytest.importorskip("torch")
     out = tmp_path / "links.json"
     command = [sys.executable, "-m", "ms_profile", "link", "--nproc-per-node", "3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--repeats", "4", "--json", "--out", str(out)],
         capture_output=True, text=True, env=environment, timeout=180,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     matrix = msgspec.json.decode(out.read_bytes(), type=LinkMatrix)
-    assert json.loads(done.stdout)["format"] == "ms-profile.links.1"
+    assert json.loads(process.stdout)["format"] == "ms-profile.links.1"
     assert [(pair.first, pair.second) for pair in matrix.pairs] == [(0, 1), (0, 2), (1, 2)]
     for pair in matrix.pairs:
         assert min(pair.times_s) > 0

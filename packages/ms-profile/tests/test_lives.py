@@ -1,4 +1,4 @@
-"""What a script does to its own processes and folders costs it nothing under `ms-profile run`."""
+"""Scripts that fork, exit or remove folders work under `ms-profile run` as without it."""
 
 import os
 import signal
@@ -21,31 +21,33 @@ RUN = [sys.executable, "-m", "ms_profile", "run", "--active", "4", "--windows", 
 Finished = subprocess.CompletedProcess[str]
 
 
-def run(folder: Path, script: Path, *own: str) -> Finished:
-    """Run a script under ms-profile; one that never ends fails the test."""
-    named = ["--train-script", str(script), "--output-dir", str(folder)]
-    command = [*RUN, *own, *named, "--"]
+def run(folder: Path, script: Path, *options: str) -> Finished:
+    """Run a script under ms-profile; a hanging one fails the test."""
+    paths = ["--train-script", str(script), "--output-dir", str(folder)]
+    command = [*RUN, *options, *paths, "--"]
     return subprocess.run(command, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
 
 
-def test_a_script_that_forks_ends_as_alone_and_its_children_too(tmp_path: Path) -> None:
-    """Each forked child trains and exits with its own code; the parent alone is recorded."""
+def test_a_forking_script_and_its_children_work_as_without_profiling(tmp_path: Path) -> None:
+    """Each forked child trains and exits with its own code; only the parent is recorded."""
     script = Path(__file__).with_name("forking_script.py")
-    done = run(tmp_path / "out", script)
-    assert (done.returncode, done.stdout) == (0, "inside 0\nbefore 3\nafter 0\n"), done.stderr
-    assert done.stderr.count("ms-profile: ") == 1, "a child that comes to its end says nothing"
+    process = run(tmp_path / "out", script)
+    assert (process.returncode, process.stdout) == (0, "inside 0\nbefore 3\nafter 0\n"), (
+        process.stderr
+    )
+    assert process.stderr.count("ms-profile: ") == 1, "children must print nothing"
     (rank,) = read_ranks(tmp_path / "out")
     assert (rank.steps, rank.complete, rank.traces[0].steps) == (12, True, 4)
     steps = [event.step for event in read_events(tmp_path / "out", EventFilter(kinds={"step"}))]
     assert steps == list(range(12))
     ring = read_ring(tmp_path / "out/ring/rank-00000.ring")
     forwards = ring.spans[ring.spans["kind"] == Kind.FORWARD]
-    # A model is found when its optimizer steps for the first time, after its first forward.
+    # A model is detected at its optimizer's first step, after its first forward pass.
     assert len(forwards) == 11
 
 
 def test_a_forked_childs_spans_do_not_reach_its_parents_ring(tmp_path: Path) -> None:
-    """After `abandon` a ring takes spans and writes them nowhere."""
+    """After `abandon` a ring accepts spans and discards them."""
     ring = Ring(tmp_path / "one.ring")
     span = ring.begin(ring.name("before"), Kind.OTHER)
     child = os.fork()
@@ -55,10 +57,10 @@ def test_a_forked_childs_spans_do_not_reach_its_parents_ring(tmp_path: Path) -> 
         ring.end(ring.begin(ring.name("in the child"), Kind.OTHER))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    found = read_ring(tmp_path / "one.ring")
-    assert [(found.name_of(one["name"]), int(one["end_ns"])) for one in found.spans] == [
-        ("before", 0)
-    ]
+    recording = read_ring(tmp_path / "one.ring")
+    assert [
+        (recording.name_of(span_["name"]), int(span_["end_ns"])) for span_ in recording.spans
+    ] == [("before", 0)]
 
 
 REMOVES = """
@@ -73,23 +75,23 @@ for step in range(12):
 """
 
 
-def test_an_output_folder_that_is_removed_on_the_way_fails_the_command(tmp_path: Path) -> None:
-    """The script ends well; what is gone is named and the exit code is 1."""
+def test_removing_the_output_folder_during_the_run_fails_the_command(tmp_path: Path) -> None:
+    """The script finishes; the missing files are named and the exit code is 1."""
     script = tmp_path / "removes.py"
     script.write_text(REMOVES)
     out = str(tmp_path / "out")
-    words = [*RUN[1:], "--train-script", str(script), "--output-dir", out, "--", out]
-    done = run_command(words, environment=ENVIRONMENT)
-    assert done.returncode == 1
-    assert "were removed while the script ran" in done.stderr
-    assert "traces/rank-00000.000.json" in done.stderr
-    assert "Traceback" not in done.stderr
+    command = [*RUN[1:], "--train-script", str(script), "--output-dir", out, "--", out]
+    process = run_command(command, environment=ENVIRONMENT)
+    assert process.returncode == 1
+    assert "were removed while the script ran" in process.stderr
+    assert "traces/rank-00000.000.json" in process.stderr
+    assert "Traceback" not in process.stderr
 
 
-def test_an_event_log_whose_file_is_removed_counts_what_is_lost(
+def test_an_event_log_counts_events_lost_with_a_removed_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Writing into a file that nobody can open any more is no success."""
+    """Writing to a deleted file is not a success."""
     log = EventLog(tmp_path / "events", rank=0, flush_interval_s=100)
     log("a", {"n": 1})
     log.path.unlink()
@@ -98,18 +100,18 @@ def test_an_event_log_whose_file_is_removed_counts_what_is_lost(
     assert "the log was removed" in caplog.text
 
 
-def test_a_rank_that_ends_itself_is_not_called_killed(tmp_path: Path) -> None:
-    """An exit code is no signal, and the launcher passes it on, though torchrun says 1."""
+def test_a_rank_that_exits_is_not_reported_as_killed(tmp_path: Path) -> None:
+    """The launcher passes its exit code on, although torchrun returns 1."""
     script = tmp_path / "ends.py"
     script.write_text("import os\nos._exit(2)\n")
-    done = run(tmp_path / "out", script, "--nproc-per-node", "1")
-    assert done.returncode == 2
-    assert "rank 0 exited with code 2 before it could report" in done.stderr
-    assert "killed" not in done.stderr
+    process = run(tmp_path / "out", script, "--nproc-per-node", "1")
+    assert process.returncode == 2
+    assert "rank 0 exited with code 2 before it could report" in process.stderr
+    assert "killed" not in process.stderr
 
 
-def test_ctrl_c_is_130(tmp_path: Path) -> None:
-    """A command that waits ends with one line, no traceback and the shell's own code for it."""
+def test_ctrl_c_gives_exit_code_130(tmp_path: Path) -> None:
+    """A waiting command ends with one line, no traceback and the conventional exit code."""
     command = [sys.executable, "-m", "ms_profile", "logs", str(tmp_path), "--follow"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
         assert waiting.stderr is not None
@@ -119,12 +121,12 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
         assert waiting.stderr.read() == "ms-profile: interrupted\n"
 
 
-def test_with_json_stdout_is_one_document(tmp_path: Path) -> None:
-    """What the script prints goes to stderr then."""
+def test_json_output_is_a_single_document(tmp_path: Path) -> None:
+    """The script's own output goes to stderr."""
     import json
 
     script = tmp_path / "prints.py"
     script.write_text("print('from the script')\n")
-    done = run(tmp_path / "out", script, "--json")
-    assert json.loads(done.stdout)[0]["exit_code"] == 0
-    assert "from the script" in done.stderr
+    process = run(tmp_path / "out", script, "--json")
+    assert json.loads(process.stdout)[0]["exit_code"] == 0
+    assert "from the script" in process.stderr

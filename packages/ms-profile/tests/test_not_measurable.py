@@ -1,4 +1,4 @@
-"""What a trace cannot show is called so: never NaN, never a share of nothing, never a traceback."""
+"""Unmeasurable values are reported as such: no NaN, no percentage of zero, no traceback."""
 
 import json
 import re
@@ -26,21 +26,21 @@ for (let part = 1; part <= 9; part++) press(String(part));
 """
 
 
-def span(name: str, label: str, at: float, length: float, **more: Any) -> dict[str, Any]:
-    """One event of the main thread, in µs."""
-    return {"ph": "X", "cat": label, "name": name, "pid": 1, "tid": 1, "ts": at, "dur": length,
-            **more}  # fmt: skip
+def span(name: str, label: str, start_us: float, length: float, **fields: Any) -> dict[str, Any]:
+    """Return one event of the main thread, in µs."""
+    return {"ph": "X", "cat": label, "name": name, "pid": 1, "tid": 1, "ts": start_us,
+            "dur": length, **fields}  # fmt: skip
 
 
 def steps(count: int, *, gloo: bool = True, first: int = 3) -> list[dict[str, Any]]:
-    """Steps of 100 µs with an operator, and an all-reduce on gloo's own thread."""
+    """Return steps of 100 µs with an operator, and an all-reduce on gloo's thread."""
     events = []
     for number in range(count):
-        at = 100.0 * number
-        events.append(span(f"ProfilerStep#{first + number}", "user_annotation", at, 100.0))
-        events.append(span("aten::mm", "cpu_op", at + 5, 40.0, args={"Input Dims": [[2, 2]]}))
+        start_us = 100.0 * number
+        events.append(span(f"ProfilerStep#{first + number}", "user_annotation", start_us, 100.0))
+        events.append(span("aten::mm", "cpu_op", start_us + 5, 40.0, args={"Input Dims": [[2, 2]]}))
         if gloo:
-            events.append(span("gloo:all_reduce", "user_annotation", at + 50, 20.0, tid=2))
+            events.append(span("gloo:all_reduce", "user_annotation", start_us + 50, 20.0, tid=2))
     return events
 
 
@@ -63,7 +63,7 @@ RUNS: dict[str, list[list[dict[str, Any]]]] = {
 
 @pytest.fixture(params=RUNS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder of the traces of one such run."""
+    """A folder with the traces of one such run."""
     (tmp_path / "traces").mkdir()
     for rank, events in enumerate(RUNS[request.param]):
         path = tmp_path / "traces" / f"rank-{rank}.json"
@@ -71,24 +71,26 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "traces"
 
 
-def test_the_commands_print_no_nonsense(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`report` and its facts hold numbers or null; `compare` compares, or says what is missing."""
+def test_the_commands_print_no_invalid_values(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`report` prints numbers or null; `compare` compares, or names the missing data."""
     assert main(["report", str(folder)]) == 0
-    said = capsys.readouterr()
-    assert not NONSENSE.search(said.out), said.out
+    captured = capsys.readouterr()
+    assert not NONSENSE.search(captured.out), captured.out
     assert main(["report", str(folder), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert len(facts["ranks"]) == len(list(folder.glob("rank-*")))
     code = main(["compare", str(folder), str(folder)])
-    said = capsys.readouterr()
-    assert not NONSENSE.search(said.out), said.out
-    assert code == (0 if "steps compared" in said.out else 2)
-    assert code == 0 or "comparing needs at least 4" in said.err
+    captured = capsys.readouterr()
+    assert not NONSENSE.search(captured.out), captured.out
+    assert code == (0 if "steps compared" in captured.out else 2)
+    assert code == 0 or "comparing needs at least 4" in captured.err
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
-def test_the_page_shows_no_nonsense(folder: Path, tmp_path: Path) -> None:
-    """All nine parts are drawn, and what is not known is said in words."""
+def test_the_page_shows_no_invalid_values(folder: Path, tmp_path: Path) -> None:
+    """All nine parts are rendered, and unknown values are described in words."""
     assert main(["report", str(folder)]) == 0
     page = folder / "report.html"
     page.write_text(page.read_text().replace("</body>", f"<script>{OPEN_ALL}</script></body>"))

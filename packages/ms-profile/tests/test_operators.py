@@ -1,4 +1,4 @@
-"""Operators' self and total times against a stack, and against torch's way of counting."""
+"""Operators' self and total times against a stack, and against counting in the JSON."""
 
 import gzip
 import json
@@ -21,32 +21,32 @@ from ms_profile.trace.records import Arguments, Record
 
 @st.composite
 def nested_spans(draw: st.DrawFn) -> list[tuple[int, int, int]]:
-    """Well nested spans (thread, start, length), ordered by thread, start, longest first."""
-    found: list[tuple[int, int, int]] = []
+    """Draw well-nested spans (thread, start, length), sorted by thread, start, longest first."""
+    spans: list[tuple[int, int, int]] = []
 
     def fill(thread: int, start: int, end: int, depth: int) -> None:
-        at = start
+        position = start
         for _ in range(draw(st.integers(0, 3))):
-            if end - at < 2:
+            if end - position < 2:
                 return
-            begin = draw(st.integers(at, end - 1))
-            stop = draw(st.integers(begin + 1, end))
-            found.append((thread, begin, stop - begin))
+            start_ = draw(st.integers(position, end - 1))
+            end_ = draw(st.integers(start_ + 1, end))
+            spans.append((thread, start_, end_ - start_))
             if depth:
-                fill(thread, begin, stop, depth - 1)
-            at = stop
+                fill(thread, start_, end_, depth - 1)
+            position = end_
 
     for thread in range(draw(st.integers(1, 3))):
         fill(thread, 0, 200, 3)
-    return sorted(found, key=lambda span: (span[0], span[1], -span[2]))
+    return sorted(spans, key=lambda span: (span[0], span[1], -span[2]))
 
 
 @given(nested_spans())
-def test_parents_and_self_times_are_those_of_a_stack(spans: list[tuple[int, int, int]]) -> None:
-    """Level by level gives what walking a stack gives, span by span."""
+def test_parents_and_self_times_match_a_stack(spans: list[tuple[int, int, int]]) -> None:
+    """The level-by-level algorithm gives the result of walking a stack, span by span."""
     table = np.array(spans, np.int64).reshape(-1, 3)
     thread, start, length = table[:, 0], table[:, 1], table[:, 2]
-    own = length.copy()
+    self_ns = length.copy()
     expected, stack = [], []
     for row in range(len(table)):
         while stack and (
@@ -55,17 +55,19 @@ def test_parents_and_self_times_are_those_of_a_stack(spans: list[tuple[int, int,
             stack.pop()
         expected.append(stack[-1] if stack else -1)
         if stack:
-            own[stack[-1]] -= length[row]
+            self_ns[stack[-1]] -= length[row]
         stack.append(row)
-    found = parents(thread, start, length)
-    assert found.tolist() == expected
-    assert self_times(start, length, found).tolist() == own.tolist()
+    actual = parents(thread, start, length)
+    assert actual.tolist() == expected
+    assert self_times(start, length, actual).tolist() == self_ns.tolist()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_real_traces_operators_agree_with_plain_counting(traces_folder: Path, kind: str) -> None:
-    """Calls and totals by name are sums over the JSON; self times lie between 0 and totals."""
-    path = traces_folder / kind / "rank-00000.json.gz"
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_real_traces_operators_agree_with_plain_counting(
+    traces_folder: Path, strategy: str
+) -> None:
+    """Calls and totals per name are sums over the JSON; self times are between 0 and totals."""
+    path = traces_folder / strategy / "rank-00000.json.gz"
     table = operator_table(read_trace(path))
     calls: dict[str, int] = defaultdict(int)
     total: dict[str, int] = defaultdict(int)
@@ -79,18 +81,18 @@ def test_a_real_traces_operators_agree_with_plain_counting(traces_folder: Path, 
     assert [row.self_ns for row in table] == sorted((row.self_ns for row in table), reverse=True)
 
 
-def test_shapes_part_an_operators_calls(traces_folder: Path) -> None:
-    """By shape an operator's rows sum to its one row without."""
+def test_rows_by_shape_sum_to_the_operators_row(traces_folder: Path) -> None:
+    """For calls and self times."""
     trace = read_trace(traces_folder / "ddp" / "rank-00000.json.gz")
     by_name = {row.name: row for row in operator_table(trace)}
-    parted = [row for row in operator_table(trace, by_shape=True) if row.name == "aten::addmm"]
-    assert len({row.shape for row in parted}) == len(parted) > 1
-    assert sum(row.calls for row in parted) == by_name["aten::addmm"].calls
-    assert sum(row.self_ns for row in parted) == by_name["aten::addmm"].self_ns
+    by_shape = [row for row in operator_table(trace, by_shape=True) if row.name == "aten::addmm"]
+    assert len({row.shape for row in by_shape}) == len(by_shape) > 1
+    assert sum(row.calls for row in by_shape) == by_name["aten::addmm"].calls
+    assert sum(row.self_ns for row in by_shape) == by_name["aten::addmm"].self_ns
 
 
 def test_device_time_goes_to_the_operator_that_launched_it() -> None:
-    """A kernel counts for the operator whose number it carries, and for no parent of it."""
+    """A kernel counts for the operator with its external id, not for that operator's parents."""
     builder = TraceBuilder()
     host = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
     builder.add(
@@ -104,13 +106,13 @@ def test_device_time_goes_to_the_operator_that_launched_it() -> None:
         ]
     )  # fmt: skip
     trace = builder.finish({}, (), 0)
-    found = {row.name: row.device_ns for row in operator_table(trace)}
-    assert found == {"aten::linear": 0, "aten::addmm": 300_000}
+    device_ns = {row.name: row.device_ns for row in operator_table(trace)}
+    assert device_ns == {"aten::linear": 0, "aten::addmm": 300_000}
     (kernel,) = kernel_table(trace)
     assert (kernel.calls, kernel.total_ns) == (2, 300_000)
     assert (kernel.shortest_ns, kernel.longest_ns) == (100_000, 200_000)
 
 
-def test_an_empty_device_gives_no_kernels(make_trace: Callable[..., Trace]) -> None:
-    """Without a device there are no kernels, rather than rows of zeros."""
+def test_without_a_device_the_kernel_table_is_empty(make_trace: Callable[..., Trace]) -> None:
+    """It has no rows of zeros."""
     assert kernel_table(make_trace([("cpu_op", "aten::mm", 1, 0.0, 5.0)])) == ()

@@ -1,4 +1,4 @@
-"""The recorder on real models: what a step is, what is watched, and that nothing is left behind."""
+"""The recorder on real models: step detection, recorded spans, and cleanup."""
 
 import gc
 import subprocess
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """A layer that may be recomputed in the backward pass."""
+    """A layer that is optionally recomputed in the backward pass."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):  # type: ignore[misc]
         self.recompute = recompute
 
     def forward(self, x: "torch.Tensor") -> "torch.Tensor":
-        """(B, 8) to (B, 8)."""
+        """Map (B, 8) to (B, 8)."""
         if self.recompute:
             return checkpoint(self.inner, x, use_reentrant=False)
         return self.inner(x)
@@ -38,37 +38,37 @@ class Block(nn.Module):  # type: ignore[misc]
 @pytest.fixture
 def recorder(tmp_path: Path) -> Iterator[Recorder]:
     """A recorder that is attached to torch."""
-    with Recorder(tmp_path / "r.ring") as made:
-        made.attach()
-        yield made
+    with Recorder(tmp_path / "r.ring") as attached:
+        attached.attach()
+        yield attached
 
 
 def spans_of(recorder: Recorder) -> RingRecording:
-    """What it has recorded so far, its Kineto records included."""
+    """Return the recording so far, including Kineto records."""
     recorder.release_kineto()
     return read_ring(recorder.ring.path)
 
 
-def kinds_in_step(found: RingRecording, step: int) -> Counter[Kind]:
-    """How many spans of each kind a step has."""
-    return Counter(Kind(span["kind"]) for span in found.spans if span["step"] == step)
+def kinds_in_step(recording: RingRecording, step: int) -> Counter[Kind]:
+    """Return the number of spans of each kind in a step."""
+    return Counter(Kind(span["kind"]) for span in recording.spans if span["step"] == step)
 
 
 def test_gradient_accumulation_is_one_step(recorder: Recorder) -> None:
-    """Three forwards and backwards before an optimizer's step belong to one step."""
+    """Three forwards and backwards before an optimizer step belong to one step."""
     model = Block()
     optimizer = torch.optim.SGD(model.parameters())
     for _ in range(3):
         for _ in range(3):
             model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
-    assert recorder.steps == 2  # the third is not over until the next forward
+    assert recorder.steps == 2  # the third step ends with the next forward
     kinds = kinds_in_step(spans_of(recorder), 1)
     assert (kinds[Kind.FORWARD], kinds[Kind.BACKWARD], kinds[Kind.OPTIMIZER]) == (3, 3, 1)
     assert kinds[Kind.MODULE] == 3
 
 
-def test_two_optimizers_that_step_in_turn_are_one_step(recorder: Recorder) -> None:
+def test_two_alternating_optimizers_are_one_step(recorder: Recorder) -> None:
     """As in adversarial or actor-critic training."""
     models = [Block(), Block()]
     optimizers = [torch.optim.SGD(model.parameters()) for model in models]
@@ -81,8 +81,8 @@ def test_two_optimizers_that_step_in_turn_are_one_step(recorder: Recorder) -> No
     assert kinds_in_step(spans_of(recorder), 2)[Kind.OPTIMIZER] == 2
 
 
-def test_a_training_that_calls_no_model_still_has_steps(recorder: Recorder) -> None:
-    """Parameters without a module that is called: the optimizer alone shows the steps."""
+def test_training_without_a_module_has_steps(recorder: Recorder) -> None:
+    """With plain parameters, the optimizer alone defines the steps."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight])
     for _ in range(4):
@@ -91,8 +91,8 @@ def test_a_training_that_calls_no_model_still_has_steps(recorder: Recorder) -> N
     assert recorder.steps == 3
 
 
-def test_steps_of_another_optimizer_are_marked(recorder: Recorder) -> None:
-    """Weights changed by other code, two microbatches a step: found by `mark_step`."""
+def test_steps_of_a_custom_update_are_marked(recorder: Recorder) -> None:
+    """Two microbatches per step and a custom update, marked by `mark_step`."""
     model = Block()
     for _ in range(4):
         for _ in range(2):
@@ -103,8 +103,8 @@ def test_steps_of_another_optimizer_are_marked(recorder: Recorder) -> None:
     assert (kinds[Kind.FORWARD], kinds[Kind.MODULE], kinds[Kind.BETWEEN]) == (2, 2, 1)
 
 
-class OwnUpdate(torch.optim.Optimizer):
-    """An engine's own update, as a step of torch's optimizer that takes what it likes."""
+class CustomUpdate(torch.optim.Optimizer):
+    """A custom update as a torch optimizer whose step takes an argument."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__([{"params": list(model.parameters())}], {})
@@ -116,10 +116,10 @@ class OwnUpdate(torch.optim.Optimizer):
                 weight += change
 
 
-def test_an_engine_is_seen_where_its_update_is_an_optimizers_step(recorder: Recorder) -> None:
-    """Two microbatches a step, no mark, a `step` with arguments: found by torch's hooks alone."""
+def test_a_custom_optimizer_step_is_detected(recorder: Recorder) -> None:
+    """Two microbatches per step, no mark, a `step` with arguments: detected by torch's hooks."""
     model = Block()
-    update = OwnUpdate(model)
+    update = CustomUpdate(model)
     for _ in range(4):
         for _ in range(2):
             model(torch.ones(2, 8)).sum().backward()
@@ -130,21 +130,21 @@ def test_an_engine_is_seen_where_its_update_is_an_optimizers_step(recorder: Reco
 
 
 def test_a_process_without_weights_still_has_steps(recorder: Recorder) -> None:
-    """A pipeline's stage may hold no parameter that is trained."""
-    update = OwnUpdate(nn.Identity())
+    """A pipeline stage may have no trainable parameters."""
+    update = CustomUpdate(nn.Identity())
     for _ in range(4):
         update.step(0.5)
     assert recorder.steps == 3
 
 
-def test_marks_alone_make_steps_too(recorder: Recorder) -> None:
-    """Where no module is called; and a mark without a recorder does nothing."""
+def test_marks_alone_define_steps(recorder: Recorder) -> None:
+    """Without a module; a mark without a recorder does nothing."""
     for _ in range(4):
         mark_step()
     assert recorder.steps == 3
     recorder.close()
     mark_step()
-    assert recorder.steps == 4  # the last was over
+    assert recorder.steps == 4  # closing ended the last step
 
 
 SCOPED = """
@@ -169,35 +169,33 @@ print(recorder.problem)
 
 
 @pytest.mark.parametrize("scope", ["step", "epoch"])
-def test_scopes_of_the_script_that_enclose_a_boundary_are_no_danger(
-    tmp_path: Path, scope: str
-) -> None:
-    """A scope's end is written into freed memory if its session is over and another is open."""
+def test_script_scopes_across_step_boundaries_are_safe(tmp_path: Path, scope: str) -> None:
+    """Otherwise a scope's end would be written into freed memory of a finished session."""
     script = tmp_path / "scoped.py"
     script.write_text(SCOPED)
-    done = run_command([str(script), str(tmp_path / "r.ring"), scope], timeout_s=120)
-    assert done.returncode == 0, done.stderr
-    assert ("'epoch' open over several steps" in done.stdout) == (scope == "epoch")
-    recorded = read_ring(tmp_path / "r.ring")
-    names = Counter(recorded.name_of(span["name"]) for span in recorded.spans)
+    process = run_command([str(script), str(tmp_path / "r.ring"), scope], timeout_s=120)
+    assert process.returncode == 0, process.stderr
+    assert ("'epoch' open over several steps" in process.stdout) == (scope == "epoch")
+    recording = read_ring(tmp_path / "r.ring")
+    names = Counter(recording.name_of(span["name"]) for span in recording.spans)
     assert names["step"] == 600
     assert names["train step"] > (150 if scope == "step" else 0)
 
 
 def test_a_recomputed_forward_is_part_of_the_backward_pass(recorder: Recorder) -> None:
-    """Recomputation neither begins a step nor ends the backward span."""
+    """Recomputation neither starts a step nor ends the backward span."""
     model = Block(recompute=True)
     optimizer = torch.optim.SGD(model.parameters())
     for _ in range(3):
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
-    found = spans_of(recorder)
-    kinds = kinds_in_step(found, 1)
+    recording = spans_of(recorder)
+    kinds = kinds_in_step(recording, 1)
     assert (kinds[Kind.FORWARD], kinds[Kind.BACKWARD], kinds[Kind.MODULE]) == (1, 1, 2)
 
 
 def test_evaluation_has_no_backward(recorder: Recorder) -> None:
-    """A forward without gradients is followed by no backward span."""
+    """A forward pass without gradients has no backward span."""
     model = Block()
     optimizer = torch.optim.SGD(model.parameters())
     for _ in range(2):
@@ -211,7 +209,7 @@ def test_evaluation_has_no_backward(recorder: Recorder) -> None:
 
 
 def test_an_exception_in_a_forward_closes_its_spans(recorder: Recorder) -> None:
-    """Training that catches it goes on with a clean slate."""
+    """Training that catches it continues with a clean state."""
     model = Block()
     optimizer = torch.optim.SGD(model.parameters())
     model(torch.ones(2, 8)).sum().backward()
@@ -225,7 +223,7 @@ def test_an_exception_in_a_forward_closes_its_spans(recorder: Recorder) -> None:
 
 
 def test_closing_removes_every_hook(tmp_path: Path) -> None:
-    """The model is as before, and nothing is recorded any more."""
+    """The model is restored, and nothing is recorded anymore."""
     model = Block()
     optimizer = torch.optim.SGD(model.parameters())
     callbacks = len(gc.callbacks)
@@ -243,8 +241,8 @@ def test_closing_removes_every_hook(tmp_path: Path) -> None:
     assert recorder.steps == 2
 
 
-def test_waits_for_data_and_own_spans_are_recorded(tmp_path: Path) -> None:
-    """A slow source shows as data spans of its length; `span` names what a user wants to see."""
+def test_waits_for_data_and_user_spans_are_recorded(tmp_path: Path) -> None:
+    """A slow source shows as data spans of its length; `span` adds user-defined spans."""
     with Recorder(tmp_path / "r.ring") as recorder:
 
         def slow() -> Iterator[int]:
@@ -255,100 +253,102 @@ def test_waits_for_data_and_own_spans_are_recorded(tmp_path: Path) -> None:
         assert list(recorder.batches(slow())) == [0, 1, 2]
         with recorder.span("checkpoint"):
             pass
-        found = read_ring(recorder.ring.path)
-    data = found.spans[found.spans["kind"] == Kind.DATA]
+        recording = read_ring(recorder.ring.path)
+    data = recording.spans[recording.spans["kind"] == Kind.DATA]
     assert ((data["end_ns"] - data["start_ns"])[:3] >= 20_000_000).all()
-    assert found.name_of(found.spans["name"][-1]) == "checkpoint"
+    assert recording.name_of(recording.spans["name"][-1]) == "checkpoint"
 
 
 def test_long_garbage_collections_are_recorded(tmp_path: Path) -> None:
-    """A full collection over many objects shows with its generation and length."""
+    """A full collection over many objects has its generation and length."""
     with Recorder(tmp_path / "r.ring") as recorder:
-        kept = [[number] for number in range(200_000)]
+        objects = [[number] for number in range(200_000)]
         gc.collect()
-        found = read_ring(recorder.ring.path)
-    del kept
-    garbage = found.spans[found.spans["kind"] == Kind.GARBAGE]
+        recording = read_ring(recorder.ring.path)
+    del objects
+    garbage = recording.spans[recording.spans["kind"] == Kind.GARBAGE]
     longest = garbage[(garbage["end_ns"] - garbage["start_ns"]).argmax()]
-    assert found.name_of(longest["name"]) == "gc generation 2"
+    assert recording.name_of(longest["name"]) == "gc generation 2"
 
 
-@pytest.mark.parametrize(("each_ms", "due_at_ms"), [(0.1, 2000), (0.6, 3000), (9.0, 10_000)])
-def test_a_collection_that_takes_long_comes_less_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_ms: float, due_at_ms: int
+@pytest.mark.parametrize(("cost_ms", "due_at_ms"), [(0.1, 2000), (0.6, 3000), (9.0, 10_000)])
+def test_slow_kineto_collections_run_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost_ms: float, due_at_ms: int
 ) -> None:
-    """It and the start after it take one part in 2,500 of the time, or 10 seconds are waited.
+    """Collection and restart use at most 1/2,500 of the time, or run every 10 seconds.
 
-    The first start, which sets Kineto up and takes long everywhere, does not count.
+    The first start, which initializes Kineto and is slow everywhere, does not count.
     """
     from ms_profile.recording import scopes
 
-    now, busy = [0], [0]
+    now_ms, busy_ns = [0], [0]
 
     def thread_time_ns() -> int:
-        busy[0] += int(each_ms * 1e6)
-        return busy[0]
+        busy_ns[0] += int(cost_ms * 1e6)
+        return busy_ns[0]
 
-    def steps() -> None:
+    def run_steps() -> None:
         for step in range(scopes.MIN_SESSION_STEPS):
             recorder.begin_step(step)
 
     ring = Ring(tmp_path / "a.ring")
     recorder = scopes.ScopeRecorder(ring)
-    clocks = SimpleNamespace(monotonic_ns=lambda: now[0] * 1_000_000, thread_time_ns=thread_time_ns)
+    clocks = SimpleNamespace(
+        monotonic_ns=lambda: now_ms[0] * 1_000_000, thread_time_ns=thread_time_ns
+    )
     monkeypatch.setattr(scopes, "time", clocks)
     recorder.start()
     try:
-        steps()
-        now[0] = 2000
+        run_steps()
+        now_ms[0] = 2000
         assert recorder.due()
         recorder.stop()
-        now[0] = 0
+        now_ms[0] = 0
         recorder.start()
-        steps()
-        now[0] = due_at_ms - 1
+        run_steps()
+        now_ms[0] = due_at_ms - 1
         assert not recorder.due()
-        now[0] = due_at_ms
+        now_ms[0] = due_at_ms
         assert recorder.due()
     finally:
         recorder.stop()
         ring.close()
 
 
-def test_no_session_ends_while_messages_are_on_their_way(
+def test_no_session_ends_while_messages_are_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stage asks for its first message before its forward; the end of that Work's scope is late.
+    """A stage requests its first message before its forward; that Work's scope ends later.
 
-    torch writes it from a thread of the group's, which remembers the session: into freed memory.
+    torch ends it on a thread of the process group, which remembers the session: in freed memory.
     """
     from ms_profile.recording.scopes import ScopeRecorder
 
-    asked: list[bool] = []
-    stop, waiting = ScopeRecorder.stop, False
+    in_flight_at_stop: list[bool] = []
+    original_stop, in_flight = ScopeRecorder.stop, False
 
-    def watched(self: ScopeRecorder) -> None:
-        asked.extend([waiting] * self.on)
-        stop(self)
+    def recording_stop(self: ScopeRecorder) -> None:
+        in_flight_at_stop.extend([in_flight] * self.on)
+        original_stop(self)
 
-    monkeypatch.setattr(ScopeRecorder, "stop", watched)
+    monkeypatch.setattr(ScopeRecorder, "stop", recording_stop)
     model = Block()
     optimizer = torch.optim.SGD(model.parameters())
     with Recorder(tmp_path / "r.ring", collect_interval_s=0.0) as recorder:
         recorder.attach()
         for _ in range(30):
-            waiting = True
+            in_flight = True
             model(torch.ones(2, 8)).sum().backward()
-            waiting = False
+            in_flight = False
             optimizer.step()
-    assert len(asked) >= 4  # one is the end's
-    assert not any(asked)
+    assert len(in_flight_at_stop) >= 4  # one comes from closing
+    assert not any(in_flight_at_stop)
 
 
-def test_a_torch_without_scopes_costs_the_collectives_alone(
+def test_without_kineto_scopes_only_collectives_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where Kineto cannot be restricted, the rest is recorded and the reason kept."""
+    """If Kineto cannot be restricted, the rest is recorded and the reason stored."""
     from ms_profile.recording.scopes import ScopeRecorder
 
     def refuse(self: ScopeRecorder) -> None:
@@ -368,7 +368,7 @@ def test_a_torch_without_scopes_costs_the_collectives_alone(
     )
 
 
-def test_importing_the_package_imports_no_torch() -> None:
-    """Torch is an extra."""
+def test_importing_the_package_does_not_import_torch() -> None:
+    """Torch is an optional dependency."""
     code = "import sys, ms_profile, ms_profile.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

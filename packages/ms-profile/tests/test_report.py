@@ -1,4 +1,4 @@
-"""The report is one offline page that a browser draws, and Perfetto's export reads back."""
+"""The report is a single offline page that a browser renders, and the Perfetto export is valid."""
 
 import base64
 import json
@@ -30,15 +30,15 @@ PARTS = (
 
 
 def unpack_columns(table: tuple[Column, ...], text: str) -> dict[str, np.ndarray]:
-    """Undo `pack_columns`, as the page's `data.js` does."""
+    """Invert `pack_columns`, like the page's `data.js`."""
     raw = zlib.decompress(base64.b64decode(text), -zlib.MAX_WBITS)
-    found = {}
+    columns = {}
     for column in table:
         width = int(column.type[1])
         planes = np.frombuffer(raw, np.uint8, width * column.length, column.offset)
         shuffled = np.ascontiguousarray(planes.reshape(width, -1).T)
-        found[column.name] = shuffled.reshape(-1).view(f"<u{width}")
-    return found
+        columns[column.name] = shuffled.reshape(-1).view(f"<u{width}")
+    return columns
 
 
 @given(
@@ -46,29 +46,29 @@ def unpack_columns(table: tuple[Column, ...], text: str) -> dict[str, np.ndarray
     st.lists(st.integers(0, 255), max_size=50),
     st.lists(st.integers(0, 65535), max_size=50),
 )
-def test_columns_come_back_as_they_were_packed(a: list[int], b: list[int], c: list[int]) -> None:
-    """Packing and unpacking is the identity for columns of any width and length."""
+def test_columns_round_trip(a: list[int], b: list[int], c: list[int]) -> None:
+    """For columns of any width and length."""
     columns = {name: np.array(values, np.int64) for name, values in (("a", a), ("b", b), ("c", c))}
     table, text = pack_columns(columns)
-    found = unpack_columns(table, text)
-    assert {name: values.tolist() for name, values in found.items()} == {"a": a, "b": b, "c": c}
+    unpacked = unpack_columns(table, text)
+    assert {name: values.tolist() for name, values in unpacked.items()} == {"a": a, "b": b, "c": c}
 
 
-def test_the_summary_that_is_returned_is_the_one_on_the_page(tmp_path: Path) -> None:
-    """It is made once: what a command prints of it is what the page shows."""
+def test_the_returned_summary_is_the_one_on_the_page(tmp_path: Path) -> None:
+    """Commands print the same summary that the page shows."""
     page = tmp_path / "report.html"
     summary = write_report(analyse_traces(simulate_run(ranks=2, steps=4).traces), page)
-    held = re.search(r'id="summary">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert held is not None
-    shown = json.loads(held[1])
-    assert {"timeline", "columns"} <= shown.keys()
-    drawn = {name: shown.pop(name) for name in ("timeline", "columns")}
-    assert all(drawn.values())
-    assert shown == json.loads(msgspec.json.encode(summary))
+    embedded = re.search(r'id="summary">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert embedded is not None
+    page_summary = json.loads(embedded[1])
+    assert {"timeline", "columns"} <= page_summary.keys()
+    page_only = {name: page_summary.pop(name) for name in ("timeline", "columns")}
+    assert all(page_only.values())
+    assert page_summary == json.loads(msgspec.json.encode(summary))
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
-    """A negative number, or one over 32 bits, is an error that names the column."""
+    """A negative number, or one above 32 bits, gives an error that names the column."""
     with pytest.raises(FormatError, match="column start"):
         pack_columns({"start": np.array([-1])})
     with pytest.raises(FormatError, match="column start"):
@@ -76,34 +76,46 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_timeline_keeps_every_span_in_place(traces_folder: Path) -> None:
-    """Distances sum back to every start, to within the unit, track by track."""
-    found = analyse(traces_folder / "ddp")
-    timeline = build_timeline(found)
+    """Deltas sum back to every start, to within the unit, per track."""
+    analysis = analyse(traces_folder / "ddp")
+    timeline = build_timeline(analysis)
     starts = []
     for track in timeline.layout["tracks"]:
         rows = slice(track["first"], track["first"] + track["count"])
         starts += np.cumsum(timeline.columns["start"][rows]).tolist()
     origin, unit = int(timeline.layout["origin_ns"]), timeline.layout["unit_ns"]
-    true = sorted(int(t) for one in found.ranks.values() for t in one.trace.start_ns)
-    assert len(starts) == len(true)
-    assert max(abs(origin + s * unit - t) for s, t in zip(sorted(starts), true, strict=True)) < unit
+    expected = sorted(
+        int(start)
+        for rank_analysis in analysis.ranks.values()
+        for start in rank_analysis.trace.start_ns
+    )
+    assert len(starts) == len(expected)
+    assert (
+        max(
+            abs(origin + delta * unit - start)
+            for delta, start in zip(sorted(starts), expected, strict=True)
+        )
+        < unit
+    )
 
 
-def test_of_too_many_spans_the_longest_are_kept_and_the_rest_is_counted(
+def test_a_limited_timeline_keeps_the_longest_spans(
     traces_folder: Path,
 ) -> None:
-    """With room for 100 spans the 100 longest are shown, and the total is still said."""
-    found = analyse(traces_folder / "ddp")
-    timeline = build_timeline(found, max_events=100)
-    total = sum(len(one.trace) for one in found.ranks.values())
+    """With room for 100 spans the longest 100 are shown, together with the total."""
+    analysis = analyse(traces_folder / "ddp")
+    timeline = build_timeline(analysis, max_events=100)
+    total = sum(len(rank_analysis.trace) for rank_analysis in analysis.ranks.values())
     assert (timeline.layout["shown"], timeline.layout["total"]) == (100, total)
-    longest = sorted(int(d) for one in found.ranks.values() for d in one.trace.duration_ns)[-100:]
+    longest = sorted(
+        int(d) for rank_analysis in analysis.ranks.values() for d in rank_analysis.trace.duration_ns
+    )[-100:]
     unit = timeline.layout["unit_ns"]
     assert timeline.columns["duration"].min() * unit > longest[0] - unit
 
 
 def test_the_page_loads_nothing(tmp_path: Path, traces_folder: Path) -> None:
-    """The page names no other file and no host, and forbids loading any."""
+    """The page references no other file or host, and forbids loading any."""
     write_report(analyse(traces_folder / "fsdp"), tmp_path / "report.html", title="a </script> b")
     text = (tmp_path / "report.html").read_text()
     assert "default-src 'none'" in text
@@ -111,23 +123,23 @@ def test_the_page_loads_nothing(tmp_path: Path, traces_folder: Path) -> None:
     assert text.count("</script>") == 3
 
 
-def test_what_is_not_measured_is_null_never_zero(traces_folder: Path) -> None:
+def test_unmeasured_values_are_null_and_not_zero(traces_folder: Path) -> None:
     """On a CPU without a recorder, copies, launches and garbage are None in the summary."""
     summary = build_summary(analyse(traces_folder / "ddp"))
     phases = summary["ranks"][0]["steps"][0]["phases"]
     assert [phases[name] for name in ("copy", "launch", "synchronize", "garbage")] == [None] * 4
     assert phases["compute"] > 0
     assert "NaN" not in json.dumps(summary)
-    alone = build_summary(analyse(traces_folder / "ddp" / "rank-00000.json.gz"))
-    assert alone["communication"]["waits"] is None
-    assert alone["ledger"]["suspect"] is None
-    assert alone["communication"]["seen"] > 0
+    single_rank = build_summary(analyse(traces_folder / "ddp" / "rank-00000.json.gz"))
+    assert single_rank["communication"]["waits"] is None
+    assert single_rank["ledger"]["suspect"] is None
+    assert single_rank["communication"]["seen"] > 0
 
 
 @needs_browser
 @pytest.mark.parametrize("part", PARTS)
 def test_a_browser_draws_every_part(tmp_path: Path, part: str) -> None:
-    """Each part is drawn with the run's figures, and shows no NaN and no undefined."""
+    """With the run's figures, without NaN or undefined."""
     fault = Fault(phase="data", rank=1, delay_ns=20_000_000)
     page = tmp_path / "report.html"
     write_report(analyse_traces(simulate_run(ranks=4, fault=fault).traces), page, title="A run")
@@ -144,8 +156,8 @@ def test_a_browser_draws_every_part(tmp_path: Path, part: str) -> None:
         "advice": "stragglers",
     }
     assert 'data-ready="yes"' in document
-    shown = document[document.index('<main id="panels">') : document.index("<footer>")]
-    section = shown[shown.index(f'id="panel-{part}"') :].split("</section>")[0]
+    panels = document[document.index('<main id="panels">') : document.index("<footer>")]
+    section = panels[panels.index(f'id="panel-{part}"') :].split("</section>")[0]
     assert expected[part].lower() in section.lower()
     assert "NaN" not in section
     assert "undefined" not in section
@@ -153,8 +165,8 @@ def test_a_browser_draws_every_part(tmp_path: Path, part: str) -> None:
 
 
 @needs_browser
-def test_the_keyboard_reaches_every_part_and_drives_the_timeline(tmp_path: Path) -> None:
-    """Digits open the parts; w zooms, d pans, 0 shows all, n picks the next match; t turns dark."""
+def test_keyboard_shortcuts_work(tmp_path: Path) -> None:
+    """Digits open parts; w zooms, d pans, 0 resets, n selects a match; t toggles the theme."""
     page = tmp_path / "report.html"
     write_report(analyse_traces(simulate_run(ranks=2).traces), page)
     script = """
@@ -194,54 +206,62 @@ def test_the_keyboard_reaches_every_part_and_drives_the_timeline(tmp_path: Path)
     assert title == f"{parts} zoomed panned all 96 found gloo:all_reduce turned"
 
 
-def test_perfettos_export_reads_back(tmp_path: Path, traces_folder: Path) -> None:
-    """All spans of all ranks are in it, a process a rank, with their names and lengths."""
-    found = analyse(traces_folder / "fsdp")
+def test_the_perfetto_export_can_be_read_back(tmp_path: Path, traces_folder: Path) -> None:
+    """With all spans of all ranks, one process per rank, with names and durations."""
+    analysis = analyse(traces_folder / "fsdp")
     for name in ("all.json", "all.json.gz"):
-        count = export_perfetto(found, tmp_path / name)
-        back = read_trace(tmp_path / name)
-        assert count == len(back) == sum(len(one.trace) for one in found.ranks.values())
-        lengths = sorted(int(d) for one in found.ranks.values() for d in one.trace.duration_ns)
-        assert sorted(back.duration_ns.tolist()) == lengths
+        count = export_perfetto(analysis, tmp_path / name)
+        exported = read_trace(tmp_path / name)
+        assert (
+            count
+            == len(exported)
+            == sum(len(rank_analysis.trace) for rank_analysis in analysis.ranks.values())
+        )
+        lengths = sorted(
+            int(d)
+            for rank_analysis in analysis.ranks.values()
+            for d in rank_analysis.trace.duration_ns
+        )
+        assert sorted(exported.duration_ns.tolist()) == lengths
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.json", "all.json.gz"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_perfettos_export_keeps_the_rules_of_the_json_trace_format(
-    tmp_path: Path, traces_folder: Path, kind: str
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_perfetto_export_is_a_valid_json_trace(
+    tmp_path: Path, traces_folder: Path, strategy: str
 ) -> None:
-    """Known phases alone, whole nanoseconds, named processes and threads, spans that nest."""
-    export_perfetto(analyse(traces_folder / kind), tmp_path / "all.json")
+    """Only known phases, whole nanoseconds, named processes and threads, nested spans."""
+    export_perfetto(analyse(traces_folder / strategy), tmp_path / "all.json")
     document = json.loads((tmp_path / "all.json").read_text())
     assert document.keys() == {"displayTimeUnit", "otherData", "traceEvents"}
     threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    named = set()
+    metadata = set()
     for event in document["traceEvents"]:
-        place = event["pid"], event.get("tid")
+        thread_key = event["pid"], event.get("tid")
         if event["ph"] == "M":
-            named.add((event["name"], *place))
+            metadata.add((event["name"], *thread_key))
             continue
         start, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
-        # A millionth of a µs is what float64 leaves of instants of hours.
+        # Float64 represents timestamps of hours to a millionth of a µs.
         assert abs(start / 1e3 - event["ts"]) < 1e-6
         assert (event["ph"], type(event["name"])) == ("X", str)
         assert start >= 0 <= length
-        threads.setdefault(place, []).append((start, -length))
-    assert {name for name, *_ in named} == {"process_name", "process_sort_index", "thread_name"}
-    for place, spans in threads.items():
-        assert {("thread_name", *place), ("process_name", place[0], None)} <= named
-        ends: list[int] = []
-        for start, negative in sorted(spans):
-            while ends and ends[-1] <= start:
-                ends.pop()
-            assert not ends or start - negative <= ends[-1]
-            ends.append(start - negative)
+        threads.setdefault(thread_key, []).append((start, -length))
+    assert {name for name, *_ in metadata} == {"process_name", "process_sort_index", "thread_name"}
+    for thread_key, spans in threads.items():
+        assert {("thread_name", *thread_key), ("process_name", thread_key[0], None)} <= metadata
+        open_ends: list[int] = []
+        for start, negative_length in sorted(spans):
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            assert not open_ends or start - negative_length <= open_ends[-1]
+            open_ends.append(start - negative_length)
 
 
 def test_the_commands_report_and_compare(
     tmp_path: Path, traces_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`report` writes its page and says so; bad input exits 2 with one line."""
+    """`report` writes its page and says so; bad input gives exit code 2 and one line."""
     page = tmp_path / "page.html"
     assert main(["report", str(traces_folder / "ddp"), "--out", str(page)]) == 0
     assert "2 ranks" in capsys.readouterr().out
@@ -262,7 +282,7 @@ def test_the_commands_report_and_compare(
 def test_compare_exits_1_on_a_regression_and_0_otherwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A slower second run exits 1; the same run, or a faster one, exits 0."""
+    """A slower second run exits with 1; the same or a faster one with 0."""
     slow = Fault(phase="compute", rank=0, delay_ns=20_000_000)
     for name, fault in (("a", None), ("b", slow)):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""The ring: what it keeps, what a kill leaves, and what a span costs."""
+"""The ring: capacity, crash safety and the cost of a span."""
 
 import signal
 import subprocess
@@ -20,40 +20,48 @@ from ms_profile.log.ring import Kind, Ring, read_ring
 def test_the_newest_spans_are_kept_in_order(
     tmp_path_factory: pytest.TempPathFactory, count: int, capacity: int
 ) -> None:
-    """The newest of any number of spans remain; one slot of a full ring is kept free of doubt."""
+    """One slot of a full ring is sacrificed, as it may be half overwritten."""
     path = tmp_path_factory.mktemp("ring") / "a.ring"
     ring = Ring(path, capacity=capacity)
     name = ring.name("x")
     for number in range(count):
         ring.record(name, Kind.OTHER, number, number + 1)
-    found = read_ring(path)
-    kept = min(count, capacity - 1) if count >= capacity else count
-    assert found.spans["start_ns"].tolist() == list(range(count - kept, count))
-    assert found.dropped == count - kept
+    recording = read_ring(path)
+    count_kept = min(count, capacity - 1) if count >= capacity else count
+    assert recording.spans["start_ns"].tolist() == list(range(count - count_kept, count))
+    assert recording.dropped == count - count_kept
     ring.close()
 
 
-def test_a_span_carries_name_kind_step_and_instants(tmp_path: Path) -> None:
-    """An ended span has both instants, an open one a zero end."""
+def test_a_span_has_name_kind_step_and_times(tmp_path: Path) -> None:
+    """A finished span has both times, an open one an end of zero."""
     ring = Ring(tmp_path / "r", rank=5)
     ring.step = 12
-    before = time.monotonic_ns()
+    start_ns = time.monotonic_ns()
     outer = ring.begin(ring.name("model"), Kind.FORWARD)
     inner = ring.begin(ring.name("block"), Kind.MODULE)
     ring.end(inner)
-    found = read_ring(tmp_path / "r")
-    assert (found.rank, [found.name_of(n) for n in found.spans["name"]]) == (5, ["model", "block"])
-    assert found.spans["kind"].tolist() == [Kind.FORWARD, Kind.MODULE]
-    assert found.spans["step"].tolist() == [12, 12]
-    assert found.spans["end_ns"][0] == 0
-    assert before <= found.spans["start_ns"][0] <= found.spans["end_ns"][1] <= time.monotonic_ns()
+    recording = read_ring(tmp_path / "r")
+    assert (recording.rank, [recording.name_of(n) for n in recording.spans["name"]]) == (
+        5,
+        ["model", "block"],
+    )
+    assert recording.spans["kind"].tolist() == [Kind.FORWARD, Kind.MODULE]
+    assert recording.spans["step"].tolist() == [12, 12]
+    assert recording.spans["end_ns"][0] == 0
+    assert (
+        start_ns
+        <= recording.spans["start_ns"][0]
+        <= recording.spans["end_ns"][1]
+        <= time.monotonic_ns()
+    )
     ring.end(outer)
     assert read_ring(tmp_path / "r").spans["end_ns"][0] > 0
     ring.close()
 
 
-def test_a_span_older_than_the_ring_is_not_completed_over_another(tmp_path: Path) -> None:
-    """Ending a span whose slot was taken changes nothing."""
+def test_ending_an_overwritten_span_changes_nothing(tmp_path: Path) -> None:
+    """Its slot belongs to a newer span."""
     ring = Ring(tmp_path / "r", capacity=4)
     name = ring.name("x")
     outer = ring.begin(name, Kind.STEP)
@@ -64,16 +72,16 @@ def test_a_span_older_than_the_ring_is_not_completed_over_another(tmp_path: Path
     ring.close()
 
 
-def test_a_full_table_of_names_costs_names_and_no_spans(tmp_path: Path) -> None:
-    """Names beyond the table read as such; earlier ones stay."""
+def test_a_full_name_table_loses_names_but_no_spans(tmp_path: Path) -> None:
+    """Later names read as "(name table full)"; earlier ones stay."""
     ring = Ring(tmp_path / "r")
     numbers = [ring.name(f"{number}-{'x' * 400}") for number in range(1000)]
     assert numbers[0] == 1
     assert numbers[-1] == 0
     ring.record(numbers[-1], Kind.OTHER, 1, 2)
-    found = read_ring(tmp_path / "r")
-    assert found.name_of(found.spans["name"][0]) == "(name table full)"
-    assert found.name_of(1).startswith("0-x")
+    recording = read_ring(tmp_path / "r")
+    assert recording.name_of(recording.spans["name"][0]) == "(name table full)"
+    assert recording.name_of(1).startswith("0-x")
     ring.close()
 
 
@@ -89,8 +97,8 @@ while True:
 
 
 @pytest.mark.parametrize("repeat", range(3))
-def test_spans_survive_kill_9_whole_and_gapless(tmp_path: Path, repeat: int) -> None:
-    """After SIGKILL in mid-writing, consecutive, sane spans are read; the last may be open."""
+def test_spans_survive_kill_9_intact_and_without_gaps(tmp_path: Path, repeat: int) -> None:
+    """After SIGKILL during writing, consecutive valid spans are read; the last may be open."""
     path = tmp_path / "r"
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
@@ -110,7 +118,7 @@ def test_spans_survive_kill_9_whole_and_gapless(tmp_path: Path, repeat: int) -> 
 
 @pytest.mark.slow
 def test_a_span_costs_less_than_5_us(tmp_path: Path) -> None:
-    """Measured about 0.9 µs on a quiet core; the limit leaves room for a busy one."""
+    """About 0.9 µs on an idle core; the limit allows for a busy one."""
     ring = Ring(tmp_path / "r")
     name = ring.name("x")
     best = min(_seconds(ring, name) for _ in range(20))
@@ -125,8 +133,8 @@ def _seconds(ring: Ring, name: int) -> float:
     return time.perf_counter() - start
 
 
-def test_foreign_and_cut_files_are_refused(tmp_path: Path) -> None:
-    """The message tells the one from the other."""
+def test_foreign_and_truncated_files_are_refused(tmp_path: Path) -> None:
+    """The message distinguishes the two."""
     path = tmp_path / "r"
     path.write_bytes(b"{}" * 4000)
     with pytest.raises(FormatError, match="is not a ring file"):
@@ -137,8 +145,8 @@ def test_foreign_and_cut_files_are_refused(tmp_path: Path) -> None:
         read_ring(path)
 
 
-def test_a_ring_that_finds_no_room_says_so(tmp_path: Path) -> None:
-    """The space is reserved at the start; a full disk shows then and not as a crash later."""
+def test_a_ring_on_a_full_disk_fails_at_creation(tmp_path: Path) -> None:
+    """Space is reserved at the start, so a full disk is not a crash later."""
     code = (
         "import resource, signal, sys; from ms_profile.log.ring import Ring; "
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "

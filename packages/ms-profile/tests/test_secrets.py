@@ -1,4 +1,4 @@
-"""A manifest and a report show a run's arguments without the secrets among them."""
+"""Manifests and reports show a run's arguments without secrets."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ LONG_SECRET = "s3cr3tvalue" * 4
     ids=" ".join,
 )
 def test_a_secret_is_masked_however_it_is_passed(arguments: list[str]) -> None:
-    """The name stays, the value does not, and other arguments stay as they were."""
+    """The name stays, the value is masked, and other arguments are unchanged."""
     masked = mask_arguments(["--lr", "0.1", *arguments, "--steps", "5"])
     assert "s3cr3t" not in " ".join(masked)
     assert MASK in " ".join(masked)
@@ -51,7 +51,7 @@ def test_a_secret_is_masked_however_it_is_passed(arguments: list[str]) -> None:
 
 
 def test_names_that_only_look_alike_are_left_alone() -> None:
-    """Counts of tokens, tokenizers, heads of keys and plain options are no secrets."""
+    """Token counts, tokenizers, key heads and plain options are not secrets."""
     arguments = (
         "--tokenizer", "gpt2", "--max-new-tokens", "64", "--num-key-value-heads", "8", "--keys-dim",
         "4", "--monkey", "x", "train.toml", "--url", "https://host/x?page=2", "a=b", "--turkey=1",
@@ -80,35 +80,35 @@ def test_a_secret_in_an_error_message_is_masked(text: str) -> None:
 
 
 def test_ordinary_error_messages_are_left_alone() -> None:
-    """Settings, counts and addresses without a secret are no secrets."""
+    """Settings, counts and URLs without a secret are unchanged."""
     text = "ValueError: lr=0.1, max_new_tokens=64 at https://host/x?page=2; see train.py:3"
     assert without_secrets(text) == text
 
 
 def test_the_error_of_a_failed_script_is_stored_without_its_secrets(tmp_path: Path) -> None:
-    """Neither the rank's manifest nor the event log nor the report has it."""
+    """It appears neither in the rank's manifest nor in the event log or report."""
     script = tmp_path / "train.py"
     script.write_text(
         "import sys\nraise ConnectionError(f'https://user:{sys.argv[2]}@host is not there')\n"
     )
     command = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(script)]
     command += ["--output-dir", str(tmp_path / "run"), "--", "--api-key", SECRET]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 1
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
     (manifest,) = (tmp_path / "run" / "ranks").glob("*.json")
     assert f"https://{MASK}@host is not there" in manifest.read_text()
 
 
-def test_neither_manifest_nor_report_holds_a_secret(tmp_path: Path) -> None:
-    """The script gets it; no file of the run and no page has it."""
+def test_neither_manifest_nor_report_contains_a_secret(tmp_path: Path) -> None:
+    """The script gets the secret, but no file of the run has it."""
     script = tmp_path / "train.py"
     script.write_text("import sys\nprint(sys.argv[1:])\n")
     command = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(script)]
     command += ["--output-dir", str(tmp_path / "run"), "--", "--api-key", SECRET, "--lr", "0.1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert SECRET in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert SECRET in process.stdout
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert (tmp_path / "run" / "manifest.json") in files
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]

@@ -1,4 +1,4 @@
-"""A metric changes what is recorded and shown; the page says what it is about, and shows causes."""
+"""Metrics decide which data is recorded and shown; the page describes the run and shows causes."""
 
 import json
 import re
@@ -29,34 +29,32 @@ MS = 1_000_000
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """The output folder of a run of two ranks that asked for communication and memory."""
+    """The output folder of a two-rank run that recorded communication and memory."""
     (case,) = (case for case in cases() if case.name == "run-manifest")
     case.make(tmp_path)
     return tmp_path
 
 
-def facts_of(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    """What `ms-profile report --json` prints."""
+def report_json(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """Return the JSON of `ms-profile report --json`."""
     assert main(["report", str(folder), "--json", *options]) == 0
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     return facts
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_every_metric_alone_gives_another_report(
+def test_every_metric_gives_a_different_report(
     run_folder: Path, capsys: pytest.CaptureFixture[str], metric: str
 ) -> None:
-    """Its own parts are shown and no others; no two metrics show the same."""
-    shown = {name: facts_of(run_folder, capsys, "--metrics", name)["shown"] for name in METRICS}
+    """Only the metric's own parts are shown, and no two metrics show the same."""
+    shown = {name: report_json(run_folder, capsys, "--metrics", name)["shown"] for name in METRICS}
     assert shown[metric] == sorted(METRICS[metric].shows)
     assert [name for name, parts in shown.items() if parts == shown[metric]] == [metric]
 
 
-def test_the_parts_that_each_metric_shows_are_these(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """None of them changes nothing."""
-    wanted = {
+def test_parts_shown_by_each_metric(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every metric shows at least one part."""
+    expected = {
         "communication_time": ["communication", "waiting"],
         "compute_time": ["operators"],
         "memory": ["memory"],
@@ -64,8 +62,8 @@ def test_the_parts_that_each_metric_shows_are_these(
         "data_time": ["data"],
         "idle": ["idle"],
     }
-    found = {name: facts_of(run_folder, capsys, "--metrics", name)["shown"] for name in METRICS}
-    assert found == wanted
+    shown = {name: report_json(run_folder, capsys, "--metrics", name)["shown"] for name in METRICS}
+    assert shown == expected
 
 
 @pytest.mark.parametrize(
@@ -79,81 +77,81 @@ def test_the_parts_that_each_metric_shows_are_these(
         ("idle", Collect.NOTHING),
     ],
 )
-def test_a_metric_owns_what_is_recorded_for_it(metric: str, collect: Collect) -> None:
-    """The recording of several metrics is what each of them asks for, and no more."""
+def test_each_metric_selects_its_recorded_data(metric: str, collect: Collect) -> None:
+    """Several metrics record the union of their data."""
     assert collected_for([metric]) == collect
     assert collected_for([metric, "memory"]) == collect | Collect.MEMORY
 
 
-def test_a_runs_report_shows_what_the_run_was_asked_for(
+def test_a_report_shows_the_metrics_of_the_run(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The manifest's metrics decide, another choice may be asked for, an unknown one is refused."""
-    assert facts_of(run_folder, capsys)["shown"] == ["communication", "memory", "waiting"]
-    assert facts_of(run_folder, capsys, "--metrics", "idle")["shown"] == ["idle"]
+    """They come from the manifest unless `--metrics` overrides them; unknown ones are refused."""
+    assert report_json(run_folder, capsys)["shown"] == ["communication", "memory", "waiting"]
+    assert report_json(run_folder, capsys, "--metrics", "idle")["shown"] == ["idle"]
     assert main(["report", str(run_folder), "--metrics", "idel"]) == 2
     assert "did you mean 'idle'?" in capsys.readouterr().err
 
 
-def test_idle_time_is_what_nothing_fills_and_its_causes_sum_to_it() -> None:
-    """Steps less compute, communication and copies; each gap has one cause."""
+def test_idle_time_is_unfilled_time_and_its_causes_sum_to_it() -> None:
+    """Step time minus compute, communication and copies; every gap has one cause."""
     run = analyse_traces(simulate_run(ranks=2).traces)
     for rank, wall, idle, causes in build_summary(run)["idle"]["ranks"]:
         phases = [step.phases_ns for step in run.ranks[rank].breakdowns]
-        busy = sum(each[name] for each in phases for name in ("compute", "collective", "copy"))
+        busy = sum(phase[name] for phase in phases for name in ("compute", "collective", "copy"))
         assert idle == wall - busy
         assert idle == sum(amount for amount in causes.values() if amount is not None)
 
 
-def test_a_wait_for_data_is_told_with_its_longest_stretches() -> None:
-    """The rank whose loader is slow leads the list, by the length of its delay."""
+def test_waits_for_data_are_listed_longest_first() -> None:
+    """The rank with a slow loader comes first, with the length of its delay."""
     fault = Fault(phase="data", rank=1, delay_ns=20 * MS)
     data = build_summary(analyse_traces(simulate_run(ranks=2, fault=fault).traces))["data"]
-    waited = {rank: alone for rank, _, alone in data["ranks"]}
-    assert waited[1] > 10 * waited[0]
+    exposed_waits = {rank: exposed for rank, _, exposed in data["ranks"]}
+    assert exposed_waits[1] > 10 * exposed_waits[0]
     assert data["longest"][0][0] == 1
     assert data["longest"][0][2] == pytest.approx(20 * MS, rel=0.5)
 
 
-def pauses(*stretches: tuple[int, int]) -> np.ndarray:
-    """Intervals in ns."""
-    return np.array(stretches, np.int64)
+def intervals(*pairs: tuple[int, int]) -> np.ndarray:
+    """Return an array of intervals in ns."""
+    return np.array(pairs, np.int64)
 
 
 def slow_host(rank: int) -> Fault:
-    """A rank that does nothing that is recorded for 20 ms of every step."""
+    """A fault: one rank has 20 ms of unrecorded time in every step."""
     return Fault(phase="host", rank=rank, delay_ns=20 * MS)
 
 
-def idle_stretches(traces: dict[int, Trace], rank: int) -> list[tuple[int, int]]:
-    """10 ms of each step in which that rank's trace shows nothing."""
+def idle_intervals(traces: dict[int, Trace], rank: int) -> list[tuple[int, int]]:
+    """Return 10 ms of every step in which that rank's trace is empty."""
     steps = analyse_traces(traces).ranks[rank].activity.steps
     return [(step.start_ns + 5 * MS, step.start_ns + 15 * MS) for step in steps]
 
 
-def test_collections_in_the_first_traced_step_alone_are_no_advice() -> None:
-    """What starting the tracer makes is looked through then; collections that come again count."""
+def test_garbage_collections_in_only_the_first_step_give_no_advice() -> None:
+    """Starting the tracer causes them; recurring collections count."""
     traces = simulate_run(ranks=1, steps=4, fault=slow_host(0)).traces
-    own = idle_stretches(traces, 0)
-    begin, end = own[0]
-    twice_in_the_first = [(begin, begin + 4 * MS), (end - 4 * MS, end)]
-    for stretches, fires in (
-        (own[:1], False),
-        (twice_in_the_first, False),
-        (own[1:2], False),  # once is no habit
-        (own, True),
+    idle = idle_intervals(traces, 0)
+    start, end = idle[0]
+    two_in_first_step = [(start, start + 4 * MS), (end - 4 * MS, end)]
+    for gaps, expected in (
+        (idle[:1], False),
+        (two_in_first_step, False),
+        (idle[1:2], False),  # a single one is not a pattern
+        (idle, True),
     ):
-        found = advise(analyse_traces(traces, garbage={0: pauses(*stretches)}))
-        assert ("garbage_collection" in {one.rule for one in found}) == fires, stretches
+        findings = advise(analyse_traces(traces, garbage={0: intervals(*gaps)}))
+        assert ("garbage_collection" in {finding.rule for finding in findings}) == expected, gaps
 
 
-def test_every_collection_that_is_advised_on_is_a_span_of_the_timeline() -> None:
-    """Clicking the evidence opens what it names, though the tracer did not see it."""
+def test_garbage_collections_in_advice_are_timeline_spans() -> None:
+    """Clicking the evidence opens the span, although the tracer did not record it."""
     traces = simulate_run(ranks=2, steps=4, fault=slow_host(1)).traces
-    run = analyse_traces(traces, garbage={1: pauses(*idle_stretches(traces, 1))})
-    (finding,) = (one for one in advise(run) if one.rule == "garbage_collection")
+    run = analyse_traces(traces, garbage={1: intervals(*idle_intervals(traces, 1))})
+    (finding,) = (item for item in advise(run) if item.rule == "garbage_collection")
     timeline = build_timeline(run)
-    (track,) = (one for one in timeline.layout["tracks"] if one["name"] == "garbage collection")
+    (track,) = (item for item in timeline.layout["tracks"] if item["name"] == "garbage collection")
     rows = slice(track["first"], track["first"] + track["count"])
     assert set(timeline.columns["category"][rows].tolist()) == {GARBAGE}
     unit, origin = timeline.layout["unit_ns"], int(timeline.layout["origins"]["1"])
@@ -162,24 +160,24 @@ def test_every_collection_that_is_advised_on_is_a_span_of_the_timeline() -> None
     assert track["rank"] == 1
     for evidence in finding.evidence:
         assert any(
-            abs(start - evidence.start_ns) <= unit and abs(long - evidence.duration_ns) <= unit
-            for start, long in drawn
+            abs(start - evidence.start_ns) <= unit and abs(duration - evidence.duration_ns) <= unit
+            for start, duration in drawn
         )
 
 
-def test_slow_transfers_of_all_ranks_name_none() -> None:
-    """With two ranks "ranks 0, 1" would say nothing; where others are fast, the two are named."""
-    for ranks, every, everyone in ((2, 2, True), (4, 1, False)):
-        fault = Fault(phase="link", rank=0, delay_ns=30 * MS, every=every)
+def test_uniformly_slow_transfers_name_no_ranks() -> None:
+    """With two ranks "ranks 0, 1" is meaningless; with faster others the two are named."""
+    for ranks, every_nth, all_slow in ((2, 2, True), (4, 1, False)):
+        fault = Fault(phase="link", rank=0, delay_ns=30 * MS, every=every_nth)
         run = simulate_run(ranks=ranks, fault=fault, grid=2 if ranks > 2 else 0)
         slow = build_summary(analyse_traces(run.traces))["communication"]["slow_group"]
         assert slow["ranks"] == (0, 1)
-        assert slow["everyone"] == everyone
+        assert slow["everyone"] == all_slow
 
 
 @needs_browser
-def test_the_page_names_no_rank_where_all_transfers_are_slow(tmp_path: Path) -> None:
-    """It says what would tell the links apart."""
+def test_the_page_names_no_rank_if_all_transfers_are_slow(tmp_path: Path) -> None:
+    """It says how to tell the links apart."""
     page = tmp_path / "page.html"
     fault = Fault(phase="link", rank=0, delay_ns=30 * MS, every=2)
     write_report(analyse_traces(simulate_run(ranks=2, fault=fault).traces), page)
@@ -188,16 +186,16 @@ def test_the_page_names_no_rank_where_all_transfers_are_slow(tmp_path: Path) -> 
     assert "those of rank" not in document
 
 
-def test_ranks_without_a_common_clock_are_drawn_from_their_own_beginning(
+def test_ranks_without_a_common_clock_start_at_zero(
     traces_folder: Path,
 ) -> None:
-    """Years between two clocks neither break the page nor cost its resolution."""
-    one = analyse(traces_folder / "ddp").ranks[0].trace
+    """Clocks that are years apart neither break the page nor reduce its resolution."""
+    trace = analyse(traces_folder / "ddp").ranks[0].trace
     from attrs import evolve
 
-    far = evolve(one, rank=1, start_ns=one.start_ns - one.start_ns.min(), notes={},
-                 category=np.where(one.category == 6, 2, one.category))  # fmt: skip
-    run = analyse_traces({0: one, 1: far})
+    shifted = evolve(trace, rank=1, start_ns=trace.start_ns - trace.start_ns.min(), notes={},
+                 category=np.where(trace.category == 6, 2, trace.category))  # fmt: skip
+    run = analyse_traces({0: trace, 1: shifted})
     assert run.ranks[1].clock is None
     layout = build_timeline(run).layout
     assert layout["unit_ns"] == 10
@@ -205,16 +203,16 @@ def test_ranks_without_a_common_clock_are_drawn_from_their_own_beginning(
 
 
 @needs_browser
-def test_the_page_says_what_was_run_and_which_window_it_shows(tmp_path: Path) -> None:
-    """Name, command, date and steps; columns that no row knows are named instead of drawn."""
+def test_the_page_describes_the_run_and_its_window(tmp_path: Path) -> None:
+    """Name, command, date and steps of the window."""
     (case,) = (case for case in cases() if case.name == "run-manifest")
     folder = tmp_path / "my-run"
     folder.mkdir()
     case.make(folder)
     manifest = folder / "ranks/rank-00000.json"
-    one = json.loads(manifest.read_text())
-    one["traces"] = one["traces"] * 2
-    manifest.write_text(json.dumps(one))
+    rank_manifest = json.loads(manifest.read_text())
+    rank_manifest["traces"] = rank_manifest["traces"] * 2
+    manifest.write_text(json.dumps(rank_manifest))
     page = tmp_path / "page.html"
     write_report(analyse(folder), page)
     document = browse(page, "overview", tmp_path)
@@ -224,26 +222,24 @@ def test_the_page_says_what_was_run_and_which_window_it_shows(tmp_path: Path) ->
     assert "command train.py" in header
     assert "started 2025-10-09 08:53:20 UTC" in header
     assert "window 2 of 2 only, the last: steps 0 to 5 of 6" in header
-    assert "Data</button>" not in document  # data_time was not asked for
+    assert "Data</button>" not in document  # data_time was not recorded
 
 
 @needs_browser
-def test_a_column_that_no_row_knows_is_named_and_not_drawn(
-    tmp_path: Path, traces_folder: Path
-) -> None:
-    """A CPU has no copies, launches and waits for a device; without a recorder, no collections."""
+def test_empty_columns_are_named_instead_of_drawn(tmp_path: Path, traces_folder: Path) -> None:
+    """A CPU has no copies, launches or device waits; garbage collections need a recorder."""
     page = tmp_path / "page.html"
     write_report(analyse(traces_folder / "ddp"), page)
     document = browse(page, "overview", tmp_path)
     steps = document[document.index('<table aria-label="Steps by rank"') :]
-    heads = re.findall(r"<th[^>]*><button[^>]*>([^<]*)<", steps.split("</thead>")[0])
-    assert heads == ["rank", "step", "wall", "compute", "collective", "data", "host", "hidden"]
+    headers = re.findall(r"<th[^>]*><button[^>]*>([^<]*)<", steps.split("</thead>")[0])
+    assert headers == ["rank", "step", "wall", "compute", "collective", "data", "host", "hidden"]
     assert "Not measurable here: copy, garbage, synchronize, launch." in steps
 
 
 @needs_browser
 def test_the_table_of_operators_shows_its_times_on_a_narrow_screen(tmp_path: Path) -> None:
-    """At 420 pixels self time, its share and total lie within the screen."""
+    """At 420 pixels the columns operator, self, self share and total are visible."""
     page = tmp_path / "page.html"
     write_report(analyse_traces(simulate_run(ranks=2).traces), page)
     script = """
@@ -264,14 +260,14 @@ def test_the_table_of_operators_shows_its_times_on_a_narrow_screen(tmp_path: Pat
 def test_every_span_of_two_pixels_is_drawn_at_every_zoom(
     tmp_path: Path, make_trace: Callable[..., Trace]
 ) -> None:
-    """A wide span that begins in the pixel of a narrow one, and one of a few pixels, too."""
+    """Including a wide span that starts in the pixel of a narrow one."""
     spans = []
     for step in range(300):
-        at = 1000.0 * step
-        spans += [("cpu_op", f"narrow{n}", "main", at + n / 100, 0.01) for n in range(90)]
+        start = 1000.0 * step
+        spans += [("cpu_op", f"narrow{n}", "main", start + n / 100, 0.01) for n in range(90)]
         loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-        spans += [("user_annotation", loader, "main", at + 1, 400.0)]
-        spans += [("cpu_op", "aten::mm", "main", at + 401 + n, 0.9) for n in range(10)]
+        spans += [("user_annotation", loader, "main", start + 1, 400.0)]
+        spans += [("cpu_op", "aten::mm", "main", start + 401 + n, 0.9) for n in range(10)]
     page = tmp_path / "page.html"
     write_report(analyse_traces({0: make_trace(spans)}), page)
     script = """
@@ -316,8 +312,8 @@ def test_every_span_of_two_pixels_is_drawn_at_every_zoom(
 
 
 @needs_browser
-def test_asking_for_a_stretch_marks_it_or_picks_its_span(tmp_path: Path) -> None:
-    """A gap is drawn as a marked interval with its length; a span's own interval picks the span."""
+def test_going_to_an_interval_marks_it_or_selects_its_span(tmp_path: Path) -> None:
+    """A gap becomes a marked interval with its length; a span's exact interval selects the span."""
     run = analyse_traces(simulate_run(ranks=2, steps=3).traces)
     page = tmp_path / "page.html"
     write_report(run, page)
@@ -342,8 +338,10 @@ def test_asking_for_a_stretch_marks_it_or_picks_its_span(tmp_path: Path) -> None
     assert title == f"marked {trace.name_of(longest).split(' ')[0]}"
 
 
-def test_a_recorders_ring_is_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps, modules and waits are shown, and what the process was inside of at its end."""
+def test_a_recorder_ring_can_be_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps, modules and waits, and the module in which the process ended."""
     path = tmp_path / "rank-3.ring"
     with Recorder(path, rank=3) as recorder:
         for step in range(5):
@@ -353,7 +351,7 @@ def test_a_recorders_ring_is_a_report(tmp_path: Path, capsys: pytest.CaptureFixt
                 with recorder.span("Net", Kind.FORWARD), recorder.span("layers.0", Kind.MODULE):
                     pass
         recorder.ring.begin(recorder.ring.name("layers.1"), Kind.MODULE)
-    facts = facts_of(path, capsys)
+    facts = report_json(path, capsys)
     (rank,) = facts["ranks"]
     assert (rank["rank"], [step["number"] for step in rank["steps"]]) == (3, [1, 2, 3, 4])
     assert {"Net", "layers.0"} <= {row[0] for row in facts["operators"]["rows"]}
@@ -368,17 +366,17 @@ def test_a_recorders_ring_is_a_report(tmp_path: Path, capsys: pytest.CaptureFixt
     [("profile", "run"), ("reprot", "report"), ("view", "report"), ("diff", "compare"),
      ("log", "logs"), ("links", "link")],
 )  # fmt: skip
-def test_an_unknown_command_is_met_by_the_nearest(
+def test_an_unknown_command_suggests_the_nearest(
     capsys: pytest.CaptureFixture[str], word: str, command: str
 ) -> None:
-    """Misspelt, or named as other tools name it."""
+    """For typos and for names used by other tools."""
     assert main([word, "--train-script", "train.py"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"unknown command {word!r}; did you mean {command!r}?" in line
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """`ms-profile --version` prints the name and the version alone."""
+def test_version_prints_name_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the name and the version."""
     with pytest.raises(SystemExit) as ending:
         main(["--version"])
     assert ending.value.code == 0
@@ -386,8 +384,8 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])
-def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
-    """Nor anything else that takes a second."""
+def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
+    """They must answer immediately."""
     code = (
         "import sys; from ms_profile.cli import main\n"
         "try: main(sys.argv[1:])\n"
@@ -398,7 +396,7 @@ def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["report", "x", "--window", "0"], "--window must be at least 1, got 0"),
         (["report", "x", "--max-events", "0"], "--max-events must be at least 1, got 0"),
@@ -410,17 +408,17 @@ def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
         (["report", "x", "--max-events", "many"], "invalid int value"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+def test_invalid_numbers_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    """With the option, what was given, and exit code 2."""
+    """With the option, the value, and exit code 2."""
     try:
         code: object = main(arguments)
     except SystemExit as ending:
         code = ending.code
     assert code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
 
 
 STEP_SCOPE = "ProfilerStep#3"
@@ -445,10 +443,10 @@ DEGENERATE: dict[str, list[tuple[str, str, str, float, float]]] = {
 
 @needs_browser
 @pytest.mark.parametrize("name", DEGENERATE)
-def test_a_run_of_almost_nothing_is_drawn_with_numbers(
+def test_a_nearly_empty_run_is_drawn_without_nan(
     name: str, tmp_path: Path, make_trace: Callable[..., Trace]
 ) -> None:
-    """No part shows NaN, and no canvas is given a place that is none, at any zoom."""
+    """No part shows NaN, and no canvas call gets a non-finite number at any zoom."""
     page = tmp_path / "page.html"
     traces = {rank: make_trace(DEGENERATE[name], rank=rank) for rank in range(2)}
     write_report(analyse_traces(traces), page)

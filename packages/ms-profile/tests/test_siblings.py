@@ -1,7 +1,7 @@
-"""A real training of ms-parallel under `ms-profile run`: neither package names the other.
+"""A real ms-parallel training under `ms-profile run`; neither package imports the other.
 
-What both know is torch: the engine's update is a step of `torch.optim.Optimizer`, or says so by
-`mark_step` where a training steps without one.
+Their common interface is torch: the engine's update is a step of `torch.optim.Optimizer`, or is
+marked by `mark_step` where training steps without an optimizer.
 """
 
 import subprocess
@@ -32,19 +32,19 @@ for _ in range({UPDATES}):
 @pytest.mark.parametrize(
     ("layout", "ranks"), [("data=1", 1), pytest.param("pipeline=2", 2, marks=pytest.mark.slow)]
 )
-def test_a_training_of_ms_parallel_is_recorded_unchanged(
+def test_an_unmodified_ms_parallel_training_is_recorded(
     tmp_path: Path, layout: str, ranks: int
 ) -> None:
-    """Every update is a step in manifest, log, ring and traces, and its modules are seen."""
+    """Every update is a step in manifest, log, ring and traces, and its modules are recorded."""
     script, folder = tmp_path / "train.py", tmp_path / "results"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(script)]
     command += ["--output-dir", str(folder), "--skip", "1", "--active", "2", "--windows", "1"]
     command += ["--nproc-per-node", str(ranks)] if ranks > 1 else []
     subprocess.run([*command, "--", layout], check=True, timeout=300)
-    found = read_ranks(folder)
-    assert [(rank.steps, rank.exit_code) for rank in found] == [(UPDATES, 0)] * ranks
-    assert all(sum(trace.steps for trace in rank.traces) == 2 for rank in found)
+    rank_manifests = read_ranks(folder)
+    assert [(rank.steps, rank.exit_code) for rank in rank_manifests] == [(UPDATES, 0)] * ranks
+    assert all(sum(trace.steps for trace in rank.traces) == 2 for rank in rank_manifests)
     for rank in range(ranks):
         events = [event for event in read_events(folder) if event.rank == rank]
         assert [event.step for event in events if event.kind == "step"] == list(range(UPDATES))

@@ -1,4 +1,4 @@
-"""Traces are read whole, in any layout, and damaged ones as far as they go."""
+"""Traces are read in any layout; damaged ones up to or around the damage."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ Writer = Callable[[list[dict[str, Any]]], str]
 
 
 def sample(count: int = 400) -> list[dict[str, Any]]:
-    """Spans with nested lists, texts with braces, and metadata."""
+    """Return spans with nested lists, texts with braces, and metadata."""
     events: list[dict[str, Any]] = [
         {
             "ph": "M",
@@ -48,7 +48,7 @@ def sample(count: int = 400) -> list[dict[str, Any]]:
 
 
 def read_in_chunks(path: Path, chunk_bytes: int) -> Trace:
-    """Read with chunks so small that every boundary is met."""
+    """Read a trace in small chunks, so that many chunk boundaries are crossed."""
     text = TraceText(path, chunk_bytes=chunk_bytes)
     builder = TraceBuilder()
     for records in text.records():
@@ -56,8 +56,8 @@ def read_in_chunks(path: Path, chunk_bytes: int) -> Trace:
     return builder.finish(text.header, text.warnings, 0)
 
 
-def same(left: Trace, right: Trace) -> bool:
-    """Whether two traces hold the same spans."""
+def same_spans(left: Trace, right: Trace) -> bool:
+    """Return whether two traces have the same spans."""
     columns = ("start_ns", "duration_ns", "category", "external")
     return all((getattr(left, c) == getattr(right, c)).all() for c in columns) and [
         left.name_of(row) for row in range(len(left))
@@ -68,72 +68,78 @@ def same(left: Trace, right: Trace) -> bool:
 def test_every_layout_gives_the_same_columns(
     tmp_path: Path, kineto_text: Writer, chunk_bytes: int
 ) -> None:
-    """Kineto's layout, compact, spaced and indented JSON, a bare list and gzip all read alike."""
+    """Kineto's layout, compact, spaced and indented JSON, a bare list and gzip."""
     events = sample()
-    whole = {"baseTimeNanoseconds": 1_000_000_000, "traceEvents": events, "traceName": "made"}
+    document = {"baseTimeNanoseconds": 1_000_000_000, "traceEvents": events, "traceName": "made"}
     texts = {
         "kineto": kineto_text(events),
-        "compact": json.dumps(whole, separators=(",", ":")),
-        "spaced": json.dumps(whole),
-        "indented": json.dumps(whole, indent=4),
+        "compact": json.dumps(document, separators=(",", ":")),
+        "spaced": json.dumps(document),
+        "indented": json.dumps(document, indent=4),
         "facts_last": json.dumps({"traceEvents": events, "baseTimeNanoseconds": 1_000_000_000}),
     }
-    found = {}
+    traces = {}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-        found[name] = read_in_chunks(tmp_path / name, chunk_bytes)
-        assert found[name].warnings == (), name
+        traces[name] = read_in_chunks(tmp_path / name, chunk_bytes)
+        assert traces[name].warnings == (), name
     (tmp_path / "gzip").write_bytes(gzip.compress(texts["kineto"].encode()))
-    found["gzip"] = read_in_chunks(tmp_path / "gzip", chunk_bytes)
-    assert len(found["kineto"]) == 400
-    assert found["kineto"].start_ns.min() == 1_000_000_125
-    assert all(same(found["kineto"], other) for other in found.values())
+    traces["gzip"] = read_in_chunks(tmp_path / "gzip", chunk_bytes)
+    assert len(traces["kineto"]) == 400
+    assert traces["kineto"].start_ns.min() == 1_000_000_125
+    assert all(same_spans(traces["kineto"], trace) for trace in traces.values())
     (tmp_path / "list").write_text(json.dumps(events))
     assert len(read_in_chunks(tmp_path / "list", chunk_bytes)) == 400
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_real_trace_is_read_as_the_json_module_reads_it(traces_folder: Path, kind: str) -> None:
-    """Every span, time, name and shape of torch's own traces agrees with a plain JSON reading."""
-    path = traces_folder / kind / "rank-00001.json.gz"
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_real_trace_matches_the_json_module(traces_folder: Path, strategy: str) -> None:
+    """Every span, time, name and shape of torch's own traces."""
+    path = traces_folder / strategy / "rank-00001.json.gz"
     trace = read_trace(path)
     raw = json.loads(gzip.decompress(path.read_bytes()))
-    spans = [e for e in raw["traceEvents"] if e["ph"] == "X" and e.get("cat") != "Trace"]
+    spans = [
+        event for event in raw["traceEvents"] if event["ph"] == "X" and event.get("cat") != "Trace"
+    ]
     assert (trace.rank, trace.world_size, trace.warnings) == (1, 2, ())
     expected = sorted(
-        (raw["baseTimeNanoseconds"] + round(e["ts"] * 1000), round(e["dur"] * 1000), e["name"])
-        for e in spans
+        (
+            raw["baseTimeNanoseconds"] + round(event["ts"] * 1000),
+            round(event["dur"] * 1000),
+            event["name"],
+        )
+        for event in spans
     )
-    found = sorted(
+    actual = sorted(
         (int(s), int(d), trace.names[n])
         for s, d, n in zip(trace.start_ns, trace.duration_ns, trace.name, strict=True)
     )
-    assert found == expected
-    allocations = sum(e["name"] == "[memory]" for e in raw["traceEvents"])
+    assert actual == expected
+    allocations = sum(event["name"] == "[memory]" for event in raw["traceEvents"])
     assert len(trace.memory.at_ns) == allocations > 0
-    with_shapes = sum(bool(e.get("args", {}).get("Input Dims")) for e in spans)
+    with_shapes = sum(bool(event.get("args", {}).get("Input Dims")) for event in spans)
     assert np.isin(trace.shape, [0]).sum() <= len(spans) - with_shapes
     assert len(trace.rows(Category.COLLECTIVE)) > 0
 
 
-def test_a_trace_cut_anywhere_gives_what_came_before(tmp_path: Path, kineto_text: Writer) -> None:
-    """Cut at any byte after the first event, a trace reads as a prefix, with one warning."""
+def test_a_truncated_trace_gives_its_prefix(tmp_path: Path, kineto_text: Writer) -> None:
+    """Truncated at any byte after the first event, with one warning."""
     text = kineto_text(sample(60)).encode()
     first = text.index(b'"aten') + 400
-    whole = 0
+    previous_count = 0
     for cut in range(first, len(text) - 40, 331):
         (tmp_path / "cut.json").write_bytes(text[:cut])
         trace = read_in_chunks(tmp_path / "cut.json", 2000)
         assert len(trace.warnings) == 1
         assert "truncated" in trace.warnings[0]
-        assert whole <= len(trace) <= 60
+        assert previous_count <= len(trace) <= 60
         assert set(trace.external.tolist()) == set(range(len(trace)))
-        whole = len(trace)
-    assert whole >= 57
+        previous_count = len(trace)
+    assert previous_count >= 57
 
 
-def test_a_cut_compressed_trace_gives_what_came_before(tmp_path: Path, kineto_text: Writer) -> None:
-    """A gzip file that breaks off, or is corrupt inside, is read up to there, with a warning."""
+def test_a_truncated_gzip_trace_gives_its_prefix(tmp_path: Path, kineto_text: Writer) -> None:
+    """A truncated or corrupt gzip file is read up to the damage, with a warning."""
     packed = gzip.compress(kineto_text(sample(4000)).encode())
     (tmp_path / "cut.json.gz").write_bytes(packed[: len(packed) // 2])
     trace = read_in_chunks(tmp_path / "cut.json.gz", 1 << 14)
@@ -141,26 +147,26 @@ def test_a_cut_compressed_trace_gives_what_came_before(tmp_path: Path, kineto_te
     assert any("truncated" in warning for warning in trace.warnings)
 
 
-@pytest.mark.parametrize("kept", [0.3, 0.7, 0.999])
-def test_a_small_compressed_trace_that_breaks_off_is_read_up_to_there(
-    tmp_path: Path, traces_folder: Path, kept: float
+@pytest.mark.parametrize("fraction", [0.3, 0.7, 0.999])
+def test_a_small_truncated_gzip_trace_gives_its_prefix(
+    tmp_path: Path, traces_folder: Path, fraction: float
 ) -> None:
-    """Also where the damage lies in the very first chunk, as in a trace of few steps."""
+    """Also if the damage is in the first chunk, as in a trace of few steps."""
     packed = (traces_folder / "ddp/rank-00000.json.gz").read_bytes()
     path = tmp_path / "rank-0.json.gz"
     path.write_bytes(packed)
-    whole = len(read_trace(path))
-    path.write_bytes(packed[: int(len(packed) * kept)])
-    found = read_trace(path)
-    assert 0.15 * whole * kept < len(found) <= whole
-    assert "truncated" in found.warnings[0]
+    total = len(read_trace(path))
+    path.write_bytes(packed[: int(len(packed) * fraction)])
+    trace = read_trace(path)
+    assert 0.15 * total * fraction < len(trace) <= total
+    assert "truncated" in trace.warnings[0]
 
 
-def test_damaged_events_are_left_out_and_counted(tmp_path: Path, kineto_text: Writer) -> None:
-    """Garbage inside one event, or a field of a wrong type, costs that event alone."""
+def test_damaged_events_are_skipped_and_counted(tmp_path: Path, kineto_text: Writer) -> None:
+    """Garbage inside an event, or a field of a wrong type, loses only that event."""
     text = kineto_text(sample(50)).encode()
-    place = text.index(b'"External id": 20')
-    damaged = text[:place] + b"\x00\xff@@" + text[place + 4 :]
+    position = text.index(b'"External id": 20')
+    damaged = text[:position] + b"\x00\xff@@" + text[position + 4 :]
     damaged = damaged.replace(b'"External id": 30,', b'"External id": [],')
     (tmp_path / "damaged.json").write_bytes(damaged)
     trace = read_trace(tmp_path / "damaged.json")
@@ -169,7 +175,7 @@ def test_damaged_events_are_left_out_and_counted(tmp_path: Path, kineto_text: Wr
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"  \n", "is empty"),
@@ -180,10 +186,10 @@ def test_damaged_events_are_left_out_and_counted(tmp_path: Path, kineto_text: Wr
         (b"\x1f\x8bnot gzip", "gzip"),
     ],
 )
-def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, said: str) -> None:
-    """An empty, foreign or broken file gives a TraceError that names the file and the reason."""
+def test_other_files_are_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+    """An empty, foreign or broken file gives a TraceError with its name and the reason."""
     (tmp_path / "odd.json").write_bytes(content)
-    with pytest.raises(TraceError, match=said) as caught:
+    with pytest.raises(TraceError, match=message) as caught:
         read_trace(tmp_path / "odd.json")
     assert "odd.json" in str(caught.value)
     with pytest.raises(TraceError, match="does not exist"):
@@ -192,10 +198,10 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, sai
 
 @pytest.mark.parametrize("indent", [None, 1, 2, 4])
 @pytest.mark.parametrize("lines", [0, 31, 40, 5000])
-def test_what_follows_the_events_is_read_however_long_it_is(
+def test_fields_after_the_events_are_read_at_any_length(
     tmp_path: Path, indent: int | None, lines: int
 ) -> None:
-    """Kineto writes its log after the events, a bracket in each line; rank and base time follow."""
+    """Kineto writes log lines with brackets after the events, then rank and base time."""
     spans = [
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm é", "pid": 1, "tid": 1, "ts": 10.0 * n,
          "dur": 5.0, "args": {"Input Dims": [[2, 3], [3, 4]]}}
@@ -210,19 +216,19 @@ def test_what_follows_the_events_is_read_however_long_it_is(
     }
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace, indent=indent, ensure_ascii=False), encoding="utf-8")
-    found = read_trace(path)
-    assert (len(found), found.rank, found.warnings) == (40, 3, ())
-    assert int(found.start_ns[0]) == 1_727_743_122_000_000_000
+    result = read_trace(path)
+    assert (len(result), result.rank, result.warnings) == (40, 3, ())
+    assert int(result.start_ns[0]) == 1_727_743_122_000_000_000
 
 
-def test_the_ascend_profilers_form_is_understood(tmp_path: Path) -> None:
-    """Text timestamps keep their nanoseconds; hardware, CANN and communication are told apart."""
+def test_ascend_profiler_traces_are_read(tmp_path: Path) -> None:
+    """Text timestamps keep nanoseconds; hardware, CANN and communication are distinguished."""
 
     def meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
-    def span(name: str, pid: int, tid: int, ts: str, **more: Any) -> dict[str, Any]:
-        return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": 2.5, **more}
+    def span(name: str, pid: int, tid: int, ts: str, **fields: Any) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": 2.5, **fields}
 
     events = [
         meta("process_name", 1, 0, "Python"),
@@ -240,20 +246,20 @@ def test_the_ascend_profilers_form_is_understood(tmp_path: Path) -> None:
     ]
     (tmp_path / "trace_view.json").write_text(json.dumps(events))
     trace = read_trace(tmp_path / "trace_view.json")
-    found = {
+    spans = {
         trace.name_of(r): (Category(trace.category[r]), int(trace.start_ns[r])) for r in range(6)
     }
-    assert found["aten::mm"] == (Category.OPERATOR, 1_700_000_000_000_001_123)
-    assert found["AscendCL@aclnnMatmul"][0] is Category.RUNTIME
-    assert found["MatMulV3"][0] is Category.KERNEL
-    assert found["EVENT_WAIT"][0] is Category.DEVICE_WAIT
-    assert found["hcom_allReduce__721_0_1"] == (Category.COLLECTIVE, 1_700_000_000_000_005_999)
-    assert found["Memcpy"][0] is Category.OTHER
+    assert spans["aten::mm"] == (Category.OPERATOR, 1_700_000_000_000_001_123)
+    assert spans["AscendCL@aclnnMatmul"][0] is Category.RUNTIME
+    assert spans["MatMulV3"][0] is Category.KERNEL
+    assert spans["EVENT_WAIT"][0] is Category.DEVICE_WAIT
+    assert spans["hcom_allReduce__721_0_1"] == (Category.COLLECTIVE, 1_700_000_000_000_005_999)
+    assert spans["Memcpy"][0] is Category.OTHER
     assert {row.name for row in kernel_table(trace)} == {"MatMulV3", "hcom_allReduce__721_0_1"}
     assert all(row.device_ns is None for row in operator_table(trace))
 
 
-def test_the_rank_is_taken_from_the_name_where_the_trace_does_not_say(
+def test_the_rank_comes_from_the_file_name_as_a_fallback(
     tmp_path: Path, kineto_text: Writer
 ) -> None:
     """`trace_rank3.json` is rank 3."""
@@ -261,8 +267,8 @@ def test_the_rank_is_taken_from_the_name_where_the_trace_does_not_say(
     assert read_trace(tmp_path / "trace_rank3.json").rank == 3
 
 
-def test_notes_of_collectives_do_not_keep_the_text_that_they_stood_in(tmp_path: Path) -> None:
-    """A collective in every chunk of a long trace leaves its columns in memory, not the file."""
+def test_collective_notes_do_not_keep_the_file_in_memory(tmp_path: Path) -> None:
+    """With a collective in every chunk of a long trace, only its columns stay in memory."""
     padding = "1, " * 20_000
     events = [
         {
@@ -280,12 +286,12 @@ def test_notes_of_collectives_do_not_keep_the_text_that_they_stood_in(tmp_path: 
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert [note.ranks for note in trace.notes.values()] == [(0, 1)] * 200
-    # Some chunks of half a megabyte at once: read, joined, and held by raw fields.
+    # Several chunks of half a megabyte at once: read, joined, and referenced by raw fields.
     assert peak_bytes < 4 << 20 < path.stat().st_size / 2
 
 
 def test_rows_are_ordered_by_thread_then_start_then_longest_first() -> None:
-    """Also where many starts are equal, as in a clock of microseconds."""
+    """Also with many equal starts, as from a clock with microseconds."""
     random = np.random.default_rng(7)
     for count in (0, 1, 2, 5, 300):
         thread = random.integers(0, 3, count).astype(np.int32)
@@ -295,10 +301,10 @@ def test_rows_are_ordered_by_thread_then_start_then_longest_first() -> None:
         assert in_order(thread, start, duration).tolist() == expected.tolist()
 
 
-def test_every_vendors_file_is_found_by_itself() -> None:
-    """A file of `vendors/` is a vendor, but for the two that say what one is."""
+def test_every_vendor_file_is_registered() -> None:
+    """Every file of `vendors/` is a vendor, except the two that define the interface."""
     folder = Path(vendors.__path__[0])
     names = {path.stem for path in folder.glob("*.py")} - {"__init__", "vendor", "category"}
-    found = [import_module(f"{vendors.__name__}.{name}").VENDOR for name in names]
-    assert len(found) == len(vendors.VENDORS) >= 6
-    assert all(one in vendors.VENDORS for one in found)
+    registered = [import_module(f"{vendors.__name__}.{name}").VENDOR for name in names]
+    assert len(registered) == len(vendors.VENDORS) >= 6
+    assert all(vendor in vendors.VENDORS for vendor in registered)

@@ -1,4 +1,4 @@
-"""Trackers: what arrives at TensorBoard, W&B and MLflow, and that none holds up a training."""
+"""Trackers: data sent to TensorBoard, W&B and MLflow, without delaying the training."""
 
 import json
 import logging
@@ -26,13 +26,13 @@ from ms_profile.trackers.destination import need_library
 from ms_profile.trackers.events import point_of
 
 BLOCK = 32768
-"""Bytes of a block of W&B's file, which is LevelDB's log."""
+"""Block size of W&B's file in bytes; its format is LevelDB's log."""
 
 
-class Remembering:
-    """A destination in this process, which can be slow or refuse."""
+class InMemoryDestination:
+    """A destination in this process that can be slow or fail."""
 
-    title = "Remembering"
+    title = "InMemory"
     measures_system = False
 
     def __init__(self, *, refuses: bool = False, breaks: bool = False, hangs_s: float = 0) -> None:
@@ -43,17 +43,17 @@ class Remembering:
         self.outcomes: list[str] = []
 
     def check(self) -> None:
-        """Nothing is needed."""
+        """This destination has no requirements."""
 
-    def open(self, start: RunStart, /) -> "Remembering":
-        """Note the start."""
+    def open(self, start: RunStart, /) -> "InMemoryDestination":
+        """Record the start."""
         if self.refuses:
             raise ConnectionError("nobody\nanswers")
         self.starts.append(start)
         return self
 
     def write(self, points: Sequence[Point], /) -> None:
-        """Note the points."""
+        """Record the points."""
         time.sleep(self.hangs_s)
         if self.breaks:
             raise OSError("the server is full")
@@ -61,73 +61,78 @@ class Remembering:
         self.points += points
 
     def close(self, outcome: str, /) -> None:
-        """Note the end."""
+        """Record the outcome."""
         self.outcomes.append(outcome)
 
 
 def test_numbers_are_curves_texts_are_texts_and_step_is_neither() -> None:
-    """Nothing of an event's fields is lost but what is neither number nor text."""
-    given: dict[str, Any] = {"step": 3, "loss": 2.5, "note": "x", "list": [1]}
-    point = point_of("step", given, wall_s=1.0)
+    """Fields of other types are dropped."""
+    fields: dict[str, Any] = {"step": 3, "loss": 2.5, "note": "x", "list": [1]}
+    point = point_of("step", fields, wall_s=1.0)
     assert point.step == 3
     assert point.numbers == {"step/loss": 2.5}
     assert point.texts == {"step/note": "x"}
     assert point_of("begin", {"layout": "data=2"}, wall_s=1.0).step is None
 
 
-def test_a_step_of_a_scalar_array_is_a_step() -> None:
-    """As a loop that counts in numpy gives it; its event is a point of a curve, no setting."""
+def test_a_numpy_step_is_a_step() -> None:
+    """A loop may count in numpy; its event is a point of a curve, not a setting."""
     numpy = pytest.importorskip("numpy")
     point = point_of("step", {"step": numpy.int64(3), "loss": numpy.float32(2.5)}, wall_s=1.0)
     assert (point.step, point.numbers) == (3, {"step/loss": 2.5})
 
 
-def test_every_event_arrives_in_order_from_a_thread_of_its_own() -> None:
-    """The training's thread only puts events into a queue."""
-    there = Remembering()
-    with Tracker(there, name="first", settings={"rate": 1e-3}, system_interval_s=None) as tracker:
+def test_every_event_arrives_in_order_from_a_background_thread() -> None:
+    """The training thread only puts events into a queue."""
+    destination = InMemoryDestination()
+    with Tracker(
+        destination, name="first", settings={"rate": 1e-3}, system_interval_s=None
+    ) as tracker:
         for step in range(500):
             tracker("step", {"step": step, "loss": 1.0})
-    assert [point.step for point in there.points] == list(range(500))
-    assert there.threads == {"ms-profile-Remembering"}
-    (start,) = there.starts
+    assert [point.step for point in destination.points] == list(range(500))
+    assert destination.threads == {"ms-profile-InMemory"}
+    (start,) = destination.starts
     assert (start.name, start.step, dict(start.settings)) == ("first", 0, {"rate": 1e-3})
-    assert there.outcomes == ["finished"]
+    assert destination.outcomes == ["finished"]
     assert tracker.lost == 0
 
 
 @pytest.mark.parametrize(
-    ("there", "problem"),
+    ("failing", "problem"),
     [
-        (Remembering(refuses=True), "ConnectionError: nobody answers"),
-        (Remembering(breaks=True), "OSError: the server is full"),
+        (InMemoryDestination(refuses=True), "ConnectionError: nobody answers"),
+        (InMemoryDestination(breaks=True), "OSError: the server is full"),
     ],
     ids=["refuses", "breaks"],
 )
-def test_a_destination_that_fails_is_told_once_and_stops_nothing(
-    there: Remembering, problem: str, caplog: pytest.LogCaptureFixture
+def test_a_failing_destination_is_reported_once_and_stops_nothing(
+    failing: InMemoryDestination, problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning, a count, and the other destination has everything."""
-    beside = Remembering()
-    with caplog.at_level(logging.WARNING), Tracker(there, beside, system_interval_s=None) as both:
+    """One warning and a count of lost events; the other destination gets everything."""
+    working = InMemoryDestination()
+    with (
+        caplog.at_level(logging.WARNING),
+        Tracker(failing, working, system_interval_s=None) as tracker,
+    ):
         for step in range(50):
-            both("step", {"step": step, "loss": 1.0})
+            tracker("step", {"step": step, "loss": 1.0})
             time.sleep(0.001)
-    assert len(beside.points) == 50
-    assert both.lost == 50
+    assert len(working.points) == 50
+    assert tracker.lost == 50
     (record,) = caplog.records
     assert problem in record.getMessage()
     assert "\n" not in record.getMessage()
 
 
-def test_a_slow_destination_holds_up_neither_the_training_nor_its_end(
+def test_a_slow_destination_delays_neither_training_nor_exit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Events that the queue cannot hold are counted; closing does not wait for what hangs."""
-    with Tracker(Remembering(hangs_s=30), close_timeout_s=0.5) as tracker:
+    """Events beyond the queue's size are counted; closing does not wait for the destination."""
+    with Tracker(InMemoryDestination(hangs_s=30), close_timeout_s=0.5) as tracker:
         for step in range(13_000):
             tracker("step", {"step": step, "loss": 1.0})
-    assert tracker.lost >= 12_000  # the queue holds 10,000, and 1,000 are being written
+    assert tracker.lost >= 12_000  # 10,000 are queued, and 1,000 are being written
     assert "queue is full" in caplog.text
 
 
@@ -163,27 +168,29 @@ if sys.argv[3] == "close":
         ("close", "drops", "exit"),
     ],
 )
-def test_a_process_ends_though_a_destination_hangs_for_hours(
-    hangs: str, waits: str, ends: str
-) -> None:
-    """Handing over, closing and leaving the process are bounded, and what was lost is counted."""
+def test_a_process_exits_although_a_destination_hangs(hangs: str, waits: str, ends: str) -> None:
+    """Queueing, closing and exiting have time limits, and lost events are counted."""
     command = [sys.executable, "-c", HANGS, hangs, waits, ends]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "Hangs does not accept events" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert "Hangs does not accept events" in process.stderr
     if ends == "close":
-        assert int(done.stdout.split()[1]) >= 12_000
+        assert int(process.stdout.split()[1]) >= 12_000
 
 
-def test_a_run_is_closed_though_more_waits_at_its_end_than_the_queue_holds() -> None:
-    """As where a long file is read faster than it is shown: all of it arrives, then the end."""
-    there = Remembering(hangs_s=0.1)
-    with Tracker(there, system_interval_s=None, waits=True) as tracker:
+def test_a_run_is_closed_when_its_queue_is_full() -> None:
+    """When a long file is read faster than it is written, everything arrives, then the end."""
+    destination = InMemoryDestination(hangs_s=0.1)
+    with Tracker(destination, system_interval_s=None, waits=True) as tracker:
         for step in range(13_000):
             tracker("step", {"step": step})
         assert tracker._feeds[0]._queue.qsize() > 5_000
-        tracker._feeds[0]._queue.maxsize = 1  # full, whatever the thread has taken meanwhile
-    assert (len(there.points), there.outcomes, tracker.lost) == (13_000, ["finished"], 0)
+        tracker._feeds[0]._queue.maxsize = 1  # full, whatever the thread has consumed
+    assert (len(destination.points), destination.outcomes, tracker.lost) == (
+        13_000,
+        ["finished"],
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,24 +202,27 @@ def test_a_run_is_closed_though_more_waits_at_its_end_than_the_queue_holds() -> 
         ([("step", {"step": 1})], True, "failed"),
     ],
 )
-def test_a_run_is_closed_as_it_ended(
+def test_a_run_is_closed_with_its_outcome(
     events: list[tuple[str, dict[str, int]]], raises: bool, outcome: str
 ) -> None:
-    """By the trainer's last event, else by how the block ends."""
-    there = Remembering()
-    with pytest.raises(ZeroDivisionError) if raises else nullcontext(), Tracker(there) as tracker:
+    """From the trainer's last event, otherwise from how the block ends."""
+    destination = InMemoryDestination()
+    with (
+        pytest.raises(ZeroDivisionError) if raises else nullcontext(),
+        Tracker(destination) as tracker,
+    ):
         for kind, fields in events:
             tracker(kind, fields)
         if raises:
             raise ZeroDivisionError
-    assert there.outcomes == [outcome]
-    tracker("step", {"step": 2})  # a closed tracker takes nothing, and does not mind
+    assert destination.outcomes == [outcome]
+    tracker("step", {"step": 2})  # a closed tracker ignores events without an error
     tracker.close()
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/tmp/x", "", ".", "a\0b", "x" * 300])
-def test_a_name_that_leads_out_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
-    """In one line, before anything is written; a folder below the destination's is a name."""
+def test_a_name_outside_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    """One line, before anything is written; a subfolder is a valid name."""
     with pytest.raises(TrackerError, match=r"name must be a path inside the destination's folder"):
         Tracker(TensorBoard(tmp_path / "tb"), name=name)
     assert not list(tmp_path.iterdir())
@@ -221,8 +231,8 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(name: str, tmp_path: Pat
     assert list((tmp_path / "tb" / "sweep" / "first").iterdir())
 
 
-def test_other_ranks_open_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A script under torchrun makes a tracker in each process; the first one's is used."""
+def test_only_rank_0_opens_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A script under torchrun creates a tracker in every process; only rank 0's is used."""
     monkeypatch.setenv("RANK", "1")
     with Tracker(TensorBoard(tmp_path / "tb")) as tracker:
         tracker("step", {"step": 1, "loss": 1.0})
@@ -230,22 +240,22 @@ def test_other_ranks_open_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_the_process_is_measured_while_it_trains() -> None:
-    """Memory and busy processors come as points of the step that is trained."""
-    there = Remembering()
-    with Tracker(there, system_interval_s=0.05) as tracker:
+    """Memory and CPU use are points of the current step."""
+    destination = InMemoryDestination()
+    with Tracker(destination, system_interval_s=0.05) as tracker:
         tracker("step", {"step": 7, "loss": 1.0})
-        until = time.process_time() + 0.3
-        while time.process_time() < until:
+        deadline = time.process_time() + 0.3
+        while time.process_time() < deadline:
             pass
-    readings = [point for point in there.points if "system/memory_bytes" in point.numbers]
+    readings = [point for point in destination.points if "system/memory_bytes" in point.numbers]
     assert readings
     assert {point.step for point in readings} == {7}
     assert 1e7 < readings[0].numbers["system/memory_bytes"] < 1e11
     assert max(point.numbers["system/processors"] for point in readings) > 0.2
 
 
-def test_what_cannot_work_is_refused_before_the_training(tmp_path: Path) -> None:
-    """A missing library is named with its extra; a folder that is a file is refused."""
+def test_unusable_destinations_are_refused_before_training(tmp_path: Path) -> None:
+    """The error names a missing library's extra; a file instead of a folder is refused."""
     with pytest.raises(TrackerError, match=r"pip install 'ms-profile\[mlflow\]'"):
         need_library("no_such_module", extra="mlflow", package="mlflow-skinny")
     with pytest.raises(TrackerError, match="needs a destination"):
@@ -277,24 +287,24 @@ def train(folder: Path, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_killed_training_goes_on_in_the_same_curves(tmp_path: Path) -> None:
-    """Steps that are done again show the values of the second time alone, as TensorBoard reads."""
+def test_a_killed_training_resumes_in_the_same_curves(tmp_path: Path) -> None:
+    """TensorBoard shows only the newer values of repeated steps."""
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with train(tmp_path, 0, 30, 0, "hang") as killed:
         assert killed.stdout is not None
         killed.stdout.readline()
-        until = time.monotonic() + 20  # its thread writes within moments
-        while time.monotonic() < until and not list(tmp_path.glob("run/*")):
+        deadline = time.monotonic() + 20  # the thread writes almost immediately
+        while time.monotonic() < deadline and not list(tmp_path.glob("run/*")):
             time.sleep(0.05)
         time.sleep(0.5)
         os.kill(killed.pid, signal.SIGKILL)
-    with train(tmp_path, 20, 40, 100, "fail") as again:
-        again.communicate()
-        assert again.returncode == 1
+    with train(tmp_path, 20, 40, 100, "fail") as resumed:
+        resumed.communicate()
+        assert resumed.returncode == 1
     run = loader.EventAccumulator(str(tmp_path / "run"))
     run.Reload()
-    found = [(each.step, each.value) for each in run.Scalars("step/loss")]
-    assert found == [(n, n) for n in range(20)] + [(n, 100.0 + n) for n in range(20, 40)]
+    loss_points = [(scalar.step, scalar.value) for scalar in run.Scalars("step/loss")]
+    assert loss_points == [(n, n) for n in range(20)] + [(n, 100.0 + n) for n in range(20, 40)]
     (*_, sample) = run.Tensors("sample/text")
     assert (sample.step, list(sample.tensor_proto.string_val)) == (39, [b"says *this*"])
     (*_, settings) = run.Tensors("settings")
@@ -303,14 +313,16 @@ def test_a_killed_training_goes_on_in_the_same_curves(tmp_path: Path) -> None:
     assert list(outcome.tensor_proto.string_val) == [b"failed"]
 
 
-def test_mlflow_has_the_run_and_goes_on_in_it(tmp_path: Path) -> None:
-    """Metrics with their steps, settings, name, end; steps done again are not there twice."""
+def test_mlflow_resumes_the_same_run(tmp_path: Path) -> None:
+    """Metrics with steps, settings, name and end; repeated steps do not appear twice."""
     pytest.importorskip("sqlalchemy")
     mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    there = MLflow(tmp_path / "run", experiment="tests", tracking_uri=uri)
+    destination = MLflow(tmp_path / "run", experiment="tests", tracking_uri=uri)
     for first, rate in ((0, 0.1), (3, 0.2)):
-        with Tracker(there, name="named", settings={"rate": rate}, system_interval_s=None) as log:
+        with Tracker(
+            destination, name="named", settings={"rate": rate}, system_interval_s=None
+        ) as log:
             log("begin", {"layout": "data=2"})
             for step in range(first, first + 5):
                 log("step", {"step": step, "loss": 10.0 * first + step})
@@ -324,35 +336,35 @@ def test_mlflow_has_the_run_and_goes_on_in_it(tmp_path: Path) -> None:
     assert run.data.params == {"rate": "0.1", "begin/layout": "data=2"}
     assert run.data.tags["changed/rate"] == "0.2"
     history = client.get_metric_history(run.info.run_id, "step/loss")
-    found = sorted((each.step, each.value) for each in history)
-    assert found == [(n, n) for n in range(5)] + [(n, 30.0 + n) for n in range(5, 8)]
+    loss_points = sorted((metric.step, metric.value) for metric in history)
+    assert loss_points == [(n, n) for n in range(5)] + [(n, 30.0 + n) for n in range(5, 8)]
 
 
 def records(path: Path) -> list[Any]:
-    """The records of W&B's offline file: LevelDB's log of protocol buffers."""
+    """Return the records of W&B's offline file, a LevelDB log of protocol buffers."""
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    data, at, parts, found = path.read_bytes(), 7, [], []
-    while at + 7 <= len(data):
-        if BLOCK - at % BLOCK < 7:
-            at += BLOCK - at % BLOCK
+    data, position, parts, records_ = path.read_bytes(), 7, [], []
+    while position + 7 <= len(data):
+        if BLOCK - position % BLOCK < 7:
+            position += BLOCK - position % BLOCK
             continue
-        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
-        parts.append(data[at + 7 : at + 7 + size])
-        at += 7 + size
-        if kind in (1, 4):
+        _, size, record_kind = struct.unpack("<IHB", data[position : position + 7])
+        parts.append(data[position + 7 : position + 7 + size])
+        position += 7 + size
+        if record_kind in (1, 4):
             record = messages.Record()
             record.ParseFromString(b"".join(parts))
-            found.append(record)
+            records_.append(record)
             parts = []
-    return found
+    return records_
 
 
-def test_wandb_has_the_run_offline_and_goes_on_in_it(tmp_path: Path) -> None:
-    """Both starts write for one run, with the training's own steps, settings, name and end."""
+def test_wandb_resumes_the_same_offline_run(tmp_path: Path) -> None:
+    """Both starts write to one run, with the training's own steps, settings and name."""
     pytest.importorskip("wandb")
     for first in (0, 3):
-        there = Wandb(tmp_path, project="tests", mode="offline")
-        with Tracker(there, name="named", settings={"rate": 0.1}) as log:
+        destination = Wandb(tmp_path, project="tests", mode="offline")
+        with Tracker(destination, name="named", settings={"rate": 0.1}) as log:
             log("begin", {"layout": "data=2"})
             for step in range(first, first + 5):
                 log("step", {"step": step, "loss": 10.0 * first + step})
@@ -362,15 +374,18 @@ def test_wandb_has_the_run_offline_and_goes_on_in_it(tmp_path: Path) -> None:
     runs, points = set(), []
     for file in files:
         for record in records(file):
-            kind = record.WhichOneof("record_type")
-            if kind == "run":
+            record_kind = record.WhichOneof("record_type")
+            if record_kind == "run":
                 runs.add((record.run.run_id, record.run.display_name, record.run.project))
-                config = {each.key: each.value_json for each in record.run.config.update}
+                config = {entry.key: entry.value_json for entry in record.run.config.update}
                 assert config["rate"] == "0.1"
-            if kind == "history":
-                named = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
-                points.append((int(named["training_step"]), float(named["step/loss"])))
-            if kind == "exit":
+            if record_kind == "history":
+                values = {
+                    "/".join(item.nested_key) or item.key: item.value_json
+                    for item in record.history.item
+                }
+                points.append((int(values["training_step"]), float(values["step/loss"])))
+            if record_kind == "exit":
                 assert record.exit.exit_code == 0
     assert len(runs) == 1
     ((_, name, project),) = runs
@@ -387,36 +402,42 @@ COMMAND = [sys.executable, "-m", "ms_profile", "track"]
 
 
 def scalars(folder: Path) -> list[tuple[int, float, float]]:
-    """Step, value and time of the loss, as TensorBoard reads them."""
+    """Return step, value and time of the loss, as read by TensorBoard."""
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = loader.EventAccumulator(str(folder))
     run.Reload()
-    return [(each.step, each.value, each.wall_time) for each in run.Scalars("step/loss")]
+    return [(scalar.step, scalar.value, scalar.wall_time) for scalar in run.Scalars("step/loss")]
 
 
-def test_a_commands_run_is_shown_from_its_events(tmp_path: Path) -> None:
-    """Each event with its own time, settings from the run file; a line that is none is named."""
+def test_the_track_command_sends_logged_events(tmp_path: Path) -> None:
+    """Every event with its own time, plus settings from the run file; a bad line is named."""
     run = tmp_path / "sft"
     run.mkdir()
     text = "".join(json.dumps(line) + "\n" for line in LINES)
     (run / "events.jsonl").write_text(text.replace('"loss": 1.0', '"loss": null'))
     (tmp_path / "RUN.toml").write_text("rate = 0.1\n[layout]\ndata = 2\n")
-    given = [str(run), "--to", f"tensorboard={tmp_path / 'tb'}"]
-    given += ["--settings", str(tmp_path / "RUN.toml")]
-    done = subprocess.run([*COMMAND, *given, "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {"events": 5, "lost": 0}
-    found = scalars(tmp_path / "tb" / "sft")
-    assert [(step, wall_s) for step, _, wall_s in found] == [(0, 101.0), (1, 102.0), (2, 103.0)]
-    assert math.isnan(found[1][1])
+    arguments = [str(run), "--to", f"tensorboard={tmp_path / 'tb'}"]
+    arguments += ["--settings", str(tmp_path / "RUN.toml")]
+    process = subprocess.run(
+        [*COMMAND, *arguments, "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(process.stdout) == {"events": 5, "lost": 0}
+    loss_points = scalars(tmp_path / "tb" / "sft")
+    assert [(step, wall_s) for step, _, wall_s in loss_points] == [
+        (0, 101.0),
+        (1, 102.0),
+        (2, 103.0),
+    ]
+    assert math.isnan(loss_points[1][1])
     with (run / "events.jsonl").open("a") as file:
         file.write('{"kind": "step"\n')
-    again = subprocess.run([*COMMAND, *given], capture_output=True, text=True, check=False)
-    assert again.returncode == 1
-    assert "line 6 is not an event" in again.stderr
+    second_run = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+    assert second_run.returncode == 1
+    assert "line 6 is not an event" in second_run.stderr
 
 
-def test_no_secret_of_a_run_file_or_event_reaches_a_destination(tmp_path: Path) -> None:
-    """Settings, and events without a step, are masked: whoever has the link sees them."""
+def test_secrets_are_masked_in_settings_and_events(tmp_path: Path) -> None:
+    """Anyone with the link can see settings and events without a step."""
     secret = "s3cr3t-value"
     run = tmp_path / "run"
     run.mkdir()
@@ -429,9 +450,9 @@ def test_no_secret_of_a_run_file_or_event_reaches_a_destination(tmp_path: Path) 
     (tmp_path / "RUN.toml").write_text(
         f'rate = 0.1\n[reward]\napi_key = "{secret}"\nurl = "https://host/x?access_token={secret}"\n'
     )
-    given = [str(run), "--to", f"tensorboard={tmp_path / 'tb'}"]
-    given += ["--settings", str(tmp_path / "RUN.toml")]
-    subprocess.run([*COMMAND, *given], capture_output=True, text=True, check=True)
+    arguments = [str(run), "--to", f"tensorboard={tmp_path / 'tb'}"]
+    arguments += ["--settings", str(tmp_path / "RUN.toml")]
+    subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=True)
     content = b"".join(path.read_bytes() for path in (tmp_path / "tb").rglob("*tfevents*"))
     assert b"reward.api_key | ***" in content
     assert b"begin/api_key | ***" in content
@@ -439,12 +460,12 @@ def test_no_secret_of_a_run_file_or_event_reaches_a_destination(tmp_path: Path) 
 
 
 def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
-    """Lines that come later are shown, also one that was written in two parts."""
+    """Later lines are sent too, including a line written in two parts."""
     lines = [json.dumps(line) + "\n" for line in LINES]
     path = tmp_path / "events.jsonl"
     path.write_text("".join(lines[:2]))
-    given = [str(path), "--to", f"tensorboard={tmp_path / 'tb'}", "--name", "x", "--follow"]
-    with subprocess.Popen([*COMMAND, *given], stdout=subprocess.PIPE, text=True) as command:
+    arguments = [str(path), "--to", f"tensorboard={tmp_path / 'tb'}", "--name", "x", "--follow"]
+    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True) as command:
         for part in (lines[2][:9], lines[2][9:], lines[3], lines[4]):
             time.sleep(0.7)
             with path.open("a") as file:
@@ -461,27 +482,29 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
         (["--to", "tensorboard=x"], "has no events.jsonl and no event log"),
     ],
 )
-def test_what_cannot_be_tracked_is_refused(tmp_path: Path, arguments: list[str], line: str) -> None:
-    """One line, exit code 2."""
+def test_untrackable_input_is_refused(tmp_path: Path, arguments: list[str], line: str) -> None:
+    """One line and exit code 2."""
     command = [*COMMAND, str(tmp_path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert line in done.stderr
-    assert done.stderr.count("\n") == 1
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert process.returncode == 2
+    assert line in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
-WHOLE = "".join(json.dumps(line) + "\n" for line in LINES).encode()
+EVENTS_BYTES = "".join(json.dumps(line) + "\n" for line in LINES).encode()
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.binary(max_size=4)), max_size=4))
-def test_a_damaged_events_file_costs_its_damaged_lines(
+@given(
+    st.lists(st.tuples(st.integers(0, len(EVENTS_BYTES) - 1), st.binary(max_size=4)), max_size=4)
+)
+def test_a_damaged_events_file_loses_only_damaged_lines(
     tmp_path_factory: pytest.TempPathFactory, damage: list[tuple[int, bytes]]
 ) -> None:
-    """Whatever stands in it, lines are events or problems, and all that is read is a point."""
-    content = bytearray(WHOLE)
-    for at, new in damage:
-        content[at : at + len(new)] = new
+    """Every line is an event or a reported problem, and every event converts to a point."""
+    content = bytearray(EVENTS_BYTES)
+    for position, replacement in damage:
+        content[position : position + len(replacement)] = replacement
     path = tmp_path_factory.mktemp("damage") / "events.jsonl"
     path.write_bytes(content)
     problems: list[str] = []
@@ -492,8 +515,8 @@ def test_a_damaged_events_file_costs_its_damaged_lines(
         point_of(event.kind, event.fields, wall_s=event.wall_ns / 1e9)
 
 
-def test_steps_that_a_resumed_run_does_again_are_shown_once(tmp_path: Path) -> None:
-    """A file in which steps 0 to 5 stand, then a resume at 2 and steps 3 to 6: the last of each."""
+def test_repeated_steps_of_a_resumed_run_are_shown_once(tmp_path: Path) -> None:
+    """Steps 0 to 5, a resume at step 2, then steps 3 to 6: the newest value of each."""
     lines: list[dict[str, Any]] = [
         {"time_s": 100.0 + n, "kind": "step", "step": n, "loss": float(n)} for n in range(6)
     ]
@@ -503,14 +526,14 @@ def test_steps_that_a_resumed_run_does_again_are_shown_once(tmp_path: Path) -> N
     ]
     path = tmp_path / "events.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = [str(path), "--to", f"tensorboard={tmp_path / 'tb'}", "--name", "x"]
-    subprocess.run([*COMMAND, *given], capture_output=True, check=True)
-    again = [(step, value) for step, value, _ in scalars(tmp_path / "tb" / "x")]
-    assert again == [(n, float(n)) for n in range(3)] + [(n, 10.0 + n) for n in range(3, 7)]
+    arguments = [str(path), "--to", f"tensorboard={tmp_path / 'tb'}", "--name", "x"]
+    subprocess.run([*COMMAND, *arguments], capture_output=True, check=True)
+    loss_points = [(step, value) for step, value, _ in scalars(tmp_path / "tb" / "x")]
+    assert loss_points == [(n, float(n)) for n in range(3)] + [(n, 10.0 + n) for n in range(3, 7)]
 
 
-def test_a_run_that_begins_with_a_resume_keeps_the_step_of_its_checkpoint(tmp_path: Path) -> None:
-    """Steps up to the checkpoint stay, those behind it are done again."""
+def test_a_resume_keeps_steps_up_to_its_checkpoint(tmp_path: Path) -> None:
+    """Later steps are replaced when they are repeated."""
     for lines in (
         [("step", {"step": n, "loss": float(n)}) for n in range(6)],
         [("resume", {"step": 2}), ("step", {"step": 3, "loss": 13.0})],
@@ -518,5 +541,5 @@ def test_a_run_that_begins_with_a_resume_keeps_the_step_of_its_checkpoint(tmp_pa
         with Tracker(TensorBoard(tmp_path), system_interval_s=None) as log:
             for kind, fields in lines:
                 log(kind, fields)
-    found = [(step, value) for step, value, _ in scalars(tmp_path)]
-    assert found == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0)]
+    loss_points = [(step, value) for step, value, _ in scalars(tmp_path)]
+    assert loss_points == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0)]

@@ -1,4 +1,4 @@
-"""A training script that knows nothing of ms-profile: the tests run it unchanged."""
+"""A training script without any reference to ms-profile; the tests run it unmodified."""
 # ruff: noqa: T201 - a script prints
 
 import argparse
@@ -28,7 +28,7 @@ if options.on_accelerator:
 
 
 class Block(nn.Module):
-    """Two layers, so that there is something inside a block."""
+    """Two layers, so that a block has inner modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.down = nn.Linear(options.width, options.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, W) to (B, W)."""
+        """Map (B, W) to (B, W)."""
         return x + self.down(torch.relu(self.up(x)))
 
 
@@ -48,14 +48,14 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, W) to (B, W)."""
+        """Map (B, W) to (B, W)."""
         for layer in self.layers:
             x = layer(x)
         return x
 
 
 def build() -> nn.Module:
-    """Build the model, split as asked."""
+    """Build the model with the selected parallelism."""
     torch.manual_seed(0)
     model: nn.Module = Net().to(device)
     if options.parallel == "ddp":
@@ -70,7 +70,7 @@ def build() -> nn.Module:
 
 
 def train() -> None:
-    """Train for the steps asked for."""
+    """Train for the number of steps in the options."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batches = DataLoader(torch.randn(4 * options.steps, options.width), batch_size=4)  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def train() -> None:
 
 
 def end_early() -> None:
-    """End as asked, one step before the last."""
+    """End as in the options, one step before the last."""
     if options.end == "raise":
         raise RuntimeError("the script fails here")
     if options.end == "exit":
@@ -104,13 +104,13 @@ if __name__ == "__main__":
     if options.parallel != "none":
         dist.init_process_group(dist.get_default_backend_for_device(device))
     if options.own_profiler:
-        with torch.profiler.profile() as own:
+        with torch.profiler.profile() as profiler:
             train()
-        print("own profiler saw", len(own.key_averages()) > 5)
+        print("own profiler saw", len(profiler.key_averages()) > 5)
     else:
         train()
     if options.parallel != "none":
-        # Ranks leave together; a group that is torn down under a peer aborts the process.
+        # Ranks leave together; destroying a group while a peer still uses it aborts the process.
         dist.barrier()
         time.sleep(0.2)
         dist.destroy_process_group()
