@@ -182,7 +182,7 @@ def seconds(step: Callable[[], None], steps: int) -> float:
 
 
 def overhead(training: Training, name: str, folder: Path, steps: int) -> list[Row]:
-    """Compare plain steps, recorded ones, and steps inside torch.profiler, alternating; wall time."""
+    """Compare wall times of plain, recorded and torch.profiler steps, alternating."""
     seconds(training.step, 3)
     plain, recorded, traced = [], [], []
     for number in range(8):
