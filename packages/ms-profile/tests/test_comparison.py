@@ -36,7 +36,7 @@ def step_series(random: np.random.Generator, steps: int, scale: float = 1.0) -> 
 
 @pytest.mark.parametrize("steps", [8, 16, 40])
 def test_equal_runs_are_reported_as_regressions_in_at_most_5_percent(steps: int) -> None:
-    """Of 400 A/A pairs that also vary by 1% from run to run, at most 5% are called slower."""
+    """At most 5% of 400 A/A pairs are called slower when runs also vary by 1%."""
     random = np.random.default_rng(steps)
     regressions = 0
     for _ in range(400):
