@@ -13,10 +13,11 @@ from .errors import (
     NonFiniteError,
     NothingToLearnError,
     RewardError,
+    ServerError,
     WriteError,
 )
 from .generation.generator import LocalGenerator
-from .generation.responses import Generator, Responses
+from .generation.responses import Generator, Responses, RolloutEngine
 from .generation.sampling import Sampling
 from .lora.adapters import AdaptedModel, LoraOptions, add_lora
 from .lora.loading import load_lora
@@ -27,6 +28,7 @@ from .models.reward_model import RewardModel
 from .rewards.sandbox import Limits
 from .rewards.scoring import Reward, Sample
 from .rewards.verifiable import ExactMatch, Numeric, PythonParses, PythonTests
+from .rollouts.vllm.options import VllmOptions
 from .streams.task_sampler import TaskOptions
 from .trainers.dpo import DPOTrainer
 from .trainers.grpo import GRPOTrainer
@@ -71,11 +73,14 @@ __all__ = [
     "RewardModel",
     "RewardOptions",
     "RewardTrainer",
+    "RolloutEngine",
     "SFTOptions",
     "SFTTrainer",
     "Sample",
     "Sampling",
+    "ServerError",
     "TaskOptions",
+    "VllmOptions",
     "WriteError",
     "__version__",
     "add_lora",

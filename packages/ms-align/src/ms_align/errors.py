@@ -50,3 +50,9 @@ class WriteError(CheckpointError):
 
 class FolderError(CheckpointError):
     """Output folder that is locked by another process or belongs to another run."""
+
+
+class ServerError(AlignError, RuntimeError):
+    """Rollout server that cannot be reached, failed, or gave an unusable answer."""
+
+    exit_code: ClassVar[int] = 1

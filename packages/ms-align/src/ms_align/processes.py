@@ -36,6 +36,15 @@ def any_of(flag: bool) -> bool:
     return bool(flags.item())
 
 
+def broadcast(values: torch.Tensor) -> torch.Tensor:
+    """Return the first process's tensor; all processes pass the same shape. Collective."""
+    if count() == 1:
+        return values
+    sent = values.to(exchange_device())
+    dist.broadcast(sent, src=0)
+    return sent.cpu()
+
+
 def pad_to_ranks(rows: Sequence[T], ranks: int) -> list[T]:
     """Repeat the last row until the number of rows is a multiple of `ranks`."""
     return [*rows, *[rows[-1]] * (-len(rows) % ranks)]

@@ -1,7 +1,7 @@
 """`ms-align generate`: write responses to prompts, as JSON Lines with tokens and logprobs."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from attrs import field, fields, frozen
@@ -15,9 +15,12 @@ from ms_align.generation.generator import LocalGenerator
 from ms_align.generation.responses import Responses
 from ms_align.generation.sampling import Sampling, token_ids
 from ms_align.generation.stops import resolve_tokenizer, with_stops
+from ms_align.models.folder import vocabulary_of
 from ms_align.rollouts.prompts import Prompt, read_prompts
+from ms_align.rollouts.vllm.client import VllmClient
+from ms_align.rollouts.vllm.options import VllmOptions, check_generator, vllm_options
 from ms_align.seeds import LARGEST_SEED
-from ms_align.settings import integer, valid_path
+from ms_align.settings import integer, one_of, valid_path
 from ms_align.settings.run_file import build
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import check_same_tokenizer, files_of
@@ -39,6 +42,18 @@ class Generation(Sampling, DeviceOptions):
     """JSON Lines file to write."""
     num_generations: int = field(default=1, validator=integer())
     """Responses per prompt."""
+    generator: Literal["policy", "vllm"] = field(
+        default="policy", validator=one_of("policy", "vllm")
+    )
+    """Where responses are generated: `policy` for the model in this process, or `vllm` for vLLM
+    servers, which must already serve it unless `vllm.python` starts one."""
+    vllm: VllmOptions | None = field(
+        default=None,
+        converter=vllm_options,
+        validator=check_generator,
+        metadata={"table": VllmOptions},
+    )
+    """Servers of `generator = "vllm"`."""
     max_num_seqs: int = field(default=64, validator=integer())
     """Responses generated at the same time."""
     seed: int = field(default=0, validator=integer(minimum=0, maximum=LARGEST_SEED))
@@ -67,17 +82,8 @@ def generate(
     sampling_settings = {item.name: getattr(options, item.name) for item in fields(Sampling)}
     sampling = Sampling(**{**sampling_settings, "stop_token_ids": options.stop_token_ids or ()})
     sampling = with_stops(sampling, options.stop_token_ids, tokenizer, files)
-    generator = LocalGenerator(
-        open_model(options.model, device=options.device),
-        max_num_seqs=options.max_num_seqs,
-        decode=tokenizer.decode,
-    )
-    responses = generator(
-        [prompt.tokens for prompt in prompts],
-        sampling,
-        count=options.num_generations,
-        seed=options.seed,
-    )
+    tokens = [prompt.tokens for prompt in prompts]
+    responses = _responses(options, tokens, sampling, tokenizer)
     _write(Path(options.output_path), prompts, responses, tokenizer, options.num_generations)
     count, stopped = len(responses.lengths), int(responses.stopped.sum())
     print(
@@ -96,6 +102,29 @@ def generate(
     }
 
 
+def _responses(
+    options: Generation, prompts: list[Any], sampling: Sampling, tokenizer: Tokenizer
+) -> Responses:
+    """Generate in this process or with vLLM servers."""
+    count, seed, decode = options.num_generations, options.seed, tokenizer.decode
+    if options.vllm is None:
+        model = open_model(options.model, device=options.device)
+        generator = LocalGenerator(model, max_num_seqs=options.max_num_seqs, decode=decode)
+        return generator(prompts, sampling, count=count, seed=seed)
+    client = VllmClient(
+        options.vllm,
+        vocabulary=vocabulary_of(options.model),
+        max_num_seqs=options.max_num_seqs,
+        log_path=Path(f"{options.output_path}.vllm-server.log"),
+        decode=decode,
+    )
+    try:
+        client.open(Path(options.model))
+        return client(prompts, sampling, count=count, seed=seed)
+    finally:
+        client.close()
+
+
 def _write(
     path: Path,
     prompts: list[Prompt],
@@ -103,15 +132,18 @@ def _write(
     tokenizer: Tokenizer,
     num_generations: int,
 ) -> None:
+    # A server only knows the log-probabilities of the distribution that it samples from.
+    in_process = responses.logprobs is not None
+    logprobs = responses.logprobs if in_process else responses.sampling_logprobs
+    assert logprobs is not None
     lines = []
     for row in range(len(responses.lengths)):
         prompt, tokens = prompts[row // num_generations], responses.row(row)
-        assert responses.logprobs is not None
         record = {
             "prompt": prompt.text,
             "response": tokenizer.decode(tokens),
             "tokens": tokens,
-            "logprobs": responses.logprobs[row, : len(tokens)].tolist(),
+            "logprobs": logprobs[row, : len(tokens)].tolist(),
             "stopped": bool(responses.stopped[row]),
         }
         lines.append(msgspec.json.encode(record))

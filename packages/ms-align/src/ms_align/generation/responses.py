@@ -1,4 +1,4 @@
-"""Responses of a generator, and the Generator protocol.
+"""Responses of a generator, and the protocols of generators.
 
 Shapes: N responses, T longest response.
 """
@@ -27,6 +27,8 @@ class Responses:
     """(N, T) float32, log-probabilities under the truncated distribution that was sampled from."""
     stopped: Tensor
     """(N,) bool: ended by a stop token or string rather than at the maximum length."""
+    versions: Tensor | None = None
+    """(N, T) int64, version of the weights that sampled each token. None: not recorded."""
 
     def row(self, index: int) -> list[int]:
         """Return the token ids of one response."""
@@ -40,3 +42,25 @@ class Generator(Protocol):
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
     ) -> Responses:
         """Generate `count` responses per prompt; the same seed gives the same responses."""
+
+
+class RolloutEngine(Protocol):
+    """Generates the responses that a policy is trained on, with the policy's newest weights."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
+    ) -> Responses:
+        """Generate `count` responses per prompt of this data rank. Collective.
+
+        All data ranks have the same number of prompts; responses to a prompt are adjacent.
+        """
+
+    def update_weights(self, version: int) -> None:
+        """Use the policy's current weights from now on. Collective.
+
+        Args:
+            version: number of the policy's updates so far, which `Responses.versions` repeat.
+        """
+
+    def close(self) -> None:
+        """Release processes and connections."""

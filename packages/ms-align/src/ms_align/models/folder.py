@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -237,17 +238,27 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
 
 def experts_of(model: Any) -> int | None:
     """Return the number of routed experts of a model or model folder; None for dense models."""
+    counts = _config_counts(model, ("n_routed_experts", "num_local_experts", "num_experts"))
+    return next((count for count in counts if count > 1), None)
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """Return the vocabulary size in the configuration of a model or model folder, if it has one."""
+    return next(_config_counts(model, ("vocab_size",)), None)
+
+
+def _config_counts(model: Any, names: Sequence[str]) -> Iterator[int]:
+    """Yield the integers under some names in a model's configuration."""
     config: Any = getattr(model, "config", None)
     if isinstance(model, str | Path):
         path = Path(model) / "config.json"
         config = read_json(path, dict[str, Any], error=ModelError) if path.is_file() else None
     # Multimodal models have the language model's settings in text_config.
     for section in (config, _value(config, "text_config")):
-        for name in ("n_routed_experts", "num_local_experts", "num_experts"):
+        for name in names:
             count = _value(section, name)
-            if isinstance(count, int) and count > 1:
-                return count
-    return None
+            if isinstance(count, int):
+                yield count
 
 
 def _value(config: Any, name: str) -> Any:

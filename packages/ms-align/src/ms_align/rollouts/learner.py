@@ -13,8 +13,9 @@ from torch import Tensor
 from ms_align import processes
 from ms_align.engines.protocol import Engine, StepReport
 from ms_align.engines.reference import Reference
-from ms_align.errors import ConfigError, NothingToLearnError
-from ms_align.generation.responses import Generator, Responses
+from ms_align.errors import ConfigError, NothingToLearnError, ServerError
+from ms_align.generation.responses import Responses, RolloutEngine
+from ms_align.losses.importance import importance_weights
 from ms_align.losses.protocol import IGNORED
 from ms_align.rollouts.algorithm import Algorithm
 from ms_align.rollouts.experience import Experience, Scoring, shaped_scores
@@ -48,7 +49,7 @@ class RolloutLearner:
     value: Engine | None
     """Engine with the value head: the policy, a separate engine, or None."""
     reference: Reference | None
-    generator: Generator
+    engine: RolloutEngine
     scoring: Scoring
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
@@ -65,6 +66,14 @@ class RolloutLearner:
 
     def __attrs_post_init__(self) -> None:
         self.kl_coeff = self.options.kl_coeff
+
+    @property
+    def version(self) -> int:
+        """Version of the policy's weights: the number of updates so far."""
+        options = self.options
+        size = options.minibatch_size or options.batch_size
+        per_rollout = options.epochs * (options.batch_size // size)
+        return self.rollouts * per_rollout - len(self.minibatches)
 
     def update(self, log: RunLog) -> tuple[StepReport, Mapping[str, float]]:
         """Update the weights once; collect a new rollout first if the current one is used up."""
@@ -166,6 +175,7 @@ class RolloutLearner:
         responses = self._generate(local, count=options.num_generations, seed=seed)
         # old and reference log-probs, values
         rows = self._prepare(local, responses, max(len(prompt.tokens) for prompt in prompts))
+        sampler_weights, sampler_metrics = self._compare_sampler(rows)
         all_responses = gather_responses(self.policy, responses)
         # (N,) = prompts x num_generations, like the responses
         repeated = [prompt for prompt in prompts for _ in range(options.num_generations)]
@@ -193,8 +203,14 @@ class RolloutLearner:
         # Otherwise the loss has the KL term, and rewards are left alone.
         coefficient = self.kl_coeff if options.kl_in == "reward" else 0.0
         self.buffer = {**rows, **self.algorithm.advantages(experience, coefficient)}
+        if sampler_weights is not None:
+            # Scales each token's policy loss, as the weight is positive. The value loss and the KL
+            # term are left alone, as in TRL.
+            self.buffer["advantages"] = self.buffer["advantages"] * sampler_weights
+        self._log_rollout(
+            experience, all_responses, scores.total, scores.parts, sampler_metrics, log
+        )
         self._split_minibatches(experience)
-        self._log_rollout(experience, all_responses, scores.total, scores.parts, log)
         for failure in scores.failures:
             log.event("reward_failure", {"rollout": self.rollouts, "problem": failure})
         # One sample per rollout is logged, a different one each time.
@@ -209,8 +225,9 @@ class RolloutLearner:
         self.rollouts += 1
 
     def _generate(self, prompts: Sequence[Prompt], *, count: int, seed: int) -> Responses:
+        self.engine.update_weights(self.version)
         tokens = [prompt.tokens for prompt in prompts]
-        return self.generator(tokens, self.options.sampling, count=count, seed=seed)
+        return self.engine.generate(tokens, self.options.sampling, count=count, seed=seed)
 
     def _prepare(
         self, prompts: Sequence[Prompt], responses: Responses, longest: int
@@ -231,6 +248,45 @@ class RolloutLearner:
         if self.value is not None:
             rows["old_values"] = values_of(self.value, rows)
         return gather_rows(self.policy, rows)
+
+    def _compare_sampler(self, rows: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
+        """Compare a rollout from servers with the policy; take its column out of `rows`.
+
+        Returns:
+            The weight π/μ of each token, (N, S), or None without a correction; and metrics of the
+            distance between sampler μ and policy π.
+        """
+        options = self.options
+        sampling_logprobs = rows.pop("sampling_logprobs", None)
+        # After top-k, top-p or min-p, a server's log-probabilities are those of the remaining
+        # tokens only, and the policy's cannot be compared with them.
+        if sampling_logprobs is None or options.sampling.truncates:
+            return None, {}
+        mask = rows["targets"] != IGNORED
+        log_ratios = (rows["old_logprobs"] - sampling_logprobs)[mask]  # of response tokens
+        difference = float(log_ratios.abs().mean())
+        if not difference <= options.max_logprob_difference:  # NaN fails too
+            raise ServerError(
+                f"rollout {self.rollouts}: log-probabilities of the rollout engine must be within "
+                f"max_logprob_difference = {options.max_logprob_difference:g} of the policy's and "
+                f"differ by {difference:.3g} per token; check that its servers run the policy's "
+                "model with --logprobs-mode processed_logprobs"
+            )
+        # k3 estimate of KL(μ || π) from tokens that μ sampled
+        kl = float((torch.expm1(log_ratios) - log_ratios).mean())
+        metrics = {"sampler_difference": difference, "sampler_kl": kl}
+        if not options.importance_sampling_correction:
+            return None, metrics
+        weights, is_limited = importance_weights(
+            rows["old_logprobs"],
+            sampling_logprobs,
+            mask,
+            mode=options.importance_sampling_mode,
+            clip_min=options.importance_sampling_clip_min,
+            clip_max=options.importance_sampling_clip_max,
+        )
+        metrics["sampler_clip_fraction"] = float(is_limited[mask].float().mean())
+        return weights, metrics
 
     def _check_rollout(self, experience: Experience, log: RunLog) -> None:
         """Check that a rollout has response tokens and, for group baselines, unequal rewards."""
@@ -288,13 +344,19 @@ class RolloutLearner:
         responses: Responses,
         scores: Tensor,
         parts: Mapping[str, Tensor],
+        sampler_metrics: Mapping[str, float],
         log: RunLog,
     ) -> None:
         valid = experience.valid
         divergence = experience.divergence().sum(1)  # KL per response, (N,)
-        self.metrics = {"reward": _mean(scores), "kl": _mean(divergence[valid])}
+        self.metrics = {
+            "reward": _mean(scores),
+            "kl": _mean(divergence[valid]),
+            **sampler_metrics,
+        }
         fields: dict[str, int | float | str] = {
             "rollout": self.rollouts,
+            "weight_version": self.version,
             **self.metrics,
             "shaped_reward": _mean(experience.scores),
             "reward_std": float(scores[valid].std(correction=0)),

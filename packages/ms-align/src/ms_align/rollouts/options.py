@@ -62,7 +62,29 @@ class RolloutOptions(Sampling):
     """Rollouts in a row with equal rewards in every group after which the run fails."""
     recompute_logprobs: bool = field(default=False, validator=flag)
     """Recompute rollout log-probabilities with a training forward pass; always done if the
-    generator does not return them."""
+    generator does not return the policy's."""
+    importance_sampling_correction: bool = field(default=True, validator=flag)
+    """Weight losses by the ratio of the policy's to the sampler's probabilities, for rollouts from
+    servers."""
+    importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = field(
+        default="sequence_mask",
+        validator=one_of("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    """Ratios of each `token` or `sequence`, and `truncate` or `mask` those outside the limits:
+    `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`."""
+    importance_sampling_clip_min: float | None = field(
+        default=None, validator=number(optional=True)
+    )
+    """Lower limit of these ratios. Default: none."""
+    importance_sampling_clip_max: float | None = field(
+        default=3.0, validator=number(minimum=1.0, optional=True)
+    )
+    """Upper limit of these ratios."""
+    max_logprob_difference: float = field(default=0.2, validator=number())
+    """Mean difference between the log-probabilities of the sampler and the policy, in nats per
+    token, above which the run fails, for rollouts from servers."""
     eval_samples: int = field(default=3, validator=integer(minimum=0))
     """Held-out samples shown at each evaluation."""
 
@@ -78,6 +100,17 @@ class RolloutOptions(Sampling):
                 f"batch_size {self.batch_size} must be divisible by num_generations"
                 f" {self.num_generations}; "
                 "change num_generations"
+            )
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        if low is not None and low > 1:
+            raise ConfigError(
+                f"importance_sampling_clip_min must be at most 1, the ratio of equal models, got "
+                f"{low}; lower it"
+            )
+        if low is None and high is None and self.importance_sampling_mode.endswith("truncate"):
+            raise ConfigError(
+                f"importance_sampling_mode={self.importance_sampling_mode!r} needs a limit; set "
+                "importance_sampling_clip_max"
             )
         if self.soft_punish_cache is not None and self.soft_punish_cache > self.max_new_tokens:
             raise ConfigError(

@@ -7,7 +7,6 @@ stored one position before the token. Shapes: N responses, S positions.
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ms_align import processes
@@ -36,7 +35,8 @@ def sequences(
 
     Returns:
         `tokens` and `targets` (N, S) int64, with targets -100 except at response tokens; and
-        `old_logprobs` (N, S) float32 if the generator returned log-probabilities.
+        `old_logprobs` (N, S) float32 if the generator returned the policy's log-probabilities, or
+        `sampling_logprobs` if it only returned those of its own model.
     """
     lengths = [
         len(prompt) + int(length)
@@ -46,19 +46,21 @@ def sequences(
     width = -(-(max(longest or 0, *lengths) - 1) // parts) * parts
     tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
     targets = torch.full((len(prompts), width), IGNORED)
-    old_logprobs = torch.zeros(len(prompts), width)
+    batch = {"tokens": tokens, "targets": targets}
+    # Those of a server may differ from the policy's in rounding, so they get another name.
+    source = responses.logprobs if responses.logprobs is not None else responses.sampling_logprobs
+    if source is not None:
+        name = "sampling_logprobs" if responses.logprobs is None else "old_logprobs"
+        batch[name] = torch.zeros(len(prompts), width)
     for row, prompt in enumerate(prompts):
         # targets[s] = sequence[s + 1]: the first response token is predicted at prompt_length - 1
         count, prompt_length = int(responses.lengths[row]), len(prompt)
         sequence = torch.cat((torch.as_tensor(prompt), responses.tokens[row, :count]))
         tokens[row, : len(sequence) - 1] = sequence[:-1]
         targets[row, prompt_length - 1 : prompt_length - 1 + count] = sequence[prompt_length:]
-        if responses.logprobs is not None:
-            old_logprobs[row, prompt_length - 1 : prompt_length - 1 + count] = responses.logprobs[
-                row, :count
-            ]
-    batch = {"tokens": tokens, "targets": targets}
-    return batch if responses.logprobs is None else {**batch, "old_logprobs": old_logprobs}
+        if source is not None:
+            batch[name][row, prompt_length - 1 : prompt_length - 1 + count] = source[row, :count]
+    return batch
 
 
 def samples_of(
@@ -152,10 +154,7 @@ def score_on_rank_zero(
             failure = error
     if processes.any_of(failure is not None):
         raise failure or RuntimeError("a reward failed on the first process; see its error message")
-    # The process group may have no CPU backend.
-    table = table.to(processes.exchange_device())
-    dist.broadcast(table, src=0)
-    table = table.cpu()
+    table = processes.broadcast(table)
     return Scores(
         total=table[0],
         parts=dict(zip(rewards, table[1:], strict=True)),

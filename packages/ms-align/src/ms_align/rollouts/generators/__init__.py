@@ -1,6 +1,7 @@
 """Rollout engines; the name of each module here is a value of the setting `generator`.
 
-A module defines `build(policy, *, max_num_seqs, decode)`, which returns a `Generator`.
+A module defines `build(policy, *, max_num_seqs, decode, vllm, folder)`, which returns a
+`RolloutEngine`.
 """
 
 import importlib
@@ -9,13 +10,13 @@ from collections.abc import Callable
 from typing import cast
 
 from ms_align.errors import ConfigError
-from ms_align.generation.responses import Generator
+from ms_align.generation.responses import RolloutEngine
 from ms_align.settings import nearest
 
-__all__ = ["build_generator"]
+__all__ = ["rollout_engine_builder"]
 
 
-def build_generator(name: str) -> Callable[..., Generator]:
+def rollout_engine_builder(name: str) -> Callable[..., RolloutEngine]:
     """Return the function that builds a rollout engine.
 
     Raises:
@@ -25,4 +26,4 @@ def build_generator(name: str) -> Callable[..., Generator]:
     if name not in names:
         raise ConfigError(f"generator {name!r} is unknown; {nearest(name, names)}")
     module = importlib.import_module(f"{__name__}.{name}")
-    return cast(Callable[..., Generator], module.build)
+    return cast(Callable[..., RolloutEngine], module.build)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ms_align.engines.protocol import Engine
 from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
 from ms_align.errors import ConfigError, ModelError
-from ms_align.generation.responses import Generator
+from ms_align.generation.responses import Generator, RolloutEngine
 from ms_align.generation.sampling import token_ids
 from ms_align.generation.stops import resolve_tokenizer, with_stops
 from ms_align.losses.protocol import Loss
@@ -27,10 +27,12 @@ from ms_align.models.folder import folder_of
 from ms_align.rewards.named import named_rewards, reward_folders
 from ms_align.rewards.scoring import rewards_of
 from ms_align.rollouts.experience import Experience, Scoring
-from ms_align.rollouts.generators import build_generator
+from ms_align.rollouts.generators import rollout_engine_builder
+from ms_align.rollouts.generators.policy import PolicyRollouts
 from ms_align.rollouts.learner import RolloutLearner
 from ms_align.rollouts.options import RolloutOptions
 from ms_align.rollouts.prompts import Prompt, prompts_checksum, read_prompts
+from ms_align.rollouts.vllm.options import VllmOptions, check_generator, vllm_options
 from ms_align.run.initial_weights import model_name, weights_checksum
 from ms_align.run.loop import Notice, Result
 from ms_align.settings import integer, valid_path
@@ -65,8 +67,15 @@ class OnlineTrainer(RolloutOptions, Trainer):
     stop_token_ids: Any = field(default=None, converter=optional(token_ids))
     """Token ids that end a response. Default: the end-of-text tokens of the model."""
     generator: Any = "policy"
-    """Rollout engine: `policy` for the policy's own engine, or another module of
-    `ms_align.rollouts.generators`; in Python also any `Generator`."""
+    """Rollout engine: `policy` for the policy's own engine, or `vllm` for vLLM servers; in Python
+    also any `Generator`."""
+    vllm: VllmOptions | None = field(
+        default=None,
+        converter=vllm_options,
+        validator=check_generator,
+        metadata={"table": VllmOptions},
+    )
+    """Servers of `generator = "vllm"`."""
     max_num_seqs: int = field(default=64, validator=integer())
     """Responses generated at the same time."""
     steps: int = field(default=100, validator=integer())
@@ -134,14 +143,17 @@ class OnlineTrainer(RolloutOptions, Trainer):
             "dataset": dataset,
             "prompts": prompts_checksum(prompts),
         }
-        return self.run(
-            learner,
-            policy,
-            steps=self.steps,
-            identity=identity,
-            tokenizer=lambda: files,
-            notices=self._prompt_notices(learner),
-        )
+        try:
+            return self.run(
+                learner,
+                policy,
+                steps=self.steps,
+                identity=identity,
+                tokenizer=lambda: files,
+                notices=self._prompt_notices(learner),
+            )
+        finally:
+            learner.engine.close()
 
     def _prompt_notices(self, learner: RolloutLearner) -> list[Notice]:
         """Build the notices about the prompts and missing held-out prompts."""
@@ -219,7 +231,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
             policy=policy,
             value=value,
             reference=reference,
-            generator=self._generator(policy, tokenizer),
+            engine=self._rollout_engine(policy, tokenizer),
             scoring=Scoring(
                 rewards=rewards,
                 tokenizer=tokenizer,
@@ -266,17 +278,20 @@ class OnlineTrainer(RolloutOptions, Trainer):
             reference = self.policy_model  # a sharded model is not copied but loaded a second time
         return reference_of(reference, policy, partial(self.start_engine, trained=False))
 
-    def _generator(self, policy: Engine, tokenizer: Tokenizer | None) -> Generator:
-        decode = tokenizer.decode if tokenizer else None
+    def _rollout_engine(self, policy: Engine, tokenizer: Tokenizer | None) -> RolloutEngine:
         if isinstance(self.generator, str):
-            return build_generator(self.generator)(
-                policy, max_num_seqs=self.max_num_seqs, decode=decode
+            return rollout_engine_builder(self.generator)(
+                policy,
+                max_num_seqs=self.max_num_seqs,
+                decode=tokenizer.decode if tokenizer else None,
+                vllm=self.vllm,
+                folder=self.run_dir,
             )
         if not callable(self.generator):
             raise ConfigError(
                 f"generator must be a name or a callable, got {self.generator!r}; use 'policy'"
             )
-        return cast(Generator, self.generator)
+        return PolicyRollouts(cast(Generator, self.generator))
 
     def _tokenizer(self) -> Tokenizer | None:
         tokenizer = resolve_tokenizer(self.tokenizer, self.policy_model)

@@ -1,0 +1,204 @@
+"""Rollouts by vLLM servers, which get the policy's weights before they generate.
+
+The first process speaks to the servers and broadcasts the responses. Prompts are numbered over all
+data ranks, so the same seed gives the same requests under every layout.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ms_align import processes
+from ms_align.engines.protocol import Engine
+from ms_align.errors import ServerError
+from ms_align.files.durable import writing
+from ms_align.generation.responses import Responses
+from ms_align.generation.sampling import Sampling
+from ms_align.generation.stops import Decode
+from ms_align.rollouts.rows import logprobs_of
+from ms_align.rollouts.vllm.client import VllmClient
+from ms_align.rollouts.vllm.options import VllmOptions
+
+PROBE_TOKENS = 33
+"""Length of the sequence that servers and policy score after each weight update."""
+
+
+class VllmRollouts:
+    """Rollouts by vLLM servers.
+
+    Args:
+        policy: engine of the policy.
+        client: connection to the servers; used by the first process only.
+        weights_dir: folder for new weights, which the servers read.
+    """
+
+    def __init__(self, policy: Engine, client: VllmClient, *, weights_dir: Path) -> None:
+        self.policy = policy
+        self.client = client
+        self.weights_dir = weights_dir
+        self.version: int | None = None
+        self._weights: Path | None = None
+        self._probe_logprobs: Tensor | None = None
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
+    ) -> Responses:
+        """Generate `count` responses per prompt of this data rank. Collective.
+
+        Raises:
+            DataError: a prompt does not fit the servers' context or vocabulary.
+            ServerError: a server failed, or gave an unusable answer.
+        """
+        assert self.version is not None  # update_weights comes first
+        all_prompts = _gather_prompts(self.policy, prompts)
+        rows, width = len(all_prompts) * count, sampling.max_new_tokens
+        tokens = torch.zeros(rows, width, dtype=torch.int64)
+        logprobs = torch.zeros(rows, width)
+        lengths = torch.zeros(rows, dtype=torch.int64)
+        stopped = torch.zeros(rows, dtype=torch.int64)
+
+        def sample() -> None:
+            responses = self.client(all_prompts, sampling, count=count, seed=seed)
+            assert responses.sampling_logprobs is not None
+            tokens.copy_(responses.tokens)
+            logprobs.copy_(responses.sampling_logprobs)
+            lengths.copy_(responses.lengths)
+            stopped.copy_(responses.stopped)
+
+        _on_first_process(sample)
+        tokens, logprobs, lengths, stopped = map(
+            processes.broadcast, (tokens, logprobs, lengths, stopped)
+        )
+        local = processes.rows_of_rank(rows, self.policy.data_rank, self.policy.data_ranks)
+        return Responses(
+            tokens=tokens[local],
+            lengths=lengths[local],
+            logprobs=None,
+            sampling_logprobs=logprobs[local],
+            stopped=stopped[local].bool(),
+            versions=torch.full_like(tokens[local], self.version),
+        )
+
+    def update_weights(self, version: int) -> None:
+        """Save the policy's weights and load them into all servers. Collective.
+
+        A weight update that a server reports as done but did not make is found by scoring a fixed
+        sequence with the servers and the policy.
+
+        Raises:
+            WriteError: the weights cannot be saved.
+            ServerError: a server failed, or kept the old weights.
+        """
+        if version == self.version:
+            return
+        folder = self.weights_dir / f"version-{version}"
+        if processes.rank() == 0:
+            with writing(self.weights_dir):
+                shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+                self.weights_dir.mkdir(parents=True, exist_ok=True)
+        processes.barrier()
+        self.policy.save(folder)
+        probe, logprobs = self._score_probe()
+
+        def load() -> None:
+            if self.version is None:
+                self.client.open()
+            self.client.load_weights(folder, version)
+            self._check_weights(probe, logprobs, version)
+
+        _on_first_process(load)
+        if processes.rank() == 0 and self._weights is not None:
+            shutil.rmtree(self._weights, ignore_errors=True)
+        self._weights, self._probe_logprobs, self.version = folder, logprobs, version
+
+    def close(self) -> None:
+        """Abort requests, stop a server that was started here, and delete the saved weights."""
+        self.client.close()
+        if processes.rank() == 0 and self._weights is not None:
+            shutil.rmtree(self._weights, ignore_errors=True)
+
+    def _score_probe(self) -> tuple[list[int], Tensor | None]:
+        """Score the probe with the policy; return its tokens and their log-probabilities, (S,)."""
+        vocabulary = self.policy.vocabulary_size
+        if vocabulary is None:
+            return [], None
+        parts = self.policy.row_parts
+        positions = -(-(PROBE_TOKENS - 1) // parts) * parts
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.randint(vocabulary, (positions + 1,), generator=generator)
+        row = {"tokens": probe[None, :-1], "targets": probe[None, 1:]}
+        return probe.tolist(), logprobs_of(self.policy, row, temperature=1.0)[0].cpu()
+
+    def _check_weights(self, probe: list[int], logprobs: Tensor | None, version: int) -> None:
+        """Check that no server scores the probe as the policy did before its last updates.
+
+        The comparison needs no tolerance: with new weights, the servers' rounding is on both sides;
+        with old ones, only the distance to the new log-probabilities has the update in it.
+        """
+        if logprobs is None or self._probe_logprobs is None:
+            return
+        for server, server_logprobs in self.client.score(probe).items():
+            scores = torch.tensor(server_logprobs)
+            to_new = float((scores - logprobs).abs().mean())
+            to_old = float((scores - self._probe_logprobs).abs().mean())
+            if to_new > 2 * to_old:
+                raise ServerError(
+                    f"{server} must have the weights of version {version} and still has those of "
+                    f"version {self.version}: its log-probabilities differ by {to_new:.2g} from "
+                    f"the new and {to_old:.2g} from the old ones; restart it"
+                )
+
+
+def build(
+    policy: Engine,
+    *,
+    max_num_seqs: int,
+    decode: Decode | None,
+    vllm: VllmOptions,
+    folder: Path,
+) -> VllmRollouts:
+    """Generate with vLLM servers.
+
+    Args:
+        policy: engine of the policy.
+        max_num_seqs: responses generated at the same time, over all servers.
+        decode: converts tokens to text; needed for stop strings only.
+        vllm: servers and weight updates.
+        folder: the run's output folder.
+    """
+    weights_dir = vllm.weights_dir or folder / "vllm"
+    client = VllmClient(
+        vllm,
+        vocabulary=policy.vocabulary_size,
+        max_num_seqs=max_num_seqs,
+        log_path=folder / "vllm-server.log",
+        decode=decode,
+    )
+    return VllmRollouts(policy, client, weights_dir=weights_dir.absolute())
+
+
+def _gather_prompts(policy: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the prompts of all data ranks, in rank order; each rank has the same number."""
+    if policy.data_ranks == 1:
+        return [list(prompt) for prompt in prompts]
+    lengths = policy.gather(torch.tensor([len(prompt) for prompt in prompts]))
+    padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = torch.as_tensor(prompt)
+    rows = policy.gather(padded)
+    return [row[:length].tolist() for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def _on_first_process(action: Callable[[], None]) -> None:
+    """Run an action on the first process; if it fails, raise on all. Collective."""
+    failure: Exception | None = None
+    if processes.rank() == 0:
+        try:
+            action()
+        except Exception as error:  # raised below, after the other processes know
+            failure = error
+    if processes.any_of(failure is not None):
+        raise failure or ServerError("a rollout failed on the first process; see its error message")

@@ -1,0 +1,207 @@
+"""Generation with one or several vLLM servers, without a policy in this process."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ms_align.errors import DataError, ServerError
+from ms_align.generation.responses import Responses
+from ms_align.generation.sampling import Sampling
+from ms_align.generation.stops import Decode, first_stop
+from ms_align.rollouts.vllm.connection import Connection, ConnectionLostError
+from ms_align.rollouts.vllm.local_server import LocalServer
+from ms_align.rollouts.vllm.options import VllmOptions
+from ms_align.rollouts.vllm.server import SampledResponse, Server
+
+T = TypeVar("T")
+MAX_WAIT_S = 60.0
+"""Longest wait between two attempts."""
+
+
+class VllmClient:
+    """Generates responses with vLLM servers.
+
+    Prompts are spread evenly over the servers. A prompt whose request failed on the way is sent
+    again, to the next server if there are several; its seed makes the repeated request equal.
+
+    Args:
+        options: addresses, or the Python to start a server with, and limits.
+        vocabulary: vocabulary size of the policy; None skips the check of token ids.
+        max_num_seqs: responses generated at the same time, over all servers.
+        log_path: file for the output of a server that is started here.
+        decode: converts tokens to text; needed for stop strings only.
+    """
+
+    def __init__(
+        self,
+        options: VllmOptions,
+        *,
+        vocabulary: int | None,
+        max_num_seqs: int,
+        log_path: Path,
+        decode: Decode | None = None,
+    ) -> None:
+        self.options = options
+        self.vocabulary = vocabulary
+        self.max_num_seqs = max_num_seqs
+        self.decode = decode
+        self._closing = threading.Event()
+        self.servers: list[Server] = [
+            Server(
+                Connection(url, key_variable=options.api_key_env, timeout_s=options.timeout_s),
+                name=options.model,
+                vocabulary=vocabulary,
+            )
+            for url in options.addresses
+        ]
+        if options.python is not None:
+            self.servers = [LocalServer(options, vocabulary=vocabulary, log_path=log_path)]
+
+    def open(self, model_folder: Path | None = None) -> None:
+        """Connect to the servers, or start one with the model in a folder.
+
+        Raises:
+            ConfigError: a server does not offer the model.
+            ServerError: a server does not answer or start.
+        """
+        for server in self.servers:
+            if not isinstance(server, LocalServer):
+                self._with_retries(lambda server: server.open(), [server])
+            elif model_folder is not None:
+                server.start(model_folder)
+
+    def load_weights(self, folder: Path, version: int) -> None:
+        """Load weights from a folder into every server.
+
+        Raises:
+            ServerError: a server cannot load them.
+        """
+        for server in self.servers:
+            self._with_retries(lambda server: server.load_weights(folder, version), [server])
+
+    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+        """Return the log-probability of each token after the first, by server.
+
+        Raises:
+            ServerError: a server failed, or gave an unusable answer.
+        """
+        return {
+            str(server): self._with_retries(lambda server: server.score(tokens), [server])
+            for server in self.servers
+        }
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int = 1, seed: int = 0
+    ) -> Responses:
+        """Generate `count` responses per prompt; responses to a prompt are adjacent.
+
+        `logprobs` is None; `sampling_logprobs` are the servers'.
+
+        Raises:
+            DataError: a prompt is empty, too long or has a token outside the vocabulary.
+            ServerError: a server failed `retries` + 1 times, or gave an unusable answer.
+        """
+        self._check(prompts, sampling)
+        workers = max(1, min(self.max_num_seqs // count, len(prompts)))
+        with ThreadPoolExecutor(workers, thread_name_prefix="vllm") as pool:
+            futures = [
+                pool.submit(self._respond, index, prompt, sampling, count, seed)
+                for index, prompt in enumerate(prompts)
+            ]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failure = next((f.exception() for f in futures if f in done and f.exception()), None)
+            if failure is not None:
+                # The others are aborted, so that the run ends now and not after their time limit.
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.close()
+                raise failure
+        return self._responses(
+            [response for future in futures for response in future.result()], sampling
+        )
+
+    def close(self) -> None:
+        """Abort the requests in progress and stop a server that was started here."""
+        self._closing.set()
+        for server in self.servers:
+            server.close()
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Check prompts here, as a bad one ends the engine of vLLM 0.32."""
+        if not prompts:
+            raise DataError("prompts are empty; pass at least one prompt")
+        contexts = [server.context for server in self.servers if server.context is not None]
+        context = min(contexts, default=None)
+        for index, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise DataError(f"prompt {index} is empty; every prompt needs at least one token")
+            if context is not None and len(prompt) + sampling.max_new_tokens > context:
+                raise DataError(
+                    f"prompt {index} has {len(prompt)} tokens, which with max_new_tokens = "
+                    f"{sampling.max_new_tokens} exceeds the server's context of {context}; shorten "
+                    "it, lower max_new_tokens, or start the server with a larger --max-model-len"
+                )
+            limit = self.vocabulary
+            if min(prompt) < 0 or (limit is not None and max(prompt) >= limit):
+                raise DataError(
+                    f"prompt {index} has a token outside the vocabulary of {limit}; use the "
+                    "model's tokenizer"
+                )
+
+    def _respond(
+        self, index: int, prompt: Sequence[int], sampling: Sampling, count: int, seed: int
+    ) -> list[SampledResponse]:
+        first = index % len(self.servers)
+        return self._with_retries(
+            lambda server: server.generate(
+                prompt, sampling, count=count, seed=_request_seed(seed, index)
+            ),
+            [*self.servers[first:], *self.servers[:first]],
+        )
+
+    def _with_retries(self, request: Callable[[Server], T], servers: Sequence[Server]) -> T:
+        """Send a request; repeat it, on the next server in turn, if it failed on the way."""
+        attempts = self.options.retries + 1
+        for attempt in range(attempts):
+            server = servers[attempt % len(servers)]
+            try:
+                if attempt:
+                    server.recover()
+                return request(server)
+            except ConnectionLostError as error:
+                delay_s = min(self.options.retry_wait_s * 2**attempt, MAX_WAIT_S)
+                # The wait ends at once when the client is closed.
+                if attempt + 1 == attempts or self._closing.wait(delay_s):
+                    raise ServerError(f"{error} (attempts: {attempt + 1})") from error
+        raise AssertionError("unreachable")
+
+    def _responses(self, sampled: list[SampledResponse], sampling: Sampling) -> Responses:
+        """Build padded tensors; cut responses after their first stop string."""
+        longest = sampling.max_new_tokens
+        tokens = torch.zeros(len(sampled), longest, dtype=torch.int64)
+        logprobs = torch.zeros(len(sampled), longest)
+        lengths, stopped = [], []
+        for row, response in enumerate(sampled):
+            end = first_stop(response.tokens, sampling, self.decode)
+            length = len(response.tokens) if end is None else end
+            tokens[row, :length] = torch.tensor(response.tokens[:length])
+            logprobs[row, :length] = torch.tensor(response.logprobs[:length])
+            lengths.append(length)
+            stopped.append(end is not None)
+        return Responses(
+            tokens=tokens,
+            lengths=torch.tensor(lengths),
+            logprobs=None,
+            sampling_logprobs=logprobs,
+            stopped=torch.tensor(stopped),
+        )
+
+
+def _request_seed(seed: int, index: int) -> int:
+    """Return the seed of the first response to a prompt; below 2^62, and vLLM adds up to `n`."""
+    digest = sha256(f"vllm {seed} {index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2

@@ -1,0 +1,291 @@
+"""Requests to a vLLM server: sampling, scoring and new weights.
+
+Every answer is checked before it is used, as a response with a foreign token or a wrong
+log-probability would be trained on without any other sign.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from attrs import frozen
+
+from ms_align.errors import ConfigError, ServerError
+from ms_align.generation.sampling import Sampling
+from ms_align.rollouts.vllm.connection import Connection, ConnectionLostError
+
+GENERATE = "/inference/v1/generate"
+ANSWER_BYTES = 1 << 16
+"""Bytes of an answer besides its tokens."""
+TOKEN_BYTES = 1 << 10
+"""Upper bound of the bytes per token in an answer; vLLM 0.32 needs about 200."""
+MAX_LOGPROB = 1e-3
+"""Largest log-probability that rounding explains."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _TokenLogprob(msgspec.Struct):
+    logprob: float
+    token_id: int | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_TokenLogprob] | None = None
+
+
+class _VersionSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_VersionSpan] | None = None
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice]
+    prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
+
+
+@frozen(kw_only=True)
+class SampledResponse:
+    """One response of a server."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Log-probability of each token under the distribution that it was sampled from."""
+    stopped: bool
+    """Ended by a stop token rather than at the maximum length."""
+
+
+class Server:
+    """A running server. Its requests may be sent from several threads.
+
+    Args:
+        connection: connection to the server.
+        name: name of the model; None for the only one that the server offers.
+        vocabulary: vocabulary size of the policy; None skips the check of token ids.
+    """
+
+    def __init__(self, connection: Connection, *, name: str | None, vocabulary: int | None) -> None:
+        self.connection = connection
+        self.name = name
+        self.vocabulary = vocabulary
+        self.context: int | None = None
+        """Maximum tokens of prompt and response, once `open` has asked for it."""
+        self.version: str | None = None
+        """Version of the weights that responses must come from; None accepts any."""
+
+    def __str__(self) -> str:
+        return self.connection.url
+
+    def open(self) -> None:
+        """Choose the model and read its context length.
+
+        Raises:
+            ConfigError: the server does not offer the model.
+            ServerError: it does not answer.
+        """
+        models = self.connection.get("/v1/models", _Models).data
+        names = [model.id for model in models]
+        if self.name is None and len(models) != 1:
+            raise ConfigError(f"{self} offers the models {names}; choose one with vllm.model")
+        chosen = next((model for model in models if self.name in (None, model.id)), None)
+        if chosen is None:
+            raise ConfigError(
+                f"{self} must offer the model {self.name!r} and offers {names}; correct vllm.model "
+                "or start a server with it"
+            )
+        self.name, self.context = chosen.id, chosen.max_model_len
+
+    def recover(self) -> None:
+        """Prepare for another attempt; a server that was started elsewhere is only asked again."""
+
+    def close(self) -> None:
+        """Abort the requests in progress."""
+        self.connection.close()
+
+    def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, count: int, seed: int
+    ) -> list[SampledResponse]:
+        """Sample responses to a prompt; response j has the seed `seed + j`.
+
+        Raises:
+            ConnectionLostError: the request failed and may be repeated.
+            ServerError: the answer is not usable.
+        """
+        params = {
+            # Everything is explicit, as a server may have other defaults.
+            "n": count,
+            "seed": seed,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or 0,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # only stop_token_ids end a response
+            "logprobs": 0,  # of the sampled tokens only
+            "detokenize": False,
+        }
+        limit = ANSWER_BYTES + TOKEN_BYTES * (count * sampling.max_new_tokens + len(prompt))
+        answer = self._generate(prompt, params, limit)
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        if [choice.index for choice in choices] != list(range(count)):
+            raise self._unusable(f"must have {count} responses and has {len(choices)}")
+        return [self._checked(choice, sampling) for choice in choices]
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token after the first, at temperature 1.
+
+        Raises:
+            ServerError: the answer is not usable, or none came.
+        """
+        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        limit = ANSWER_BYTES + TOKEN_BYTES * len(tokens)
+        columns = self._generate(tokens, params, limit).prompt_logprobs or []
+        if len(columns) != len(tokens):
+            raise self._unusable(
+                f"must have {len(tokens)} prompt log-probabilities and has {len(columns)}"
+            )
+        scores = []
+        for token, column in zip(tokens[1:], columns[1:], strict=True):
+            entry = (column or {}).get(str(token))
+            if entry is None:
+                raise self._unusable(f"lacks the log-probability of the prompt token {token}")
+            scores.append(entry.logprob)
+        return scores
+
+    def load_weights(self, folder: Path, version: int) -> None:
+        """Load weights from a folder, drop the cache of the old ones and stamp the version.
+
+        Raises:
+            ServerError: the server cannot load them.
+        """
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        for path, body in (
+            ("/collective_rpc", load),
+            ("/reset_prefix_cache", {}),
+            ("/update_weight_version", {"new_version": str(version)}),
+        ):
+            try:
+                self.connection.post(path, body, Any)
+            except ConnectionLostError as error:
+                raise type(error)(
+                    f"{error}; new weights are in {folder}, which the server must be able to read "
+                    "(vllm.weights_dir)"
+                ) from error
+            except ServerError as error:
+                raise ServerError(
+                    f"{error}; weight updates need a server that was started with "
+                    "VLLM_SERVER_DEV_MODE=1"
+                ) from error
+        self.version = str(version)
+
+    def _generate(self, prompt: Sequence[int], params: dict[str, Any], limit: int) -> _Generated:
+        body = {"model": self.name, "token_ids": list(prompt), "sampling_params": params}
+        try:
+            return self.connection.post(GENERATE, body, _Generated, limit_bytes=limit)
+        except ConnectionLostError:
+            raise
+        except ServerError as error:
+            if "HTTP 404" in str(error) or "HTTP 403" in str(error):
+                raise ServerError(
+                    f"{error}; responses need a server that was started with --enable-scale-out"
+                ) from error
+            raise
+
+    def _checked(self, choice: _Choice, sampling: Sampling) -> SampledResponse:
+        """Check one response."""
+        tokens = choice.token_ids
+        if choice.finish_reason not in ("stop", "length"):
+            # For example "abort", while the server is paused or shut down.
+            raise ConnectionLostError(
+                f"{self}{GENERATE} ended a response with {choice.finish_reason!r}; see the "
+                "server's log"
+            )
+        if not 1 <= len(tokens) <= sampling.max_new_tokens:
+            raise self._unusable(
+                f"must have 1 to {sampling.max_new_tokens} tokens and has {len(tokens)}"
+            )
+        limit = self.vocabulary or math.inf
+        foreign = next((token for token in tokens if not 0 <= token < limit), None)
+        if foreign is not None:
+            raise self._unusable(
+                f"has the token {foreign} and the policy's vocabulary is {self.vocabulary}",
+                remedy="start the server with the policy's model",
+            )
+        stops = [index for index, token in enumerate(tokens) if token in sampling.stop_token_ids]
+        stopped = choice.finish_reason == "stop"
+        if stopped and stops != [len(tokens) - 1]:
+            raise self._unusable("must stop at the first of stop_token_ids and does not")
+        if not stopped and stops[:1] not in ([], [len(tokens) - 1]):
+            raise self._unusable("must end at the first of stop_token_ids and goes beyond it")
+        if not stopped and not stops and len(tokens) < sampling.max_new_tokens:
+            raise self._unusable(
+                f"must have {sampling.max_new_tokens} tokens unless it stops, and has {len(tokens)}"
+            )
+        self._check_version(choice)
+        return SampledResponse(
+            tokens=tokens, logprobs=self._logprobs(choice), stopped=stopped or bool(stops)
+        )
+
+    def _logprobs(self, choice: _Choice) -> list[float]:
+        entries = (choice.logprobs.content if choice.logprobs else None) or []
+        if len(entries) != len(choice.token_ids):
+            raise self._unusable(
+                f"must have {len(choice.token_ids)} log-probabilities and has {len(entries)}"
+            )
+        for token, entry in zip(choice.token_ids, entries, strict=True):
+            if entry.token_id not in (None, token):
+                raise self._unusable(
+                    f"has the log-probability of token {entry.token_id} at token {token}"
+                )
+            if not -math.inf < entry.logprob <= MAX_LOGPROB:
+                raise self._unusable(
+                    f"must have finite log-probabilities of at most 0 and has {entry.logprob}"
+                )
+        return [entry.logprob for entry in entries]
+
+    def _check_version(self, choice: _Choice) -> None:
+        """Check that all tokens were sampled with the current weights."""
+        if self.version is None:
+            return
+        spans = choice.weight_versions or []
+        # The spans must cover all tokens without a gap.
+        ends = [0, *(span.end for span in spans)]
+        starts = [*(span.start for span in spans), len(choice.token_ids)]
+        if starts != ends:
+            raise self._unusable(
+                "must have the weight version of each token and lacks some",
+                remedy="use vLLM 0.32 or newer",
+            )
+        wrong = next((span.version for span in spans if span.version != self.version), None)
+        if wrong is not None:
+            raise self._unusable(
+                f"must be sampled with weights of version {self.version} and has version {wrong}",
+                remedy="make sure that no other run updates this server",
+            )
+
+    def _unusable(
+        self, problem: str, *, remedy: str = "check the server's version and model"
+    ) -> ServerError:
+        return ServerError(f"{self}{GENERATE}: the answer {problem}; {remedy}")

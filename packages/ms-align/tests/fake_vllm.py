@@ -1,0 +1,301 @@
+"""Server with vLLM's endpoints and a small model, for tests: `python fake_vllm.py FOLDER`.
+
+It prints its address, generates with the model in FOLDER, and loads other weights as vLLM does.
+POST /fault {"name": NAME, "times": N} makes the next N requests that the fault concerns misbehave;
+GET /served tells how often each endpoint was called. It ends when its standard input closes.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ms_align import LocalGenerator, Sampling
+from ms_align.models.folder import load_model
+
+GENERATE = "/inference/v1/generate"
+PATHS = {
+    "kept_weights": "/collective_rpc",
+    "no_dev_mode": "/collective_rpc",
+    "reload_fails": "/collective_rpc",
+    "other_models": "/v1/models",
+    "older_version": "/update_weight_version",
+}
+"""Endpoint of each fault that is not one of generation."""
+
+
+class Model:
+    """The served model and its weight version."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lock = threading.Lock()
+        self.version = "default"
+        self.load(folder)
+
+    def load(self, folder: Path) -> None:
+        """Load weights from a folder."""
+        self.generate = LocalGenerator(load_model(folder), fused=False)
+
+    @torch.no_grad()
+    def score(self, tokens: list[int]) -> list[dict[str, Any] | None]:
+        """Log-probabilities of a prompt's tokens, in vLLM's format."""
+        model = self.generate.model
+        logits = model.project(model.hidden(torch.tensor([tokens]), None, None))
+        logprobs = logits[0].float().log_softmax(-1)
+        return [
+            None,
+            *(
+                {str(token): {"logprob": float(logprobs[index, token]), "rank": 1}}
+                for index, token in enumerate(tokens[1:])
+            ),
+        ]
+
+    def respond(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request for responses."""
+        params, prompt = body["sampling_params"], body["token_ids"]
+        sampling = Sampling(
+            max_new_tokens=params["max_tokens"],
+            temperature=params["temperature"],
+            top_k=params.get("top_k") or None,
+            top_p=params.get("top_p", 1.0),
+            min_p=params.get("min_p", 0.0),
+            stop_token_ids=params.get("stop_token_ids", ()),
+        )
+        choices = []
+        for index in range(params.get("n", 1)):
+            with self.lock:
+                seed = params.get("seed", 0) + index
+                one = self.generate([prompt], sampling, count=1, seed=seed)
+            assert one.sampling_logprobs is not None
+            tokens = one.row(0)
+            logprobs = one.sampling_logprobs[0, : len(tokens)].tolist()
+            content = [
+                {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+                for token, logprob in zip(tokens, logprobs, strict=True)
+            ]
+            choices.append(
+                {
+                    "index": index,
+                    "finish_reason": "stop" if bool(one.stopped[0]) else "length",
+                    "token_ids": tokens,
+                    "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
+                    "logprobs": {"content": content},
+                }
+            )
+        scores = self.score(prompt) if params.get("prompt_logprobs") is not None else None
+        return {"request_id": "generate-tokens-1", "choices": choices, "prompt_logprobs": scores}
+
+
+def spoil(fault: str, answer: dict[str, Any], body: dict[str, Any]) -> None:
+    """Change a correct answer in place, as a fault says."""
+    choice = answer["choices"][0]
+    content = choice["logprobs"]["content"]
+    stops = body["sampling_params"].get("stop_token_ids") or [0]
+    if fault == "foreign_token":
+        choice["token_ids"][-1] = content[-1]["token_id"] = 258
+    elif fault == "negative_token":
+        choice["token_ids"][-1] = content[-1]["token_id"] = -1
+    elif fault == "no_logprobs":
+        choice["logprobs"] = None
+    elif fault == "few_logprobs":
+        content.pop()
+    elif fault == "null_logprob":
+        content[0]["logprob"] = None
+    elif fault == "nan_logprob":
+        content[0]["logprob"] = float("nan")
+    elif fault == "infinite_logprob":
+        content[0]["logprob"] = float("-inf")
+    elif fault == "positive_logprob":
+        content[0]["logprob"] = 0.5
+    elif fault == "other_token_logprob":
+        content[0]["token_id"] += 1
+    elif fault == "raw_logprobs":
+        for entry in content:
+            entry["logprob"] -= 1.0
+    elif fault == "many_tokens":
+        choice["token_ids"] *= 2
+        content *= 2
+    elif fault == "no_tokens":
+        choice["token_ids"], choice["logprobs"]["content"] = [], []
+    elif fault == "few_tokens":
+        choice["token_ids"].pop()
+        content.pop()
+        choice["finish_reason"] = "length"
+    elif fault == "no_stop":
+        choice["finish_reason"] = "stop"
+    elif fault == "beyond_stop":
+        choice["token_ids"][0] = content[0]["token_id"] = stops[0]
+        choice["finish_reason"] = "length"
+    elif fault == "aborted":
+        choice["finish_reason"] = "abort"
+    elif fault == "few_responses":
+        answer["choices"].pop()
+    elif fault == "other_version":
+        choice["weight_versions"][0]["version"] = "99"
+    elif fault == "no_versions":
+        choice["weight_versions"] = None
+    elif fault == "gap_in_versions":
+        choice["weight_versions"][0]["start"] = 1
+    elif fault == "other_shape":
+        answer["choices"] = 3
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers vLLM's endpoints."""
+
+    model: Model
+    fault = ""
+    times = 0
+    served: Counter[str]
+
+    def log_message(self, *arguments: Any) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        """Answer GET."""
+        self.handle_request({})
+
+    def do_POST(self) -> None:
+        """Answer POST."""
+        length = int(self.headers.get("Content-Length", 0))
+        self.handle_request(json.loads(self.rfile.read(length) or b"{}"))
+
+    def handle_request(self, body: dict[str, Any]) -> None:
+        """Answer one request, or misbehave."""
+        self.served[self.path] += 1
+        if self.path == "/fault":
+            cls = type(self)
+            cls.fault, cls.times = body["name"], body.get("times", 10**9)
+            return self.answer({})
+        if self.path == "/served":
+            return self.answer(dict(self.served))
+        fault = self.take_fault()
+        if self.misbehaves(fault):
+            return None
+        if self.path == "/v1/models":
+            names = ["policy", "other"] if fault == "other_models" else ["policy"]
+            return self.answer({"data": [{"id": n, "max_model_len": 128} for n in names]})
+        if self.path == "/health":
+            return self.answer(None)
+        if self.path == GENERATE:
+            answer = self.model.respond(body)
+            spoil(fault, answer, body)
+            return self.answer(answer)
+        if self.path == "/collective_rpc":
+            if fault == "no_dev_mode":
+                return self.answer({"detail": "Not Found"}, 404)
+            if fault == "reload_fails":
+                return self.error(500, "Call to collective_rpc method failed")
+            if fault != "kept_weights":
+                with self.model.lock:
+                    self.model.load(Path(body["kwargs"]["weights_path"]))
+            return self.answer({"results": [None]})
+        if self.path == "/update_weight_version":
+            self.model.version = "older" if fault == "older_version" else body["new_version"]
+            return self.answer({"success": True})
+        if self.path == "/reset_prefix_cache":
+            return self.answer({"success": True})
+        return self.answer({"detail": "Not Found"}, 404)
+
+    def take_fault(self) -> str:
+        """Return the fault of this request, if any."""
+        cls = type(self)
+        if cls.times < 1 or PATHS.get(cls.fault, GENERATE) != self.path:
+            return ""
+        cls.times -= 1
+        return cls.fault
+
+    def misbehaves(self, fault: str) -> bool:
+        """Act on faults that concern the answer as a whole."""
+        if fault == "malformed":
+            self.send(200, b'{"choices": [')
+        elif fault == "html":
+            self.send(200, b"<html>welcome</html>")
+        elif fault == "empty":
+            self.send(200, b"")
+        elif fault == "latin":
+            self.send(200, b'{"choices": "\xff"}')
+        elif fault == "closed":
+            self.close_connection = True
+        elif fault == "closed_in_answer":
+            self.send(200, b'{"choices": [', length=1000)
+            self.close_connection = True
+        elif fault == "not_http":
+            self.wfile.write(b"SSH-2.0-OpenSSH\r\n")
+            self.close_connection = True
+        elif fault == "slow":
+            time.sleep(3)
+            self.close_connection = True
+        elif fault == "dripping":
+            self.send(200, b"", length=10**6)
+            with suppress(OSError):
+                for _ in range(30):
+                    self.wfile.write(b" ")
+                    time.sleep(0.1)
+            self.close_connection = True
+        elif fault == "endless":
+            self.send(200, b" " * (1 << 20), length=1 << 20)
+        elif fault == "redirect":
+            self.send(307, b"", {"Location": "http://127.0.0.1:9/"})
+        elif fault == "unauthorized":
+            self.error(401, "Unauthorized")
+        elif fault == "not_found":
+            self.answer({"detail": "Not Found"}, 404)
+        elif fault == "failed":
+            self.error(500, f"failed for {self.headers.get('Authorization', 'nobody')}")
+        elif fault == "overloaded":
+            self.error(503, "overloaded")
+        elif fault == "too_many":
+            self.error(429, "too many requests")
+        elif fault == "rejected":
+            self.error(400, "max_tokens is wrong")
+        else:
+            return False
+        return True
+
+    def answer(self, value: Any, status: int = 200) -> None:
+        """Send JSON."""
+        self.send(status, json.dumps(value).encode())
+
+    def error(self, status: int, message: str) -> None:
+        """Send an error as vLLM does."""
+        self.answer({"error": {"message": message, "code": status}}, status)
+
+    def send(
+        self,
+        status: int,
+        content: bytes,
+        headers: dict[str, str] | None = None,
+        length: int | None = None,
+    ) -> None:
+        """Send a response; `length` is a false Content-Length."""
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content) if length is None else length))
+        self.end_headers()
+        with suppress(OSError):  # the client has closed the connection
+            self.wfile.write(content)
+
+
+def main() -> None:
+    """Serve until standard input closes."""
+    torch.set_num_threads(1)
+    Handler.model, Handler.served = Model(Path(sys.argv[1])), Counter()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdout.write(f"http://127.0.0.1:{server.server_port}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,482 @@
+"""Rollouts from vLLM servers: results, weight updates, and every way in which a server may fail.
+
+The server is a process with vLLM's endpoints and a small model; `nox -s vllm` runs the trainers
+with vLLM itself.
+"""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import decoder, vowels
+
+from ms_align import (
+    ConfigError,
+    DataError,
+    GRPOTrainer,
+    PPOTrainer,
+    RLOOTrainer,
+    Sampling,
+    ServerError,
+    VllmOptions,
+)
+from ms_align.cli import main
+from ms_align.engines.local import LocalEngine
+from ms_align.models.folder import save_model
+from ms_align.rollouts.generators.vllm import build
+from ms_align.rollouts.rows import logprobs_of, sequences
+from ms_align.rollouts.vllm.client import VllmClient
+from ms_align.tokenizer import ByteTokenizer
+
+from .test_online import PROMPTS, events
+
+KEY = "s3cr3t-key-of-the-server"
+
+
+class FakeServer:
+    """Process with vLLM's endpoints; see `fake_vllm.py`."""
+
+    def __init__(self, folder: Path) -> None:
+        script = Path(__file__).with_name("fake_vllm.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        assert self.url, "the server's own output says why it did not start"
+
+    def post(self, path: str, **body: Any) -> Any:
+        """Send a request."""
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read())
+
+    def fail(self, name: str, times: int = 10**9) -> None:
+        """Misbehave for the next requests that the fault concerns."""
+        self.post("/fault", name=name, times=times)
+
+    def served(self) -> dict[str, int]:
+        """Number of requests so far, by endpoint."""
+        return dict(self.post("/served"))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the model with which servers start."""
+    folder = tmp_path_factory.mktemp("vllm") / "start"
+    save_model(decoder(seed=1), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared_server(start: Path) -> Iterator[FakeServer]:
+    """One server for the module."""
+    server = FakeServer(start)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(shared_server: FakeServer) -> FakeServer:
+    """The server, without a fault."""
+    shared_server.fail("none", times=0)
+    return shared_server
+
+
+def settings(folder: Path, server: FakeServer, **more: Any) -> dict[str, Any]:
+    """Settings of a run that takes a second."""
+    vllm = {"url": server.url, "retries": 1, "retry_wait_s": 0.0, "timeout_s": 30.0}
+    return {
+        "policy_model": decoder(),
+        "reward_model": vowels,
+        "tokenizer": ByteTokenizer(),
+        "steps": 3,
+        "batch_size": 8,
+        "max_new_tokens": 5,
+        "learning_rate": 1e-2,
+        "output_dir": folder,
+        "progress": False,
+        "generator": "vllm",
+        **more,
+        "vllm": {**vllm, **more.get("vllm", {})},
+    }
+
+
+@pytest.mark.parametrize("trainer", [PPOTrainer, GRPOTrainer, RLOOTrainer])
+def test_every_rollout_is_sampled_with_the_policys_newest_weights(
+    tmp_path: Path, server: FakeServer, trainer: Any
+) -> None:
+    """Log-probabilities agree within 1e-5 in each of four rollouts, with weights that change.
+
+    The server starts with other weights, so the first rollout needs an update as well.
+    """
+    groups = {} if trainer is PPOTrainer else {"num_generations": 4}
+    epochs = {"epochs": 2, "minibatch_size": 4, "steps": 16}
+    run = settings(tmp_path, server, temperature=0.8, **groups, **epochs)
+    assert trainer(**run, held_out=["to be"], eval_every=3).optimize(PROMPTS).finished
+    rollouts = events(tmp_path, "rollout")
+    assert len(rollouts) == 4
+    for rollout in rollouts:
+        assert rollout["sampler_difference"] < 1e-5
+        assert abs(rollout["sampler_kl"]) < 1e-8
+        assert rollout["sampler_clip_fraction"] == 0.0
+    assert [rollout["weight_version"] for rollout in rollouts] == [0, 4, 8, 12]
+    assert all(step["sampler_difference"] < 1e-5 for step in events(tmp_path, "step"))
+    # Each saved folder is deleted once a newer one is loaded, the last at the end.
+    assert not list((tmp_path / "vllm").iterdir())
+
+
+def test_responses_do_not_depend_on_the_number_of_servers(
+    tmp_path: Path, server: FakeServer, start: Path
+) -> None:
+    """Seeds belong to prompts; prompts are spread evenly, and all servers get new weights."""
+    servers = [server, FakeServer(start)]
+    try:
+        for name, urls in (("one", servers[:1]), ("two", servers)):
+            before = [server.served().get("/inference/v1/generate", 0) for server in servers]
+            more = settings(tmp_path / name, servers[0], num_generations=4)
+            more["vllm"] = {"urls": [server.url for server in urls]}
+            GRPOTrainer(**more).optimize(PROMPTS)
+            after = [server.served().get("/inference/v1/generate", 0) for server in servers]
+        requests = [new - old for new, old in zip(after, before, strict=True)]
+        # 3 rollouts of 2 prompts and 2 probes
+        assert requests == [5, 5]
+        pairs = zip(events(tmp_path / "one", "step"), events(tmp_path / "two", "step"), strict=True)
+        for one, two in pairs:
+            assert one["loss"] == two["loss"]
+            assert one["reward"] == two["reward"]
+        # A dead server's prompts go to the other one, which answers the same.
+        engine = LocalEngine(decoder())
+        options = VllmOptions(
+            urls=[server.url for server in servers], retry_wait_s=0.0, timeout_s=30.0
+        )
+        rollouts = build(
+            engine, max_num_seqs=8, decode=None, vllm=options, folder=tmp_path / "dead"
+        )
+        rollouts.update_weights(3)
+        ask: dict[str, Any] = {"sampling": Sampling(max_new_tokens=6), "count": 2, "seed": 5}
+        both = rollouts.generate([[5], [6], [7]], **ask)
+        servers[1].process.kill()
+        servers[1].process.wait()
+        alone = rollouts.generate([[5], [6], [7]], **ask)
+        assert torch.equal(both.tokens, alone.tokens)
+        rollouts.close()
+    finally:
+        servers[1].close()
+
+
+def test_responses_carry_tokens_logprobs_stops_and_versions(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """Log-probabilities equal a forward pass; stop tokens and strings end responses."""
+    engine = LocalEngine(decoder())
+    options = VllmOptions(url=server.url)
+    rollouts = build(
+        engine, max_num_seqs=3, decode=ByteTokenizer().decode, vllm=options, folder=tmp_path
+    )
+    rollouts.update_weights(7)
+    sampling = Sampling(
+        max_new_tokens=24, temperature=0.7, stop_token_ids=range(0, 258, 9), stop_strings=("A", "7")
+    )
+    prompts = [[5, 6, 7], [11], [20, 21]]
+    responses = rollouts.generate(prompts, sampling, count=3, seed=1)
+    assert responses.logprobs is None
+    assert responses.sampling_logprobs is not None
+    assert responses.versions is not None
+    assert torch.equal(responses.versions, torch.full_like(responses.tokens, 7))
+    ends = [responses.row(row)[-1] for row in range(9)]
+    for end, stopped in zip(ends, responses.stopped.tolist(), strict=True):
+        assert stopped == (end % 9 == 0 or end in b"A7")
+    assert int(responses.stopped.sum()) > 0
+    # Different responses to a prompt, and the same ones again for the same seed.
+    assert len({tuple(responses.row(row)) for row in range(9)}) == 9
+    again = rollouts.generate(prompts, sampling, count=3, seed=1)
+    assert torch.equal(again.tokens, responses.tokens)
+    rows = sequences([prompt for prompt in prompts for _ in range(3)], responses)
+    mask = rows["targets"] != -100
+    own = logprobs_of(engine, rows, 0.7)
+    torch.testing.assert_close(own[mask], rows["sampling_logprobs"][mask], rtol=0, atol=1e-5)
+    rollouts.close()
+
+
+def test_a_run_that_stops_resumes_with_the_servers(tmp_path: Path, server: FakeServer) -> None:
+    """Two launches make the updates of one; a server's responses depend on weights and seed."""
+    more = settings(tmp_path / "whole", server, num_generations=4, steps=4)
+    GRPOTrainer(**more).optimize(PROMPTS)
+    for steps in (2, 4):
+        more = settings(tmp_path / "split", server, num_generations=4, steps=steps)
+        GRPOTrainer(**more).optimize(PROMPTS)
+    whole, split = (events(tmp_path / name, "step") for name in ("whole", "split"))
+    assert [step["loss"] for step in split] == [step["loss"] for step in whole]
+    model = Path("model", "model.safetensors")
+    assert (tmp_path / "split" / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
+
+
+FAULTS = {
+    "malformed": "must answer in JSON, and the answer is malformed",
+    "html": "must answer in JSON, and the answer is malformed",
+    "empty": "must answer in JSON, and the answer is malformed",
+    "latin": "must answer as vLLM does, and its answer differs",
+    "other_shape": "must answer as vLLM does, and its answer differs",
+    "null_logprob": "must answer as vLLM does, and its answer differs",
+    "nan_logprob": "must answer in JSON, and the answer is malformed",
+    "infinite_logprob": "must answer in JSON, and the answer is malformed",
+    "positive_logprob": "must have finite log-probabilities of at most 0 and has 0.5",
+    "no_logprobs": "must have 5 log-probabilities and has 0",
+    "few_logprobs": "must have 5 log-probabilities and has 4",
+    "other_token_logprob": "has the log-probability of token",
+    "raw_logprobs": "max_logprob_difference = 0.2 of the policy's and differ by 0.25",
+    "foreign_token": "has the token 258 and the policy's vocabulary is 258",
+    "negative_token": "has the token -1 and the policy's vocabulary is 258",
+    "many_tokens": "must have 1 to 5 tokens and has 10",
+    "no_tokens": "must have 1 to 5 tokens and has 0",
+    "few_tokens": "must have 5 tokens unless it stops, and has 4",
+    "no_stop": "must stop at the first of stop_token_ids and does not",
+    "beyond_stop": "must end at the first of stop_token_ids and goes beyond it",
+    "few_responses": "must have 4 responses and has 3",
+    "aborted": "ended a response with 'abort'",
+    "other_version": "must be sampled with weights of version 0 and has version 99",
+    "no_versions": "must have the weight version of each token",
+    "gap_in_versions": "must have the weight version of each token",
+    "older_version": "must be sampled with weights of version 0 and has version older",
+    "closed": "cannot be reached (Remote end closed connection without response)",
+    "closed_in_answer": "cannot be reached (the connection closed in the middle of the answer)",
+    "not_http": "cannot be reached",
+    "slow": "must answer within 0.5 s and did not",
+    "dripping": "must answer within 0.5 s and did not",
+    "endless": "must answer with at most",
+    "redirect": "redirects to 'http://127.0.0.1:9/'",
+    "unauthorized": "set the environment variable VLLM_API_KEY to the server's key",
+    "not_found": "responses need a server that was started with --enable-scale-out",
+    "failed": "failed (HTTP 500: failed for Bearer ***)",
+    "overloaded": "failed (HTTP 503: overloaded)",
+    "too_many": "failed (HTTP 429: too many requests)",
+    "rejected": "rejected the request (HTTP 400: max_tokens is wrong)",
+    "no_dev_mode": "weight updates need a server that was started with VLLM_SERVER_DEV_MODE=1",
+    "reload_fails": "Call to collective_rpc method failed); see the server's log; new weights are",
+    "other_models": "offers the models ['policy', 'other']; choose one with vllm.model",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_fails_ends_the_run_in_one_line(
+    tmp_path: Path,
+    server: FakeServer,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No update is made of a rollout of which any part is bad, and no message has the key."""
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    server.fail(fault)
+    timeout_s = 0.5 if fault in ("slow", "dripping") else 30.0
+    run = settings(
+        tmp_path,
+        server,
+        num_generations=4,
+        stop_token_ids=(0,),
+        vllm={"timeout_s": timeout_s, "retry_wait_s": 0.0},
+    )
+    with pytest.raises((ServerError, ConfigError)) as caught:
+        GRPOTrainer(**run).optimize(PROMPTS)
+    message = str(caught.value)
+    assert FAULTS[fault] in message
+    assert "\n" not in message
+    assert events(tmp_path, "step") == events(tmp_path, "rollout") == []
+    written = [path.read_text() for path in tmp_path.rglob("*.jsonl")]
+    assert not any(KEY in text for text in [message, caplog.text, *written])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["malformed", "empty", "closed", "closed_in_answer", "failed", "overloaded", "too_many"],
+)
+def test_a_request_that_failed_once_is_repeated(
+    tmp_path: Path, server: FakeServer, fault: str
+) -> None:
+    """The run is the same as without the fault."""
+    more = settings(tmp_path / "calm", server, num_generations=4)
+    GRPOTrainer(**more).optimize(PROMPTS)
+    server.fail(fault, times=1)
+    more = settings(tmp_path / "failed", server, num_generations=4)
+    GRPOTrainer(**more).optimize(PROMPTS)
+    calm, failed = (events(tmp_path / name, "step") for name in ("calm", "failed"))
+    assert [step["loss"] for step in failed] == [step["loss"] for step in calm]
+
+
+def test_a_server_that_keeps_old_weights_stops_the_run(tmp_path: Path, server: FakeServer) -> None:
+    """At the first update that it ignores, though it says that it made it."""
+    calls = []
+
+    def reward(samples: Any) -> list[float]:
+        calls.append(len(samples))
+        server.fail("kept_weights")  # after the first rollout
+        return vowels(samples)
+
+    run = settings(tmp_path, server, reward_model=reward, steps=9, learning_rate=1e-4)
+    with pytest.raises(ServerError, match=r"must have the weights of version 4 and still has "):
+        PPOTrainer(**run, epochs=4).optimize(PROMPTS)
+    assert len(events(tmp_path, "rollout")) == len(calls) == 1
+    # From the start, the server's weights are those of another model.
+    server.fail("none", times=0)
+    server.post("/collective_rpc", kwargs={"weights_path": str(save(tmp_path / "other", 2))})
+    server.fail("kept_weights")
+    with pytest.raises(ServerError, match=r"max_logprob_difference = 0.2 of the policy's"):
+        PPOTrainer(**settings(tmp_path / "first", server)).optimize(PROMPTS)
+    assert events(tmp_path / "first", "step") == []
+
+
+def save(folder: Path, seed: int) -> Path:
+    """Save a model."""
+    save_model(decoder(seed=seed), folder)
+    return folder
+
+
+def test_a_server_that_is_missing_or_of_another_model_ends_the_run(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """A closed port, a name that does not resolve, another model's name, and prompts too long."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    for vllm, text in (
+        ({"url": closed}, r"cannot be reached \(Connection refused\).*\(attempts: 2\)"),
+        ({"url": "http://no-such-host.invalid"}, r"cannot be reached"),
+        ({"model": "gpt"}, r"must offer the model 'gpt' and offers \['policy'\]"),
+    ):
+        more = settings(tmp_path, server, vllm=vllm)
+        with pytest.raises((ServerError, ConfigError), match=text):
+            PPOTrainer(**more).optimize(PROMPTS)
+    with pytest.raises(DataError, match=r"exceeds the server's context of 128"):
+        PPOTrainer(**settings(tmp_path, server, max_new_tokens=126)).optimize(PROMPTS)
+    assert events(tmp_path, "step") == []
+
+
+@pytest.mark.parametrize(
+    ("vllm", "text"),
+    [
+        ({}, "exactly one of url, urls and python, got none"),
+        ({"url": "http://a:1", "python": sys.executable}, "got url and python"),
+        ({"url": "localhost:8000"}, r"an address such as .*, got 'localhost:8000'"),
+        ({"url": "http://a:99999"}, "an address such as"),
+        ({"url": "http://a:8000/v1"}, r"must end after the port, .* remove the path '/v1'"),
+        ({"url": f"http://me:{KEY}@a:8000"}, "must not contain a user"),
+        ({"urls": ["http://a:1", "http://a:1"]}, "must be different servers"),
+        ({"urls": "http://a:1"}, "must be a list"),
+        ({"python": "/no/python"}, "'/no/python' is not executable"),
+        ({"url": "http://a:1", "arguments": ["--dtype"]}, "vllm.arguments are for a server"),
+        ({"url": "http://a:1", "weight_update": "nccl"}, "weight_update is 'nccl'"),
+        ({"url": "http://a:1", "api_key_env": f"{KEY}"}, "must be the name of an environment"),
+        ({"url": "http://a:1", "retries": -1}, "retries must be an integer"),
+        ({"url": "http://a:1", "timeout_s": 0}, "timeout_s must be a number"),
+        ({"url": "http://a:1", "tiemout_s": 9}, "did you mean 'timeout_s'"),
+        (5, "vllm must be VllmOptions or a table"),
+    ],
+)
+def test_bad_settings_are_reported_before_training(tmp_path: Path, vllm: Any, text: str) -> None:
+    """Addresses, their number, and what belongs to a started server; never with a password."""
+    with pytest.raises(ConfigError, match=text) as caught:
+        PPOTrainer(policy_model="x", reward_model=vowels, generator="vllm", vllm=vllm)
+    assert KEY not in str(caught.value)
+
+
+def test_generator_and_vllm_belong_together() -> None:
+    """One without the other would silently use the other engine."""
+    with pytest.raises(ConfigError, match=r"set vllm\.url, or vllm\.python to start"):
+        PPOTrainer(policy_model="x", reward_model=vowels, generator="vllm")
+    with pytest.raises(ConfigError, match="set generator = 'vllm', or remove vllm"):
+        PPOTrainer(policy_model="x", reward_model=vowels, vllm={"url": "http://a:1"})
+
+
+def test_the_commands_use_a_server(
+    tmp_path: Path, server: FakeServer, start: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ms-align grpo` trains, `ms-align generate` writes responses; a bad server is one line."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "a"}\n')
+    common = [f"dataset={tmp_path}/prompts.jsonl", "tokenizer=bytes", "max_new_tokens=4"]
+    common += ["generator=vllm", f"vllm.url={server.url}", "vllm.retries=0"]
+    run = tmp_path / "RUN.toml"
+    run.write_text(f'model = "{start}"\n')
+    out = tmp_path / "responses.jsonl"
+    assert main(["generate", str(run), *common, f"output_path={out}", "num_generations=2"]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(records) == 4
+    assert all(len(r["tokens"]) == len(r["logprobs"]) == 4 for r in records)
+    common += ["reward_model=small_models:vowels", "steps=1", "batch_size=8", "num_generations=4"]
+    assert main(["grpo", str(run), *common, f"output_dir={tmp_path}/out", "progress=false"]) == 0
+    capsys.readouterr()
+    server.fail("no_logprobs")
+    assert main(["grpo", str(run), *common, f"output_dir={tmp_path}/bad", "progress=false"]) == 1
+    error = capsys.readouterr().err
+    assert "must have 4 log-probabilities and has 0" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate"])
+def test_importance_weights_are_in_the_advantages(
+    tmp_path: Path, server: FakeServer, mode: str
+) -> None:
+    """A sampler that is off by one nat per token: ratios of e, cut at 2 or masked."""
+    server.fail("raw_logprobs")
+    run = settings(
+        tmp_path,
+        server,
+        max_logprob_difference=1.5,
+        importance_sampling_mode=mode,
+        importance_sampling_clip_max=2.0,
+        num_generations=4,
+        steps=1,
+    )
+    GRPOTrainer(**run).optimize(PROMPTS)
+    (step,) = events(tmp_path, "step")
+    # `raw_logprobs` shifts the first of four responses to each prompt.
+    assert step["sampler_difference"] == pytest.approx(0.25, abs=1e-5)
+    assert step["sampler_kl"] == pytest.approx(0.25 * (torch.e - 2), abs=1e-5)
+    assert step["sampler_clip_fraction"] == pytest.approx(0.25)
+
+
+def test_a_started_server_is_stopped_and_a_broken_one_is_one_line(tmp_path: Path) -> None:
+    """A Python without vLLM: the last line of its output, and its log."""
+    engine = LocalEngine(decoder())
+    options = VllmOptions(python=sys.executable, start_timeout_s=60.0)
+    rollouts = build(engine, max_num_seqs=8, decode=None, vllm=options, folder=tmp_path)
+    with pytest.raises(ServerError, match=r"ended while it started \(.*No module named 'vllm'"):
+        rollouts.update_weights(0)
+    rollouts.close()
+    assert "No module named 'vllm'" in (tmp_path / "vllm-server.log").read_text()
+    shutil.rmtree(tmp_path)
+
+
+def test_the_client_rejects_prompts_that_end_vllms_engine(server: FakeServer) -> None:
+    """Empty prompts, foreign tokens and stop strings without a tokenizer."""
+    options = VllmOptions(url=server.url)
+    client = VllmClient(options, vocabulary=258, max_num_seqs=4, log_path=Path("unused"))
+    client.open()
+    for prompts, text in (
+        ([], "prompts are empty"),
+        ([[]], "prompt 0 is empty"),
+        ([[5], [258]], "prompt 1 has a token outside the vocabulary of 258"),
+        ([[-1]], "prompt 0 has a token outside"),
+    ):
+        with pytest.raises(DataError, match=text):
+            client(prompts, Sampling(max_new_tokens=4))
+    client.close()
