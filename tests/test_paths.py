@@ -72,6 +72,9 @@ TEXT_FIELDS = {
         "loss_type",
         "f_divergence_type",
         "importance_sampling_level",
+        "url",
+        "urls",
+        "api_key_env",
         "groups",
         "adamw",
         "fused",
@@ -92,9 +95,9 @@ INTERNAL = {
     *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of", "OpenFile.path"),
     *("Run.corpus", "CheckpointJob.folder", "Processor.folder", "ArrayShard.folder"),
-    *("_PlanRequest.shards", "RecordedSteps.folder", "Run.shards"),
+    *("_PlanRequest.shards", "RecordedSteps.folder", "Run.shards", "VllmOptions.model"),
 }
-"""Fields that only the package sets, from validated paths, and number fields that share their name
+"""Fields that only the package sets, from validated paths, and other fields that share their name
 with a path of another class."""
 
 VALID_ARGUMENTS = {"sequence_length": 8, "batch_size": 1, "vocab_size": 300, "text_column": "text"}
