@@ -25,9 +25,9 @@ def model(seed: int = 0, *, layers: int = 2) -> Decoder:
         max_position_embeddings=128,
         tie_word_embeddings=True,
     )
-    decoder_ = Decoder(config)
-    initialize(decoder_, seed)
-    return decoder_
+    model = Decoder(config)
+    initialize(model, seed)
+    return model
 
 
 def write_model(folder: Path, seed: int = 0, *, layers: int = 2) -> Path:

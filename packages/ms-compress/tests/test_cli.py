@@ -56,9 +56,9 @@ def test_prune_then_sparse_qat_keeps_zeros(run_file: Path) -> None:
     pruned = load_model(run_file.parent / "out")
     weight = pruned.get_parameter("model.layers.0.mlp.up_proj.weight")
     assert bool(((weight.view(-1, 4) != 0).sum(1) == 2).all())
-    more = ["--set", "scheme=ct.int4_g32", "--set", "sparse=true"]
-    more += ["--set", f"model={run_file.parent}/out", "--set", f"output_dir={run_file.parent}/q"]
-    assert main(["qat", str(run_file), *more]) == 0
+    options = ["--set", "scheme=ct.int4_g32", "--set", "sparse=true"]
+    options += ["--set", f"model={run_file.parent}/out", "--set", f"output_dir={run_file.parent}/q"]
+    assert main(["qat", str(run_file), *options]) == 0
 
 
 @pytest.mark.parametrize("command", ["qat", "prune", "distill"])
@@ -67,8 +67,8 @@ def test_an_existing_folder_is_refused_before_any_step(
 ) -> None:
     """Not after hours of training; its contents stay."""
     (run_file.parent / "out").mkdir()
-    more = {"qat": "scheme=gguf.q4_0", "prune": "pattern=2:4", "distill": "layers=1"}[command]
-    assert main([command, str(run_file), "--set", more]) == 2
+    setting = {"qat": "scheme=gguf.q4_0", "prune": "pattern=2:4", "distill": "layers=1"}[command]
+    assert main([command, str(run_file), "--set", setting]) == 2
     error = capsys.readouterr().err
     assert "out exists; remove it" in error
     assert "step" not in error

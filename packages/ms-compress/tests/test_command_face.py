@@ -82,7 +82,7 @@ def test_init_writes_a_run_file_with_every_key(name: str, tmp_path: Path) -> Non
     file = tmp_path / "RUN.toml"
     assert main(["init", name, "--out", str(file)]) == 0
     assert main(["init", name, "--out", str(file)]) == 2
-    command = next(command_ for command_ in COMMANDS if command_.name == name)
+    command = next(item for item in COMMANDS if item.name == name)
     settings = tomllib.loads(file.read_text())
     build(command.options, settings, where="RUN.toml")
     for key in every_key(command):
@@ -190,8 +190,8 @@ def test_every_command_takes_conversations(
         f'dataset = "{chats}/chats.jsonl"\nrows = 8\n'
         "[tuning]\nsteps = 2\nbatch_size = 4\nsequence_length = 40\n"
     )
-    more = [part for setting in settings for part in ("--set", setting)]
-    assert main([name, str(file), "--json", *more]) == 0
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    assert main([name, str(file), "--json", *overrides]) == 0
     facts = json.loads(capsys.readouterr().out)
     if name != "quantize":
         assert facts["steps"] == 2

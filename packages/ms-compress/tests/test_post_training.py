@@ -51,8 +51,8 @@ def test_fitted_scales_have_the_smallest_error_per_group(name: str) -> None:
         factor = best_factor(weight, quant_scheme, costs)
         assert factor.shape == (24, 64 // quant_scheme.group_of(64))
         best_errors = group_errors(weight, factor, quant_scheme, costs)
-        for factor_ in (0.75, 0.85, 0.9, 0.97, 1.0, 1.05):
-            other_factor = torch.full_like(factor, factor_).log()
+        for scale in (0.75, 0.85, 0.9, 0.97, 1.0, 1.05):
+            other_factor = torch.full_like(factor, scale).log()
             assert bool(
                 (best_errors <= group_errors(weight, other_factor, quant_scheme, costs)).all()
             )

@@ -120,8 +120,8 @@ def test_a_pruned_or_distilled_folder_opens_with_its_tokenizer(
 ) -> None:
     """With the chat template and end token of the original folder."""
     chats = write_conversations(tmp_path / "chats.jsonl")
-    more = [f"dataset={chats}", "rows=16", "tuning.steps=1", "tuning.sequence_length=48"]
-    assert run_command(chat_model, tmp_path / "out", name, *settings, *more) == 0
+    common = [f"dataset={chats}", "rows=16", "tuning.steps=1", "tuning.sequence_length=48"]
+    assert run_command(chat_model, tmp_path / "out", name, *settings, *common) == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == TEMPLATE
@@ -262,7 +262,7 @@ def test_verify_refuses_a_runtime_that_generates_other_tokens(
 
     model = qat(load_model(chat_model), "ort.matmulnbits")
     folder = export(model, tmp_path / "out", tokenizer=chat_model)
-    monkeypatch.setattr(OnnxRuntime, "generate", lambda self, tokens, most: [9] * most)
+    monkeypatch.setattr(OnnxRuntime, "generate", lambda self, tokens, max_tokens: [9] * max_tokens)
     with pytest.raises(VerifyError, match="onnxruntime generated token 9 at position"):
         verify(model, folder, "ort")
 

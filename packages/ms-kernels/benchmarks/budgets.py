@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--update", action="store_true", help="rewrite the golden files")
     parser.add_argument("--target", action="append", help="only this chip; may be repeated")
     options = parser.parse_args()
-    chips = [target_.name for target_ in TARGETS.values() if target_.backend != "cpu"]
+    chips = [item.name for item in TARGETS.values() if item.backend != "cpu"]
     differing = 0
     try:
         for target in options.target or chips:

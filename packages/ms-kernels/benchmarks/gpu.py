@@ -47,8 +47,8 @@ def main() -> int:
     rates = report.section("Ceilings", ceilings.measure)
     for name, body in (
         ("Ahead-of-time library", library.launch),
-        ("Memory-bound operators", lambda report_: memory_bound.measure(report_, rates)),
-        ("Linear cross-entropy", lambda report_: loss.measure(report_, rates)),
+        ("Memory-bound operators", lambda report: memory_bound.measure(report, rates)),
+        ("Linear cross-entropy", lambda report: loss.measure(report, rates)),
         ("Attention compared with each of torch's kernels", attention.plain),
         ("Training a Llama block", block.measure),
         ("Other operators", others.measure),

@@ -130,12 +130,12 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # Autograd does not record below this level, so the derivative is written out.
     kv_heads = k.shape[2]
-    q_, grad_out = (
+    q_array, grad_out = (
         _array(tensor).reshape(*q.shape[:2], kv_heads, -1, tensor.shape[-1]) for tensor in (q, grad)
     )
-    k_, v_ = _array(k), _array(v)
+    k_array, v_array = _array(k), _array(v)
     scale_factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = numpy.einsum("bqgrd,bkgd->bgrqk", q_, k_) * scale_factor
+    scores = numpy.einsum("bqgrd,bkgd->bgrqk", q_array, k_array) * scale_factor
     mask = visible(q.shape[1], k.shape[1], q.device, documents, causal, window)
     if mask is not None:
         scores = numpy.where(mask.numpy()[:, None, None], scores, -numpy.inf)
@@ -146,12 +146,12 @@ def _attend_backward(
     p, sink_p = numpy.exp(scores - row_max), numpy.exp(sink - row_max)
     denominator = p.sum(-1, keepdims=True) + sink_p
     p, sink_p = p / denominator, sink_p / denominator
-    ds = numpy.einsum("bqgrd,bkgd->bgrqk", grad_out, v_)
+    ds = numpy.einsum("bqgrd,bkgd->bgrqk", grad_out, v_array)
     delta = (p * ds).sum(-1, keepdims=True)
     ds = p * (ds - delta) * scale_factor
     grads = (
-        numpy.einsum("bgrqk,bkgd->bqgrd", ds, k_).reshape(q.shape),
-        numpy.einsum("bgrqk,bqgrd->bkgd", ds, q_),
+        numpy.einsum("bgrqk,bkgd->bqgrd", ds, k_array).reshape(q.shape),
+        numpy.einsum("bgrqk,bqgrd->bkgd", ds, q_array),
         numpy.einsum("bgrqk,bqgrd->bkgd", p, grad_out),
         -(sink_p * delta).sum((0, 3, 4)).reshape(-1),
     )

@@ -57,7 +57,7 @@ def has_driver():
 def test_a_library_is_a_folder_of_listed_and_checksummed_files(library):
     """The manifest lists every file and each kernel's arguments and resource use."""
     manifest = read_manifest(library)
-    files = {each.path for each in manifest.files}
+    files = {entry.path for entry in manifest.files}
     assert files | {"manifest.json"} == {path.name for path in library.iterdir()}
     names = [kernel.name for kernel in manifest.kernels]
     assert names == ["scale_cast_bf16", "rms_norm_forward_bf16_4096"]

@@ -93,9 +93,9 @@ def test_a_forced_backend_that_cannot_be_transformed_is_an_error():
     x, weight = torch.randn(4096, 512), torch.ones(512)
     assert explain("rms_norm", x, weight).backend == "cpu"
     with use_backend("cpu"), pytest.raises(BackendError, match=r"opaque to torch\.func"):
-        torch.func.grad(lambda x_: rms_norm(x_, weight).sum())(x)
+        torch.func.grad(lambda inputs: rms_norm(inputs, weight).sum())(x)
     with use_backend("cpu", "reference"):
-        assert torch.func.grad(lambda x_: rms_norm(x_, weight).sum())(x).shape == x.shape
+        assert torch.func.grad(lambda inputs: rms_norm(inputs, weight).sum())(x).shape == x.shape
 
 
 def test_an_optimizer_step_can_be_vmapped():

@@ -220,9 +220,9 @@ def main() -> None:
         large = Training(width=384, depth=8, rows=1024)
         results["large_step"] = compare_steps(folder, large, options.rounds, 3)
     hooks_us = results["hooks_us_a_step_of_32_blocks"]
-    for kind in ("small_step", "large_step"):
+    for size in ("small_step", "large_step"):
         # Hooks and periodic collection, as measured with modules that compute nothing.
-        step = results[kind]
+        step = results[size]
         step["recorder_own_us"] = hooks_us * step["spans_a_step"] / results["spans_of_32_blocks"]
         every_s = min(
             max(2.0, INVERSE_TIME_BUDGET * results["collecting_us"] / 1e6), 2.0 * MAX_STRETCH

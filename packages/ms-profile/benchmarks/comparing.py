@@ -83,8 +83,8 @@ def neighboring_groups(
     ]
 
 
-def is_regression_of_several(old: Runs, new: Runs) -> bool:
-    """Return whether `compare` reports a regression for several runs."""
+def is_regression_of_groups(old: Runs, new: Runs) -> bool:
+    """Return whether `compare` reports a regression between two groups of runs."""
     for series in range(2):
         a, b = [run[series] for run in old], [run[series] for run in new]
         change = np.exp(np.mean([np.log(np.median(times)) for times in b]))
@@ -127,16 +127,16 @@ def main() -> None:
             "equal runs, wall time only": f"{by_wall} of {len(aa_pairs)}",
         }
         odd, even = short[WORK][::2], short[WORK][1::2]
-        turns = [*neighboring_groups(odd, even), *neighboring_groups(even, odd)]
-        several = sum(starmap(is_regression_of_several, turns))
-        row["equal runs, three to three"] = f"{several} of {len(turns)}"
+        group_pairs = [*neighboring_groups(odd, even), *neighboring_groups(even, odd)]
+        regressions = sum(starmap(is_regression_of_groups, group_pairs))
+        row["equal runs, three to three"] = f"{regressions} of {len(group_pairs)}"
         for work in (WORK + 2, WORK + 4):
             detected = [is_regression(a, b) for a, b in product(short[WORK], short[work])]
             row[f"{work / WORK - 1:+.0%} work detected"] = f"{sum(detected)} of {len(detected)}"
-            turns = neighboring_groups(odd, short[work])
-            several = sum(starmap(is_regression_of_several, turns))
+            group_pairs = neighboring_groups(odd, short[work])
+            regressions = sum(starmap(is_regression_of_groups, group_pairs))
             row[f"{work / WORK - 1:+.0%} work detected, three to three"] = (
-                f"{several} of {len(turns)}"
+                f"{regressions} of {len(group_pairs)}"
             )
         facts[f"{length} steps"] = row
     print(json.dumps(facts, indent=2))

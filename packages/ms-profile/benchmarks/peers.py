@@ -148,15 +148,15 @@ def recorders(rounds: int) -> list[str]:
         return f"{values[1]:+.1f}% [{values[0]:.1f}, {values[2]:.1f}]"
 
     rows = []
-    for kind in ("small_step", "large_step"):
-        step = results[kind]
+    for size in ("small_step", "large_step"):
+        step = results[size]
         label = (
-            f"{kind.replace('_', ' ')} of {step['step_ms']:.3g} ms, {step['spans_a_step']} spans"
+            f"{size.replace('_', ' ')} of {step['step_ms']:.3g} ms, {step['spans_a_step']} spans"
         )
         own_cost = f"{step['recorder_own_us']:.0f} µs own cost, {step['recorder_own_percent']:.3f}%"
         rows += [
             f"| {label}: recorder | {spread(step['recorder_percent'])}; {own_cost} | "
-            f"{'0.1%' if kind == 'large_step' else ''} |",
+            f"{'0.1%' if size == 'large_step' else ''} |",
             f"| {label}: torch.profiler, in the step "
             f"| {spread(step['torch_profiler_percent'])} | |",
             f"| {label}: torch.profiler, stop and export too | "

@@ -323,7 +323,7 @@ def test_the_sentence_agrees_with_its_numbers(
             write_steps(tmp_path / "b.json", after),
         ]
     )
-    line = next(line_ for line_ in capsys.readouterr().out.splitlines() if " of cases" in line_)
+    line = next(text for text in capsys.readouterr().out.splitlines() if " of cases" in text)
     assert line.startswith(verdict)
     direction = "faster" if np.median(after) < np.median(before) else "slower"
     assert f"equal runs get {direction} by at least this much" in line

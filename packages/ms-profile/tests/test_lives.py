@@ -58,9 +58,9 @@ def test_a_forked_childs_spans_do_not_reach_its_parents_ring(tmp_path: Path) -> 
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     recording = read_ring(tmp_path / "one.ring")
-    assert [
-        (recording.name_of(span_["name"]), int(span_["end_ns"])) for span_ in recording.spans
-    ] == [("before", 0)]
+    assert [(recording.name_of(row["name"]), int(row["end_ns"])) for row in recording.spans] == [
+        ("before", 0)
+    ]
 
 
 REMOVES = """

@@ -29,12 +29,12 @@ def nested_spans(draw: st.DrawFn) -> list[tuple[int, int, int]]:
         for _ in range(draw(st.integers(0, 3))):
             if end - position < 2:
                 return
-            start_ = draw(st.integers(position, end - 1))
-            end_ = draw(st.integers(start_ + 1, end))
-            spans.append((thread, start_, end_ - start_))
+            child_start = draw(st.integers(position, end - 1))
+            child_end = draw(st.integers(child_start + 1, end))
+            spans.append((thread, child_start, child_end - child_start))
             if depth:
-                fill(thread, start_, end_, depth - 1)
-            position = end_
+                fill(thread, child_start, child_end, depth - 1)
+            position = child_end
 
     for thread in range(draw(st.integers(1, 3))):
         fill(thread, 0, 200, 3)

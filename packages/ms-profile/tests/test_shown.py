@@ -156,12 +156,14 @@ def test_garbage_collections_in_advice_are_timeline_spans() -> None:
     assert set(timeline.columns["category"][rows].tolist()) == {GARBAGE}
     unit, origin = timeline.layout["unit_ns"], int(timeline.layout["origins"]["1"])
     starts = np.cumsum(timeline.columns["start"][rows]) * unit + origin
-    drawn = sorted(zip(starts.tolist(), timeline.columns["duration"][rows] * unit, strict=True))
+    drawn_spans = sorted(
+        zip(starts.tolist(), timeline.columns["duration"][rows] * unit, strict=True)
+    )
     assert track["rank"] == 1
     for evidence in finding.evidence:
         assert any(
             abs(start - evidence.start_ns) <= unit and abs(duration - evidence.duration_ns) <= unit
-            for start, duration in drawn
+            for start, duration in drawn_spans
         )
 
 

@@ -343,7 +343,7 @@ def test_mlflow_resumes_the_same_run(tmp_path: Path) -> None:
 def records(path: Path) -> list[Any]:
     """Return the records of W&B's offline file, a LevelDB log of protocol buffers."""
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    data, position, parts, records_ = path.read_bytes(), 7, [], []
+    data, position, parts, loaded = path.read_bytes(), 7, [], []
     while position + 7 <= len(data):
         if BLOCK - position % BLOCK < 7:
             position += BLOCK - position % BLOCK
@@ -354,9 +354,9 @@ def records(path: Path) -> list[Any]:
         if record_kind in (1, 4):
             record = messages.Record()
             record.ParseFromString(b"".join(parts))
-            records_.append(record)
+            loaded.append(record)
             parts = []
-    return records_
+    return loaded
 
 
 def test_wandb_resumes_the_same_offline_run(tmp_path: Path) -> None:

@@ -93,10 +93,10 @@ def measure(report: Report) -> None:
     x = torch.randn(batch, length, width, device=report.device, dtype=dtype).requires_grad_()
     half = width // heads // 2
     positions = torch.arange(length, device=report.device).float()
-    angles_ = torch.outer(positions, 10000.0 ** -(torch.arange(half, device=report.device) / half))[
+    radians = torch.outer(positions, 10000.0 ** -(torch.arange(half, device=report.device) / half))[
         None
     ]
-    angles, state = (angles_.cos(), angles_.sin()), None
+    angles, state = (radians.cos(), radians.sin()), None
     steps: dict[str, Callable[[], Tensor]] = {}
     for name, operators, compiled in (
         ("plain", Plain, False),

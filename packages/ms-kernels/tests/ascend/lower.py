@@ -115,10 +115,14 @@ def lower(launch):
     module, _, name = launch["kernel"].rpartition(".")
     function = getattr(import_module(module), name)
     constants = dict(launch["constants"])
-    parameters = [name_ for name_ in function.arg_names if name_ not in constants]
+    parameters = [argument for argument in function.arg_names if argument not in constants]
     signature = dict(zip(parameters, launch["arguments"], strict=True))
-    constants |= {name_: None for name_, type_name in signature.items() if type_name == "none"}
-    signature = {name_: type_name for name_, type_name in signature.items() if type_name != "none"}
+    constants |= {
+        argument: None for argument, type_name in signature.items() if type_name == "none"
+    }
+    signature = {
+        argument: type_name for argument, type_name in signature.items() if type_name != "none"
+    }
     source = ASTSource(function, signature, constants)
     backend = compiler.AscendBackend(TARGET)
     options = backend.parse_options({})

@@ -88,8 +88,10 @@ def scatter_(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: int) ->
 def index(x: Tensor, indices: list[Tensor], out: Tensor) -> None:
     """Advanced indexing with one index tensor per dim; an empty one selects its full dim."""
     if out.numel():
-        indices_ = [index_.long() if index_.numel() else slice(None) for index_ in indices]
-        out.copy_(x[tuple(indices_)])
+        selectors = [
+            positions.long() if positions.numel() else slice(None) for positions in indices
+        ]
+        out.copy_(x[tuple(selectors)])
 
 
 def index_select(x: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
@@ -128,9 +130,9 @@ def topk(
     indices: Tensor,
 ) -> None:
     """The largest or smallest values along `dim`."""
-    sorted_ = torch.sort(x, dim=dim, descending=bool(largest), stable=True)
-    values.copy_(sorted_.values.narrow(dim, 0, count))
-    indices.copy_(sorted_.indices.narrow(dim, 0, count))
+    result = torch.sort(x, dim=dim, descending=bool(largest), stable=True)
+    values.copy_(result.values.narrow(dim, 0, count))
+    indices.copy_(result.indices.narrow(dim, 0, count))
 
 
 def topk_v2(
