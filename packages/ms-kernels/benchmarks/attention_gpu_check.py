@@ -91,8 +91,7 @@ def check(device: torch.device, dtype: torch.dtype, repeats: int) -> int:
                 if repeat == 0 and direct[1]:
                     print(f"    wrong rows (batch, query, head): {direct[1]}")
         max_ratios = {
-            name: max(ratios_of_run[name] for ratios_of_run in ratios_of_runs)
-            for name in ratios_of_runs[0]
+            name: max(by_name[name] for by_name in ratios_of_runs) for name in ratios_of_runs[0]
         }
         bad = not all(ratio <= 1 for ratio in max_ratios.values())
         wrong += bad
@@ -100,7 +99,7 @@ def check(device: torch.device, dtype: torch.dtype, repeats: int) -> int:
         print(f"{'WRONG' if bad else 'ok   '} {case}: {figures}", flush=True)
         if bad:
             print(
-                f"    by run: {[round(ratios_of_run['result'], 2) for ratios_of_run in ratios_of_runs]}",
+                f"    by run: {[round(by_name['result'], 2) for by_name in ratios_of_runs]}",
                 flush=True,
             )
     print(f"{dtype}: {wrong} cases wrong", flush=True)
