@@ -53,7 +53,7 @@ def test_a_wrong_signature_is_an_error():
     assert get_workspace(handle, handle, ctypes.byref(size), ctypes.byref(executor)) != 0
     library.aclGetRecentErrMsg.restype = ctypes.c_char_p
     message = library.aclGetRecentErrMsg().decode()
-    assert "aclnnExp: argument 0 is no descriptor of kind T" in message
+    assert "aclnnExp: argument 0 is not a descriptor of kind T" in message
     assert (
         get_workspace(ctypes.c_void_p(8), handle, ctypes.byref(size), ctypes.byref(executor)) != 0
     )

@@ -1,7 +1,7 @@
-/* Device memory, streams and events of a device that is the host: all is done when it is asked for.
+/* Memory, streams and events of a device emulated on the host, where every call is synchronous.
 
-Freed and fresh memory is filled with 0xff: a NaN in every float format, so that what an operator
-forgot to write cannot pass for a result. */
+Allocated and freed memory is filled with 0xff, a NaN in every float format, so that elements that
+an operator did not write cannot pass for results. */
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -14,10 +14,10 @@ forgot to write cannot pass for a result. */
 #define DEVICE_BYTES (64ULL << 30)
 
 static __thread char message[1024] = "no error";
-static __thread int unread; /* whether the message says why an operator failed, and waits */
+static __thread int unread; /* whether message holds the unread reason of a failure */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct { char *start; size_t size; } blocks[BLOCKS];
-static int used;
+static int block_count;
 
 int null_fail(int code, const char *format, ...) {
     va_list rest;
@@ -28,7 +28,7 @@ int null_fail(int code, const char *format, ...) {
     return code;
 }
 
-/* torch_npu asks for some things after an operator failed: the reason of that must stay. */
+/* torch_npu calls some of these after an operator failed; that reason must stay. */
 int null_absent(const char *name) {
     if (!unread)
         snprintf(message, sizeof message, "the null runtime has no %s: there is no NPU", name);
@@ -36,27 +36,27 @@ int null_absent(const char *name) {
 }
 
 int null_owns(const void *start, size_t size) {
-    int found = 0;
+    int owned = 0;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < used && !found; i++)
-        found = (const char *)start >= blocks[i].start &&
+    for (int i = 0; i < block_count && !owned; i++)
+        owned = (const char *)start >= blocks[i].start &&
                 (const char *)start + size <= blocks[i].start + blocks[i].size;
     pthread_mutex_unlock(&lock);
-    return found;
+    return owned;
 }
 
-static int obtain(void **result, size_t size) {
-    size_t whole = (size + 511) / 512 * 512 + 512; /* kernels may read up to 32 bytes beyond */
+static int allocate(void **result, size_t size) {
+    size_t padded_size = (size + 511) / 512 * 512 + 512; /* kernels may read 32 bytes past the end */
     int code = 0;
-    *result = aligned_alloc(512, whole);
+    *result = aligned_alloc(512, padded_size);
     if (!*result) return null_fail(OUT_OF_MEMORY, "no memory for %zu bytes", size);
-    memset(*result, 0xff, whole);
+    memset(*result, 0xff, padded_size);
     pthread_mutex_lock(&lock);
-    if (used < BLOCKS) {
-        blocks[used].start = *result;
-        blocks[used++].size = whole;
+    if (block_count < BLOCKS) {
+        blocks[block_count].start = *result;
+        blocks[block_count++].size = padded_size;
     } else {
-        code = null_fail(OUT_OF_MEMORY, "more than %d blocks of memory are held", BLOCKS);
+        code = null_fail(OUT_OF_MEMORY, "more than %d memory blocks are allocated", BLOCKS);
     }
     pthread_mutex_unlock(&lock);
     return code;
@@ -65,15 +65,15 @@ static int obtain(void **result, size_t size) {
 static int release(void *start) {
     int code = FAILED;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < used; i++)
+    for (int i = 0; i < block_count; i++)
         if (blocks[i].start == start) {
             memset(start, 0xff, blocks[i].size);
-            blocks[i] = blocks[--used];
+            blocks[i] = blocks[--block_count];
             code = 0;
             break;
         }
     pthread_mutex_unlock(&lock);
-    if (code) return null_fail(code, "memory is freed that was not allocated");
+    if (code) return null_fail(code, "freed memory that was not allocated");
     free(start);
     return 0;
 }
@@ -99,9 +99,9 @@ EXPORT const char *aclrtGetSocName(void) {
     return name ? name : "Ascend910B1";
 }
 
-EXPORT int aclrtMalloc(void **p, size_t n, int policy) { return obtain(p, n); }
-EXPORT int aclrtMallocAlign32(void **p, size_t n, int policy) { return obtain(p, n); }
-EXPORT int aclrtMallocHost(void **p, size_t n) { return obtain(p, n); }
+EXPORT int aclrtMalloc(void **p, size_t n, int policy) { return allocate(p, n); }
+EXPORT int aclrtMallocAlign32(void **p, size_t n, int policy) { return allocate(p, n); }
+EXPORT int aclrtMallocHost(void **p, size_t n) { return allocate(p, n); }
 EXPORT int aclrtFree(void *p) { return release(p); }
 EXPORT int aclrtFreeHost(void *p) { return release(p); }
 EXPORT int aclrtMemcpy(void *d, size_t m, const void *s, size_t n, int k) { return copy(d, m, s, n); }
@@ -117,16 +117,16 @@ EXPORT int aclrtMemsetAsync(void *d, size_t m, int v, size_t n, void *stream) {
     return fill(d, m, v, n);
 }
 EXPORT int aclrtGetMemInfo(int kind, size_t *available, size_t *total) {
-    size_t held = 0;
+    size_t allocated = 0;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < used; i++) held += blocks[i].size;
+    for (int i = 0; i < block_count; i++) allocated += blocks[i].size;
     pthread_mutex_unlock(&lock);
-    if (available) *available = held < DEVICE_BYTES ? DEVICE_BYTES - held : 0;
+    if (available) *available = allocated < DEVICE_BYTES ? DEVICE_BYTES - allocated : 0;
     if (total) *total = DEVICE_BYTES;
     return 0;
 }
 
-/* One device, one context; a stream or an event is a handle and nothing more. */
+/* One device and one context; streams and events are empty handles. */
 static char context[64];
 static int handle(void **result) {
     *result = calloc(1, 64);

@@ -1,4 +1,4 @@
-/* What the two halves of the null runtime and the generated entry points share. */
+/* Shared by the C and Python parts of the null runtime and the generated entry points. */
 #ifndef MS_NULL_RUNTIME_H
 #define MS_NULL_RUNTIME_H
 
@@ -6,8 +6,8 @@
 #include <stdint.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define FAILED 561103 /* any code but 0 is an error to torch_npu */
-#define ABSENT 507899 /* what a driver answers that has no device */
+#define FAILED 561103 /* torch_npu takes any code but 0 as an error */
+#define ABSENT 507899 /* a driver's code for a missing device */
 #define OUT_OF_MEMORY 507018
 #define DIMS 16
 
@@ -22,15 +22,15 @@ enum kind {
     EXECUTOR = 'X'
 };
 
-/* A tensor, a scalar, or a list: whatever aclCreate* makes. Python reads the same layout. */
+/* A tensor, scalar or list created by aclCreate*. Python reads the same layout. */
 struct descriptor {
-    int32_t kind; /* 0 in a slot that is free */
+    int32_t kind; /* 0 in a free slot */
     int32_t dtype;
     int64_t count; /* dims of a tensor, items of a list */
     int64_t sizes[DIMS];
     int64_t strides[DIMS];
     int64_t offset;
-    void *data; /* of a tensor: its storage; of a list: its items */
+    void *data; /* a tensor's storage or a list's items */
     unsigned char value[16];
 };
 
