@@ -151,7 +151,7 @@ def test_the_printed_torchrun_command_trains(sets: Path, tmp_path: Path) -> None
     line[0:1] = [sys.executable, "-m", "torch.distributed.run"]
     result = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
-    from .test_left_behind import check_opens
+    from .test_run_output import check_opens
 
     check_opens(tmp_path / "sft" / "model", chats=True)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
-from .truth import random_documents, write_dataset
+from .reference_samples import random_documents, write_dataset
 
 # Examples may exceed hypothesis's deadline on a busy machine.
 settings.register_profile("untimed", deadline=None)

@@ -25,7 +25,7 @@ from ms_data.cli import main
 from ms_data.engine import batches
 from ms_data.engine.array_jobs import ArrayShard, request_key
 
-from .chats import write_rows, write_tokenizer
+from .chat_templates import write_rows, write_tokenizer
 from .test_build import random_texts, stat_or_none, write_lines
 
 RULES = {"gopher_quality": {"min_words": 5, "min_stop_words": 0}, "unicode": {}}

@@ -11,7 +11,7 @@ import pytest
 from ms_data import ChatTemplate, Tokenizer
 from ms_data.errors import TokenizerError
 
-from .chats import (
+from .chat_templates import (
     CHATML,
     DATED_TEMPLATE,
     DROPS_OLD_THINKING,

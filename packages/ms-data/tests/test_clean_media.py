@@ -17,8 +17,8 @@ from ms_data.cleaning.near_pictures import HashIndex
 from ms_data.disk.samples import Samples
 from ms_data.errors import ConfigError
 
-from .chats import write_rows
-from .pictures import (
+from .chat_templates import write_rows
+from .media_samples import (
     QWEN2,
     encode_audio,
     encode_image,

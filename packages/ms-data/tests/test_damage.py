@@ -38,8 +38,8 @@ from ms_data.disk.split import read_index
 from ms_data.ledger.entries import read_ledger
 from ms_data.ledger.record import read_record
 
+from .reference_samples import random_documents, write_dataset
 from .test_build import random_texts, write_lines
-from .truth import random_documents, write_dataset
 
 FAULTS = 1000
 PARTS = ("frame", "head", "footer", "trailer", "file", "index")

@@ -16,8 +16,8 @@ from ms_data import SettingError, TokenStream
 from ms_data.disk.frame_cache import SharedFrameCache
 from ms_data.disk.shard import Frame, Shard
 
+from .reference_samples import random_documents, write_dataset
 from .test_stream import Reader, rows_of
-from .truth import random_documents, write_dataset
 
 FRAME = 64
 

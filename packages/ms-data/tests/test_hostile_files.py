@@ -25,7 +25,7 @@ from ms_data.corpus.find import find_corpus
 from ms_data.disk.format import decode_index, encode_index
 from ms_data.disk.writer import ShardState
 
-from .chats import CHATML, write_tokenizer
+from .chat_templates import CHATML, write_tokenizer
 from .test_build import random_texts, write_lines
 
 DEEP = b"[" * 100_000

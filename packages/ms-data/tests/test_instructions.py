@@ -23,7 +23,7 @@ from ms_data.streams.packing_rules import PACKING_RULES
 from ms_data.streams.packing_rules.best_fit import BestFitPacker
 from ms_data.tokenization.tokenizer import Tokenizer
 
-from .chats import (
+from .chat_templates import (
     DATED_TEMPLATE,
     GENERATION_MARKS,
     INST_TEMPLATE,

@@ -25,8 +25,8 @@ from ms_data.media.pictures import decode_picture, image_patches, patch_grid
 from ms_data.media.settings import PICTURE_PIXELS, _picture, _sound, read_settings
 from ms_data.media.sound import decode_sound, spectrogram
 
-from .chats import write_rows
-from .pictures import (
+from .chat_templates import write_rows
+from .media_samples import (
     QWEN2,
     QWEN3,
     VISION_TEMPLATE,

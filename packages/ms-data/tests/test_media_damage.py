@@ -25,8 +25,8 @@ from ms_data.media.processor import MediaItem, Processor
 from ms_data.media.settings import read_settings
 from ms_data.media.sound import decode_sound
 
-from .chats import write_rows
-from .pictures import (
+from .chat_templates import write_rows
+from .media_samples import (
     QWEN2,
     WHISPER,
     encode_audio,

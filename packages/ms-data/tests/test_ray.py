@@ -19,8 +19,8 @@ from ms_data.cli import main
 from ms_data.engine.pools import Send, worker_count
 from ms_data.engine.ray_cluster import ClusterError, _connect, _get
 
-from .chats import write_rows, write_tokenizer
-from .pictures import QWEN2, encode_image, media_row, random_image, write_model
+from .chat_templates import write_rows, write_tokenizer
+from .media_samples import QWEN2, encode_image, media_row, random_image, write_model
 from .test_array_jobs import RULES, read_tree
 from .test_build import random_texts, write_lines
 

@@ -14,7 +14,7 @@ from ms_data import Batch, SettingError, StateError, TokenStream
 from ms_data.disk.shard import Frame, Shard
 from ms_data.streams.order import Order
 
-from .truth import END, random_documents, true_samples, write_dataset
+from .reference_samples import END, random_documents, true_samples, write_dataset
 
 KEYS = ("tokens", "targets", "positions", "documents")
 TYPES = {"tokens": "int64", "targets": "int64", "positions": "int64", "documents": "int32"}

@@ -11,7 +11,7 @@ import pytest
 from ms_data import ChatTemplate
 from ms_data.errors import TokenizerError
 
-from .chats import CHATML
+from .chat_templates import CHATML
 
 MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 _NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"

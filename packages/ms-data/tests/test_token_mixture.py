@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ms_data import DamageError, Mixture, Phase, SettingError, StateError, TokenStream
 from ms_data.streams.batch import Batch
 
-from .truth import random_documents, write_dataset
+from .reference_samples import random_documents, write_dataset
 
 SIZES = {"code": 30, "prose": 20, "law": 5}
 

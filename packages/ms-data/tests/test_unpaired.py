@@ -10,7 +10,7 @@ from ms_data import InstructionStream, UnpairedStream, build, read_unpaired, ver
 from ms_data.cli import main
 from ms_data.errors import SettingError, StateError
 
-from .chats import GENERATION_MARKS, write_rows, write_tokenizer
+from .chat_templates import GENERATION_MARKS, write_rows, write_tokenizer
 from .test_instructions import PAIRS, Reader
 
 ROWS = [

@@ -12,7 +12,7 @@ import tokenizers
 from numpy.typing import NDArray
 from PIL import Image
 
-from .chats import tokenizer_json
+from .chat_templates import tokenizer_json
 
 VISION_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"

@@ -17,7 +17,7 @@ from ms_data import (
     build,
 )
 
-from .chats import write_rows, write_tokenizer
+from .chat_templates import write_rows, write_tokenizer
 from .test_build import random_texts, write_lines
 from .test_instructions import PAIRS, Reader
 

@@ -1,7 +1,6 @@
-/* Preloaded into a process, kills it at its n-th call that changes files; half of a write is done.
+/* Preloaded into a process, kills it at its n-th call that changes files, halfway through a write.
 
-   `die_at(n)` counts from then on, 0 not at all. What is written to pipes and terminals does not
-   count. */
+   `die_at(n)` starts the count; 0 stops it. Writes to pipes and terminals do not count. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -12,12 +11,12 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-static atomic_long left;
+static atomic_long remaining;
 
-void die_at(long n) { atomic_store(&left, n); }
+void die_at(long n) { atomic_store(&remaining, n); }
 
 static int is_last(void) {
-  return atomic_load(&left) > 0 && atomic_fetch_sub(&left, 1) == 1;
+  return atomic_load(&remaining) > 0 && atomic_fetch_sub(&remaining, 1) == 1;
 }
 
 static void count(void) {
@@ -25,8 +24,8 @@ static void count(void) {
 }
 
 static int is_file(int descriptor) {
-  struct stat facts;
-  return fstat(descriptor, &facts) == 0 && S_ISREG(facts.st_mode);
+  struct stat info;
+  return fstat(descriptor, &info) == 0 && S_ISREG(info.st_mode);
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -73,7 +72,7 @@ COUNTED(mkdir, (const char *path, mode_t mode), path, mode)
 COUNTED(mkdirat, (int folder, const char *path, mode_t mode), folder, path, mode)
 COUNTED(rmdir, (const char *path), path)
 
-/* Opening changes files where it makes or empties one. */
+/* Opening changes files if it creates or truncates one. */
 #define OPEN(name, parameters, ...)                                    \
   int name parameters {                                                \
     va_list more;                                                      \

@@ -9,7 +9,7 @@ import pytest
 from ms_data import ChatTemplate, build, read_conversation
 from ms_data.cli import main
 
-from .chats import CHATML, GENERATION_MARKS, write_rows, write_tokenizer
+from .chat_templates import CHATML, GENERATION_MARKS, write_rows, write_tokenizer
 
 USER = {"role": "user", "content": "Weather in Rome?"}
 ANSWER = {"role": "assistant", "content": "Sunny."}

@@ -1,6 +1,6 @@
 """Every file-changing system call may be a command's last: the same command resumes.
 
-A preloaded library, `dying.c`, counts such calls of the process, from Python, numpy, pyarrow or
+A preloaded library, `die_at_call.c`, counts such calls, from Python, numpy, pyarrow or
 the tokenizer. It covers writes, syncs, renames, removals, new files and truncations.
 """
 
@@ -29,8 +29,8 @@ from ms_data import (
 )
 from ms_data.engine import batches, run
 
-from .chats import write_rows
-from .pictures import QWEN2, encode_image, media_row, random_image, write_model
+from .chat_templates import write_rows
+from .media_samples import QWEN2, encode_image, media_row, random_image, write_model
 from .test_array_jobs import RULES, read_tree
 from .test_build import random_texts, write_lines
 
@@ -123,8 +123,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if COMPILER is None:
         pytest.skip("a C compiler is needed")
     folder = tmp_path_factory.mktemp("place")
-    source = Path(__file__).with_name("dying.c")
-    library = folder / "dying.so"
+    source = Path(__file__).with_name("die_at_call.c")
+    library = folder / "die_at_call.so"
     command = [COMPILER, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"]
     subprocess.run(command, check=True)
     corpus = folder / "corpus"
@@ -158,12 +158,14 @@ def test_every_command_resumes_after_a_kill_at_any_call(
     name: str, step: int, workspace: Path, tmp_path: Path
 ) -> None:
     """The output equals an undisturbed run's, with no other files left."""
-    script = "import sys\nfrom tests.test_every_kill import every_kill\nevery_kill(*sys.argv[1:])\n"
+    script = (
+        "import sys\nfrom tests.test_kill_every_call import every_kill\nevery_kill(*sys.argv[1:])\n"
+    )
     quiet = {"TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1"}
     result = subprocess.run(
         [sys.executable, "-c", script, name, str(step), workspace, tmp_path],
         cwd=Path(__file__).parents[1],  # so that `tests` is importable
-        env={**os.environ, **quiet, "LD_PRELOAD": str(workspace / "dying.so")},
+        env={**os.environ, **quiet, "LD_PRELOAD": str(workspace / "die_at_call.so")},
         capture_output=True,
         text=True,
     )
