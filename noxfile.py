@@ -591,14 +591,5 @@ def release(session: nox.Session) -> None:
     session.run("python", "tools/release.py", "--out", folder, *session.posargs)
 
 
-@job
-@every_package
-def changelog(session: nox.Session, package: str) -> None:
-    """Show what a package's fragments would add to its changelog; `-- --yes` writes it."""
-    session.install("towncrier>=24.8")
-    arguments = session.posargs or ["--draft"]
-    session.run("towncrier", "build", "--dir", f"packages/{package}", *arguments)
-
-
 if __name__ == "__main__":
     sys.exit("run me with nox: python -m nox -l")

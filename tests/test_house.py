@@ -15,7 +15,6 @@ REQUIRED_FILES = [
     "README.md",
     "CHANGELOG.md",
     "LICENSE",
-    "changes/.gitkeep",
     "src/{module}/__init__.py",
     "src/{module}/__main__.py",
     "src/{module}/cli.py",

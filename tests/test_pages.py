@@ -29,7 +29,7 @@ def written_pages() -> list[str]:
     return sorted(
         path
         for path in paths - GENERATED
-        if not re.match(r".*/(?:CHANGELOG|changes/|tests/)|docs/api/", path)
+        if not re.match(r".*/(?:CHANGELOG|tests/)|docs/api/", path)
     )
 
 

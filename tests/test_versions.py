@@ -1,12 +1,11 @@
 """Versions agree wherever they are written."""
 
 import importlib
-import re
 
 import pytest
 from packaging.requirements import Requirement
 
-from packages import PACKAGES, ROOT, module_of, project_of
+from packages import PACKAGES, module_of, project_of
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -35,11 +34,3 @@ def test_every_package_requires_the_same_torch(package: str) -> None:
     lines = project["dependencies"] + [line for extra in optional for line in extra]
     specifiers = {str(r.specifier) for r in map(Requirement, lines) if r.name == "torch"}
     assert specifiers <= {"<2.16,>=2.11"}
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_towncrier_version_is_the_projects(package: str) -> None:
-    """The changelog heading has the built version."""
-    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
-    versions = set(re.findall(r'^version = "(.+)"$', text, flags=re.MULTILINE))
-    assert versions == {project_of(package)["version"]}

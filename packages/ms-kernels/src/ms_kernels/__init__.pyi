@@ -1,4 +1,6 @@
 from .errors import ArgumentError, BackendError, KernelError, TableError
+from .huggingface.attention import register_attention
+from .huggingface.patch import PatchError, PatchReport, patch, unpatch
 from .operators.adamw_step.operator import adamw_step
 from .operators.add_rms_norm.operator import add_rms_norm
 from .operators.attention.operator import attention
@@ -28,6 +30,8 @@ __all__ = [
     "KernelError",
     "LinearScaling",
     "Llama3Scaling",
+    "PatchError",
+    "PatchReport",
     "TableError",
     "YarnScaling",
     "__version__",
@@ -43,13 +47,16 @@ __all__ = [
     "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
+    "patch",
     "permute_tokens",
     "quantized_linear",
+    "register_attention",
     "rms_norm",
     "rotary",
     "rotary_table",
     "swiglu",
     "token_log_probs",
+    "unpatch",
     "unpermute_tokens",
     "use_backend",
 ]

@@ -1,0 +1,1 @@
+"""The operators inside models of transformers: `patch`, and attention by name."""
