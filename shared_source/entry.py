@@ -78,7 +78,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print a one-line error and exit with the code for bad input."""
-        sys.stderr.write(f"{self.prog}: {one_line(message)}; --help shows what is known\n")
+        sys.stderr.write(f"{self.prog}: {one_line(message)}; see --help\n")
         sys.exit(BAD_INPUT)
 
 

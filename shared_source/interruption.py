@@ -58,7 +58,7 @@ class StopSignal:
         """Record the signals instead of dying; a second Ctrl-C interrupts immediately."""
         try:
             old_handlers = {
-                number: signal.signal(number, self._take)
+                number: signal.signal(number, self._on_signal)
                 for number in (signal.SIGTERM, signal.SIGINT)
             }
         except ValueError:  # only the main thread can set signal handlers
@@ -69,7 +69,7 @@ class StopSignal:
             for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name

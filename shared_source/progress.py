@@ -31,15 +31,15 @@ class Throughput:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque([(monotonic(), 0)], maxlen=WINDOW)
-        self.settled = False
+        self.warmed_up = False
         """True once the rate excludes the first step."""
 
     def count(self, tokens: int) -> None:
         """Record a step that has just finished."""
         self._steps.append((monotonic(), tokens))
-        if not self.settled and len(self._steps) == 3:
+        if not self.warmed_up and len(self._steps) == 3:
             self._steps.popleft()
-            self.settled = True
+            self.warmed_up = True
 
     def pause(self, seconds: float) -> None:
         """Exclude time spent outside steps, such as in evaluation."""
@@ -81,7 +81,7 @@ class RunDisplay:
         if not self._active:
             return
         line = "  ".join(f"{name} {_amount(value)}" for name, value in metrics.items())
-        if throughput.settled:
+        if throughput.warmed_up:
             time_left = duration((self._total - step) * throughput.step_s)
             line += f"  {throughput.rate_tokens_per_s:,.0f} tokens/s  {time_left} left"
         if self._console.is_terminal and not self._console.is_dumb_terminal:

@@ -95,7 +95,7 @@ INTERNAL = {
     *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of", "OpenFile.path"),
     *("Run.corpus", "CheckpointJob.folder", "Processor.folder", "ArrayShard.folder"),
-    *("_PlanRequest.shards", "RecordedSteps.folder", "Run.shards", "VllmOptions.model"),
+    *("_PlanRequest.shards", "StepRecorder.folder", "Run.shards", "VllmOptions.model"),
 }
 """Fields that only the package sets, from validated paths, and other fields that share their name
 with a path of another class."""

@@ -24,7 +24,7 @@ from ms_kernels.aot.files import write as write_library_file
 from ms_profile import ProfileError
 from ms_profile.files.untrusted import decode_json, read_toml
 from ms_profile.log.json_lines import read_json_lines
-from ms_profile.log.manifest import write_whole
+from ms_profile.log.manifest import write_atomically
 from ms_profile.log.ring import read_ring
 from ms_profile.trace.json_chunks import TraceText
 
@@ -187,7 +187,7 @@ def test_planted_links_under_temporary_names_are_not_followed(tmp_path: Path) ->
     (tmp_path / "library.new").symlink_to(victim)
     write_library_file(tmp_path / "library", b"new")
     (tmp_path / f".manifest.{os.getpid()}.partial").symlink_to(victim)
-    write_whole(tmp_path / "manifest", b"new")
+    write_atomically(tmp_path / "manifest", b"new")
     (tmp_path / "OUT.shards").mkdir()
     (tmp_path / "OUT.shards" / "1-of-2.answers.partial").symlink_to(victim)
     job = ArrayShard(tmp_path / "OUT.shards", 1, 2)

@@ -112,7 +112,7 @@ class Template:
         )
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = self._now
+        environment.globals["strftime_now"] = self._strftime_now
         self._template = environment.from_string(source)
         self._marks = "endgeneration" in source
         names = find_undeclared_variables(environment.parse(source))
@@ -283,7 +283,7 @@ class Template:
     def _mark(self, text: str) -> str:
         return f"{_OPEN}{text}{_CLOSE}" if self._marking else text
 
-    def _now(self, form: str) -> str:
+    def _strftime_now(self, form: str) -> str:
         day = date.fromisoformat(self._today) if self._today else None
         return (datetime.combine(day, time()) if day else datetime.now()).strftime(form)
 

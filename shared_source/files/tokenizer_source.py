@@ -104,7 +104,7 @@ def read_templates(folder: Path, settings: Document, *, error: type[Exception]) 
             templates = {DEFAULT: value}
     if not all(isinstance(text, str) for text in (*templates, *templates.values())):
         raise error(
-            f"{folder / where}: chat_template must be a text or a list of `name` and `template`; "
+            f"{folder / where}: chat_template must be a string or a list of `name` and `template`; "
             "fetch it again"
         )
     return templates

@@ -57,13 +57,13 @@ def test_a_renamed_checkpoint_is_not_read(tmp_path: Path) -> None:
 def test_every_flipped_bit_of_run_json_is_detected(tmp_path: Path) -> None:
     """run.json records the owner of the folder."""
     owner = Ownership(command="ms-align sft", identity={"model": "m"}, settings={"seed": 1})
-    with owner.hold(tmp_path):
+    with owner.lock_folder(tmp_path):
         (tmp_path / "model").mkdir()
     content = (tmp_path / "run.json").read_bytes()
     rng = random.Random(0)
     for bit in rng.sample(range(8 * len(content)), 200):
         (tmp_path / "run.json").write_bytes(flipped(content, bit))
-        with pytest.raises(FolderError), owner.hold(tmp_path):
+        with pytest.raises(FolderError), owner.lock_folder(tmp_path):
             pass
 
 

@@ -107,7 +107,7 @@ def test_a_template_runs_after_its_paths_are_filled_in(
     summary = json.loads(captured.out)
     assert summary["finished"]
     assert summary["output_dir"] == str(tmp_path / "out")
-    assert f"made {summary['step']} steps" in captured.err
+    assert f"completed {summary['step']} steps" in captured.err
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback(sets: Path, tmp_path: Path) -> None:

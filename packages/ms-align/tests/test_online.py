@@ -230,7 +230,7 @@ def test_bad_input_is_reported_before_training(tmp_path: Path) -> None:
 
     check_refused(DataError, "prompt_dataset is empty", [])
     check_refused(DataError, "3 entries and prompt_dataset has 4", answers=["x"] * 3)
-    check_refused(DataError, "entry 0 is a text, which needs a tokenizer", tokenizer=None)
+    check_refused(DataError, "entry 0 is a string, which needs a tokenizer", tokenizer=None)
     check_refused(DataError, "no 'prompt'", [{"question": "x"}])
     check_refused(DataError, "token 999", [[999]], tokenizer=None)
     check_refused(ConfigError, "minibatch_size", minibatch_size=3)

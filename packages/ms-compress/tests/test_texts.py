@@ -208,7 +208,7 @@ def test_end_tokens_come_from_the_first_file_that_names_them(
             )
             for flag in ("lstrip", "rstrip", "single_word")
         ),
-        ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be a text"),
+        ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be a string"),
         (
             "generation_config.json",
             {"eos_token_id": 999},

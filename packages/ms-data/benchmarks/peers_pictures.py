@@ -21,8 +21,8 @@ from PIL import Image
 from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from ms_data.media.pictures import decode_picture, image_patches
-from ms_data.media.settings import PictureSettings
+from ms_data.media.images import decode_image, image_patches
+from ms_data.media.settings import ImageSettings
 
 PIXELS = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
 """Limits on an image's pixels; the upper one is from Qwen2-VL's documentation."""
@@ -36,7 +36,7 @@ def find_images(folder: Path, limit: int) -> list[bytes]:
             continue
         content = path.read_bytes()
         try:
-            width, height = decode_picture(content).size
+            width, height = decode_image(content).size
         except ValueError:
             continue
         if min(width, height) >= 56 and max(width, height) <= 100 * min(width, height):
@@ -70,7 +70,7 @@ def main() -> None:
     if not files:
         parser.error(f"{options.folder} holds no PNG or JPEG; set another --folder")
     processor = Qwen2VLImageProcessorPil(**PIXELS, patch_size=14, merge_size=2)
-    settings = PictureSettings(
+    settings = ImageSettings(
         mean=tuple(processor.image_mean),
         std=tuple(processor.image_std),
         patch_size=14,
@@ -84,7 +84,7 @@ def main() -> None:
     megapixels = 0.0
     for content in files:
         theirs = processor([load_image(Image.open(io.BytesIO(content)))], return_tensors="np")
-        ours = image_patches(decode_picture(content), settings)
+        ours = image_patches(decode_image(content), settings)
         assert np.array_equal(ours, theirs["pixel_values"])
         _, rows, columns = theirs["image_grid_thw"][0].tolist()
         sizes.append((columns * 14, rows * 14))
@@ -93,7 +93,7 @@ def main() -> None:
     print(f"{len(files)} pictures, {megapixels:.1f} megapixels, all values equal", flush=True)
     tasks: dict[str, Callable[[], object]] = {
         "ms-data": lambda: [
-            image_patches(decode_picture(image_bytes), settings) for image_bytes in files
+            image_patches(decode_image(image_bytes), settings) for image_bytes in files
         ],
         "transformers, Pillow backend": lambda: [
             processor([load_image(Image.open(io.BytesIO(image_bytes)))], return_tensors="np")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
 from ms_data import build, clean
-from ms_data.cleaning.near_pictures import HashIndex
+from ms_data.cleaning.near_images import HashIndex
 from ms_data.disk.samples import Samples
 from ms_data.errors import ConfigError
 

@@ -25,7 +25,7 @@ from ms_data.deduplication.clusters import Cluster, Components, Edges, choose
 from ms_data.deduplication.minhash import MinHash, WordHashes
 from ms_data.deduplication.sorting import FACTS, RECORD, SPAN, Buckets, repeat_first_record, runs
 from ms_data.deduplication.substrings import join_spans
-from ms_data.deduplication.windows import Windows, cut_words
+from ms_data.deduplication.windows import WindowHasher, cut_words
 from ms_data.ledger.entries import read_ledger
 from ms_data.ledger.record import read_record
 
@@ -384,7 +384,7 @@ def test_window_hashes_are_equal_exactly_for_equal_words() -> None:
     """The position in the text does not matter."""
     rng = random.Random(3)
     words = [f"w{rng.randrange(9)}" for _ in range(200)]
-    keys = Windows(6).keys(" ".join(words)).tolist()
+    keys = WindowHasher(6).keys(" ".join(words)).tolist()
     windows = [tuple(words[start : start + 6]) for start in range(195)]
     assert len(keys) == len(windows)
     assert len({*zip(keys, windows, strict=True)}) == len(set(windows)) == len(set(keys))

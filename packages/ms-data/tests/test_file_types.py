@@ -76,7 +76,7 @@ def binary_files(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
         "x.pdf": (b"%PDF-1.7\n% all of it letters\n%%EOF\n", "PDF document"),
         "x.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "PNG image"),
         "x.jpg": (b"\xff\xd8\xff\xe0\0\x10JFIF", "JPEG image"),
-        "x.wav": (b"RIFF\x24\0\0\0WAVEfmt ", "WAV sound"),
+        "x.wav": (b"RIFF\x24\0\0\0WAVEfmt ", "WAV audio"),
         "python": (Path(sys.executable).resolve().read_bytes()[:4096], "ELF program"),
         "late": (TEXT.encode() * 100 + b"\0", "file with NUL bytes"),
         "x.msd": (b"ms-data shard 1\nabc", "shard of ms-data"),

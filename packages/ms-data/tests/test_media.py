@@ -20,10 +20,10 @@ from ms_data import InstructionStream, Processor, Tokenizer, build, inspect, ver
 from ms_data.cli import main
 from ms_data.disk.samples import Samples
 from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError
+from ms_data.media.audio import decode_audio, spectrogram
+from ms_data.media.images import decode_image, image_patches, patch_grid
 from ms_data.media.parts import EncodedFile
-from ms_data.media.pictures import decode_picture, image_patches, patch_grid
-from ms_data.media.settings import PICTURE_PIXELS, _picture, _sound, read_settings
-from ms_data.media.sound import decode_sound, spectrogram
+from ms_data.media.settings import IMAGE_PIXELS, _audio_settings, _image_settings, read_settings
 
 from .chat_templates import write_rows
 from .media_samples import (
@@ -169,7 +169,7 @@ def test_patch_grids_of_random_sizes_match_transformers(
     """Includes sizes at the pixel limits and extreme aspect ratios that both refuse."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    vision = _picture(config, "<|image_pad|>")
+    vision = _image_settings(config, "<|image_pad|>")
     bounds = {"min_pixels": vision.min_pixels, "max_pixels": vision.max_pixels}
     try:
         height_px, across = smart_resize(height, width, factor=vision.factor, **bounds)
@@ -203,7 +203,7 @@ def test_qwen3_patches_match_transformers(tmp_path: Path, size: tuple[int, int])
         (encode_image(pixels, exif=exif), Image.fromarray(np.rot90(pixels, -1).copy())),
     ]:
         expected = images(picture, return_tensors="np")["pixel_values"]
-        assert (image_patches(decode_picture(content), settings) == expected).all()
+        assert (image_patches(decode_image(content), settings) == expected).all()
 
 
 @pytest.mark.parametrize("file_format", ["WAV", "FLAC"])
@@ -509,17 +509,17 @@ def test_unusable_audio_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_stereo_is_mixed_down_to_the_channel_mean() -> None:
     stereo = np.stack([random_audio(800), random_audio(800, 1)], 1)
-    samples, rate_hz = decode_sound(encode_audio(stereo))
+    samples, rate_hz = decode_audio(encode_audio(stereo))
     assert rate_hz == 16_000
     assert np.allclose(samples, stereo.astype(np.float32).mean(1) / 32768, atol=1e-7)
 
 
 def test_decompression_bombs_are_refused_before_allocating() -> None:
     """The header claims more pixels than the limit."""
-    side = int(PICTURE_PIXELS**0.5) + 1
+    side = int(IMAGE_PIXELS**0.5) + 1
     tracemalloc.start()
     with pytest.raises(ValueError, match="exceed the limit"):
-        decode_picture(png_claiming(side, side))
+        decode_image(png_claiming(side, side))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
@@ -600,7 +600,7 @@ def test_changed_processor_settings_next_to_shards_are_detected(
 
 def test_the_spectrogram_of_silence_is_finite() -> None:
     """All values sit at the log floor, without NaN."""
-    settings = msgspec.structs.replace(_sound(WHISPER, "<|AUDIO|>"), chunk_s=1)
+    settings = msgspec.structs.replace(_audio_settings(WHISPER, "<|AUDIO|>"), chunk_s=1)
     spectrum = spectrogram(np.zeros(400, np.float32), settings)
     assert spectrum.shape == (128, 100)
     assert (spectrum == (-10 + 4) / 4).all()

@@ -19,11 +19,11 @@ from ms_data.disk.media import PlacedItem, pack_media, read_media
 from ms_data.disk.samples import Samples
 from ms_data.engine import batches, run
 from ms_data.errors import DamageError, TokenizerError
+from ms_data.media.audio import decode_audio
+from ms_data.media.images import decode_image
 from ms_data.media.parts import EncodedFile, extract_media
-from ms_data.media.pictures import decode_picture
 from ms_data.media.processor import MediaItem, Processor
 from ms_data.media.settings import read_settings
-from ms_data.media.sound import decode_sound
 
 from .chat_templates import write_rows
 from .media_samples import (
@@ -202,8 +202,8 @@ def fuzz(seconds: float, rounds: int, seed: int) -> int:
     """Feed corrupt bytes to every reader for at least this many seconds and rounds."""
     rng, completed = random.Random(seed), 0
     readers: list[tuple[Callable[[bytes], object], list[bytes]]] = [
-        (decode_picture, FILES[:3]),
-        (decode_sound, FILES[3:]),
+        (decode_image, FILES[:3]),
+        (decode_audio, FILES[3:]),
         (read_media_words, [PACKED_MEDIA]),
     ]
     end = time.monotonic() + seconds
@@ -228,7 +228,7 @@ def test_mpeg_audio_in_a_wav_file_is_refused_before_decoding(
     offset = content.index(b"fmt ") + 8
     content[offset : offset + 2] = tag.to_bytes(2, "little")
     with pytest.raises(ValueError, match="MPEG audio in a WAV file is not supported"):
-        decode_sound(bytes(content))
+        decode_audio(bytes(content))
     assert capfd.readouterr() == ("", "")
 
 

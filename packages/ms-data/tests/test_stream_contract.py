@@ -79,8 +79,8 @@ def test_ranks_split_each_batch_and_have_equal_states(
     for overrides, match in (
         ({"place": Reader(2, 2)}, "got 2 of 2"),
         ({"place": Reader(0, 3)}, "batch_size 4 cannot be divided among 3 ranks"),
-        ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
-        ({"epochs": 0}, "epochs must be a whole number, 1 or more, got 0"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
         ({"sequence_length": 0}, "sequence_length"),
     ):
         with pytest.raises(SettingError, match=match):

@@ -185,6 +185,6 @@ def test_messages_that_json_cannot_represent_are_refused() -> None:
     [(None, None), (3.5, {}), (b"{{ 1 }}", None), ("{{ 1 }}", ["x", 3]), ("{{ 1 }}", "a")],
 )
 def test_arguments_of_the_wrong_type_give_one_line(source: object, tokens: object) -> None:
-    with pytest.raises(TokenizerError, match="a chat template must be a text") as error:
+    with pytest.raises(TokenizerError, match="a chat template must be a string") as error:
         ChatTemplate(source, special_tokens=tokens)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)

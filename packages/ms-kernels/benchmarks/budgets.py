@@ -35,7 +35,7 @@ def compile_kernels(target: str) -> dict[str, list[int]]:
         if entry.dtype not in golden_dtypes(target):
             continue
         compiled = compile_entry(entry, chip)
-        faults = lint(compiled.ttir, entry.greatest())
+        faults = lint(compiled.ttir, entry.argument_limits())
         if faults:
             raise SystemExit(f"{entry.name}: {faults[0]}")
         resources[entry.name] = [getattr(compiled.resources, name) for name in FIELDS]

@@ -193,7 +193,7 @@ def started(
     config = architecture("llama", job["model"])
     engine = Engine(config, groups=groups, **settings)
     generator = torch.Generator().manual_seed(0)
-    rows = job["batch_size"] // groups.layout.readers
+    rows = job["batch_size"] // groups.layout.data_ranks
     text = torch.randint(
         0, config.vocab_size, (rows, job["sequence_length"] + 1), generator=generator
     )

@@ -280,7 +280,7 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
         options = {"optimizer": OPTIMIZER, **job["options"], "microbatch_size": job["rows"]}
         engine = Engine(tiny(**job["settings"]), groups=groups, **options)
-        rows = job["rows"] * job["microbatches"] * groups.layout.readers
+        rows = job["rows"] * job["microbatches"] * groups.layout.data_ranks
         batch = global_batch(0, rows=rows, length=job["length"])
         batch["documents"], batch["positions"] = packed(rows, job["length"], job.get("lengths"))
         del batch["weights"]

@@ -41,7 +41,9 @@ def weights(
     return {
         "device": str(engine.device),
         "where": sorted({str(local_part(each).device) for each in engine.parameters.values()}),
-        "wires": [str(engine.groups.link(peer).wire) for peer in range(engine.tables.ranks)],
+        "wires": [
+            str(engine.groups.link(peer).message_device) for peer in range(engine.tables.ranks)
+        ],
         "losses": [update.loss for update in updates],
         "weights": {
             name: local_part(each).detach().flatten().tolist()

@@ -16,7 +16,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import ConfigError
-from ms_parallel.planner.cluster import Cluster, Link, Links
+from ms_parallel.planner.cluster import Cluster, ClusterLinks, Link
 from ms_parallel.planner.free_memory import map_blocks, shrink_stacks, status_bytes
 from ms_parallel.planner.layouts.candidate import Split
 from ms_parallel.planner.layouts.choice import USABLE
@@ -63,7 +63,7 @@ def planned(
     options = Options("llama", device="cpu", **settings)
     odd = options.batch_size % processes
     spread = Layout(tensor=processes) if odd else Layout(data=processes)
-    rows = options.batch_size // spread.readers
+    rows = options.batch_size // spread.data_ranks
     least, most = (_held(options, spread, each) for each in (1, rows))
     memory = int(LEAST * least + share * max(0, most - LEAST * least))
     cluster = Cluster(
@@ -72,13 +72,13 @@ def planned(
         memory_gib=1.0,
         memory_bandwidth_gb_per_s=10,
         peak_tflops={"float32": 0.05},
-        links=Links(node=Link(latency_us=100, bandwidth_gb_per_s=bandwidth)),
+        links=ClusterLinks(node=Link(latency_us=100, bandwidth_gb_per_s=bandwidth)),
     )
     asked = evolve(options, memory_gib=memory / GIB)
     (best,) = plan(asked, cluster, best=1, history=History()).best
     chosen = {name: value for name, value in best.settings.items() if name != "microbatch_size"}
     layout = Layout(**best.layout)
-    sizes = divisors(options.batch_size // layout.readers)
+    sizes = divisors(options.batch_size // layout.data_ranks)
     told = evolve(options, **chosen)
     return {
         "layout": str(layout),
@@ -164,7 +164,7 @@ def trained(
         return [RankMemory(**rank) for rank in foretold[str(rows)]]
 
     generator = torch.Generator().manual_seed(0)
-    rows = asked.batch_size // split.readers
+    rows = asked.batch_size // split.data_ranks
     shape = (rows, asked.sequence_length + 1)
     text = torch.randint(0, config.vocab_size, shape, generator=generator)
     with Room(room_bytes, every=every):

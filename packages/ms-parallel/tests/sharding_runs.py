@@ -75,7 +75,7 @@ def resumed(jobs: list[dict[str, Any]], folder: str, device: str | None = "cpu")
     return found
 
 
-def held_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
+def allocated_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Bytes of all tensors between two microbatches, and before any.
 
     The least of three updates: a collective's thread may hold what it sent a moment longer.

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.pipeline.recorder import Recorder, gather_times
+from ms_parallel.pipeline.recorder import ComputationRecorder, gather_times
 from ms_parallel.pipeline.runtime import Runtime
 from ms_parallel.schedules import Schedule
 
@@ -86,7 +86,7 @@ def recorded(jobs: list[dict[str, Any]], tries: int) -> list[list[Any]]:
         batch = [{"tokens": torch.zeros(1, 4)}] * schedule.microbatches
         runs = []
         for turn in range(1 + tries):
-            runtime.recorder = Recorder(groups.device) if turn else None
+            runtime.recorder = ComputationRecorder(groups.device) if turn else None
             runtime.run(schedule, batch, lambda _, hidden: hidden.sum())
             if runtime.recorder:
                 runs.append(gather_times(runtime.recorder, groups))

@@ -16,12 +16,12 @@ from ms_parallel.planner import apart
 from ms_parallel.planner.apart import LIMIT_BYTES, call_in_subprocess
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.record.history import History
-from ms_parallel.planner.refusal import REFUSAL, LayoutQuestion
+from ms_parallel.planner.refusal import REFUSAL, LayoutArguments
 from ms_parallel.schedules import one_f_one_b
 from ms_parallel.training.options import Options
-from ms_parallel.training.planning.questions import PlanQuestion, RunRecord, ask_memory
+from ms_parallel.training.planning.subprocesses import PlanArguments, RunRecord, ask_memory
 
-QUESTION = LayoutQuestion(model="llama", layout=Layout(tensor=3), options={})
+QUESTION = LayoutArguments(model="llama", layout=Layout(tensor=3), options={})
 
 
 class _Trap:
@@ -93,7 +93,7 @@ def test_no_pickle_is_read_on_either_side(tmp_path: Path, monkeypatch: pytest.Mo
     with open(readable, "rb") as results:
         assert results.read() == b""
     assert asked.returncode
-    assert b"ParallelError: a question: " in asked.stderr
+    assert b"ParallelError: a call: " in asked.stderr
     answering = f"import os, sys; os.write(int(sys.argv[1]), {framed!r})"
     monkeypatch.setattr(apart, "PROGRAM", answering)
     with pytest.raises(ParallelError, match=f"{REFUSAL}: "):
@@ -119,7 +119,7 @@ def test_sizes_are_checked_before_memory_is_taken() -> None:
     assert endless.asked == apart.SIZE_BYTES
     assert apart._read(io.BytesIO(LIMIT_BYTES.to_bytes(apart.SIZE_BYTES, "big") + b"x")) is None
     assert apart._read(io.BytesIO(b"\0\0")) is None
-    long = LayoutQuestion(model="m" * LIMIT_BYTES, layout=Layout(), options={})
+    long = LayoutArguments(model="m" * LIMIT_BYTES, layout=Layout(), options={})
     with pytest.raises(ParallelError, match="bytes; the maximum is"):
         call_in_subprocess(REFUSAL, long, str | None)
 
@@ -166,7 +166,7 @@ def test_a_cluster_is_checked_as_its_file_is() -> None:
     """By the process that is asked about it."""
     rates = {"float32": 1.0}
     here = Cluster(memory_gib=1.0, memory_bandwidth_gb_per_s=1.0, peak_tflops=rates)
-    asked = PlanQuestion(
+    asked = PlanArguments(
         run=RunRecord.of(Options("llama")),
         cluster=here,
         objective="fastest",
@@ -176,7 +176,7 @@ def test_a_cluster_is_checked_as_its_file_is() -> None:
         history=History(),
     )
     content = msgspec.msgpack.decode(msgspec.msgpack.encode(asked))
-    assert msgspec.convert(content, PlanQuestion).cluster == here
+    assert msgspec.convert(content, PlanArguments).cluster == here
     content["cluster"]["memory_gib"] = -1.0
     with pytest.raises(msgspec.ValidationError, match="memory_gib must be"):
-        msgspec.convert(content, PlanQuestion)
+        msgspec.convert(content, PlanArguments)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.planner.cluster import Cluster, Link, Links, read_cluster, write_cluster
+from ms_parallel.planner.cluster import Cluster, ClusterLinks, Link, read_cluster, write_cluster
 from ms_parallel.planner.roofline.chips import chip_named
 
 EXAMPLE = """
@@ -79,7 +79,7 @@ def test_what_is_written_is_read_again(
         memory_bandwidth_gb_per_s=rate,
         peak_tflops={"float32": rate},
         measured=True,
-        links=Links(group=link, node=link, network=link),
+        links=ClusterLinks(group=link, node=link, network=link),
     )
     path = tmp_path_factory.mktemp("cluster") / "CLUSTER.toml"
     write_cluster(path, cluster, title="a\nmachine")
@@ -130,7 +130,7 @@ def test_processes_that_share_cores_are_slower() -> None:
         memory_gib=1,
         memory_bandwidth_gb_per_s=10,
         peak_tflops={"float32": 0.1},
-        links=Links(node=link),
+        links=ClusterLinks(node=link),
     )
     assert [cluster.slowdown(n) for n in (1, 2, 3, 4)] == [1.0, 1.0, 1.5, 2.0]
 

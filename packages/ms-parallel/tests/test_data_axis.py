@@ -119,7 +119,7 @@ def test_what_lies_in_memory_between_microbatches_is_what_each_way_keeps() -> No
     """As predicted: a share of all, and weights or gradients that stay whole, or neither."""
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 4}
     jobs = [{"layout": "data=2", "settings": sizes, "options": shared(name)} for name in SHARDINGS]
-    counted, _ = run_processes(2, RUNS, "held_bytes", jobs=jobs)
+    counted, _ = run_processes(2, RUNS, "allocated_bytes", jobs=jobs)
     common = {"sequence_length": 16, "batch_size": 4, "microbatch_size": 1, "device": "cpu"}
     model = {"vocab_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8}
     for name, found in zip(SHARDINGS, counted, strict=True):

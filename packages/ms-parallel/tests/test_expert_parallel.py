@@ -85,7 +85,7 @@ def test_gradients_of_every_family_and_layout_are_those_of_one_process(tmp_path:
     jobs = []
     for number in range(72):
         layout, family = LAYOUTS[number % len(LAYOUTS)], chance.choice(list(MODELS))
-        rows = 4 // Layout.parse(layout).readers
+        rows = 4 // Layout.parse(layout).data_ranks
         pipeline = "pipeline" in layout
         options = {
             "recompute": chance.choice(("none", "full")),

@@ -15,7 +15,7 @@ from ms_parallel import ConfigError, Engine, LossScale, NextTokenLoss
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.updates.audit import Audit, GroupComparison, Levels
+from ms_parallel.engine.updates.audit import AlarmLevels, AuditResult, GroupComparison
 from ms_parallel.engine.updates.auditor import group_of
 from ms_parallel.engine.updates.loss_scale import LossScaler
 from ms_parallel.training.audit_page import draw_audits
@@ -154,7 +154,7 @@ def test_the_scale_halves_doubles_and_waits() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mixed_precision": "float8"}, "mixed_precision is 'float8'; give true"),
+        ({"mixed_precision": "float8"}, "mixed_precision must be true .bfloat16., false"),
         ({"mixed_precision": True, "loss_scale": {}}, "loss_scale is only used with float16"),
         (
             {"mixed_precision": "float16", "loss_scale": {"initial": 3}},
@@ -223,13 +223,13 @@ def test_a_matrix_that_is_wrong_by_one_percent_raises_the_alarm(count: int, fact
 
 def test_an_audit_is_alarmed_by_what_is_wrong_and_not_by_what_is_small() -> None:
     """Error, gain and loss have a level each; a group that is nearly zero raises none."""
-    levels = Levels(loss=1e-3, error=0.02, gain=0.003)
+    levels = AlarmLevels(loss=1e-3, error=0.02, gain=0.003)
     fine = GroupComparison(error=0.01, gain=0.001, share=0.5)
 
     def alarms(loss: float = 2.0, **group: float) -> tuple[str, ...]:
         wrong = GroupComparison(**{"error": 0.0, "gain": 0.0, "share": 0.5, **group})
         groups = {"fine": fine, "wrong": wrong}
-        return Audit(loss=loss, loss_float32=2.0, groups=groups, levels=levels).alarms
+        return AuditResult(loss=loss, loss_float32=2.0, groups=groups, levels=levels).alarms
 
     assert alarms() == ()
     assert alarms(error=0.03) == alarms(gain=-0.004) == alarms(gain=math.nan) == ("wrong",)

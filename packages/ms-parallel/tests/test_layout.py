@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_parallel.cluster.layout import AXES, Layout, ModelShape, Place
-from ms_parallel.cluster.rest import RestOnData
+from ms_parallel.cluster.rest import PartialLayout
 from ms_parallel.errors import LayoutError
 from ms_parallel.training.inspection import MAX_WIDTH, picture
 
@@ -137,7 +137,7 @@ def test_a_model_is_refused_exactly_where_a_size_does_not_divide(layout: Layout)
 def test_what_the_other_axes_leave_is_on_data(layout: Layout) -> None:
     """However many processes there are, if the others divide them."""
     others = {"tensor_parallel": layout.tensor, "pipeline": layout.pipeline}
-    rest = RestOnData.of({"data": "rest", **others, "context": layout.context})
+    rest = PartialLayout.of({"data": "rest", **others, "context": layout.context})
     assert rest is not None
     assert rest.fill(layout.world_size) == layout
     each = layout.world_size // layout.data
@@ -148,15 +148,15 @@ def test_what_the_other_axes_leave_is_on_data(layout: Layout) -> None:
 
 def test_the_rest_is_of_data_alone_and_other_axes_are_checked() -> None:
     """Axes that group ranks of data are checked once these are counted."""
-    assert RestOnData.of({"data": 2, "tensor": 2}) is None
-    rest = RestOnData.of({"data_parallel": "rest", "expert": 4})
+    assert PartialLayout.of({"data": 2, "tensor": 2}) is None
+    rest = PartialLayout.of({"data_parallel": "rest", "expert": 4})
     assert rest is not None
     assert str(rest) == "data=rest,expert=4"
     assert rest.fill(8) == Layout(data=8, expert=4)
     with pytest.raises(LayoutError, match="expert=4 does not divide"):
         rest.fill(2)
     with pytest.raises(LayoutError, match="unknown layout axis 'tensr'"):
-        RestOnData.of({"data": "rest", "tensr": 2})
+        PartialLayout.of({"data": "rest", "tensr": 2})
     with pytest.raises(LayoutError):
         Layout.from_config({"tensor": "rest"})
 

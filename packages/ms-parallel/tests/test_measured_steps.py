@@ -11,15 +11,15 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.models.registry import architecture
-from ms_parallel.planner.cluster import Cluster, Collectives, Link, Links
+from ms_parallel.planner.cluster import Cluster, ClusterLinks, Collectives, Link
 from ms_parallel.planner.fake_cluster import fake_groups, fake_world
 from ms_parallel.planner.layouts.candidate import Candidate, Split
-from ms_parallel.planner.layouts.here import MeasuredTimes, _Measured, measurable
+from ms_parallel.planner.layouts.measured_times import MeasuredTimes, _Measured, measurable
 from ms_parallel.planner.layouts.messages import Message, MessageLog, seconds
 from ms_parallel.planner.layouts.passes import DatasheetTimes, RankSeconds
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.stages import Stages
-from ms_parallel.planner.layouts.step import StepTimes
+from ms_parallel.planner.layouts.step import StepTimePredictor
 from ms_parallel.planner.roofline.collectives import collective_s
 
 MODEL = {
@@ -38,7 +38,7 @@ CLUSTER = Cluster(
     memory_bandwidth_gb_per_s=10,
     peak_tflops={"float32": 0.1},
     measured=True,
-    links=Links(node=Link(latency_us=100, bandwidth_gb_per_s=1)),
+    links=ClusterLinks(node=Link(latency_us=100, bandwidth_gb_per_s=1)),
 )
 
 
@@ -127,7 +127,7 @@ def test_a_message_costs_its_sender_and_its_taker(schedule: str, sides: int) -> 
     worked = []
     for cluster in (CLUSTER, evolve(CLUSTER, message_us=500.0)):
         times = DatasheetTimes(sizes, cluster, LENGTH, "float32")
-        steps = StepTimes(
+        steps = StepTimePredictor(
             stages=Stages(sizes), times=times, cluster=cluster, message_bytes=1.0, width=4
         )
         worked.append(steps.of(asked).compute)
@@ -156,9 +156,9 @@ def test_what_sharding_does_for_each_block_is_measured() -> None:
     """ZeRO-3 works for every block and microbatch, and sends; copies work once a step."""
     times = here_times()
     with fake_world(4):
-        alone = times.costs(candidate(Layout(), "auto"))
-        copies = times.costs(candidate(Layout(data=2), "replicate"))
-        shards = times.costs(candidate(Layout(data=2), "zero3"))
+        alone = times.step_costs(candidate(Layout(), "auto"))
+        copies = times.step_costs(candidate(Layout(data=2), "replicate"))
+        shards = times.step_costs(candidate(Layout(data=2), "zero3"))
     assert alone is not None
     assert copies is not None
     assert shards is not None
@@ -172,7 +172,7 @@ def test_what_sharding_does_for_each_block_is_measured() -> None:
     assert copies.step_layer.communication > 0.0
     # Hooks of FSDP on a block take some hundred microseconds; what is compared is noise.
     assert shards.pass_layer.compute > max(1e-5, copies.pass_layer.compute)
-    (layer, *_) = times.sheet.sizes.layers
+    (layer, *_) = times.datasheet.sizes.layers
     gather, scatter = (
         collective_s(CLUSTER, kind, 4 * layer.all, 2) for kind in ("all_gather", "reduce_scatter")
     )
@@ -189,7 +189,7 @@ def test_layers_of_a_measured_pass_are_alike_and_tensor_ranks_travel() -> None:
         assert len(found.layers) == MODEL["num_hidden_layers"]
         assert len({*found.layers}) == 1
         assert 0.0 < found.layers[0].communication < found.layers[0].all
-        plain = times.sheet.passes(split, "none")
+        plain = times.datasheet.passes(split, "none")
         assert found.layers[0].communication == pytest.approx(plain.layers[0].communication)
 
 
@@ -226,7 +226,7 @@ def test_a_split_backward_is_measured_with_what_it_computes_again(
     times = here_times()
     plain = evolve(candidate(Layout(pipeline=2), "auto"), schedule="zb-h1")
     with fake_world(2):
-        found = [times.costs(evolve(plain, recompute=kind)) for kind in ("none", "full")]
+        found = [times.step_costs(evolve(plain, recompute=kind)) for kind in ("none", "full")]
     assert [one.pass_layer.compute for one in found if one is not None] == [0.5, 2.0]
 
 

@@ -465,7 +465,7 @@ def test_the_largest_microbatch_fits_the_tightest_rank(
     assert all("loss" in rank for rank in found), found
     (rows,) = {rank["rows"][0] for rank in found if rank["rows"]}
     layout = Layout.parse(case["layout"])
-    sizes = sizes_of(24 // layout.readers, layout.pipeline)
+    sizes = sizes_of(24 // layout.data_ranks, layout.pipeline)
     two_larger = sizes[sizes.index(rows) + 2 :][:1]
     for size in two_larger:
         tried = rows_in(room, size)

@@ -15,7 +15,7 @@ from processes import run_command
 from ms_parallel.cli import main
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
-from ms_parallel.planner.cluster import Cluster, Link, Links, write_cluster
+from ms_parallel.planner.cluster import Cluster, ClusterLinks, Link, write_cluster
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.pipeline import StageSeconds, bubble_share, makespan_s
 from ms_parallel.planner.record.history import FILE as HISTORY
@@ -41,7 +41,7 @@ def cluster(devices: int = 4, memory_gib: float = 1.0, **more: Any) -> Cluster:
         "memory_gib": memory_gib,
         "memory_bandwidth_gb_per_s": 10,
         "peak_tflops": {"float32": 0.05},
-        "links": Links(node=Link(latency_us=100, bandwidth_gb_per_s=1)),
+        "links": ClusterLinks(node=Link(latency_us=100, bandwidth_gb_per_s=1)),
     }
     return Cluster(**{**values, **more})
 
@@ -107,7 +107,7 @@ def test_a_cluster_that_holds_no_layout_is_told_what_would() -> None:
             cluster(
                 devices=1,
                 memory_gib=0.001,
-                links=Links(network=Link(latency_us=1, bandwidth_gb_per_s=1)),
+                links=ClusterLinks(network=Link(latency_us=1, bandwidth_gb_per_s=1)),
             ),
         )
     assert "\n" not in str(raised.value)

@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.registry import architecture, architectures, parameter_shapes
-from ms_parallel.planner.cluster import Cluster, Link, Links, read_cluster
+from ms_parallel.planner.cluster import Cluster, ClusterLinks, Link, read_cluster
 from ms_parallel.planner.layouts.candidate import Split
 from ms_parallel.planner.roofline.calibrated import (
     FAMILIES,
@@ -33,7 +33,7 @@ from ms_parallel.planner.roofline.collectives import (
 from ms_parallel.planner.roofline.efficiency import Efficiency
 from ms_parallel.planner.roofline.known_cluster import known_cluster
 from ms_parallel.planner.roofline.model_sizes import decoder_sizes
-from ms_parallel.planner.roofline.pass_times import RooflineTimes, reached
+from ms_parallel.planner.roofline.pass_times import RooflineTimes, at_achieved_bandwidth
 from ms_parallel.planner.roofline.settings import RECOMPUTE, Overlap, StepSettings
 from ms_parallel.planner.roofline.shape import DecoderSizes, ExpertSizes
 from ms_parallel.planner.roofline.step_time import StepTime, step_time, waiting_seconds
@@ -62,7 +62,7 @@ def cluster(
         memory_gib=1,
         memory_bandwidth_gb_per_s=1000.0,
         peak_tflops={"bfloat16": 1.0, "float8": 2.0},
-        links=Links(
+        links=ClusterLinks(
             node=Link(latency_us=delay, bandwidth_gb_per_s=near),
             network=Link(latency_us=delay, bandwidth_gb_per_s=far),
         ),
@@ -373,10 +373,10 @@ def test_what_a_plan_is_told_adds_up_to_the_whole_step(recompute: str) -> None:
     products = 2 * (3 * 512 / 2) * (1000 * 1280 * 4 + 3 * 1000 * 4000) / 2
     assert plain.backward_weight == pytest.approx(products / 1e12)
     assert passes.first.all < 0.1 * passes.last.all
-    near = reached(machine, efficiency)
+    near = at_achieved_bandwidth(machine, efficiency)
     assert near.link(2).bandwidth_gb_per_s == pytest.approx(100 * efficiency.node)
     assert near.link(8).bandwidth_gb_per_s == pytest.approx(10 * efficiency.network)
-    assert times.update(10**9) == pytest.approx(
+    assert times.optimizer_seconds(10**9) == pytest.approx(
         46 / (1000 * efficiency.memory) + efficiency.step_ms / 1e3
     )
 

@@ -116,7 +116,7 @@ def test_no_drawn_run_takes_more_than_there_is(seed: int) -> None:
     """It trains in its memory, and a size two further up does not; where none fits, it says so."""
     case = drawn(seed)
     layout, settings = Layout.parse(case["layout"]), case["settings"]
-    sizes = sizes_of(settings["batch_size"] // layout.readers, layout.pipeline)
+    sizes = sizes_of(settings["batch_size"] // layout.data_ranks, layout.pipeline)
     given = {"layout": case["layout"], "settings": settings}
     (foretold,) = run_processes(1, RUNS, "foretold", **given, sizes=sizes)
     need = [max(_total(rank) for rank in foretold[str(size)]) for size in sizes]

@@ -12,7 +12,7 @@ from processes import run_processes
 from ms_parallel.cli import main
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.pipeline.step_file import read_step
-from ms_parallel.planner.found_schedule import read_found
+from ms_parallel.planner.found_schedule import read_searched_schedule
 from ms_parallel.planner.shortest import shortest_schedule
 from ms_parallel.schedules import Schedule, SegmentCosts, simulate, verify
 
@@ -97,10 +97,10 @@ def test_a_stopped_run_goes_on_under_its_schedule_bit_for_bit(tmp_path: Path) ->
         assert found["same bits"]
         assert found["recordings"] == [f"step-{step:08}.json" for step in (2, 4, 6)]
     path = tmp_path / "whole" / "schedule.json"
-    assert read_found(path) is not None
+    assert read_searched_schedule(path) is not None
     path.write_bytes(path.read_bytes().replace(b"0F0", b"0F9", 1))
     with pytest.raises(ConfigError, match="delete it to search again"):
-        read_found(path)
+        read_searched_schedule(path)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from ms_parallel.schedules import Costs, looped, search, vee
 from ms_parallel.schedules.construction.problem import problem_of
-from ms_parallel.schedules.solver.play import Player
+from ms_parallel.schedules.solver.row_simulator import RowSimulator
 
 
 def costs(random: Random, stages: int, transfer: int) -> Costs:
@@ -30,7 +30,7 @@ def test_a_replay_equals_a_play(placement, transfer):
     stages, stuck = len(placement), 0
     for seed in range(2):
         problem = problem_of(costs(random, stages, transfer), None, 5, tuple(placement))
-        player = Player(problem)
+        simulator = RowSimulator(problem)
         found = search(
             costs(random, stages, transfer), None, microbatches=5, placement=placement,
             seed=seed, effort=0.01,
@@ -38,13 +38,13 @@ def test_a_replay_equals_a_play(placement, transfer):
         kinds = {"F": 0, "I": 1, "W": 2}
         rows = [
             [
-                player.number((kinds[kind], action.stage, action.microbatch))
+                simulator.number((kinds[kind], action.stage, action.microbatch))
                 for action in row
                 for kind in ("IW" if action.kind.value == "B" else action.kind.value)
             ]
             for row in found.schedule.computations()
         ]
-        played = player.play(rows)
+        played = simulator.simulate(rows)
         assert played is not None
         for _ in range(400):
             rank = random.randrange(3)
@@ -52,9 +52,9 @@ def test_a_replay_equals_a_play(placement, transfer):
             row = list(rows[rank])
             row[at], row[at + 1] = row[at + 1], row[at]
             tried = [*rows[:rank], row, *rows[rank + 1 :]]
-            whole = player.play(tried)
+            whole = simulator.simulate(tried)
             since = played.starts[rows[rank][at]]
-            assert player.replay(tried, played, rank, at, since) == whole
+            assert simulator.resimulate(tried, played, rank, at, since) == whole
             stuck += whole is None
             if whole is not None and random.random() < 0.7:
                 rows, played = tried, whole

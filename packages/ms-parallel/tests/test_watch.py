@@ -21,12 +21,12 @@ from processes import ProcessesFailedError, run_processes
 
 from ms_parallel.cluster.watch import Heartbeat, position
 from ms_parallel.cluster.watch.findings import State, explain, ranks_text
-from ms_parallel.cluster.watch.record import Record
+from ms_parallel.cluster.watch.record import RankPosition
 
 FAULTS = Path(__file__).parent / "faults.py"
 
 
-def record(rank: int, **settings: object) -> Record:
+def record(rank: int, **settings: object) -> RankPosition:
     """Record of a rank that waits in step 4, unless it is said otherwise."""
     values = {
         "host": "n1",
@@ -40,10 +40,10 @@ def record(rank: int, **settings: object) -> Record:
         "lost": False,
         "line": "engine.py:301 in update",
     }
-    return Record(rank=rank, **{**values, **settings})  # type: ignore[arg-type]
+    return RankPosition(rank=rank, **{**values, **settings})  # type: ignore[arg-type]
 
 
-def said(*records: Record, world: int = 4, **states: State) -> str:
+def said(*records: RankPosition, world: int = 4, **states: State) -> str:
     """What is found of these records, all alive but for those that are named `rN`."""
     known = {each.rank: each for each in records}
     return explain(known, {rank: states.get(f"r{rank}", State.ALIVE) for rank in known}, world)

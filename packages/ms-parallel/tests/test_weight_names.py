@@ -8,9 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ms_parallel.models.weight_names import Rules, WeightSlice, renamed, rows_of, slices_of, stacked
+from ms_parallel.models.weight_names import (
+    WeightRules,
+    WeightSlice,
+    renamed,
+    rows_of,
+    slices_of,
+    stacked,
+)
 
-RULES: Rules = {
+RULES: WeightRules = {
     "layers.*.gate.weight": renamed("blocks.{0}.router.weight"),
     "layers.*.q.weight": rows_of("layers.{0}.qkv.weight", 0, 10),
     "layers.*.k.weight": rows_of("layers.{0}.qkv.weight", 6, 10),

@@ -12,7 +12,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
-from ms_profile.trace.records import Arguments, Record
+from ms_profile.trace.records import Arguments, TraceEvent
 
 # On a busy machine a test case may take longer than hypothesis allows.
 settings.register_profile("untimed", deadline=None)
@@ -45,7 +45,7 @@ def make_trace() -> Callable[..., Trace]:
                     received_elements=messages, dtype="Float", group="0", group_size=2,
                 )  # fmt: skip
             records.append(
-                Record(
+                TraceEvent(
                     ph="X", name=name, cat=label, pid=0, tid=thread, ts=start, dur=length,
                     args=arguments,
                 )

@@ -13,11 +13,13 @@ from ms_profile.doctor.clocks import measure_clocks
 from ms_profile.doctor.cluster import measure_cluster
 from ms_profile.doctor.examine import connect, examine, examine_links
 from ms_profile.doctor.output_folder import measure_folders
-from ms_profile.doctor.recording import Examined, Machine, Measured, Recording
+from ms_profile.doctor.recording import Examined, Machine, MachineRecording, Measured
 from ms_profile.doctor.report import judge
 
 CPU = torch.device("cpu")
-RECORDINGS = tuple(Recording(machine=Machine(rank=rank, host="localhost")) for rank in range(2))
+RECORDINGS = tuple(
+    MachineRecording(machine=Machine(rank=rank, host="localhost")) for rank in range(2)
+)
 
 
 def separate_clocks_and_folders(root: str) -> Any:

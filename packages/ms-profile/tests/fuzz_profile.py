@@ -27,7 +27,7 @@ from ms_profile.log.manifest import (
     rank_path,
     ring_path,
     trace_path,
-    write_whole,
+    write_atomically,
 )
 from ms_profile.log.ring import Kind, Ring
 
@@ -175,17 +175,17 @@ def _run(damaged: str) -> Callable[[Path], Path]:
             world_size=2, metrics=("communication_time", "memory"), script="train.py",
             started_wall_ns=clock.wall_ns, schedule=TraceSchedule(), versions={"python": "3.11"},
         )  # fmt: skip
-        write_whole(folder / "manifest.json", encode(manifest))
+        write_atomically(folder / "manifest.json", encode(manifest))
         for rank in (0, 1):
             trace = trace_path(folder, rank, 0)
-            write_whole(trace, json.dumps(_document(rank), indent=2).encode())
+            write_atomically(trace, json.dumps(_document(rank), indent=2).encode())
             name = trace.relative_to(folder).as_posix()
             file = TraceFile(path=name, first_step=0, steps=6, size_bytes=trace.stat().st_size)
             rank_manifest = RankManifest(
                 rank=rank, local_rank=rank, world_size=2, host="here", pid=7, device="cpu",
                 status="done", exit_code=0, start=clock, steps=6, traces=(file,),
             )  # fmt: skip
-            write_whole(rank_path(folder, rank), encode(rank_manifest))
+            write_atomically(rank_path(folder, rank), encode(rank_manifest))
             _record(ring_path(folder, rank), rank)
             _log(folder / "events", rank)
         return folder / damaged

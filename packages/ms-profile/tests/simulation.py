@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.intervals import Intervals, union
-from ms_profile.trace.records import Arguments, Record
+from ms_profile.trace.records import Arguments, TraceEvent
 
 __all__ = ["Fault", "SimulatedRun", "simulate_run"]
 
@@ -189,7 +189,7 @@ def _trace(rank: _Rank, ranks: int, offset: float, drift: float) -> Trace:
         if elements:
             arguments = Arguments(dims=Raw(b"[[%d]]" % elements), types=Raw(b'["float"]'))
         records.append(
-            Record(
+            TraceEvent(
                 ph="X", name=name, cat=label, pid=rank.rank, tid=thread, ts=float(edges[0]) / 1e3,
                 dur=float(edges[1] - edges[0]) / 1e3, args=arguments,
             )

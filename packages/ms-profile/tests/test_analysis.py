@@ -18,7 +18,7 @@ from ms_profile.links.fit import fit_link
 from ms_profile.links.matrix import LinkMatrix, PairLink, find_slow_link
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
-from ms_profile.trace.records import Arguments, Record
+from ms_profile.trace.records import Arguments, TraceEvent
 
 MS = 1_000_000
 
@@ -229,8 +229,10 @@ def test_unequal_windows_pair_by_step(traces_folder: Path) -> None:
     rows = np.flatnonzero(traces[1].start_ns < last_step_ns)
     columns = ("start_ns", "duration_ns", "name", "category", "thread", "external", "correlation",
                "shape", "moved_bytes")  # fmt: skip
-    notes = {new: traces[1].notes[old] for new, old in enumerate(rows) if old in traces[1].notes}
-    short = evolve(traces[1], notes=notes, **{c: getattr(traces[1], c)[rows] for c in columns})
+    notes = {
+        new: traces[1].messages[old] for new, old in enumerate(rows) if old in traces[1].messages
+    }
+    short = evolve(traces[1], messages=notes, **{c: getattr(traces[1], c)[rows] for c in columns})
     analysis = analyse_traces({0: traces[0], 1: short})
     assert len(analysis.matched) == len(full_analysis.matched) // 2 > 0
 
@@ -300,8 +302,8 @@ def test_memory_is_charged_to_the_innermost_open_operator() -> None:
              ("aten::empty", 45.0, 2.0), ("aten::empty", 120.0, 2.0)]  # fmt: skip
     changes = [(8.0, 1), (20.0, 10), (46.0, 100), (121.0, 1000), (500.0, 9999)]
     builder.add(
-        [Record(ph="X", cat="cpu_op", name=n, ts=start, dur=dur) for n, start, dur in spans]
-        + [Record(ph="i", name="[memory]", ts=start, args=Arguments(size_bytes=size))
+        [TraceEvent(ph="X", cat="cpu_op", name=n, ts=start, dur=dur) for n, start, dur in spans]
+        + [TraceEvent(ph="i", name="[memory]", ts=start, args=Arguments(size_bytes=size))
            for start, size in changes]
     )  # fmt: skip
     sizes = {growth.name: growth.size_bytes for growth in memory_growth(builder.finish({}, (), 0))}

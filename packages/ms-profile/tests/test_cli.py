@@ -75,7 +75,7 @@ def test_logs_are_exported_to_tensorboard(folder: Path, capsys: pytest.CaptureFi
         ),
         (
             ["compare", "a", "b", "--min-change", "-1"],
-            "--min-change must be a share from 0 to 1, got -1",
+            "--min-change must be at least 0 and below 1, got -1",
         ),
     ],
 )

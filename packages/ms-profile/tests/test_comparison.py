@@ -21,7 +21,7 @@ from ms_profile.analysis.whole_run import analyse_traces
 from ms_profile.cli import main
 from ms_profile.errors import TraceError
 from ms_profile.log.event_log import EventLog
-from ms_profile.log.manifest import RunManifest, TraceSchedule, encode, write_whole
+from ms_profile.log.manifest import RunManifest, TraceSchedule, encode, write_atomically
 
 
 def step_series(random: np.random.Generator, steps: int, scale: float = 1.0) -> np.ndarray:
@@ -121,7 +121,7 @@ def log_run(
         world_size=2, metrics=("idle",), script="train.py", started_wall_ns=0,
         schedule=TraceSchedule(skip=2), versions={},
     )  # fmt: skip
-    write_whole(folder / "manifest.json", encode(run))
+    write_atomically(folder / "manifest.json", encode(run))
     for rank in range(2):
         with EventLog(folder / "events", rank=rank) as log:
             for step, time_s in enumerate(times_s):

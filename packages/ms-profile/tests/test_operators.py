@@ -16,7 +16,7 @@ from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.nesting import parents, self_times
 from ms_profile.trace.reader import read_trace
-from ms_profile.trace.records import Arguments, Record
+from ms_profile.trace.records import Arguments, TraceEvent
 
 
 @st.composite
@@ -97,11 +97,11 @@ def test_device_time_goes_to_the_operator_that_launched_it() -> None:
     host = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
     builder.add(
         [
-            Record(**host, name="aten::linear", ts=0, dur=100, args=Arguments(external=1)),
-            Record(**host, name="aten::addmm", ts=10, dur=50, args=Arguments(external=2)),
-            Record(ph="X", cat="kernel", name="gemm", pid=0, tid=7, ts=70, dur=200,
+            TraceEvent(**host, name="aten::linear", ts=0, dur=100, args=Arguments(external=1)),
+            TraceEvent(**host, name="aten::addmm", ts=10, dur=50, args=Arguments(external=2)),
+            TraceEvent(ph="X", cat="kernel", name="gemm", pid=0, tid=7, ts=70, dur=200,
                    args=Arguments(external=2, correlation=9)),
-            Record(ph="X", cat="kernel", name="gemm", pid=0, tid=7, ts=280, dur=100,
+            TraceEvent(ph="X", cat="kernel", name="gemm", pid=0, tid=7, ts=280, dur=100,
                    args=Arguments(external=2, correlation=10)),
         ]
     )  # fmt: skip

@@ -195,7 +195,7 @@ def test_ranks_without_a_common_clock_start_at_zero(
     trace = analyse(traces_folder / "ddp").ranks[0].trace
     from attrs import evolve
 
-    shifted = evolve(trace, rank=1, start_ns=trace.start_ns - trace.start_ns.min(), notes={},
+    shifted = evolve(trace, rank=1, start_ns=trace.start_ns - trace.start_ns.min(), messages={},
                  category=np.where(trace.category == 6, 2, trace.category))  # fmt: skip
     run = analyse_traces({0: trace, 1: shifted})
     assert run.ranks[1].clock is None
@@ -405,7 +405,7 @@ def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
         (["logs", "x", "--since", "nan"], "--since must be 0 to 10000000000 seconds, got nan"),
         (
             ["compare", "a", "b", "--max-wait", "nan"],
-            "--max-wait must be a share of at least 0, got nan",
+            "--max-wait must be at least 0, got nan",
         ),
         (["report", "x", "--max-events", "many"], "invalid int value"),
     ],

@@ -285,7 +285,7 @@ def test_collective_notes_do_not_keep_the_file_in_memory(tmp_path: Path) -> None
     trace = read_trace(path)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert [note.ranks for note in trace.notes.values()] == [(0, 1)] * 200
+    assert [note.ranks for note in trace.messages.values()] == [(0, 1)] * 200
     # Several chunks of half a megabyte at once: read, joined, and referenced by raw fields.
     assert peak_bytes < 4 << 20 < path.stat().st_size / 2
 

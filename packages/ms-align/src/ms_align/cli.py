@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser(with_epilog=bool({"-h", "--help"} & set(argv))).parse_args(argv)
     # Do not outlive torchrun, which would leave the ports and devices in use.
     end_with_launcher()
-    run: Callable[[argparse.Namespace], int] = options.act
+    run: Callable[[argparse.Namespace], int] = options.handler
     return perform(PROG, lambda: run(options), report=_report)
 
 
@@ -62,7 +62,7 @@ def _parser(*, with_epilog: bool) -> argparse.ArgumentParser:
             action="store_true",
             help="print a JSON summary of the run; everything else goes to standard error",
         )
-        subparser.set_defaults(act=_run, command=command)
+        subparser.set_defaults(handler=_run, command=command)
     _add_init(commands)
     return parser
 
@@ -82,7 +82,7 @@ def _add_init(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         metavar="RUN.toml",
         help="file to create; standard output by default",
     )
-    init.set_defaults(act=lambda options: _init(by_name[options.name], options.out))
+    init.set_defaults(handler=lambda options: _init(by_name[options.name], options.out))
 
 
 def _epilog(command: Command) -> str:

@@ -1,4 +1,4 @@
-"""Derivation of the seeds of a run's components from the run's seed."""
+"""Derives the seeds of a run's components from the run's seed."""
 
 from hashlib import sha256
 

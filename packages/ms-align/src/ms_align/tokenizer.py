@@ -1,4 +1,4 @@
-"""Tokenizer protocol, the byte tokenizer, and loading of tokenizers from disk."""
+"""Tokenizer protocol, the byte tokenizer, and loading from disk."""
 
 from collections.abc import Sequence
 from pathlib import Path

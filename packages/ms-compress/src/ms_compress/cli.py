@@ -22,7 +22,7 @@ PROG = "ms-compress"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0 (done), 1 (failed), 2 (bad input) or 130 (interrupted)."""
     options = _parser().parse_args(arguments)
-    return perform(PROG, lambda: int(options.act(options)))
+    return perform(PROG, lambda: int(options.handler(options)))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument(
         "--out", type=file_argument, metavar="RUN.toml", help="output file; default: stdout"
     )
-    init.set_defaults(act=_init)
+    init.set_defaults(handler=_init)
     return parser
 
 
@@ -115,7 +115,7 @@ def _add_command(commands: Any, command: Command) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     for flag in command.flags:
         parser.add_argument(f"--{flag}", action="store_true", help=f"the same as {flag}=true")
-    parser.set_defaults(command=command, act=_run)
+    parser.set_defaults(command=command, handler=_run)
 
 
 def _add_export(commands: Any) -> None:
@@ -147,4 +147,4 @@ def _add_export(commands: Any) -> None:
         help="run the result in its runtime and fail unless it agrees with the model",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(act=_export)
+    parser.set_defaults(handler=_export)

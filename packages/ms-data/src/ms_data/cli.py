@@ -74,11 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _execute(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     # Every subcommand returns a record for --json, and the text for a terminal.
-    facts, text = options.run(options)
-    encoded = msgspec.json.format(msgspec.json.encode(facts), indent=2).decode()
+    result, text = options.run(options)
+    encoded = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
     if options.json or text:
         print(encoded if options.json else text)
-    return FAILED if isinstance(facts, Report) and not facts.ok else DONE
+    return FAILED if isinstance(result, Report) and not result.ok else DONE
 
 
 def _report(error: BaseException) -> int | None:
@@ -244,14 +244,14 @@ def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             on_progress=on_progress,
             on_leave_out=lambda file_type: left_out.update([file_type]),
         )
-    facts = _TokenizerInfo(
+    result = _TokenizerInfo(
         path=str(options.out),
         vocabulary_size=tokenizer.vocabulary_size,
         end_of_text=tokenizer.end_of_text,
         end_of_text_name=tokenizer.end_of_text_name,
         left_out=dict(sorted(left_out.items())),
     )
-    return facts, f"{facts.path}: {facts.vocabulary_size:,} tokens{omissions(left_out)}"
+    return result, f"{result.path}: {result.vocabulary_size:,} tokens{omissions(left_out)}"
 
 
 def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:

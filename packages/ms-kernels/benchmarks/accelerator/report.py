@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from attrs import field, mutable
 
-from ms_kernels.tuning.measure import in_turn
+from ms_kernels.tuning.measure import time_interleaved
 
 __all__ = ["Report", "reason_of"]
 
@@ -97,7 +97,7 @@ class Report:
                 self.passed &= may_fail(name)
         if self.small:
             spend_s, rounds = 0.0, 1
-        return in_turn(steps, self.device, spend_s=spend_s, rounds=rounds), failed
+        return time_interleaved(steps, self.device, spend_s=spend_s, rounds=rounds), failed
 
     def extra_mib(self, step: Callable[[], object]) -> float:
         """Return the peak memory of one pass above the usage before it; NaN on the CPU."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ms_kernels.contracts.call import FLOATING, accumulator, describe
-from ms_kernels.contracts.values import is_whole
+from ms_kernels.contracts.values import is_integer
 from ms_kernels.errors import ArgumentError, shown
 
 __all__ = ["dequantize", "pack_codes", "quantize", "unpack_codes"]
@@ -79,7 +79,7 @@ def quantize(
     if weight.ndim != 2 or weight.dtype not in FLOATING:
         got = f"{describe(weight.dtype)} of shape {describe(weight.shape)}"
         raise ArgumentError("quantize", "weight", got, "floating, of shape (N, K)")
-    if not is_whole(group_size, 1) or weight.shape[1] % group_size:
+    if not is_integer(group_size, 1) or weight.shape[1] % group_size:
         fits = f"a divisor of {weight.shape[1]}, the weight's second size"
         raise ArgumentError("quantize", "group_size", shown(group_size), fits)
     groups = weight.detach().to(torch.float32)
@@ -118,7 +118,7 @@ def dequantize(
     """
     _check_bits("dequantize", bits)
     features = packed.shape[-1] * 8 // bits
-    if not is_whole(group_size, 1) or scales.shape[-1] * group_size != features:
+    if not is_integer(group_size, 1) or scales.shape[-1] * group_size != features:
         fits = f"the {features} features of a row over the {scales.shape[-1]} scales"
         raise ArgumentError("dequantize", "group_size", shown(group_size), fits)
     wide = accumulator(scales.dtype)
@@ -131,5 +131,5 @@ def dequantize(
 
 
 def _check_bits(operator: str, bits: int) -> None:
-    if not is_whole(bits) or bits not in (4, 8):
+    if not is_integer(bits) or bits not in (4, 8):
         raise ArgumentError(operator, "bits", shown(bits), "4 or 8")

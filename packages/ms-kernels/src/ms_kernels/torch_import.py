@@ -1,4 +1,4 @@
-"""Import of torch without its warning about a missing numpy."""
+"""Imports torch without its warning about a missing numpy."""
 
 import warnings
 from collections.abc import Iterator

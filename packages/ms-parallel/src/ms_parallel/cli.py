@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(error: BaseException) -> int | None:
-    """Report an error once for all processes of a run; alone, leave it to the command's frame."""
+    """Report an error once for all processes of a run; None: `perform` reports it."""
     if "WORLD_SIZE" not in os.environ and "ms_parallel.cluster.endings" not in sys.modules:
         return None
     from ms_parallel.cluster.endings import report_error

@@ -1,1 +1,1 @@
-"""Chats as text, by a tokenizer's own chat template."""
+"""Chat rendering with the tokenizer's chat template."""

@@ -1,4 +1,4 @@
-"""Rendering of chat templates as in transformers, with limits on time and memory.
+"""Renders chat templates like transformers, with limits on time and memory.
 
 transformers renders a template in the caller's process without limits. Here a worker process
 renders it and is killed when it exceeds a limit (`chat.worker`).

@@ -1,4 +1,4 @@
-"""Subcommands of `ms-align`: names, help and the location of their code.
+"""Subcommands of `ms-align`: names, help and the code that runs them.
 
 Each module of `ms_align.trainers` is a command of the same name. Nothing heavy is imported here,
 so that `--help` is fast; a command's code is imported when it runs.

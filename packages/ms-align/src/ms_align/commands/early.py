@@ -1,4 +1,4 @@
-"""Checks of a run file that do not need torch, so that mistakes are reported immediately."""
+"""Checks a run file without importing torch, so that mistakes are reported immediately."""
 
 import ast
 import os
@@ -130,7 +130,7 @@ def _check_options(
         elif command.name != "reward":  # it does not support layouts and has another remedy
             for item in options:
                 if isinstance(item, ComputeOptions):
-                    item.check_alone()
+                    item.check_single_process()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 

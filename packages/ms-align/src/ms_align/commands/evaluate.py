@@ -11,7 +11,7 @@ from ms_align.engines.layout import check_layout, layout_of
 from ms_align.engines.options import ComputeOptions
 from ms_align.errors import ConfigError
 from ms_align.evaluation import harness_model
-from ms_align.evaluation.tasks import run_tasks, shown_results
+from ms_align.evaluation.tasks import format_results, run_tasks
 from ms_align.files.durable import write_file, writing
 from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import flag, integer, valid_path
@@ -29,7 +29,7 @@ def _names(instance: object, attribute: Any, value: object) -> None:
 def _ranks(instance: Any, attribute: Any, value: object) -> None:
     check_layout(value)
     if value is None:
-        instance.check_alone()
+        instance.check_single_process()
 
 
 @frozen(kw_only=True, slots=False)
@@ -105,10 +105,10 @@ def evaluate(
     }
     report["truncated"] = model.truncated
     if _is_rank_zero():
-        print(shown_results(results), flush=True)
+        print(format_results(results), flush=True)
         if model.truncated:
             print(
-                f"{model.truncated} requests lost their beginning: they exceed the context of "
+                f"{model.truncated} requests were truncated on the left to the context of "
                 f"{model.max_length} tokens",
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""Check of the number of processes of a run."""
+"""Checks the number of processes of a run."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""Construction of engines from a model and settings.
+"""Builds engines from a model and settings.
 
 Trainers, commands and users all start engines here: in one process or under a layout, with or
 without adapters.
@@ -75,24 +75,24 @@ def start_engine(
             options=options,
         )
     # Without a layout the model runs in LocalEngine.
-    options.check_alone(
+    options.check_single_process(
         "set `layout = { data = 1 }`"
         if folder is not None
         else "pass the model's folder and layout={'data': 1}, or an Engine built with it"
     )
-    opened = open_model(folder, device=options.device) if folder is not None else model
-    if isinstance(opened, nn.Module):
+    loaded = open_model(folder, device=options.device) if folder is not None else model
+    if isinstance(loaded, nn.Module):
         if lora is not None:
-            opened = add_lora(opened, lora, seed=seed, base_name=str(folder or ""))
-        return LocalEngine(opened, optimizer, heads=heads, microbatch_size=microbatch_size)
-    if not isinstance(opened, Engine):
+            loaded = add_lora(loaded, lora, seed=seed, base_name=str(folder or ""))
+        return LocalEngine(loaded, optimizer, heads=heads, microbatch_size=microbatch_size)
+    if not isinstance(loaded, Engine):
         raise ConfigError(
-            f"model must be a torch.nn.Module, an Engine or a folder, got {type(opened).__name__}; "
+            f"model must be a torch.nn.Module, an Engine or a folder, got {type(loaded).__name__}; "
             "pass one"
         )
     if lora is not None:
         raise _needs("lora", model, "a module or a folder")
-    return opened
+    return loaded
 
 
 def open_model(folder: str | Path, *, device: str | None = None) -> nn.Module:

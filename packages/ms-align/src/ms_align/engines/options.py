@@ -81,7 +81,7 @@ class ComputeOptions(DeviceOptions):
     ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
     """Model operators: `torch` or `ms_kernels`; the latter needs `layout`."""
 
-    def check_alone(self, remedy: str = "set `layout = { data = 1 }`") -> None:
+    def check_single_process(self, remedy: str = "set `layout = { data = 1 }`") -> None:
         """Check that the single-process engine supports all settings.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Start of ms-parallel's engine, and LoRA adapters in its pipeline stages.
+"""Starts ms-parallel's engine, with LoRA adapters in its pipeline stages.
 
 The frozen base weights stay sharded. Adapters are small, so every data rank holds the adapters of
 its stages in full.

@@ -1,4 +1,4 @@
-"""Scoring and generation with an engine, in one process or under any layout.
+"""Scores and generates with an engine, in one process or under any layout.
 
 Every process gets all rows, computes the share of its data rank, and receives all results.
 Shapes: B rows, S positions, V vocabulary.

@@ -1,4 +1,4 @@
-"""Scoring and generation with an exported model in its runtime."""
+"""Scores and generates with an exported model in its runtime."""
 
 from collections.abc import Sequence
 

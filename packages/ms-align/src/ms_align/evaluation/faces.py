@@ -1,4 +1,4 @@
-"""Construction of lm-evaluation-harness models."""
+"""Builds models for lm-evaluation-harness."""
 
 from collections.abc import Mapping
 from pathlib import Path

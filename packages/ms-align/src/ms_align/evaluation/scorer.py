@@ -1,4 +1,4 @@
-"""Interfaces between evaluation and models: scores of continuations, and generation."""
+"""Interfaces between evaluation and models: scoring of continuations, and generation."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable

@@ -1,4 +1,4 @@
-"""Running of lm-evaluation-harness tasks and formatting of their results."""
+"""Runs lm-evaluation-harness tasks and formats the results."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -89,7 +89,7 @@ def _task_manager(tasks: Sequence[str], folder: str | None) -> Any:
     return manager
 
 
-def shown_results(results: Results) -> str:
+def format_results(results: Results) -> str:
     """Format results as one line per metric."""
     rows = [
         (task, metric, f"{value:.4f}", f"± {metrics[f'{metric},stderr']:.4f}")

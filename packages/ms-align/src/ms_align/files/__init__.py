@@ -1,1 +1,1 @@
-"""Writes files that last, reads files that others wrote, and holds a run's folder."""
+"""Durable writes, checked reads of untrusted files, and locked run folders."""

@@ -1,4 +1,4 @@
-"""Sampling of the next token and its log-probabilities.
+"""Samples the next token and computes its log-probabilities.
 
 Two log-probabilities of each sampled token are returned. `logprobs` is under the *policy*,
 softmax(logits / temperature), which a training forward pass reproduces, so that the first ratio is

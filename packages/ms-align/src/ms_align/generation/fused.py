@@ -1,4 +1,4 @@
-"""Fused weights of Llama-like decoders: a decoding step with a third of the kernel calls.
+"""Fuses the weights of Llama-like decoders: a decoding step takes a third of the kernel calls.
 
 Changes from the model, each exact up to rounding:
 1. q, k and v are one matmul, and so are gate and up; weights are stored in the matmul's layout.

@@ -1,4 +1,4 @@
-"""Prefill and decoding of any model with the KV cache of `Columns`.
+"""Prefill and decoding for any model, with the KV cache of `Columns`.
 
 The model itself runs unchanged; only the cache passed to it is ours. Shapes: B rows, S positions,
 H hidden, V vocabulary, Hk KV heads, D head dim.

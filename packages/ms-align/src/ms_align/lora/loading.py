@@ -1,4 +1,4 @@
-"""Loading of adapters from peft's files."""
+"""Loads adapters from peft's files."""
 
 import math
 from collections.abc import Mapping
@@ -84,8 +84,8 @@ def _check_layers(
     problem = ""
     if not isinstance(config.target_modules, str):
         expected = {name for name in layers if ends_with(name, config.target_modules)}
-        if lacking := expected - weights.keys():
-            problem = f"it lacks the adapter of {min(lacking)!r}"
+        if missing_names := expected - weights.keys():
+            problem = f"it lacks the adapter of {min(missing_names)!r}"
         elif extra := {name for name in weights if not ends_with(name, config.target_modules)}:
             problem = f"it has weights for {min(extra)!r}, which target_modules excludes"
     if unknown := weights.keys() - layers.keys():

@@ -26,7 +26,7 @@ tokens divided by the maximum length; that sum itself. The latter two are means 
 
 @frozen(kw_only=True)
 class Terms:
-    """What a surrogate reads, (B, S) each, and its settings."""
+    """Inputs of a surrogate loss, (B, S) each, and its settings."""
 
     log_ratios: "Tensor"
     """log r; 0 where masked."""

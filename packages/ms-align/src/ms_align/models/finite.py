@@ -1,4 +1,4 @@
-"""Checks that weights are finite, used wherever weights are read or written."""
+"""Checks that weights are finite; used wherever weights are read or written."""
 
 from collections.abc import Mapping
 from pathlib import Path

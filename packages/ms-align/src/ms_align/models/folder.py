@@ -1,4 +1,4 @@
-"""Loading and saving of models with ms-parallel or transformers."""
+"""Loads and saves models with ms-parallel or transformers."""
 
 import importlib.util
 import math
@@ -34,7 +34,7 @@ FLOATS = {
 
 
 def folder_of(model: Any) -> Path | None:
-    """Return the folder that a model is, or was loaded from; None for other models.
+    """Return the folder of a model that is given as one or was loaded from one; else None.
 
     For an adapter's folder, it is the folder of the base model.
     """

@@ -1,4 +1,4 @@
-"""Loading of rewards from settings: functions of modules and folders of reward models."""
+"""Loads the rewards named in settings: functions in modules, and folders of reward models."""
 
 import importlib
 import importlib.util

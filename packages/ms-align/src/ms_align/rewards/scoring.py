@@ -45,7 +45,7 @@ class Reward(Protocol):
 
 
 @frozen(kw_only=True)
-class Scores:
+class BatchRewards:
     """Scores of a batch of samples."""
 
     total: Tensor
@@ -177,7 +177,7 @@ def score(
     *,
     on_failure: Failure = "stop",
     penalty: float = -1.0,
-) -> Scores:
+) -> BatchRewards:
     """Return the weighted sum of rewards for each sample.
 
     Args:
@@ -203,7 +203,7 @@ def score(
     # A failed reward replaces the total, regardless of the other rewards.
     for index in failures:
         total[index] = float("nan") if on_failure == "skip" else penalty
-    return Scores(total=total, parts=parts, failures=tuple(failures.values()))
+    return BatchRewards(total=total, parts=parts, failures=tuple(failures.values()))
 
 
 def _call(

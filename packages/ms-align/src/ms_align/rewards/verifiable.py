@@ -47,7 +47,7 @@ class _BinaryReward:
 
 @frozen(kw_only=True)
 class ExactMatch(_BinaryReward):
-    """Return `reward` if the response equals the answer, else `otherwise`."""
+    """Reward for a response that equals the answer: `reward`, else `otherwise`."""
 
     strip: bool = field(default=True, validator=flag)
     """Ignore surrounding whitespace."""
@@ -65,7 +65,7 @@ class ExactMatch(_BinaryReward):
 
 @frozen(kw_only=True)
 class Numeric(_BinaryReward):
-    """Return `reward` if the last numbers of response and answer are equal, else `otherwise`."""
+    """Reward for equal last numbers of response and answer: `reward`, else `otherwise`."""
 
     tolerance: float = field(default=1e-6, validator=number())
     """Tolerance, relative to the answer and absolute near 0."""
@@ -84,7 +84,7 @@ class Numeric(_BinaryReward):
 
 @frozen(kw_only=True)
 class PythonParses(_BinaryReward):
-    """Return `reward` if the response's code parses and is not empty, else `otherwise`."""
+    """Reward for code that parses and is not empty: `reward`, else `otherwise`."""
 
     least_statements: int = 1
     """Minimum number of statements, as the empty string parses too."""
@@ -102,7 +102,7 @@ class PythonParses(_BinaryReward):
 
 @frozen(kw_only=True)
 class PythonTests:
-    """Return `reward` if the response's code passes the sample's tests, else `otherwise`.
+    """Reward for code that passes the sample's tests: `reward`, else `otherwise`.
 
     Code and tests run in two sandboxed processes. They exchange only plain values, and the verdict
     comes from the process of the tests. See `ms_align.rewards.sandbox` for the guarantees.

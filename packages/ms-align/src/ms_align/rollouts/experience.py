@@ -12,14 +12,14 @@ from torch import Tensor
 from ms_align.generation.responses import Responses
 from ms_align.losses import kl
 from ms_align.losses.protocol import IGNORED
-from ms_align.rewards.scoring import Failure, Reward, Sample, Scores
+from ms_align.rewards.scoring import BatchRewards, Failure, Reward, Sample
 from ms_align.rollouts.prompts import Prompt
 from ms_align.rollouts.rows import samples_of, score_on_rank_zero
 from ms_align.tokenizer import Tokenizer
 
 
 @frozen(kw_only=True)
-class Scoring:
+class RewardScorer:
     """Reward functions and the handling of their failures."""
 
     rewards: Mapping[str, tuple[Reward, float]]
@@ -29,7 +29,7 @@ class Scoring:
 
     def __call__(
         self, prompts: Sequence[Prompt], responses: Responses
-    ) -> tuple[Scores, list[Sample]]:
+    ) -> tuple[BatchRewards, list[Sample]]:
         """Score all responses; return the scores and the samples passed to the rewards."""
         samples = samples_of(prompts, responses, self.tokenizer)
         scores = score_on_rank_zero(

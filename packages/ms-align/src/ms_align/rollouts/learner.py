@@ -18,7 +18,7 @@ from ms_align.generation.responses import Responses, RolloutEngine
 from ms_align.losses.importance import importance_weights
 from ms_align.losses.protocol import IGNORED
 from ms_align.rollouts.algorithm import Algorithm
-from ms_align.rollouts.experience import Experience, Scoring, shaped_scores
+from ms_align.rollouts.experience import Experience, RewardScorer, shaped_scores
 from ms_align.rollouts.options import RolloutOptions
 from ms_align.rollouts.prompts import Prompt, PromptOrder
 from ms_align.rollouts.rows import (
@@ -50,7 +50,7 @@ class RolloutLearner:
     """Engine with the value head: the policy, a separate engine, or None."""
     reference: Reference | None
     engine: RolloutEngine
-    scoring: Scoring
+    scoring: RewardScorer
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     kl_coeff: float = field(init=False)

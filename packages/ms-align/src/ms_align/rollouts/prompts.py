@@ -213,11 +213,11 @@ def _tokens(entry: Any, tokenizer: Tokenizer | None, where: str) -> tuple[list[i
                 return template(entry), str(entry[-1].get("content", ""))
     if not isinstance(entry, str):
         raise DataError(
-            f"{where} must be a text, a list of token ids or a list of messages, got "
+            f"{where} must be a string, a list of token ids or a list of messages, got "
             f"{str(entry)[:40]!r}; correct it"
         )
     if tokenizer is None:
-        raise DataError(f"{where} is a text, which needs a tokenizer; set tokenizer")
+        raise DataError(f"{where} is a string, which needs a tokenizer; set tokenizer")
     with decoding(where, error=DataError):
         tokens = tokenizer.encode(entry)
     if not tokens:
@@ -240,7 +240,7 @@ def _check_messages(messages: Sequence[Mapping[str, Any]], where: str) -> None:
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise DataError(
-                f"{where}: the content of message {number} must be a text, got "
+                f"{where}: the content of message {number} must be a string, got "
                 f"{type(content).__name__}; correct it"
             )
 

@@ -13,7 +13,7 @@ from ms_align import processes
 from ms_align.engines.protocol import Engine
 from ms_align.generation.responses import Responses
 from ms_align.losses.protocol import IGNORED, Batch, Output
-from ms_align.rewards.scoring import Failure, Reward, Sample, Scores, score
+from ms_align.rewards.scoring import BatchRewards, Failure, Reward, Sample, score
 from ms_align.rollouts.prompts import Prompt
 from ms_align.tokenizer import Tokenizer
 
@@ -136,14 +136,14 @@ def score_on_rank_zero(
     *,
     on_failure: Failure,
     penalty: float,
-) -> Scores:
+) -> BatchRewards:
     """Score on the first process and broadcast the scores.
 
     All processes get the same scores even if a reward is random, and paid services are called once.
     """
     if processes.count() == 1:
         return score(rewards, samples, on_failure=on_failure, penalty=penalty)
-    scores: Scores | None = None
+    scores: BatchRewards | None = None
     failure: Exception | None = None
     table = torch.zeros(1 + len(rewards), len(samples))
     if processes.rank() == 0:
@@ -155,7 +155,7 @@ def score_on_rank_zero(
     if processes.any_of(failure is not None):
         raise failure or RuntimeError("a reward failed on the first process; see its error message")
     table = processes.broadcast(table)
-    return Scores(
+    return BatchRewards(
         total=table[0],
         parts=dict(zip(rewards, table[1:], strict=True)),
         failures=scores.failures if scores else (),

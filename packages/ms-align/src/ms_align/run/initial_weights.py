@@ -1,4 +1,4 @@
-"""Checksums of a run's initial weights, which identify the run when it resumes."""
+"""Checksums of the initial weights, which identify a run when it resumes."""
 
 import zlib
 from collections.abc import Mapping

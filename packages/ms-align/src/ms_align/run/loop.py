@@ -154,7 +154,7 @@ class Loop:
             FolderError: the folder belongs to another run or is locked by one.
             CheckpointError: checkpoints belong to another run or cannot be written.
         """
-        ownership = self.owner.hold(self.folder)
+        ownership = self.owner.lock_folder(self.folder)
         with ownership as changes, self._events() as emit, self.stop.listening():
             log = RunLog(event=emit, note=self.display.note)
             try:
@@ -245,7 +245,7 @@ class Loop:
                 f"{self.steps}; a checkpoint is saved, the same command resumes"
             )
         else:
-            log.note(f"made {self.steps} steps in {duration(self.progress.seconds)}")
+            log.note(f"completed {self.steps} steps in {duration(self.progress.seconds)}")
         return finished
 
     def _log_step(

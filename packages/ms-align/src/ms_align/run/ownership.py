@@ -1,4 +1,4 @@
-"""Ownership of the output folder: which run may write to it and resume in it."""
+"""Ownership of the output folder: the run that may write to it and resume in it."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -40,7 +40,7 @@ class Ownership:
     """Input models by setting; input folders are never overwritten."""
 
     @contextmanager
-    def hold(self, folder: Path) -> Iterator[list[Change]]:
+    def lock_folder(self, folder: Path) -> Iterator[list[Change]]:
         """Lock `folder` inside the `with` block. All ranks must call it; rank 0 takes the lock.
 
         Raises:

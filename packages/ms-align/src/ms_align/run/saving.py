@@ -1,4 +1,4 @@
-"""Writing the trained model.
+"""Writes the trained model.
 
     output_dir/model      config.json, weights, generation_config.json, tokenizer files
     output_dir/adapter    with LoRA: the two files of peft, tokenizer files

@@ -1,4 +1,4 @@
-"""Opening of dataset folders written by ms-data."""
+"""Opens dataset folders written by ms-data."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

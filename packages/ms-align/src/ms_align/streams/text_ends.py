@@ -1,4 +1,4 @@
-"""Detection of the tokens that end the answers in the training data.
+"""Detects the tokens that end the answers in the training data.
 
 A chat template may end an answer with a token such as `<|im_end|>` that is not the tokenizer's
 end-of-text token. Only the data shows which token it is: the last target of each answer.
@@ -36,7 +36,7 @@ class TextEnds:
 
     @classmethod
     def of(cls, tokenizer: TokenizerFiles | None) -> "TextEnds":
-        """Create for the special tokens of a tokenizer."""
+        """Create an observer that knows the special tokens of `tokenizer`."""
         return cls(frozenset(tokenizer.ids.values()) if tokenizer else frozenset())
 
     def observe(self, batch: Mapping[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""Trainers: each module is one algorithm and the command of the same name; `frame` is shared."""
+"""Trainers: one module per algorithm, with a command of the same name; `frame` has shared code."""

@@ -50,7 +50,7 @@ class RewardTrainer(RewardOptions, PairTrainer):
 
     algorithm = "reward"
 
-    alone_remedy = "remove it: reward models train in one process"
+    single_process_remedy = "remove it: reward models train in one process"
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

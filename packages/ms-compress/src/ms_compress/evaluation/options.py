@@ -42,7 +42,7 @@ class Evaluation:
     dataset: str = field(validator=valid_path(), metadata={"example": "shards"})
     """Shards from ms-data with a held-out split, or a file of conversations (JSON, CSV or
     Parquet)."""
-    title: str = field(default="What compression costs and gives", validator=text())
+    title: str = field(default="Costs and benefits of compression", validator=text())
     """Title of the report."""
     sequence_length: int = field(default=256, validator=integer())
     """Tokens per row."""

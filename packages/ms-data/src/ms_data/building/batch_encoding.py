@@ -10,7 +10,7 @@ import zstandard
 
 from ms_data.building.encoders import Encoded, EncoderSetup, TextEncoder, encode_rows
 from ms_data.building.media import encode_media_rows
-from ms_data.engine.batches import Batch, ReadBatch
+from ms_data.engine.batches import DocumentBatch, ReadBatch
 from ms_data.engine.pools import Results, Work, map_threads, map_workers
 from ms_data.tokenization.tokenizer import Tokenizer
 
@@ -97,11 +97,11 @@ def unpack_batch(content: bytes) -> EncodedDocs:
     ]
 
 
-def _request(batch: Batch) -> bytes:
+def _request(batch: DocumentBatch) -> bytes:
     return msgspec.msgpack.encode(batch.texts)
 
 
-def _dump(batch: Batch, encoded: EncodedDocs) -> bytes:
+def _dump(batch: DocumentBatch, encoded: EncodedDocs) -> bytes:
     return pack_batch(batch.texts, encoded)
 
 

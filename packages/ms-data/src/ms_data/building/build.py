@@ -24,7 +24,7 @@ from ms_data.engine.pools import worker_count
 from ms_data.engine.run import Journal, Run
 from ms_data.errors import SettingError
 from ms_data.media.processor import Processor
-from ms_data.settings.arguments import check_counts, check_flags, check_share, check_texts
+from ms_data.settings.arguments import check_counts, check_flags, check_fraction, check_strings
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.word_encoder import WordsDifferError
 
@@ -84,7 +84,7 @@ def build(
     check_flags(
         skip_invalid=skip_invalid, pairs=pairs, unpaired=unpaired, allow_special=allow_special
     )
-    check_texts(text_column=text_column, shard=shard, workers=workers)
+    check_strings(text_column=text_column, shard=shard, workers=workers)
     encoder = make_encoder(
         tokenizer, chat, pairs=pairs, unpaired=unpaired, allow_special=allow_special
     )
@@ -187,7 +187,7 @@ def _recipe(
     return {
         "tokenizer": encoder.tokenizer.digest,
         "end_of_text": encoder.tokenizer.end_of_text,
-        "held_out_fraction": check_share("held_out_fraction", held_out_fraction),
+        "held_out_fraction": check_fraction("held_out_fraction", held_out_fraction),
         "shard_size_bytes": operator.index(shard_size_mib) << 20,
         "text_column": source.options.text_column,
         "libraries": f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",

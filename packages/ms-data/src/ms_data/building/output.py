@@ -30,7 +30,7 @@ from ms_data.disk.format import (
 from ms_data.disk.media import set_media_span
 from ms_data.disk.split import read_index
 from ms_data.disk.writer import DatasetState, DatasetWriter
-from ms_data.engine.batches import Batch, Progress
+from ms_data.engine.batches import DocumentBatch, Progress
 from ms_data.engine.record import changes_since, check_sizes
 from ms_data.errors import CorpusError, DataError, OutputError, printable
 from ms_data.files.durable import write_file
@@ -193,7 +193,7 @@ class ShardOutput:
             state=state.dataset if state else None,
         )
 
-    def write(self, batch: Batch, result: EncodedDocs) -> None:  # noqa: D102
+    def write(self, batch: DocumentBatch, result: EncodedDocs) -> None:  # noqa: D102
         assert self._writer is not None
         texts = batch.texts
         for text, (words, media) in zip(texts, result, strict=True):

@@ -107,7 +107,7 @@ def read_messages(value: object, name: str) -> list[Message]:
 def read_sharegpt(value: object, name: str) -> list[Message]:
     """Read a list of ShareGPT turns as messages."""
     return [
-        _turn(item, location)
+        _sharegpt_message(item, location)
         for location, item in _iterate_objects(value, name, "turns", _SHAREGPT_KEYS)
     ]
 
@@ -251,7 +251,7 @@ def _message(value: dict[str, Any], location: str) -> Message:
     return _check_message(message, location)
 
 
-def _turn(value: dict[str, Any], location: str) -> Message:
+def _sharegpt_message(value: dict[str, Any], location: str) -> Message:
     if not {"from", "value"} <= set(value):
         raise ValueError(f"{location} must have `from` and `value`, got {_shorten(value)}")
     role = _role(value["from"], _SHAREGPT_ROLES, f"{location}.from")

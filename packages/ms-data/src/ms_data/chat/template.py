@@ -62,7 +62,7 @@ class ChatTemplate:
         tokens = {} if special_tokens is None else special_tokens
         if not isinstance(source, str) or not isinstance(tokens, Mapping):
             raise TokenizerError(
-                "a chat template must be a text and its special tokens a dict, got"
+                "a chat template must be a string and its special tokens a dict, got"
                 f" {printable(repr(source if isinstance(tokens, Mapping) else tokens))}; pass the"
                 " text, as in chat_template.jinja"
             )
@@ -172,7 +172,7 @@ class ChatTemplate:
             TokenizerError: rendering exceeds the limits on time, memory or output size.
         """
         options = {"prompt": bool(add_generation_prompt), "variables": variables}
-        return str(self._ask("render", messages, tools, **options)["text"])
+        return str(self._send("render", messages, tools, **options)["text"])
 
     def render_for_training(
         self,
@@ -211,7 +211,7 @@ class ChatTemplate:
         """Render a conversation, and find the spans of the messages in `trained`."""
         # `weight` is for training only; the template sees what transformers would pass.
         plain = [{key: message[key] for key in message if key != "weight"} for message in messages]
-        reply = self._ask("train", plain, tools, turns=list(turns), wanted=list(trained))
+        reply = self._send("train", plain, tools, turns=list(turns), wanted=list(trained))
         text: str = reply["text"]
         # A span of white space alone has nothing to learn.
         spans = [(start, stop) for start, stop in reply["spans"] if text[start:stop].strip()]
@@ -244,7 +244,7 @@ class ChatTemplate:
                 "template, or mark the answers in it with {% generation %}"
             )
 
-    def _ask(
+    def _send(
         self,
         action: str,
         messages: Sequence[Message],

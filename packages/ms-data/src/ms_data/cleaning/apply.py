@@ -10,7 +10,7 @@ from ms_data.cleaning.rule import Change, Drop, Rule
 from ms_data.cleaning.rule_file import make_rule
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter, splitter
-from ms_data.engine.batches import Batch, Item
+from ms_data.engine.batches import DocumentBatch, Item
 from ms_data.ledger.output import BatchResult, compress_lines, document_line
 from ms_data.ledger.tally import Entry, Example, ReasonTally, Tally, shorten
 
@@ -21,7 +21,7 @@ class CleaningSetup(msgspec.Struct, frozen=True):
     words: str
     rules: list[tuple[str, dict[str, Any]]]
     """Rule names with all their settings."""
-    near: dict[int, int] = {}
+    near_duplicates: dict[int, int] = {}
     """Rows with an earlier near-duplicate, by row number; the value is the number of differing
     bits."""
 
@@ -42,17 +42,17 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     settings = msgspec.msgpack.decode(setup, type=CleaningSetup)
     rules = [make_rule(name, values, where="the rules") for name, values in settings.rules]
     split = splitter(settings.words)
-    decoder = msgspec.msgpack.Decoder(Batch)
+    decoder = msgspec.msgpack.Decoder(DocumentBatch)
 
     def work(request: bytes) -> bytes:
-        result = clean_batch(decoder.decode(request), rules, split, settings.near)
+        result = clean_batch(decoder.decode(request), rules, split, settings.near_duplicates)
         return msgspec.msgpack.encode(result)
 
     return work
 
 
 def clean_batch(
-    batch: Batch, rules: Sequence[Rule], split: Splitter, near: Mapping[int, int]
+    batch: DocumentBatch, rules: Sequence[Rule], split: Splitter, near_duplicates: Mapping[int, int]
 ) -> BatchResult:
     """Apply rules to the documents of a batch, and drop the rows in `near`."""
     tally = Tally()
@@ -60,9 +60,9 @@ def clean_batch(
     ledger: list[bytes] = []
     for number, item in enumerate(batch.items, batch.first):
         text, entry, excerpt, cuts = judge(number, item, rules, split)
-        if text is not None and number in near:
+        if text is not None and number in near_duplicates:
             entry.fate, entry.bytes_out, entry.reason = "dropped", 0, "pictures.near_bits"
-            entry.value = near[number]
+            entry.value = near_duplicates[number]
             excerpt, text = shorten(text), None
         if text is not None:
             # A row is written as it was read, a text with its columns.

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from ms_data.cleaning.apply import CleaningSetup
-from ms_data.cleaning.near_pictures import near_rows
+from ms_data.cleaning.near_images import near_rows
 from ms_data.cleaning.rows import RowRule, row_json
 from ms_data.cleaning.rule_file import Rules, RuleSet, read_rules
 from ms_data.cleaning.words import splitter
@@ -93,15 +93,17 @@ def clean(
 
 def _worker_setup(rule_set: RuleSet, source: Corpus) -> bytes:
     """Return the settings of workers, after the search for near-duplicates that a rule may need."""
-    near: Mapping[int, int] = {}
+    near_duplicates: Mapping[int, int] = {}
     rules = [rule for rule in rule_set.rules if isinstance(rule, RowRule)]
     for index, rule in enumerate(rules):
         bits = getattr(rule, "near_bits", None)
         if bits is not None:
             # `near_rows` reads the images through the first rule.
             ordered = [rule, *rules[:index], *rules[index + 1 :]]
-            near = near_rows(source, ordered, bits, splitter(rule_set.words))
-    return msgspec.msgpack.encode(CleaningSetup(rule_set.words, rule_set.settings(), dict(near)))
+            near_duplicates = near_rows(source, ordered, bits, splitter(rule_set.words))
+    return msgspec.msgpack.encode(
+        CleaningSetup(rule_set.words, rule_set.settings(), dict(near_duplicates))
+    )
 
 
 def _check_rules(rule_set: RuleSet) -> RuleSet:

@@ -5,7 +5,7 @@ import xxhash
 from numpy.typing import NDArray
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_TURN = np.uint64(29)
+_SHIFT = np.uint64(29)
 _GROWTH = 0xD1342543DE82EF95
 """Multiplier per word position, which makes hashes depend on the word order."""
 
@@ -38,7 +38,7 @@ class Ngrams:
         last = self._words[starts + self._n - 1]
         self._starts = starts
         # combine with the next word
-        self._keys = ((keys << _TURN) ^ (keys >> _TURN) ^ last) * _MIX + _MIX
+        self._keys = ((keys << _SHIFT) ^ (keys >> _SHIFT) ^ last) * _MIX + _MIX
 
     def top_characters(self) -> int:
         """Return the characters, with spaces, that the most frequent n-gram covers.
@@ -105,7 +105,7 @@ def window_hashes(hashes: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
         factor = factor * _GROWTH % (1 << 64)
         result += hashes[offset : offset + count] * np.uint64(factor)
     result *= _MIX
-    result ^= result >> _TURN
+    result ^= result >> _SHIFT
     return result
 
 

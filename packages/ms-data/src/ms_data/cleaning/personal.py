@@ -73,12 +73,12 @@ def is_chinese_identity(number: str) -> bool:
     if len(number) != 18 or not number[:17].isdigit():
         return False
     try:
-        born = date(int(number[6:10]), int(number[10:12]), int(number[12:14]))
+        birth_date = date(int(number[6:10]), int(number[10:12]), int(number[12:14]))
     except ValueError:
         return False
     # The check digit follows ISO 7064, MOD 11-2.
     total = sum(int(digit) * weight for digit, weight in zip(number, _WEIGHTS, strict=False))
-    return born.year >= 1880 and number[17].upper() == _CHECKS[total % 11]
+    return birth_date.year >= 1880 and number[17].upper() == _CHECKS[total % 11]
 
 
 def passes_luhn(digits: str) -> bool:

@@ -41,7 +41,7 @@ def add_command(
 ) -> CommandParser:
     """Add a subcommand that prints a result record as text or JSON."""
     parser = commands.add_parser(name, help=text, description=text, example=example)
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
     return parser
 

@@ -52,7 +52,7 @@ def add_dedup(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="with --keep priority: preferred files, such as wiki/*; repeat in falling order",
+        help="with --keep priority: preferred files, such as wiki/*; repeat, most preferred first",
     )
 
 

@@ -43,7 +43,7 @@ class _Ledger(msgspec.Struct):
     files: list[_LedgerFile]
 
 
-class _Splits(msgspec.Struct):
+class _SplitList(msgspec.Struct):
     """Split names of a saved dataset; every split has its folder."""
 
     splits: list[str]
@@ -62,7 +62,7 @@ def select_data_files(files: dict[str, CorpusFile], folder: object) -> dict[str,
     files = _drop_ledger_files(files)
     if _SPLITS in files:
         # Reading several splits as one corpus would mix training and test data.
-        splits = _decode_json(files[_SPLITS], _Splits).splits
+        splits = _decode_json(files[_SPLITS], _SplitList).splits
         if len(splits) > 1:
             raise CorpusError(
                 f"{folder} holds the splits {', '.join(splits)}; pass the ones to read, such as "
@@ -147,8 +147,8 @@ def _parent(name: str) -> str:
     return str(PurePosixPath(name).parent)
 
 
-def _join(home: str, name: str) -> str:
-    return name if home == "." else f"{home}/{name}"
+def _join(folder: str, name: str) -> str:
+    return name if folder == "." else f"{folder}/{name}"
 
 
 def _is_card(file: CorpusFile | None) -> bool:

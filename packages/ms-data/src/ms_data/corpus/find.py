@@ -13,7 +13,7 @@ from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB, ReadOptions
 from ms_data.corpus.readers import READERS
 from ms_data.errors import CorpusError, SettingError, printable
 from ms_data.files.untrusted import check_path
-from ms_data.settings.arguments import check_flags, check_texts
+from ms_data.settings.arguments import check_flags, check_strings
 
 CorpusName = str | Path | Sequence[str | Path]
 """A file, folder or URL; a list of these, read in order; or `stdlib`."""
@@ -53,7 +53,7 @@ def find_corpus(
         SettingError: the document limit is below 1.
         CorpusError: a path does not exist, holds no files, or is a broken link.
     """
-    check_texts(text_column=text_column)
+    check_strings(text_column=text_column)
     check_flags(skip_invalid=skip_invalid)
     if not isinstance(corpus, str | Path | Sequence):
         raise SettingError(

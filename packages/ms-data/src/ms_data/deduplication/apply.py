@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ms_data.deduplication.sorting import SPAN
 from ms_data.deduplication.windows import cut_words
-from ms_data.engine.batches import Batch, Item
+from ms_data.engine.batches import DocumentBatch, Item
 from ms_data.ledger.output import BatchResult, compress_lines, document_line
 from ms_data.ledger.tally import Entry, Tally, shorten
 
@@ -55,7 +55,7 @@ class Decisions:
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that processes a batch; request and result are msgpack."""
     decisions = Decisions(msgspec.msgpack.decode(setup, type=DecisionFiles))
-    decoder = msgspec.msgpack.Decoder(Batch)
+    decoder = msgspec.msgpack.Decoder(DocumentBatch)
 
     def work(request: bytes) -> bytes:
         return msgspec.msgpack.encode(write_batch(decoder.decode(request), decisions))
@@ -63,7 +63,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     return work
 
 
-def write_batch(batch: Batch, decisions: Decisions) -> BatchResult:
+def write_batch(batch: DocumentBatch, decisions: Decisions) -> BatchResult:
     """Write the kept documents of a batch, and the ledger entries of all."""
     tally = Tally()
     documents: list[bytes] = []

@@ -9,7 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.deduplication.options import DedupOptions
-from ms_data.deduplication.sorting import FACTS, RECORD, Buckets, Records, repeat_first_record, runs
+from ms_data.deduplication.sorting import (
+    DOCUMENT,
+    RECORD,
+    Buckets,
+    Records,
+    repeat_first_record,
+    runs,
+)
 
 _EDGE = np.dtype([("one", "<u4"), ("other", "<u4")])
 _MEMBER = np.dtype([("key", "<u8"), ("better", "<u4"), ("document", "<u4")])
@@ -143,10 +150,10 @@ def choose(
     Args:
         folder: folder for temporary files.
         labels: smallest number in the component of each document.
-        facts: `FACTS` of each document.
+        facts: a `DOCUMENT` record of each document.
         options: the criterion.
     """
-    assert facts.dtype == FACTS
+    assert facts.dtype == DOCUMENT
     # The document number in the high key bits makes the buckets split by cluster.
     shift = np.uint64(64 - max(1, len(labels).bit_length()))
     members = Buckets(folder / "clusters", _MEMBER, len(labels) * _MEMBER.itemsize)

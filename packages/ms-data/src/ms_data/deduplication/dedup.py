@@ -21,7 +21,7 @@ from ms_data.deduplication.clusters import Labels, choose, join_equal_keys
 from ms_data.deduplication.minhash import SIGNATURES
 from ms_data.deduplication.options import DedupOptions
 from ms_data.deduplication.signatures import SignatureSetup, read_frames
-from ms_data.deduplication.sorting import FACTS, RECORD
+from ms_data.deduplication.sorting import DOCUMENT, RECORD
 from ms_data.deduplication.substrings import find_repeated
 from ms_data.engine.array_jobs import ArrayShard
 from ms_data.engine.pools import worker_count
@@ -139,9 +139,9 @@ def _choose_documents(first: LedgerRun, options: DedupOptions, folder: Path) -> 
     first.publish(signatures)
     record = read_record(signatures)
     # On disk, by document number, as the corpus may have billions of documents.
-    facts = np.memmap(scratch / "facts", FACTS, "w+", shape=(record.tally.documents,))
+    facts = np.memmap(scratch / "facts", DOCUMENT, "w+", shape=(record.tally.documents,))
     for frame in read_frames(signatures, record):
-        frame_facts = np.frombuffer(frame.facts, FACTS)
+        frame_facts = np.frombuffer(frame.facts, DOCUMENT)
         facts[frame.first : frame.first + len(frame_facts)] = frame_facts
     keeper = _keepers(folder, record, facts, options)
     if options.substring_words:

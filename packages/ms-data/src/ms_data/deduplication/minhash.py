@@ -29,7 +29,7 @@ _BLOCK = 512
 _GROUP_CHARACTERS = 1 << 16
 """Characters per group of texts, which shares the overhead of numpy calls."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_TURN = np.uint64(29)
+_SHIFT = np.uint64(29)
 
 _SINGLE = re.compile(f"[{HAN}{KANA}]")
 _CODES = 0x110000
@@ -121,7 +121,7 @@ class MinHash:
 
 
 def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Group consecutive texts up to `_TOGETHER` characters; a longer text is a separate group."""
+    """Group consecutive texts up to `_GROUP_CHARACTERS`; a longer text is a separate group."""
     first = size = 0
     for number, text in enumerate(texts):
         if size + len(text) > _GROUP_CHARACTERS and number > first:
@@ -217,4 +217,4 @@ def _character_classes(count: int) -> NDArray[np.uint8]:
 
 def _mix(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     keys = keys * _MIX
-    return keys ^ (keys >> _TURN)
+    return keys ^ (keys >> _SHIFT)

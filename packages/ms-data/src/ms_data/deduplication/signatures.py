@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from ms_data.deduplication.minhash import MinHash
 from ms_data.deduplication.options import DedupOptions
-from ms_data.deduplication.sorting import FACTS, RECORD, WINDOW
-from ms_data.deduplication.windows import Windows
-from ms_data.engine.batches import Batch, Item
+from ms_data.deduplication.sorting import DOCUMENT, RECORD, WINDOW
+from ms_data.deduplication.windows import WindowHasher
+from ms_data.engine.batches import DocumentBatch, Item
 from ms_data.errors import OutputError
 from ms_data.ledger.output import BatchResult
 from ms_data.ledger.record import LedgerRecord
@@ -34,7 +34,7 @@ class SignatureFrame(msgspec.Struct, frozen=True, array_like=True):
     windows: bytes
     """`WINDOW` records."""
     facts: bytes
-    """`FACTS` of all documents."""
+    """A `DOCUMENT` record for each document."""
 
 
 class SignatureSetup(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class SignatureSetup(msgspec.Struct, frozen=True):
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that hashes a batch; request and result are msgpack."""
     options = DedupOptions(**msgspec.msgpack.decode(setup, type=SignatureSetup).options)  # type: ignore[arg-type]
-    decoder = msgspec.msgpack.Decoder(Batch)
+    decoder = msgspec.msgpack.Decoder(DocumentBatch)
     signer = Signer(options)
 
     def work(request: bytes) -> bytes:
@@ -68,25 +68,25 @@ class Signer:
         self._minhash = MinHash(
             bands=options.bands, rows=options.rows, ngram_words=options.ngram_words
         )
-        self._windows = Windows(options.substring_words)
+        self._windows = WindowHasher(options.substring_words)
 
-    def frame(self, batch: Batch) -> SignatureFrame:
+    def frame(self, batch: DocumentBatch) -> SignatureFrame:
         """Compute the hashes of the documents of a batch."""
         readable = [(n, item.text) for n, item in enumerate(batch.items, batch.first) if item.text]
         numbers = np.array([number for number, _ in readable], np.uint32)
         texts = [text for _, text in readable]
-        facts = np.zeros(len(batch.items), FACTS)
+        facts = np.zeros(len(batch.items), DOCUMENT)
         facts["size"] = [len((item.text or "").encode()) for item in batch.items]
         facts["rank"] = [self._priority_rank(item) for item in batch.items]
         return SignatureFrame(
             batch.first,
-            self._exact(texts, numbers) if self._options.exact else b"",
-            self._near(texts, numbers) if self._options.minhash and texts else b"",
-            self._all_windows(texts, numbers) if self._options.substring_words else b"",
+            self._exact_records(texts, numbers) if self._options.exact else b"",
+            self._band_records(texts, numbers) if self._options.minhash and texts else b"",
+            self._window_records(texts, numbers) if self._options.substring_words else b"",
             facts.tobytes(),
         )
 
-    def _exact(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
+    def _exact_records(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
         digests = [xxhash.xxh3_128_intdigest(text.encode()) for text in texts]
         records = np.zeros(len(texts), RECORD)
         # Key and check have 96 of the 128 bits, so different texts practically never match.
@@ -95,14 +95,14 @@ class Signer:
         records["document"] = numbers
         return records.tobytes()
 
-    def _near(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
+    def _band_records(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
         keys, checks = self._minhash.keys(self._minhash.signatures(texts))
         records = np.zeros(keys.shape, RECORD)  # (documents, bands)
         records["key"], records["check"] = keys, checks
         records["document"] = numbers[:, None]
         return records.tobytes()
 
-    def _all_windows(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
+    def _window_records(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
         parts = []
         for text, number in zip(texts, numbers.tolist(), strict=True):
             keys = self._windows.keys(text)

@@ -21,7 +21,7 @@ RECORD = np.dtype([("key", "<u8"), ("check", "<u4"), ("document", "<u4")])
 """A key of a document; documents with equal key and check are duplicates."""
 WINDOW = np.dtype([("key", "<u8"), ("document", "<u4"), ("word", "<u4")])
 """A window of words: hash, document, and first word."""
-FACTS = np.dtype([("size", "<u4"), ("rank", "<u4")])
+DOCUMENT = np.dtype([("size", "<u4"), ("rank", "<u4")])
 """Size of a document in bytes, and the index of the first pattern that its file matches."""
 SPAN = np.dtype([("key", "<u8"), ("first", "<u4"), ("end", "<u4")])
 """Repeated words of a document: the first, and one past the last. The key is the document, in the
@@ -129,8 +129,10 @@ def _merge_sort(path: Path, dtype: np.dtype[Any]) -> Iterator[Records]:
 class _SortedPart:
     """A sorted part of a file, read in blocks."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], begin: int, end: int, share: int) -> None:
-        self._path, self._position, self._end, self._read_size = path, begin, end, share
+    def __init__(
+        self, path: Path, dtype: np.dtype[Any], begin: int, end: int, read_size: int
+    ) -> None:
+        self._path, self._position, self._end, self._read_size = path, begin, end, read_size
         self.buffered: Records = np.empty(0, dtype)
         """Records read but not taken yet."""
 

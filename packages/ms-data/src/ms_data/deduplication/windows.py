@@ -13,7 +13,7 @@ _BASE = 0x9E3779B97F4A7C15
 _INVERSE_BASE = pow(_BASE, -1, 1 << 64)
 
 
-class Windows:
+class WindowHasher:
     """Hashes of all windows of a fixed number of words.
 
     Prefix sums of h[j] * base**-j, multiplied by base**i, give the hash of the window that starts

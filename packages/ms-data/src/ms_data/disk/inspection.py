@@ -13,7 +13,7 @@ from ms_data.files.untrusted import read_bytes
 _LIMIT_BYTES = 1 << 20
 
 
-class _Record(msgspec.Struct):
+class _BuildFile(msgspec.Struct):
     """The displayed part of build.json."""
 
     summary: dict[str, Any]
@@ -86,6 +86,6 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
     if not is_intact(content):
         return None
     try:
-        return msgspec.json.decode(content, type=_Record).summary
+        return msgspec.json.decode(content, type=_BuildFile).summary
     except msgspec.MsgspecError:
         return None

@@ -116,7 +116,7 @@ class Shard:
                 "file", f"has {size} bytes, but {entry.size_bytes} were written"
             )
         if self._read_bytes("head", 0, len(MAGIC)) != MAGIC:
-            raise self._damage_error("head", "is not the head of a shard")
+            raise self._damage_error("head", "does not start like a shard")
         # The file is checked from its end: trailer, footer, table; frames follow on demand.
         footer, footer_offset = self._read_footer(entry)
         if footer.frame_tokens != frame_tokens:

@@ -138,7 +138,7 @@ class ResultWriter:
         if not size:
             write_all(file, _MAGIC + settings_key)
 
-    def wants(self, index: int, key: bytes) -> bool:
+    def should_run(self, index: int, key: bytes) -> bool:
         """Return whether a batch belongs to this job and has no result yet."""
         # Batches are dealt out in turn, so every job gets a similar amount of text.
         return index % self._shard.count == self._shard.number - 1 and key not in self._stored_keys

@@ -23,7 +23,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     """Other columns of the row as a JSON object, or empty."""
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
+class DocumentBatch(msgspec.Struct, frozen=True, array_like=True):
     """Documents that are processed together."""
 
     first: int
@@ -51,7 +51,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 class ReadBatch(msgspec.Struct, frozen=True):
     """A batch, with the progress after it."""
 
-    batch: Batch
+    batch: DocumentBatch
     progress: Progress
     read_bytes: int
     """Corpus bytes read up to the end of the batch."""
@@ -91,7 +91,7 @@ def read_batches(
             empty=empty,
             left_out=dict(sorted(left_out.items())),
         )
-        return ReadBatch(Batch(first, items), progress, read_bytes, size)
+        return ReadBatch(DocumentBatch(first, items), progress, read_bytes, size)
 
     for document in source.documents(start.position, add_unreadable, on_leave_out, on_empty):
         position = document.after

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from attrs import frozen
 
-from ms_data.engine.batches import BATCH_CHARACTERS, Batch, ReadBatch
+from ms_data.engine.batches import BATCH_CHARACTERS, DocumentBatch, ReadBatch
 from ms_data.engine.ray_cluster import check_ray, ray_pool
 from ms_data.engine.worker import PREFIX_BYTES, RESULT
 from ms_data.errors import DataError, SettingError, printable
@@ -41,9 +41,9 @@ class Work(Generic[R]):
     function: str
     """`module:function`; the function takes a setup and returns the function from request to
     result."""
-    request: Callable[[Batch], bytes]
+    request: Callable[[DocumentBatch], bytes]
     """Encodes what determines the result of a batch."""
-    dump: Callable[[Batch, R], bytes]
+    dump: Callable[[DocumentBatch, R], bytes]
     """Encodes a result as the worker does."""
     load: Callable[[bytes], R]
     """Decodes a result."""
@@ -52,7 +52,7 @@ class Work(Generic[R]):
 
 
 def map_threads(
-    function: Callable[[Batch], R], batches: Iterable[ReadBatch], *, threads: int
+    function: Callable[[DocumentBatch], R], batches: Iterable[ReadBatch], *, threads: int
 ) -> Results[R]:
     """Process batches in threads of this process, for functions that release the GIL."""
     executor = ThreadPoolExecutor(threads)
@@ -87,7 +87,7 @@ def map_workers(
         pool = _process_pool(work.function, setup, workers)
     with pool as (send, ahead):
 
-        def submit(batch: Batch) -> Callable[[], R]:
+        def submit(batch: DocumentBatch) -> Callable[[], R]:
             result = send(work.request(batch))
             return lambda: work.load(result())
 
@@ -95,7 +95,7 @@ def map_workers(
 
 
 def _map_ordered(
-    submit: Callable[[Batch], Callable[[], R]], batches: Iterable[ReadBatch], *, ahead: int
+    submit: Callable[[DocumentBatch], Callable[[], R]], batches: Iterable[ReadBatch], *, ahead: int
 ) -> Results[R]:
     """Submit batches ahead of the one whose result is awaited, and yield results in order."""
     pending: deque[tuple[ReadBatch, Callable[[], R]]] = deque()

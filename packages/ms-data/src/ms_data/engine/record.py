@@ -11,7 +11,7 @@ _NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokeniz
 """Names of settings in messages, where the plain name says too little."""
 
 
-class Record(Protocol):
+class FinishedRun(Protocol):
     """Record of a finished run."""
 
     @property
@@ -35,7 +35,7 @@ def differences(
 ) -> list[str]:
     """Describe the settings that differ between two recipes, with both values."""
     return [
-        f"{_NAMES.get(name, name)} is {_show(current.get(name))}, was {_show(saved.get(name))}"
+        f"{_NAMES.get(name, name)} is {_text(current.get(name))}, was {_text(saved.get(name))}"
         for name in {**saved, **current}
         if name not in ignored and saved.get(name) != current.get(name)
     ]
@@ -43,7 +43,7 @@ def differences(
 
 def changes_since(
     path: Path,
-    record: Record,
+    record: FinishedRun,
     recipe: Mapping[str, Any],
     source: Corpus,
     *,
@@ -84,5 +84,5 @@ def check_sizes(folder: Path, sizes: Iterable[tuple[str, int]], *, remedy: str) 
             )
 
 
-def _show(value: object) -> str:
+def _text(value: object) -> str:
     return "not set" if value is None else printable(repr(value))

@@ -22,7 +22,7 @@ from attrs import frozen
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName
 from ms_data.engine.array_jobs import ArrayShard, StoredResults, read_results, request_key
-from ms_data.engine.batches import Batch, Progress, ReadBatch, read_batches
+from ms_data.engine.batches import DocumentBatch, Progress, ReadBatch, read_batches
 from ms_data.engine.pools import Results, Work
 from ms_data.engine.record import differences
 from ms_data.errors import OutputError
@@ -68,7 +68,7 @@ class Output(Protocol[R_contra, StateT, SummaryT_co]):
         """Remove output that an earlier run wrote after its last save, and continue its files."""
         ...
 
-    def write(self, batch: Batch, result: R_contra) -> None:
+    def write(self, batch: DocumentBatch, result: R_contra) -> None:
         """Write the result of the next batch."""
         ...
 
@@ -194,7 +194,7 @@ class Run(Generic[R, StateT, SummaryT]):
                     for number, read in enumerate(
                         read_batches(self.source, Progress(), self.on_skip)
                     )
-                    if writer.wants(number, self._key(read))
+                    if writer.should_run(number, self._key(read))
                 )
                 with closing(self.process(shard.folder, batches)) as results:
                     for read, result in results:

@@ -1,1 +1,1 @@
-"""Conversion from and to datasets of other libraries: Megatron, MosaicML and Parquet."""
+"""Converts from and to datasets of other libraries: Megatron, MosaicML and Parquet."""

@@ -34,7 +34,7 @@ class _File(msgspec.Struct, frozen=True):
     hashes: dict[str, str] = {}
 
 
-class _Shard(msgspec.Struct, frozen=True):
+class _MdsShard(msgspec.Struct, frozen=True):
     column_names: list[str]
     column_encodings: list[str]
     column_sizes: list[int | None]
@@ -45,8 +45,8 @@ class _Shard(msgspec.Struct, frozen=True):
     zip_data: _File | None = None
 
 
-class _Index(msgspec.Struct, frozen=True):
-    shards: list[_Shard]
+class _MdsIndex(msgspec.Struct, frozen=True):
+    shards: list[_MdsShard]
     version: int = 2
 
 
@@ -66,7 +66,7 @@ class MdsReader:
         self._folder, self._column = folder, column
         path = folder / "index.json"
         content = read_bytes(path, error=CorpusError, limit_bytes=1 << 28)
-        self._shards = decode_json(content, _Index, where=path, error=CorpusError).shards
+        self._shards = decode_json(content, _MdsIndex, where=path, error=CorpusError).shards
         for shard in self._shards:
             self._check(shard)
 
@@ -92,7 +92,7 @@ class MdsReader:
                     self._value(encoding, self._cell(shard, row, column_index), location),
                 )
 
-    def _check(self, shard: _Shard) -> None:
+    def _check(self, shard: _MdsShard) -> None:
         files = [shard.raw_data, *([shard.zip_data] if shard.zip_data else [])]
         for file in files:
             # An index must not make us read files outside its folder.
@@ -118,7 +118,7 @@ class MdsReader:
                 "use 'str' for text, or 'bytes' of int64 or 'ndarray' with type and shape"
             )
 
-    def _read(self, shard: _Shard) -> bytes:
+    def _read(self, shard: _MdsShard) -> bytes:
         """Return the decompressed content of a shard after checking it."""
         compressed = shard.zip_data
         plain = self._folder / shard.raw_data.basename
@@ -147,7 +147,7 @@ class MdsReader:
                 raise self._damage_error(f"{file.basename} has the wrong {name} checksum")
         return content
 
-    def _decompress(self, shard: _Shard, content: bytes) -> bytes:
+    def _decompress(self, shard: _MdsShard, content: bytes) -> bytes:
         # Read at most one byte more than declared, so a bomb is noticed early.
         algorithm, size_limit = str(shard.compression).partition(":")[0], shard.raw_data.bytes + 1
         try:
@@ -164,7 +164,7 @@ class MdsReader:
             f"its shards are compressed with {algorithm}; decompress them first"
         )
 
-    def _rows(self, shard: _Shard, content: bytes) -> Iterator[bytes]:
+    def _rows(self, shard: _MdsShard, content: bytes) -> Iterator[bytes]:
         count = int.from_bytes(content[:4], "little")
         if count != shard.samples or len(content) < 4 * (count + 2):  # u32: count, offsets, end
             raise self._damage_error(
@@ -177,7 +177,7 @@ class MdsReader:
         for begin, end in pairwise(bounds):
             yield content[begin:end]
 
-    def _cell(self, shard: _Shard, row: bytes, column: int) -> bytes:
+    def _cell(self, shard: _MdsShard, row: bytes, column: int) -> bytes:
         sizes = shard.column_sizes
         # The row starts with the u32 sizes of its variable-size columns.
         begin = 4 * sum(size is None for size in sizes)

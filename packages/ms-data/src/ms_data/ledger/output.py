@@ -15,7 +15,7 @@ from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName
 from ms_data.disk.format import encode_sealed
 from ms_data.engine.array_jobs import ArrayShard
-from ms_data.engine.batches import Batch, Progress
+from ms_data.engine.batches import DocumentBatch, Progress
 from ms_data.engine.pools import Work, map_workers
 from ms_data.engine.run import Journal, Run
 from ms_data.errors import CorpusError
@@ -78,10 +78,11 @@ def ledger_run(
     """Return a run that writes documents and a ledger; see `Run` for most arguments.
 
     `function` and `setup` define the work of a worker: `function`, a `module:function`, takes what
-    `setup` returns for the work folder, and returns the function that converts an encoded `Batch`
-    to an encoded `BatchResult`. `setup` may fill the temporary folder `scratch` in the work folder,
-    and write the additional output files `extra`. `workers` is a number of processes, or the
-    address of a Ray cluster; a file is closed at the first MiB of text past `shard_size_mib`.
+    `setup` returns for the work folder, and returns the function that converts an encoded
+    `DocumentBatch` to an encoded `BatchResult`. `setup` may fill the temporary folder `scratch` in
+    the work folder, and write the additional output files `extra`. `workers` is a number of
+    processes, or the address of a Ray cluster; a file is closed at the first MiB of text past
+    `shard_size_mib`.
     """
     work = Work(
         function=function,
@@ -172,7 +173,7 @@ class LedgerOutput:
                 entries=series.get(name, ()),
             )
 
-    def write(self, batch: Batch, result: bytes) -> None:  # noqa: D102
+    def write(self, batch: DocumentBatch, result: bytes) -> None:  # noqa: D102
         batch_result = msgspec.msgpack.decode(result, type=BatchResult)
         for writer, frame in zip(self._writers.values(), batch_result.frames, strict=True):
             writer.write(frame)

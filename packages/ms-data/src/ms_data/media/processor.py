@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from ms_data.errors import SettingError, TokenizerError
 from ms_data.files.untrusted import check_path
+from ms_data.media.audio import audio_tokens, decode_audio, spectrogram, spectrogram_frames
+from ms_data.media.images import decode_image, image_patches, patch_grid
 from ms_data.media.parts import EncodedFile, MediaKind
-from ms_data.media.pictures import decode_picture, image_patches, patch_grid
 from ms_data.media.settings import (
+    AudioSettings,
+    ImageSettings,
     MediaSettings,
-    PictureSettings,
-    SoundSettings,
     read_settings,
 )
-from ms_data.media.sound import decode_sound, sound_tokens, spectrogram, spectrogram_frames
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
@@ -89,15 +89,15 @@ class Processor:
         """
         try:
             if file.kind == "image":
-                settings = self._pictures()
-                width, height = decode_picture(file.content).size
+                settings = self._image_settings()
+                width, height = decode_image(file.content).size
                 # Only sizes are needed here; patches are computed when a batch is read.
                 grid = patch_grid(width, height, settings)
                 return MediaItem("image", file.content, grid.tokens(settings), grid)
-            sound_settings = self._sound()
-            samples, rate_hz = decode_sound(file.content)
-            frames = spectrogram_frames(len(samples), rate_hz, sound_settings)
-            return MediaItem("audio", file.content, sound_tokens(frames), (1, 1, frames))
+            audio_settings = self._audio_settings()
+            samples, rate_hz = decode_audio(file.content)
+            frames = spectrogram_frames(len(samples), rate_hz, audio_settings)
+            return MediaItem("audio", file.content, audio_tokens(frames), (1, 1, frames))
         except SettingError:
             raise
         except ValueError as error:
@@ -109,10 +109,10 @@ class Processor:
         Raises:
             ValueError: an image changed since it was measured.
         """
-        settings = self._pictures()
+        settings = self._image_settings()
         parts = [np.empty((0, settings.width), np.float32)]  # also for a batch without images
         for item in items:
-            parts.append(image_patches(decode_picture(item.content), settings))
+            parts.append(image_patches(decode_image(item.content), settings))
             if len(parts[-1]) != item.grid[0] * item.grid[1] * item.grid[2]:
                 raise ValueError(f"{len(parts[-1])} patches do not match the grid {item.grid}")
         return np.concatenate(parts)
@@ -129,23 +129,23 @@ class Processor:
         Raises:
             ValueError: a clip changed since it was measured.
         """
-        settings = self._sound()
+        settings = self._audio_settings()
         features = np.zeros((len(items), settings.mels, settings.frames), np.float32)  # padded
         mask = np.zeros((len(items), settings.frames), np.int64)
         for index, item in enumerate(items):
-            samples, rate_hz = decode_sound(item.content)
+            samples, rate_hz = decode_audio(item.content)
             frames = spectrogram_frames(len(samples), rate_hz, settings)
             if frames != item.grid[2]:
                 raise ValueError(f"{frames} frames, but {item.grid[2]} were measured")
             features[index], mask[index, :frames] = spectrogram(samples, settings), 1
         return features, mask
 
-    def _pictures(self) -> PictureSettings:
+    def _image_settings(self) -> ImageSettings:
         if self.settings.pictures is None:
             raise ValueError("an image, which this processor does not support; remove it")
         return self.settings.pictures
 
-    def _sound(self) -> SoundSettings:
+    def _audio_settings(self) -> AudioSettings:
         if self.settings.sound is None:
             raise ValueError("audio, which this processor does not support; remove it")
         return self.settings.sound

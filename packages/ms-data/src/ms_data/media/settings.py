@@ -15,19 +15,19 @@ import msgspec
 from ms_data.errors import TokenizerError, printable
 from ms_data.files.untrusted import decode_json, read_json
 
-PICTURE_PIXELS = 1 << 26
+IMAGE_PIXELS = 1 << 26
 """Maximum pixels of an image before and after resizing; 200 MB decoded."""
 
-SOUND_SAMPLES = 1 << 25
+AUDIO_SAMPLES = 1 << 25
 """Maximum samples of an audio file; 35 minutes at 16 kHz."""
 
-_PICTURE_CLASSES = tuple(f"Qwen2VLImageProcessor{end}" for end in ("", "Fast", "Pil"))
+_IMAGE_CLASSES = tuple(f"Qwen2VLImageProcessor{end}" for end in ("", "Fast", "Pil"))
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC = 3  # PIL's number
 
 
-class PictureSettings(
+class ImageSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pictures"
 ):
     """Settings of the image processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
@@ -49,8 +49,8 @@ class PictureSettings(
             _require(1 <= getattr(self, name) <= 256, name, getattr(self, name))
         _require(self.factor <= 1024, "patch_size x merge_size", self.factor)
         _require(0 < self.min_pixels <= self.max_pixels, "min_pixels", self.min_pixels)
-        _require(self.max_pixels <= PICTURE_PIXELS, "max_pixels", self.max_pixels)
-        # Room for a token.
+        _require(self.max_pixels <= IMAGE_PIXELS, "max_pixels", self.max_pixels)
+        # A token must fit.
         _require(self.factor**2 <= self.max_pixels, "max_pixels", self.max_pixels)
         _require(all(0 < value < 1e6 for value in self.std), "image_std", self.std)
         _require(all(abs(value) < 1e6 for value in self.mean), "image_mean", self.mean)
@@ -67,7 +67,7 @@ class PictureSettings(
         return 3 * self.temporal_patch_size * self.patch_size**2  # RGB
 
 
-class SoundSettings(
+class AudioSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sound"
 ):
     """Settings of Whisper's feature extractor, as used by Qwen2-Audio."""
@@ -87,7 +87,7 @@ class SoundSettings(
         _require(1 <= self.hop_samples <= 1 << 16, "hop_length", self.hop_samples)
         _require(2 <= self.window_samples <= 1 << 16, "n_fft", self.window_samples)
         _require(self.window_samples % 2 == 0, "n_fft", self.window_samples)
-        _require(0 < self.chunk_s <= SOUND_SAMPLES // self.rate_hz, "chunk_length", self.chunk_s)
+        _require(0 < self.chunk_s <= AUDIO_SAMPLES // self.rate_hz, "chunk_length", self.chunk_s)
         # Full frames.
         _require(self.samples % self.hop_samples == 0, "hop_length", self.hop_samples)
         _require(self.samples > self.window_samples, "chunk_length", self.chunk_s)
@@ -108,11 +108,11 @@ class MediaSettings(
 ):
     """Settings for images, audio, or both."""
 
-    pictures: PictureSettings | None = None
-    sound: SoundSettings | None = None
+    pictures: ImageSettings | None = None
+    sound: AudioSettings | None = None
 
     def __post_init__(self) -> None:
-        _require(bool(self.pictures or self.sound), "media", "neither pictures nor sound")
+        _require(bool(self.pictures or self.sound), "media", "neither images nor audio")
 
     def encode(self) -> bytes:
         """Encode the settings for the file next to the shards."""
@@ -161,17 +161,17 @@ def _settings(config: Mapping[str, Any]) -> MediaSettings:
     sound = config.get("feature_extractor") or config
     settings: dict[str, Any] = {}
     if "image_processor_type" in picture:
-        settings["pictures"] = _picture(picture, config.get("image_token", "<|image_pad|>"))
+        settings["pictures"] = _image_settings(picture, config.get("image_token", "<|image_pad|>"))
     if "feature_extractor_type" in sound:
-        settings["sound"] = _sound(sound, config.get("audio_token", "<|AUDIO|>"))
+        settings["sound"] = _audio_settings(sound, config.get("audio_token", "<|AUDIO|>"))
     if not settings:
         raise ValueError("there is neither an image processor nor a feature extractor")
     return MediaSettings(**settings)
 
 
-def _picture(config: Mapping[str, Any], token: str) -> PictureSettings:
+def _image_settings(config: Mapping[str, Any], token: str) -> ImageSettings:
     class_name = config["image_processor_type"]
-    if class_name not in _PICTURE_CLASSES:
+    if class_name not in _IMAGE_CLASSES:
         raise ValueError(f"the image processor {class_name!r} is not one of Qwen-VL")
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if not config.get(name, True):
@@ -191,10 +191,10 @@ def _picture(config: Mapping[str, Any], token: str) -> PictureSettings:
         "mean": config.get("image_mean", _CLIP_MEAN),
         "std": config.get("image_std", _CLIP_STD),
     }
-    return msgspec.convert({"type": "pictures", **values}, PictureSettings)
+    return msgspec.convert({"type": "pictures", **values}, ImageSettings)
 
 
-def _sound(config: Mapping[str, Any], token: str) -> SoundSettings:
+def _audio_settings(config: Mapping[str, Any], token: str) -> AudioSettings:
     class_name = config["feature_extractor_type"]
     if class_name != "WhisperFeatureExtractor":
         raise ValueError(f"the feature extractor {class_name!r} is not Whisper's")
@@ -208,7 +208,7 @@ def _sound(config: Mapping[str, Any], token: str) -> SoundSettings:
         "window_samples": config.get("n_fft", 400),
         "chunk_s": config.get("chunk_length", 30),
     }
-    return msgspec.convert({"type": "sound", **values}, SoundSettings)
+    return msgspec.convert({"type": "sound", **values}, AudioSettings)
 
 
 def _require(condition: bool, name: str, value: object) -> None:

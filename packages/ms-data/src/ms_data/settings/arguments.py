@@ -12,13 +12,13 @@ def check_counts(**arguments: object) -> None:
         SettingError: an argument is not.
     """
     for name, value in arguments.items():
-        if not (is_whole(value) and operator.index(value) >= 1):  # type: ignore[arg-type]
+        if not (is_integer(value) and operator.index(value) >= 1):  # type: ignore[arg-type]
             raise SettingError(
-                f"{name} must be a whole number, 1 or more, got {printable(repr(value))}"
+                f"{name} must be an integer of at least 1, got {printable(repr(value))}"
             )
 
 
-def check_share(name: str, value: object) -> float:
+def check_fraction(name: str, value: object) -> float:
     """Return a fraction of at least 0 and below 1 as a float.
 
     Raises:
@@ -27,7 +27,7 @@ def check_share(name: str, value: object) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0.0 <= value < 1.0:  # type: ignore[operator]
         raise SettingError(
-            f"{name} must be a share from 0 to below 1, got {printable(repr(value))}"
+            f"{name} must be a fraction of at least 0 and below 1, got {printable(repr(value))}"
         )
     return float(value)  # type: ignore[arg-type]
 
@@ -43,7 +43,7 @@ def check_flags(**arguments: object) -> None:
             raise SettingError(f"{name} must be True or False, got {printable(repr(value))}")
 
 
-def check_texts(**arguments: object) -> None:
+def check_strings(**arguments: object) -> None:
     """Check that arguments are strings; None is allowed.
 
     Raises:
@@ -51,9 +51,9 @@ def check_texts(**arguments: object) -> None:
     """
     for name, value in arguments.items():
         if value is not None and not isinstance(value, str):
-            raise SettingError(f"{name} must be a text, got {printable(repr(value))}")
+            raise SettingError(f"{name} must be a string, got {printable(repr(value))}")
 
 
-def is_whole(value: object) -> bool:
+def is_integer(value: object) -> bool:
     """Return whether a value is of an integer type other than bool."""
     return hasattr(value, "__index__") and not isinstance(value, bool)

@@ -13,7 +13,7 @@ from ms_data.errors import DamageError, SettingError
 from ms_data.media.processor import Processor
 from ms_data.streams.batch import WeightedBatch, fill_rows
 from ms_data.streams.draws import DrawSequence
-from ms_data.streams.media import PictureBatch, SoundBatch, media_batch
+from ms_data.streams.media import AudioBatch, ImageBatch, media_batch
 from ms_data.streams.mixed import MixedStream, Sources
 from ms_data.streams.mixture import Weights
 from ms_data.streams.packed_source import LongMode, PackedSource, Weighting
@@ -28,7 +28,7 @@ _CHOICES: dict[str, Collection[str]] = {
 }
 
 
-class InstructionBatch(WeightedBatch, PictureBatch, SoundBatch):
+class InstructionBatch(WeightedBatch, ImageBatch, AudioBatch):
     """A batch of packed conversations: b rows of S tokens.
 
     Datasets with images add the keys of `PictureBatch` to every batch, datasets with audio those of
@@ -119,7 +119,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
             max_epochs=max_epochs,
         )
         self._processor = _common_processor(self.names, self._sources)
-        self._ready: deque[tuple[int, Row]] = deque()
+        self._ready_rows: deque[tuple[int, Row]] = deque()
         self._rows = self._tokens = 0
         self._flushed = False
 
@@ -152,17 +152,19 @@ class InstructionStream(MixedStream[InstructionBatch]):
 
     def __next__(self) -> InstructionBatch:
         # All ranks draw and pack everything, but read only their rows from disk.
-        while len(self._ready) < self.batch_size and not self._flushed:
+        while len(self._ready_rows) < self.batch_size and not self._flushed:
             if self._end is not None and self._mixture.position >= self._end:
                 # All samples are drawn: deliver the rows that still have space.
                 for number, source in enumerate(self._sources):
-                    self._ready.extend((number, row) for row in source.flush())
+                    self._ready_rows.extend((number, row) for row in source.flush())
                 self._flushed = True
             else:
                 self._draw(self._mixture.draw())
-        if not self._ready:
+        if not self._ready_rows:
             raise StopIteration
-        rows = [self._ready.popleft() for _ in range(min(self.batch_size, len(self._ready)))]
+        rows = [
+            self._ready_rows.popleft() for _ in range(min(self.batch_size, len(self._ready_rows)))
+        ]
         return self._deliver(rows)
 
     def of_tasks(self, tasks: Sequence[int]) -> InstructionBatch:
@@ -183,14 +185,14 @@ class InstructionStream(MixedStream[InstructionBatch]):
 
     def _next_row(self, task: int) -> tuple[int, Row]:
         while True:
-            for index, (source, row) in enumerate(self._ready):
+            for index, (source, row) in enumerate(self._ready_rows):
                 if source == task:
-                    del self._ready[index]
+                    del self._ready_rows[index]
                     return task, row
             self._draw(task)
 
     def _draw(self, source: int) -> None:
-        self._ready.extend((source, row) for row in self._sources[source].draw())
+        self._ready_rows.extend((source, row) for row in self._sources[source].draw())
 
     def _deliver(self, rows: list[tuple[int, Row]]) -> InstructionBatch:
         self._rows += len(rows)
@@ -236,7 +238,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
             **self._mixture_state(),
             "sources": [source.state() for source in self._sources],
             # Only the segments: the tokens are read again from disk.
-            "ready": [[task, [list(segment) for segment in row]] for task, row in self._ready],
+            "ready": [[task, [list(segment) for segment in row]] for task, row in self._ready_rows],
             "rows": self._rows,
             "tokens": self._tokens,
             "flushed": self._flushed,
@@ -245,7 +247,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
     def _restore_position(self, position: Mapping[str, Any]) -> None:
         for source, state in zip(self._sources, position["sources"], strict=True):
             source.restore(state)
-        self._ready = deque(
+        self._ready_rows = deque(
             (read_count(task), tuple(self._sources[task].segment(values) for values in row))
             for task, row in position["ready"]
         )

@@ -12,8 +12,8 @@ from ms_data.media.processor import MediaItem, Processor
 Spans = NDArray[np.int64]
 
 
-class PictureBatch(TypedDict, total=False):
-    """Additional batch keys of sources with images; p images per batch."""
+class ImageBatch(TypedDict, total=False):
+    """Additional batch keys of sources with images; `p` is the number of images in the batch."""
 
     pixel_values: NDArray[np.float32]
     """Shape (total patches, values per patch), image after image."""
@@ -25,8 +25,8 @@ class PictureBatch(TypedDict, total=False):
     """Shape (3, b, S): token positions in time, height and width, from 0 in each document."""
 
 
-class SoundBatch(TypedDict, total=False):
-    """Additional batch keys of sources with audio; a clips per batch."""
+class AudioBatch(TypedDict, total=False):
+    """Additional batch keys of sources with audio; `a` is the number of clips in the batch."""
 
     input_features: NDArray[np.float32]
     """Shape (a, mels, frames): mel spectrograms."""
@@ -70,10 +70,10 @@ def media_batch(
         batch["image_places"] = _span_array(images)
         batch["positions_thw"] = _positions_thw(positions, images, merge)
     if processor.settings.sound:
-        sounds = [entry for entry in items if entry.item.kind == "audio"]
-        features, mask = processor.spectrograms([entry.item for entry in sounds])
+        clips = [entry for entry in items if entry.item.kind == "audio"]
+        features, mask = processor.spectrograms([entry.item for entry in clips])
         batch |= {"input_features": features, "feature_attention_mask": mask}
-        batch["audio_places"] = _span_array(sounds)
+        batch["audio_places"] = _span_array(clips)
     return batch
 
 

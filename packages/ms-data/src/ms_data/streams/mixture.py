@@ -154,7 +154,7 @@ class Mixture:
         for source, (release, deadline) in enumerate(self._draw_windows):
             if release <= self._position + 1 and deadline < best_deadline:
                 best, best_deadline = source, deadline
-        assert best >= 0, "dues sum to the position, so at least one source is due"
+        assert best >= 0, "no source is due, although the dues sum to the position"
         return best
 
     def step_back(self, counts: Mapping[str, int]) -> None:

@@ -89,7 +89,7 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
             len(self._usable_pairs), seed=self._settings["seed"], shuffle=shuffle
         )
         self._last = None if epochs is None else epochs * len(self._usable_pairs)
-        self._drawn = 0
+        self._consumed_pairs = 0
         self._identify_by_fingerprint()
 
     @property
@@ -110,13 +110,13 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
     @property
     def consumed_pairs(self) -> int:
         """Pairs delivered to all processes so far."""
-        return self._drawn
+        return self._consumed_pairs
 
     def __next__(self) -> PreferenceBatch:
-        remaining = self.batch_size if self._last is None else self._last - self._drawn
+        remaining = self.batch_size if self._last is None else self._last - self._consumed_pairs
         if remaining <= 0:
             raise StopIteration
-        draws = range(self._drawn, self._drawn + min(remaining, self.batch_size))
+        draws = range(self._consumed_pairs, self._consumed_pairs + min(remaining, self.batch_size))
         pairs = [self.samples.pair(self._usable_pairs[self._draws[draw]]) for draw in draws]
         # All ranks see the same pairs here, so all use the same width.
         longest = max(len(part.tokens) for pair in pairs for part in pair[:2])
@@ -129,17 +129,17 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
         margin = np.zeros(rows, np.float32)
         # (2 * pairs,): chosen and rejected rows alternate.
         margin[: 2 * len(local_pairs)] = np.repeat([pair.margin for pair in local_pairs], 2)
-        self._drawn += len(pairs)
+        self._consumed_pairs += len(pairs)
         return {
             **fill_rows(parts, count=rows, width=width, end_of_text=end_of_text),
             "margin": margin,
         }
 
     def _position(self) -> dict[str, Any]:
-        return {"consumed_pairs": self._drawn}
+        return {"consumed_pairs": self._consumed_pairs}
 
     def _restore_position(self, position: Mapping[str, Any]) -> None:
-        self._drawn = read_count(position["consumed_pairs"])
+        self._consumed_pairs = read_count(position["consumed_pairs"])
 
     def _fits(self, number: int) -> bool:
         """Return whether both responses have targets within a row; count the pair if truncated."""

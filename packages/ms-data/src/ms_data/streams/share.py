@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 from attrs import frozen
 
 from ms_data.errors import SettingError, StateError
-from ms_data.settings.arguments import check_counts, check_flags, check_texts, is_whole
+from ms_data.settings.arguments import check_counts, check_flags, check_strings, is_integer
 
 STATE_VERSION = 2
 
@@ -40,7 +40,7 @@ class RankRows:
     rows: int
     """Number of rows (or pairs) of this process."""
     first: int
-    """Index of the first one in the global batch."""
+    """Index of its first row in the global batch."""
 
     @classmethod
     def at(cls, place: StreamPlace | None, batch_size: int) -> "RankRows":
@@ -60,7 +60,7 @@ class RankRows:
                     f"place must have `rank` and `count`, got {place!r}; pass the `place` of an"
                     " engine, or None to read all rows"
                 ) from None
-        if not (is_whole(rank) and is_whole(count) and 0 <= rank < count):
+        if not (is_integer(rank) and is_integer(count) and 0 <= rank < count):
             raise SettingError(f"place: rank must be 0 to count - 1, got {rank!r} of {count!r}")
         if batch_size % count:
             raise SettingError(
@@ -110,8 +110,8 @@ class BatchStream(Iterator[B]):
         if epochs is not None:
             check_counts(epochs=epochs)
         check_flags(shuffle=shuffle)
-        check_texts(split=split)
-        if not is_whole(seed):
+        check_strings(split=split)
+        if not is_integer(seed):
             raise SettingError(f"seed must be an integer, got {seed!r}")
         self._rank_rows = RankRows.at(place, batch_size)
         self.sequence_length = operator.index(sequence_length)

@@ -10,7 +10,7 @@ import numpy as np
 from ms_data.disk.format import Index
 from ms_data.disk.split import Split
 from ms_data.errors import SettingError
-from ms_data.settings.arguments import check_counts, is_whole
+from ms_data.settings.arguments import check_counts, is_integer
 from ms_data.streams.batch import Batch
 from ms_data.streams.order import Order
 from ms_data.streams.window import Window
@@ -58,7 +58,7 @@ class TokenSource:
         shared_cache: str | Path | None = None,
         rank: int = 0,
     ) -> None:
-        if not is_whole(cache_mib) or cache_mib < 0:
+        if not is_integer(cache_mib) or cache_mib < 0:
             raise SettingError(f"cache_mib must be 0 or more, got {cache_mib!r}")
         self._split = Split(
             folder, split, cache_bytes=operator.index(cache_mib) << 20, shared_cache=shared_cache

@@ -110,9 +110,9 @@ class WordTable:
         """Encode distinct words, and store them while there is space."""
         tokens_of = dict(zip(words, self._encode(words), strict=True))
         with self._lock:
-            room = _MAX_WORDS - self._words
+            free_entries = _MAX_WORDS - self._words
             # words that fit in the table
-            short = [word for word in words if len(word) <= LONGEST_WORD][:room]
+            short = [word for word in words if len(word) <= LONGEST_WORD][:free_entries]
             buffer, sizes = b"".join(short), np.fromiter(map(len, short), np.int64)
             begins = sizes.cumsum() - sizes
             # Another thread may have added some already.

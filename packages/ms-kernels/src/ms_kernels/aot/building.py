@@ -1,4 +1,4 @@
-"""Build of a library folder: compiled piece by piece in a temporary folder, then renamed."""
+"""Builds a library folder: compiled piece by piece in a temporary folder, then renamed."""
 
 import logging
 import os
@@ -64,14 +64,14 @@ def build(
     except ValueError as error:  # invalid on every system, such as a null byte
         raise BackendError(f"{shown(str(folder))}: {error}; use another folder") from error
     except OSError as error:
-        raise _unwritten(folder, error) from error
+        raise _write_error(folder, error) from error
     try:
         return _build(chip, out, only, jobs, progress)
     except OSError as error:
-        raise _unwritten(folder, error) from error
+        raise _write_error(folder, error) from error
 
 
-def _unwritten(path: Path, error: OSError) -> BackendError:
+def _write_error(path: Path, error: OSError) -> BackendError:
     reason = error.strerror or type(error).__name__
     return BackendError(f"{shown(str(path))} cannot be written: {reason}; use another folder")
 

@@ -1,4 +1,4 @@
-"""Compilation of a kernel to a chip's machine code, and its resource usage."""
+"""Compiles a kernel to a chip's machine code, and reports its resource usage."""
 
 import os
 import re
@@ -122,7 +122,7 @@ def _scratch(kernel: Any, target: Target) -> int:
     """Count the scratch pointers that Triton appends to the parameters; their size must be 0."""
     for name in ("global_scratch_size", "profile_scratch_size"):
         size = getattr(kernel.metadata, name, 0)
-        assert not size, f"{kernel.metadata.name} wants {size} bytes of scratch memory"
+        assert not size, f"{kernel.metadata.name} needs {size} bytes of scratch memory"
     if target.backend == "cuda":
         # Parameters that Triton added are in the assembly, but not in the signature.
         head = str(kernel.asm["ptx"]).partition(".entry")[2].partition(")")[0]

@@ -1,4 +1,4 @@
-"""Build of the CPU library: one AOTInductor package per operator, and C code that runs them."""
+"""Builds the CPU library: one AOTInductor package per operator, and C code that runs them."""
 
 import hashlib
 import zipfile

@@ -1,4 +1,4 @@
-"""Build of a GPU library: kernels compiled by Triton, embedded in C code that launches them."""
+"""Builds a GPU library: kernels compiled by Triton, embedded in C code that launches them."""
 
 import hashlib
 import logging
@@ -115,7 +115,7 @@ def _cached_or_compiled(entry: Entry, target: Target, work: Path) -> Compiled:
     except (BackendError, TypeError) as error:  # missing or damaged: compile it
         log.debug("recompiling %s: %s", entry.name, error)
     compiled = compile_entry(entry, target)
-    faults = lint(compiled.ttir, entry.greatest())
+    faults = lint(compiled.ttir, entry.argument_limits())
     if faults:
         raise BackendError(f"{entry.name}: {faults[0]}")
     # The metadata is written last, with the binary's checksum: if the build is interrupted between

@@ -1,4 +1,4 @@
-"""Lint of Triton IR for 32-bit offsets that may overflow, and for launch axes limited to 65,535.
+"""Lints Triton IR for 32-bit offsets that may overflow, and for launch axes limited to 65,535.
 
 Interval analysis over 32-bit integers. The program index along the first axis is below 2^30, and so
 is the first tile of a launch (their sum stays below 2^31, which the launch checks). A kernel
@@ -34,7 +34,7 @@ LIMITS: Mapping[str, int] = {
     "experts": 2**10,
     "groups": 2**15,
     "group_size": 2**15,
-    "rows_each": 2**26,
+    "rows_per_part": 2**26,
     "window": 2**26,
 }
 """Maximum of an argument, by its name or name suffix: rows of 2^20 features, 2^24 classes,
@@ -57,19 +57,19 @@ def lint(ttir: str, limits: Mapping[str, int] | None = None) -> list[str]:
         ttir: Triton IR as text, with values named as in the source.
         limits: maximum values of arguments that override `LIMITS`.
     """
-    walk = _Walk({**LIMITS, **(limits or {})})
+    analysis = _IntervalAnalysis({**LIMITS, **(limits or {})})
     for line in ttir.splitlines():
-        walk.read(line)
-    return walk.faults
+        analysis.read(line)
+    return analysis.faults
 
 
-class _Walk:
+class _IntervalAnalysis:
     """Line-by-line interval analysis of a kernel; values are defined before they are used."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self.faults: list[str] = []
         self._limits = limits
-        self._known: dict[str, Interval] = {}
+        self._intervals: dict[str, Interval] = {}
         self._tainted: dict[str, str] = {}
         """Values computed from an overflowing value, with the line where it overflowed."""
 
@@ -99,7 +99,7 @@ class _Walk:
             name = match[1]
             # `x_stride` has the limit of `stride`.
             limit = self._limits.get(name, self._limits.get(name.rpartition("_")[2], WORD[1]))
-            self._known["%" + name] = (0, limit)
+            self._intervals["%" + name] = (0, limit)
 
     def _loop(self, line: str) -> None:
         """Set the interval of a loop variable from its bounds."""
@@ -107,14 +107,14 @@ class _Walk:
         if match is None:
             return
         low, high = self._of(match[2]), self._of(match[3])
-        self._known[match[1]] = (low[0], max(low[0], high[1]))
+        self._intervals[match[1]] = (low[0], max(low[0], high[1]))
         # A carried value may change in every iteration, so it may be any 32-bit integer.
         for carried in re.finditer(r"(%\w+) = (%[\w#]+)", line.partition("iter_args")[2]):
-            if carried[2] in self._known:
-                self._known[carried[1]] = WORD
+            if carried[2] in self._intervals:
+                self._intervals[carried[1]] = WORD
 
     def _of(self, name: str) -> Interval:
-        return self._known.get(name.rstrip(","), WORD)
+        return self._intervals.get(name.rstrip(","), WORD)
 
     def _operation(self, name: str, text: str, line: str) -> None:
         operation = text.split()[0].strip('"')
@@ -133,7 +133,7 @@ class _Walk:
         narrow = bool(re.search(r"\bi32\b|xi32\b", text.rpartition(" : ")[2])) and not wide
         outside = interval[0] < WORD[0] or interval[1] > WORD[1]
         if operation.startswith("arith.ext") or wide:
-            self._known[name] = interval
+            self._intervals[name] = interval
         elif narrow and outside:
             # No fault yet: it is one only if an address depends on this value.
             taint = taint or line
@@ -143,7 +143,7 @@ class _Walk:
             taint = None
         if taint:
             self._tainted[name] = taint
-        self._known[name] = interval
+        self._intervals[name] = interval
 
     def _address(self, operands: list[str], line: str) -> None:
         # The first operand is the base pointer.
@@ -197,7 +197,7 @@ def _quotient(x: Interval, y: Interval) -> Interval:
     return (min(ends), max(ends))
 
 
-def _rest(x: Interval, y: Interval) -> Interval:
+def _remainder(x: Interval, y: Interval) -> Interval:
     # The result of arith.remsi has the sign of the dividend.
     largest = min(max(y[1] - 1, 0), max(x[1], 0))
     return (0, largest) if x[0] >= 0 else (-max(y[1] - 1, 0), largest)
@@ -208,7 +208,7 @@ _BINARY: Mapping[str, Callable[[Interval, Interval], Interval]] = {
     "arith.subi": lambda x, y: (x[0] - y[1], x[1] - y[0]),
     "arith.muli": _product,
     "arith.divsi": _quotient,
-    "arith.remsi": _rest,
+    "arith.remsi": _remainder,
     "arith.minsi": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
     "arith.maxsi": lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
 }

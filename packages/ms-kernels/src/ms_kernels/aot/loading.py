@@ -1,4 +1,4 @@
-"""Loading of a built library and launches of its kernels, without Triton or torch.compile."""
+"""Loads a built library and launches its kernels, without Triton or torch.compile."""
 
 import ctypes
 import hashlib
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ms_kernels.aot.manifest import Kernel, Manifest, read_manifest
-from ms_kernels.contracts.values import is_number, is_whole
+from ms_kernels.contracts.values import is_integer, is_number
 from ms_kernels.errors import ArgumentError, BackendError, shown
 from ms_kernels.files.untrusted import decoding
 
@@ -130,7 +130,7 @@ def _number(ctype: str, value: Any) -> Any:
     """
     lower, upper = _RANGES.get(ctype, (0, 0))
     # A float may also be infinite or NaN.
-    fits = is_whole(value, lower, upper) if ctype in _RANGES else is_number(value)
+    fits = is_integer(value, lower, upper) if ctype in _RANGES else is_number(value)
     if not fits and not (ctype == "f32" and isinstance(value, float)):
         raise TypeError(ctype)
     return _TYPES[ctype](value)

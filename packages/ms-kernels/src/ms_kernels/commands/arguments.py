@@ -63,7 +63,7 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def present(name: str) -> torch.device:
+def available_device(name: str) -> torch.device:
     """Return the device with the given name, which must exist on this machine."""
     device = device_of(name)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ms_kernels.commands.arguments import dtype_of, present
+from ms_kernels.commands.arguments import available_device, dtype_of
 from ms_kernels.core.chips import chip_of
 from ms_kernels.core.choice import obstacle_to
 from ms_kernels.core.dispatch import describe_call
@@ -17,7 +17,7 @@ from ms_kernels.core.tables import write_table
 from ms_kernels.errors import TableError
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.selection import check_backends, contract_of
-from ms_kernels.tuning.measure import in_turn, one_pass
+from ms_kernels.tuning.measure import one_pass, time_interleaved
 from ms_kernels.tuning.tuner import largest, tune
 
 
@@ -26,7 +26,7 @@ def bench(options: argparse.Namespace) -> int:
     for name in options.operator or ():
         contract_of(name)
     check_backends(options.backend or ())
-    device = present(options.device)
+    device = available_device(options.device)
     if options.tune:
         path = options.out or Path(f"{chip_of(device)}.json")
         if not path.absolute().parent.is_dir():  # fail before measuring for an hour
@@ -74,7 +74,7 @@ def _timings(options: argparse.Namespace, device: torch.device) -> Iterator[dict
             and obstacle_to(implementation, call) is None
         }
         times = [
-            in_turn(
+            time_interleaved(
                 {
                     name: one_pass(contract, run, inputs, contract.defaults, backward=backward)
                     for name, run in runs.items()

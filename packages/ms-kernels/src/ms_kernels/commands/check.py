@@ -8,7 +8,7 @@ from attrs import asdict
 
 from ms_kernels.checking import Finding
 from ms_kernels.checking import check as compare_all
-from ms_kernels.commands.arguments import dtype_of, present
+from ms_kernels.commands.arguments import available_device, dtype_of
 from ms_kernels.selection import check_backends, contract_of
 
 
@@ -17,7 +17,7 @@ def check(options: argparse.Namespace) -> int:
     for name in options.operator or ():
         contract_of(name)
     check_backends(options.backend or ())
-    device = present(options.device)
+    device = available_device(options.device)
     findings = compare_all(
         options.operator, options.backend, device=device, dtype=dtype_of(options.dtype)
     )

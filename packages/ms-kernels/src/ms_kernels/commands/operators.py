@@ -92,7 +92,7 @@ def explain(options: argparse.Namespace) -> int:
     at = " ".join(f"{name}={size}" for name, size in dims.items())
     print(f"{choice.operator} on {choice.device} in {choice.dtype}, {at}")
     if call.chip not in chips():
-        print(f"  no tuning table for {call.chip}: built-in thresholds count")
+        print(f"  no tuning table for {call.chip}: built-in thresholds apply")
     for verdict in choice.verdicts:
         print(f"  {'->' if verdict.taken else '  '} {verdict.backend:<10} {verdict.reason}")
     for launch in choice.launches:

@@ -22,7 +22,7 @@ from ms_kernels.contracts.arguments import (
     symbols_of,
 )
 from ms_kernels.contracts.call import Call, Dims, TensorMeta, describe
-from ms_kernels.contracts.tolerance import ROUNDED_ONCE, Tolerances
+from ms_kernels.contracts.tolerance import ROUNDED_ONCE, OperatorTolerances
 from ms_kernels.errors import ArgumentError, shown
 
 
@@ -70,7 +70,7 @@ class Contract:
     """Minimum work of the forward pass, from sizes and bytes per element."""
     backward: Cost = no_cost
     """Minimum work of the backward pass; zero without a gradient."""
-    tolerance: Tolerances = ROUNDED_ONCE
+    tolerance: OperatorTolerances = ROUNDED_ONCE
     """Allowed error of results and gradients."""
     example: Dims
     """Sizes of a typical small call that every backend supports."""
@@ -138,8 +138,10 @@ class Contract:
             options[option.name] = value
         # `...` is bound to a tuple of sizes; rules and costs see their product.
         dims = {name: _count(size) for name, size in sizes.items()}
-        for culprit, fits in self.rules(dims, options):
-            raise ArgumentError(self.name, culprit, self._got(culprit, call, options), fits)
+        for argument_name, fits in self.rules(dims, options):
+            raise ArgumentError(
+                self.name, argument_name, self._got(argument_name, call, options), fits
+            )
         return dims
 
     def _refusal(self, argument: Argument, got: str, fits: str) -> ArgumentError:
@@ -182,11 +184,11 @@ class Contract:
         fits = f"of shape {_form(argument.dims, sizes)}{limit}"
         return self._refusal(argument, f"of shape {describe(meta.shape)}", fits)
 
-    def _got(self, culprit: str, call: Call, options: Mapping[str, Any]) -> str:
-        if culprit in options:
-            return shown(options[culprit])
+    def _got(self, argument_name: str, call: Call, options: Mapping[str, Any]) -> str:
+        if argument_name in options:
+            return shown(options[argument_name])
         for argument, meta in zip(self.arguments, call.tensors, strict=True):
-            if argument.name == culprit and meta is not None:
+            if argument.name == argument_name and meta is not None:
                 return f"of shape {describe(meta.shape)}"
         return "None"
 

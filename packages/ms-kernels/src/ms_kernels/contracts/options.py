@@ -1,7 +1,7 @@
 """Options that several operators share."""
 
 from ms_kernels.contracts.arguments import Option
-from ms_kernels.contracts.values import is_number, is_whole
+from ms_kernels.contracts.values import is_integer, is_number
 
 
 def flag(name: str, *, default: bool = False) -> Option:
@@ -29,7 +29,7 @@ def eps_option(default: float) -> Option:
 window_option = Option(
     name="window",
     default=None,
-    holds=lambda value: value is None or is_whole(value, 1),
+    holds=lambda value: value is None or is_integer(value, 1),
     fits="None or an integer of at least 1",
     kind=int | None,
     trials=(1, 7),
@@ -47,6 +47,6 @@ scale_option = Option(
 ignore_index_option = Option(
     name="ignore_index",
     default=-100,
-    holds=is_whole,
+    holds=is_integer,
     fits="a 64-bit integer",
 )

@@ -21,7 +21,7 @@ class Tolerance(NamedTuple):
     absolute: float
 
 
-class Tolerances(NamedTuple):
+class OperatorTolerances(NamedTuple):
     """Tolerances of an operator's results and gradients, by dtype."""
 
     results: Mapping[torch.dtype, Tolerance]
@@ -58,24 +58,26 @@ def _cancelling(
     return MappingProxyType({**like, **wider})
 
 
-ROUNDED_ONCE = Tolerances(_RESULTS, _GRADIENTS)
+ROUNDED_ONCE = OperatorTolerances(_RESULTS, _GRADIENTS)
 """Sums in float32, and one rounding of the result."""
 
 # Fused attention rounds the probabilities to the inputs' dtype before multiplying by v: an error
 # of eps / 2 of Σ p·|v|, even if Σ p·v cancels. For |v| up to 4 that is 2 eps in the worst case, 1
 # eps for independent roundings. Backward rounds p, its gradient (a dot product over D features, of
 # order sqrt(D)) and the saved result: four times the error.
-ATTENTION = Tolerances(_cancelling(_RESULTS, 2**-7, 2**-10), _cancelling(_GRADIENTS, 2**-5, 2**-8))
+ATTENTION = OperatorTolerances(
+    _cancelling(_RESULTS, 2**-7, 2**-10), _cancelling(_GRADIENTS, 2**-5, 2**-8)
+)
 """For probabilities that are rounded before the product with v."""
 
 # A residual sum is rounded before use, so each row's term of a weight gradient is off by up to
 # eps / 2. Over R rows of order one these errors add up to eps / 2 · sqrt(R) at random: 8 eps for
 # 256 rows, and twice that for the worst of a few hundred features.
-SUMMED = Tolerances(_RESULTS, _cancelling(_GRADIENTS, 2**-3, 2**-6))
+SUMMED = OperatorTolerances(_RESULTS, _cancelling(_GRADIENTS, 2**-3, 2**-6))
 """For a residual sum that is rounded before use."""
 
 # Logit gradients are rounded to the inputs' dtype before the product with hidden or weight: an
 # error of up to eps / 2 relative to a gradient of about -1 at the target, times the row's own
 # gradient. With values and row gradients up to 4 that is 8 eps in the worst case, 4 eps typically.
-LOGITS = Tolerances(_RESULTS, _cancelling(_GRADIENTS, 2**-5, 2**-8))
+LOGITS = OperatorTolerances(_RESULTS, _cancelling(_GRADIENTS, 2**-5, 2**-8))
 """For logit gradients that are rounded before the product with hidden or weight."""

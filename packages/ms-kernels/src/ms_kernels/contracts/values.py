@@ -19,7 +19,7 @@ def is_number(value: object, minimum: float = -LARGEST, below: float = float("in
     return minimum <= value <= LARGEST and value < below
 
 
-def is_whole(value: object, minimum: int = -(2**63), maximum: int = 2**63 - 1) -> bool:
+def is_integer(value: object, minimum: int = -(2**63), maximum: int = 2**63 - 1) -> bool:
     """Whether `value` is an int (not a bool) from `minimum` to `maximum`."""
     return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 

@@ -24,7 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtypes by their Triton names."""
 
 DIVISORS = frozenset({"classes", "choices", "group", "group_size", "groups", "heads", "page"})
-DIVISORS |= {"parts", "positions", "rows_each", "value_width", "width"}
+DIVISORS |= {"parts", "positions", "rows_per_part", "value_width", "width"}
 """Sizes that a kernel divides by, which must not be 0."""
 
 _WIDE = re.compile(r"(batch|page|expert)_stride$|^(document|table)_stride$|^count$|^ignore_index$")
@@ -71,7 +71,7 @@ class Entry:
             return f"*{self.dtype}"
         return "i64" if _WIDE.search(name) else "i32"
 
-    def greatest(self) -> dict[str, int]:
+    def argument_limits(self) -> dict[str, int]:
         """Return the maximum of each argument whose limit is a number or a constant."""
         limits = {name: self.constants.get(limit, limit) for name, limit in self.limits.items()}
         return {name: int(limit) for name, limit in limits.items() if str(limit).isdecimal()}

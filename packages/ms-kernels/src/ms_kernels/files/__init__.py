@@ -1,1 +1,1 @@
-"""Reads files that others may have written or damaged."""
+"""Reads files without trusting their content."""

@@ -1,1 +1,1 @@
-"""Creation of a chip's tuning table by benchmarking its implementations and kernels."""
+"""Creates a chip's tuning table by benchmarking its implementations and kernels."""

@@ -53,8 +53,8 @@ def one_pass(
     return step
 
 
-def in_turn(
-    ways: Mapping[str, Callable[[], object]],
+def time_interleaved(
+    functions: Mapping[str, Callable[[], object]],
     device: torch.device,
     *,
     spend_s: float = 0.2,
@@ -63,38 +63,38 @@ def in_turn(
     """Return the median seconds per call of each function, measured in interleaved rounds.
 
     Args:
-        ways: functions to time, by name.
+        functions: functions to time, by name.
         device: device they run on.
         spend_s: total seconds per function over all rounds; at least one call per round.
         rounds: number of rounds.
     """
     timer = _process_seconds if device.type == "cpu" else _event_seconds
     calls = {}
-    for name, way in ways.items():
-        way()  # warm-up: exclude compilation and first allocations
+    for name, function in functions.items():
+        function()  # warm-up: exclude compilation and first allocations
         # A single call may be below the resolution of the clock.
-        call_s = max(timer(way, 1, device), 1e-7)
+        call_s = max(timer(function, 1, device), 1e-7)
         calls[name] = max(min(int(spend_s / rounds / call_s), 10_000), 1)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
-        for name, way in ways.items():
-            seconds[name].append(timer(way, calls[name], device) / calls[name])
+        for name, function in functions.items():
+            seconds[name].append(timer(function, calls[name], device) / calls[name])
     return {name: statistics.median(samples) for name, samples in seconds.items()}
 
 
-def _process_seconds(way: Callable[[], object], calls: int, device: torch.device) -> float:
+def _process_seconds(function: Callable[[], object], calls: int, device: torch.device) -> float:
     start = time.process_time()
     for _ in range(calls):
-        way()
+        function()
     return time.process_time() - start
 
 
-def _event_seconds(way: Callable[[], object], calls: int, device: torch.device) -> float:
+def _event_seconds(function: Callable[[], object], calls: int, device: torch.device) -> float:
     start = torch.Event(device=device, enable_timing=True)
     end = torch.Event(device=device, enable_timing=True)
     start.record()
     for _ in range(calls):
-        way()
+        function()
     end.record()
     torch.accelerator.synchronize(device)
     return float(start.elapsed_time(end)) / 1e3

@@ -1,7 +1,7 @@
 """Tuning table creation: the size from which a backend is faster, and the best launch parameters.
 
 Each operator has ladders of sizes, from small to large, narrow and wide. An implementation pays off
-from the smallest size at and above which it was never slower, within `EVEN`, than the fallback,
+from the smallest size at and above which it was never slower than the fallback, within `TOLERANCE`,
 both for forward alone and for forward with backward. A kernel with launch parameters
 (`TunedKernel`) is run with every candidate at the sizes it declares; the fastest goes into the
 table.
@@ -22,11 +22,11 @@ from ms_kernels.core.dispatch import describe_call
 from ms_kernels.core.launches import TunedKernel, launch_of, trying
 from ms_kernels.core.tables import Configuration, Table, TableEntry
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
-from ms_kernels.tuning.measure import in_turn, one_pass
+from ms_kernels.tuning.measure import one_pass, time_interleaved
 
 log = logging.getLogger(__name__)
 
-EVEN = 1.03
+TOLERANCE = 1.03
 """Ratio of two times up to which they count as equal: the noise of repeated measurements."""
 
 STEPS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -121,11 +121,11 @@ class _Measure:
         worst = 0.0
         differentiable = any(argument.differentiable for argument in contract.arguments)
         for backward in (False, True) if differentiable else (False,):
-            ways = {
+            functions = {
                 name: one_pass(contract, choice.run, inputs, contract.defaults, backward=backward)
                 for name, choice in (("own", candidate), ("other", fallback))
             }
-            seconds = in_turn(ways, self.device, spend_s=self.spend_s)
+            seconds = time_interleaved(functions, self.device, spend_s=self.spend_s)
             worst = max(worst, seconds["own"] / seconds["other"])
         return call.elements, worst
 
@@ -179,7 +179,7 @@ class _Measure:
         current = launch_of(kernel, call.chip, describe(call.dtype), sizes).values
         run_once = one_pass(contract, candidate.run, inputs, contract.defaults, backward=True)
 
-        def under(values: Mapping[str, int]) -> Callable[[], object]:
+        def with_values(values: Mapping[str, int]) -> Callable[[], object]:
             def step() -> object:
                 with trying(kernel, values):
                     return run_once()
@@ -187,15 +187,15 @@ class _Measure:
             return step
 
         tried = [current, *(values for values in kernel.candidates if values != current)]
-        ways = {str(index): under(values) for index, values in enumerate(tried)}
+        functions = {str(index): with_values(values) for index, values in enumerate(tried)}
         # The first run also compiles, and shows which parameters the chip does not support.
-        for name, way in list(ways.items())[1:]:
+        for name, function in list(functions.items())[1:]:
             try:
-                way()
+                function()
             except Exception as error:  # too many resources; Triton has no common error class
                 log.info("%s with %s: %s", kernel.name, tried[int(name)], error)
-                del ways[name]
-        seconds = in_turn(ways, self.device, spend_s=self.spend_s, rounds=3)
+                del functions[name]
+        seconds = time_interleaved(functions, self.device, spend_s=self.spend_s, rounds=3)
         return tried[int(min(seconds, key=lambda name: seconds[name]))]
 
 
@@ -221,11 +221,11 @@ def largest(contract: Contract, device: torch.device) -> dict[str, int]:
 
 
 def _pays_from(ratios: Sequence[tuple[int, float]]) -> int | None:
-    """Return the smallest number of elements from which all ratios are at most `EVEN`, or None."""
+    """Return the smallest number of elements from which no ratio exceeds `TOLERANCE`, or None."""
     threshold = None
     # From the largest size down to the first at which it is slower.
     for elements, ratio in sorted(ratios, reverse=True):
-        if ratio > EVEN:
+        if ratio > TOLERANCE:
             break
         threshold = elements
     # If it pays off at the smallest measured size, assume that it does at all smaller sizes.

@@ -52,7 +52,7 @@ class RankPlan:
 
     @property
     def part_bytes(self) -> list[int]:
-        """Bytes of the parts of the file with a checksum each: the header and the chunks."""
+        """Sizes in bytes of the file's checksummed parts: the header, then the chunks."""
         return [len(self.header), *self.sizes] if self.items else []
 
 
@@ -145,10 +145,10 @@ class BackgroundSaver:
         result, error = self._writer_result(job)
         stuck = None if result is not None or error is not None else self._stuck(job)
         # One small all-reduce, so all ranks take the same branch below.
-        done, failed, hung = self._sums(
+        done, failed, stuck_at = self._sums(
             float(result is not None), float(error is not None), float(stuck is not None)
         )
-        if failed or hung:
+        if failed or stuck_at:
             self._abort(job, error, stuck)
         # `done` counts only rank 0 during the commit.
         if job.committing and done:
@@ -268,8 +268,8 @@ class BackgroundSaver:
             dist.all_gather_object(reasons, (error, stuck))
         self.close()
         # Stuck before failed: its error would come from a disk that does not respond.
-        if hung := next((stuck for _, stuck in reasons if stuck), None):
-            raise StuckWriterError(hung)  # the folder is not removed, as its disk may not respond
+        if stuck_at := next((stuck for _, stuck in reasons if stuck), None):
+            raise StuckWriterError(stuck_at)  # keeps the folder: its disk may not respond
         if self.rank == 0:
             job.writer.discard()
         raise WriteError(next(error for error, _ in reasons if error))

@@ -63,7 +63,7 @@ def keep_last(root: Path, count: int) -> None:
 
 
 def set_aside(root: Path, step: int) -> Path:
-    """Rename a damaged checkpoint, so that it is not used but not lost; return its new path."""
+    """Rename a damaged checkpoint so that it is kept but never loaded; return its new path."""
     folder = step_folder(root, step)
     number = 1
     while (renamed := folder.with_name(f"{folder.name}.damaged-{number}")).exists():

@@ -109,8 +109,8 @@ class StopRequest(StopSignal):
         while started_by_torchrun() and not self.signalled and monotonic() < deadline:
             sleep(PAUSE_S)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signalled:
-            super()._take(number, frame)
+            super()._on_signal(number, frame)
         self.signalled = True
         self.signal_name = self.signal_name or signal.Signals(number).name

@@ -32,10 +32,10 @@ def report_error(error: BaseException, *, command: str = "ms-parallel") -> int |
     Returns:
         The exit code; None for an error that needs its traceback.
     """
-    outcome = _exit_of(error)
-    if outcome is None:
+    exit_report = _exit_code_and_line(error)
+    if exit_report is None:
         return None
-    code, line = outcome
+    code, line = exit_report
     if code == INTERRUPTED:  # received by all at once
         if is_first():
             _print(command, line)
@@ -48,8 +48,8 @@ def report_error(error: BaseException, *, command: str = "ms-parallel") -> int |
     heartbeat = Heartbeat.running or Heartbeat(rank(), world_size(), 1.0)
     with _ignore_sigterm():
         if heartbeat.claim_report("mistake" if code == BAD_INPUT else "loss"):
-            missing = heartbeat.explain_missing() if _is_lost(error) else None
-            if missing is None and _is_lost(error) and heartbeat.rank:
+            missing = heartbeat.explain_missing() if _is_lost_peer(error) else None
+            if missing is None and _is_lost_peer(error) and heartbeat.rank:
                 missing = lost_contact(heartbeat.rank)
             _print(command, f"{missing}; {RESUMES}" if missing else line)
             heartbeat.finish_report()
@@ -58,8 +58,8 @@ def report_error(error: BaseException, *, command: str = "ms-parallel") -> int |
     return code
 
 
-def end_scripts_plainly() -> None:
-    """Make unhandled errors end a script with one line, as they end the command.
+def install_exception_hook() -> None:
+    """Install an exception hook that ends a script with one line, as the command does.
 
     Without this, every process of a script under torchrun would print a traceback for a wrong
     setting. Errors that the script catches are not affected, and an existing hook is kept.
@@ -80,21 +80,21 @@ def _hook(
         sys.exit(code)
 
 
-def _exit_of(error: BaseException) -> tuple[int, str] | None:
-    """Exit code and line of an error that a line can explain; None for others."""
+def _exit_code_and_line(error: BaseException) -> tuple[int, str] | None:
+    """Return exit code and message of an expected error; None for errors that need a traceback."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"interrupted; {RESUMES}"
     code = exit_code(error)
     if code is not None:
         return code, " ".join(str(error).split())
-    if _is_lost(error):
+    if _is_lost_peer(error):
         reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).split(". ")[0][:160]
         return FAILED, f"rank {rank()} lost another process ({reason}); {RESUMES}"
     return None
 
 
-def _is_lost(error: BaseException) -> bool:
-    """Return whether this is torch's error for another process that has gone."""
+def _is_lost_peer(error: BaseException) -> bool:
+    """Return whether torch raised this because another process has exited."""
     from_torch = isinstance(error, RuntimeError) and exit_code(error) is None
     return from_torch and launched() and bool(LOST.search(str(error)))
 

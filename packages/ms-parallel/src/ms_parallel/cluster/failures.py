@@ -67,7 +67,7 @@ def _first_failure() -> str | None:
     store = _get_default_store()
     try:
         return store.get(_key()).decode() if store.check([_key()]) else None
-    except (dist.DistError, RuntimeError):  # the store has gone with its process
+    except (dist.DistError, RuntimeError):  # the store ended with its process
         return None
 
 

@@ -23,7 +23,7 @@ class Channel:
     rank: int
     """Global rank of the peer."""
     group: dist.ProcessGroup
-    wire: torch.device
+    message_device: torch.device
     """Device that messages of the group must be on."""
 
 
@@ -54,7 +54,7 @@ class Groups:
     """Groups for reductions between kinds of devices, over processes with the same weights."""
 
     @property
-    def wire(self) -> torch.device:
+    def message_device(self) -> torch.device:
         """Device of exchanged tensors: this process's, or the CPU with mixed kinds."""
         return self.device if self.kinds is None else HOST
 
@@ -91,12 +91,12 @@ class Groups:
         """Return the channel to pipeline rank `peer`."""
         rank = self.peer("pipeline", peer)
         if self.kinds is None:
-            return Channel(rank=rank, group=self.group("pipeline"), wire=self.device)
+            return Channel(rank=rank, group=self.group("pipeline"), message_device=self.device)
         assert self.devices is not None
         # Native messages within a kind, messages through host memory between kinds.
         if self.kinds.pipeline_group is not None and self.devices.kinds[rank] == self.device.type:
-            return Channel(rank=rank, group=self.kinds.pipeline_group, wire=self.device)
-        return Channel(rank=rank, group=self.group("pipeline"), wire=HOST)
+            return Channel(rank=rank, group=self.kinds.pipeline_group, message_device=self.device)
+        return Channel(rank=rank, group=self.group("pipeline"), message_device=HOST)
 
     def all_reduce(
         self,
@@ -111,7 +111,7 @@ class Groups:
         group = None if axis is None else self.group(axis)
         if dist.get_world_size(group) > 1:
             # A copy only with mixed kinds, where the wire is the CPU.
-            buffer = tensor.to(self.wire)
+            buffer = tensor.to(self.message_device)
             dist.all_reduce(buffer, op=op, group=group)
             if buffer is not tensor:
                 tensor.copy_(buffer)

@@ -14,14 +14,14 @@ from attrs import Attribute, field, fields, frozen
 from ms_parallel.errors import LayoutError
 
 MAX_RANKS = 1 << 20
-Splits = Literal["layers", "rows", "sequence", "matrices", "experts", "copies"]
+SplitDimension = Literal["layers", "rows", "sequence", "matrices", "experts", "copies"]
 
 
 @frozen(kw_only=True)
 class Axis:
     """An axis of parallelism."""
 
-    splits: Splits
+    splits: SplitDimension
     """Dimension that the axis splits.
 
     Ranks that split `rows` read different rows of a batch; ranks that split the `sequence` have
@@ -35,7 +35,7 @@ class Axis:
     ranks of other axes."""
 
 
-def _axis(splits: Splits, outermost: int | None) -> Any:
+def _axis(splits: SplitDimension, outermost: int | None) -> Any:
     """Declare a field of `Layout` with the number of ranks along an axis."""
     axis = Axis(splits=splits, outermost=outermost)
     return field(default=1, validator=_check_size, metadata={"axis": axis})
@@ -144,7 +144,7 @@ class Layout:
         return prod(getattr(self, axis) for axis in AXES)
 
     @property
-    def readers(self) -> int:
+    def data_ranks(self) -> int:
         """Number of data ranks, which read different rows of a batch."""
         return prod(getattr(self, axis) for axis in row_axes())
 
@@ -165,7 +165,7 @@ class Layout:
 
     @property
     def row_parts(self) -> int:
-        """Number of parts into which the ranks of one reader split a row."""
+        """Number of parts into which the ranks of one data rank split a row."""
         return self.context * self.tensor
 
     @classmethod
@@ -216,10 +216,10 @@ class Layout:
         for axis in reversed(AXES):
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
         # Index among the data ranks, with the outermost axis varying slowest.
-        reader = 0
+        data_rank = 0
         for axis in row_axes():
-            reader = reader * getattr(self, axis) + coordinates[axis]
-        return Place(rank=reader, count=self.readers, **coordinates)
+            data_rank = data_rank * getattr(self, axis) + coordinates[axis]
+        return Place(rank=data_rank, count=self.data_ranks, **coordinates)
 
     def rank(self, coordinates: Place) -> int:
         """Rank at the given coordinates; the inverse of `place`.
@@ -304,7 +304,7 @@ def token_axes() -> tuple[str, ...]:
     return _axes_that_split("rows", "sequence")
 
 
-def _axes_that_split(*splits: Splits) -> tuple[str, ...]:
+def _axes_that_split(*splits: SplitDimension) -> tuple[str, ...]:
     axes = {axis_field.name: axis_field.metadata["axis"] for axis_field in fields(Layout)}
     return tuple(name for name in AXES if axes[name].splits in splits)
 

@@ -14,13 +14,13 @@ GROUPING = ("expert", "replicate")
 
 
 @frozen
-class RestOnData:
-    """Sizes of the other axes; `data` follows from the number of processes."""
+class PartialLayout:
+    """Layout without a data size, which follows from the number of processes."""
 
     axes: Mapping[str, object]
 
     @classmethod
-    def of(cls, config: Mapping[str, object]) -> "RestOnData | None":
+    def of(cls, config: Mapping[str, object]) -> "PartialLayout | None":
         """Parse a table with `data = "rest"`; None for other tables.
 
         Raises:

@@ -69,7 +69,7 @@ def explain(layout: str, model: str, **options: str) -> LayoutExplanation:
     """
     from ms_parallel.cluster.layout import Layout
     from ms_parallel.models import architecture
-    from ms_parallel.planner.refusal import LayoutQuestion, refusal
+    from ms_parallel.planner.refusal import LayoutArguments, refusal
     from ms_parallel.proof.combinations import features_of, pair_name, proved_pairs
 
     parsed, config = Layout.parse(layout), architecture(model)
@@ -78,7 +78,7 @@ def explain(layout: str, model: str, **options: str) -> LayoutExplanation:
     names = [pair_name(*pair) for pair in combinations(features, 2)]
     return LayoutExplanation(
         features=features,
-        refused=refusal(LayoutQuestion(model=model, layout=parsed, options=options)),
+        refused=refusal(LayoutArguments(model=model, layout=parsed, options=options)),
         layouts=proved.layouts,
         pairs={name: proved.pairs.get(name, 0) for name in names},
     )

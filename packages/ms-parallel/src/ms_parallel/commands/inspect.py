@@ -33,7 +33,7 @@ def run(options: Namespace) -> int:
 
     run = read_run_file(options.run_file, options.set)  # before torch is imported
     from ms_parallel.training.fitting import layout_of
-    from ms_parallel.training.inspection import inspect, listed
+    from ms_parallel.training.inspection import format_groups, inspect
     from ms_parallel.training.memory import run_memory
     from ms_parallel.training.microbatch_size import predict_microbatch_size
 
@@ -69,7 +69,7 @@ def run(options: Namespace) -> int:
         print(
             f"experts per layer: {facts.experts.experts}, {facts.experts.each} per rank, each"
             f" sharded over {facts.experts.shards}\n"
-            f"expert groups (ranks): {listed(facts.experts.groups)}\n"
+            f"expert groups (ranks): {format_groups(facts.experts.groups)}\n"
         )
     print("predicted peak memory per rank, GiB")
     print(f"  {'':11}  {'  '.join(f'{name:>11}' for name in CATEGORIES)}  {'all':>11}  layers")

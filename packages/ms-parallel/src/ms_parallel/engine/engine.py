@@ -50,15 +50,15 @@ from ms_parallel.models.batch import Batch
 from ms_parallel.models.family import family_of
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
-from ms_parallel.models.weight_names import Rules
+from ms_parallel.models.weight_names import WeightRules
 from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import ScheduleTables
-from ms_parallel.pipeline.recorder import Recorder
+from ms_parallel.pipeline.recorder import ComputationRecorder
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.signature import takes
 from ms_parallel.split.compiled import check_compiled, compile_blocks, compiles_by_default
 from ms_parallel.split.context.kinds import check_context
-from ms_parallel.split.context.splitter import Splitter
+from ms_parallel.split.context.splitter import ContextSplitter
 from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
 from ms_parallel.split.memory.budget import Budget
 from ms_parallel.split.memory.recompute_choice import budget_bytes
@@ -141,7 +141,7 @@ class Engine:
             flex = self.device.type == "cuda" and self.ops is operators
             for stage in cast(Mapping[int, nn.Module], self.stages).values():
                 compile_blocks(stage, self.plan, flex_attention=flex)
-        self.splitter = Splitter(
+        self.splitter = ContextSplitter(
             self.config,
             self.groups,
             settings.context_attention,
@@ -170,7 +170,7 @@ class Engine:
         """Adapters that are trained instead of the model's weights; see `adapt`."""
 
     def _compiles(self, layout: Layout) -> bool:
-        """Whether blocks are compiled, checked where the user asks for it.
+        """Return whether blocks are compiled; raise if the user asks for it and they cannot be.
 
         Raises:
             ConfigError: compile=True and the model, layout or another setting forbids it.
@@ -345,12 +345,12 @@ class Engine:
         loss: Loss | LossWithStatistics,
         *,
         accept: Callable[[float, float], bool] = always,
-    ) -> tuple[StepReport, Recorder]:
+    ) -> tuple[StepReport, ComputationRecorder]:
         """Take a step and record the timeline of this rank's computations. All processes call it.
 
         `ms_parallel.pipeline.recorder.recorded_step` gathers the recordings of all ranks.
         """
-        recorder = self.runner.runtime.recorder = Recorder(self.device)
+        recorder = self.runner.runtime.recorder = ComputationRecorder(self.device)
         try:
             return self.step(batch, loss, accept=accept), recorder
         finally:
@@ -374,13 +374,13 @@ class Engine:
         # No backward follows that would free gathered weights.
         for stage in self.stages.values():
             drop_gathered(stage)
-        return self.runner.share(torch.cat(results) if results else None)
+        return self.runner.broadcast_from_last_stage(torch.cat(results) if results else None)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gather the rows of all data ranks in rank order; all must have the same number."""
         if self.data_ranks == 1:
             return rows
-        local = rows.contiguous().to(self.groups.wire)
+        local = rows.contiguous().to(self.groups.message_device)
         parts = [torch.empty_like(local) for _ in range(self.data_ranks)]
         dist.all_gather(parts, local, group=self.groups.group("rows"))
         return torch.cat(parts).to(rows.device)
@@ -543,7 +543,7 @@ class Engine:
         copy = separate_tied_pair(self.plan, self.config, self.placement, prepared)
         return OrderedReduction(self.stages, self.trained, copy)
 
-    def _weight_rules(self) -> Rules:
+    def _weight_rules(self) -> WeightRules:
         if isinstance(self.config, OwnModelConfig):
             return {}
         return family_of(self.config).weights(self.config)

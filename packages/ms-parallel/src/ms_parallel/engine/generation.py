@@ -46,7 +46,7 @@ class GenerationEngine(Protocol):
     ) -> list[Tensor]:
         """Return `function(output, microbatch)` of each; empty except on the last stage."""
 
-    def share(self, result: Tensor | None) -> Tensor:
+    def broadcast_from_last_stage(self, result: Tensor | None) -> Tensor:
         """Send the last stage's result to every process of its data rank."""
 
 
@@ -115,7 +115,7 @@ def generate(
             None if logits is None else sample_tokens(logits, sampling, index, *rank_and_count)
         )
         # All processes continue with the tokens that the last stage sampled.
-        tokens = engine.share(sampled).cpu()
+        tokens = engine.broadcast_from_last_stage(sampled).cpu()
         generated.append(tokens)
         if stops:
             # Finished rows continue until all rows are done; `_truncate` drops their extra tokens.

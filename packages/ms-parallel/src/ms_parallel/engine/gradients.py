@@ -85,7 +85,7 @@ def sum_over_tensor(gradients: Sequence[Tensor], groups: Groups) -> None:
 
 def sum_over(axis: str, gradients: Sequence[Tensor], groups: Groups) -> None:
     """All-reduce gradients in place, in buckets that bound the extra memory."""
-    for indices in messages([gradient.nbytes for gradient in gradients]):
+    for indices in bucket_ranges([gradient.nbytes for gradient in gradients]):
         bucket = [gradients[index] for index in indices]
         flat = torch.cat([gradient.flatten() for gradient in bucket])  # (elements of the bucket,)
         groups.all_reduce(flat, axis)
@@ -95,7 +95,7 @@ def sum_over(axis: str, gradients: Sequence[Tensor], groups: Groups) -> None:
             gradient.copy_(total.view_as(gradient))
 
 
-def messages(sizes_bytes: Sequence[int]) -> Iterator[range]:
+def bucket_ranges(sizes_bytes: Sequence[int]) -> Iterator[range]:
     """Yield index ranges of the gradients that `sum_over` sends as one message."""
     first = size = 0
     for index, nbytes in enumerate(sizes_bytes, 1):
@@ -110,7 +110,7 @@ def sum_tied(gradient: Tensor, peer: int, groups: Groups) -> None:
 
     Both ranks add the same two numbers, so the copies stay bitwise equal.
     """
-    local = gradient.to(groups.wire)
+    local = gradient.to(groups.message_device)
     remote = torch.empty_like(local)
     rank, group = groups.peer("pipeline", peer), groups.group("pipeline")
     # Posted as one batch: two blocking sends would wait for each other.

@@ -165,7 +165,7 @@ def gather_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
     if count == 1:
         return numbers[None]
     coarse = numbers.float()  # high part; the remainder fits a second float32
-    words = torch.stack((coarse, (numbers - coarse).float())).to(groups.wire)  # (2, n)
+    words = torch.stack((coarse, (numbers - coarse).float())).to(groups.message_device)  # (2, n)
     parts = [torch.empty_like(words) for _ in range(count)]
     dist.all_gather(parts, words, group=groups.group("rows"))
     return torch.stack(parts).cpu().double().sum(1)  # (ranks, 2, n) -> (ranks, n)

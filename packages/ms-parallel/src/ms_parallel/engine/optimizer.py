@@ -18,7 +18,7 @@ from ms_parallel.settings import integer, nearest, number, short_repr
 from ms_parallel.settings.keys import groups_of
 
 if TYPE_CHECKING:  # a run file's keys are known without torch
-    from ms_parallel.engine.rules.rule import LocalParameters, Rule
+    from ms_parallel.engine.rules.rule import LocalParameters, UpdateRule
 
 SMALLEST_DIVISOR = 1e-30
 """Smallest accepted value of settings that divide."""
@@ -318,7 +318,7 @@ class OptimizerConfig(ABC):
         return decay_of(self.decay)
 
     @abstractmethod
-    def rules(self, params: "LocalParameters") -> "list[Rule]":
+    def rules(self, params: "LocalParameters") -> "list[UpdateRule]":
         """Build the rules that update this process's parameters.
 
         Raises:

@@ -15,7 +15,7 @@ from ms_parallel.engine.updates.settings import LossScale, loss_scale_of
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
-from ms_parallel.pipeline.layer_split import Choice
+from ms_parallel.pipeline.layer_split import ScheduleChoice
 from ms_parallel.settings import integer, one_of, valid_path
 from ms_parallel.split.data_axis import MOMENTS
 
@@ -40,10 +40,10 @@ class EngineOptions(EngineSettings):
     optimizer: OptimizerConfig = field(factory=AdamWConfig, converter=_optimizer)
     """Optimizer settings, whose class selects the optimizer; or its name; or a table of its `name`
     and settings."""
-    schedule: Choice = field(default="1f1b", validator=valid_path(objects=True))
+    schedule: ScheduleChoice = field(default="1f1b", validator=valid_path(objects=True))
     """Pipeline schedule: a generator's name such as `"1f1b"` or `"zb-v"`; the path of a CSV file in
-    the format of torch.distributed.pipelining; a table; or a `Staged`, which also assigns layers to
-    stages. Files and tables have a fixed number of microbatches."""
+    the format of torch.distributed.pipelining; a table; or a `StagedSchedule`, which also assigns
+    layers to stages. Files and tables have a fixed number of microbatches."""
     microbatch_size: int | None = field(default=None, validator=integer(optional=True))
     """Rows per forward pass on each data rank; the last may have fewer. None: all rows at once."""
     weights: Literal["initial", "unset"] | Path = field(default="initial", validator=valid_path())

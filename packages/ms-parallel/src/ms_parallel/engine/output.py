@@ -67,7 +67,7 @@ class HeadOutput:
         if self.row_split is None:
             return self._logits(positions)
         # These positions may be on any context rank, so gather before slicing.
-        return self.row_split.whole(self._logits(ALL_POSITIONS))[:, positions]
+        return self.row_split.gather(self._logits(ALL_POSITIONS))[:, positions]
 
     def _logits(self, positions: slice) -> Tensor:
         """Compute the logits of the local positions."""
@@ -86,8 +86,8 @@ class HeadOutput:
         """Compute -log p(target), float32 (float64 for float64) (B, S), 0 for a target of -100."""
         if self.row_split is None:
             return self._token_losses(targets, temperature, z_loss)
-        local_targets = self.row_split.mine(targets)
-        return self.row_split.whole(self._token_losses(local_targets, temperature, z_loss))
+        local_targets = self.row_split.select_local(targets)
+        return self.row_split.gather(self._token_losses(local_targets, temperature, z_loss))
 
     def loss_sum(
         self, targets: Tensor, *, weights: Tensor | None = None, z_loss: float = 0.0
@@ -100,7 +100,7 @@ class HeadOutput:
         needs_token_losses = (
             self.row_split is not None or self.split or self.make_logits is not None
         )
-        if needs_token_losses or not self._ops_take(weights, z_loss):
+        if needs_token_losses or not self._ops_support(weights, z_loss):
             options = {"z_loss": z_loss} if z_loss else {}
             return _weighted_sum(self.token_losses(targets, **options), weights)
         if self.ops is operators:
@@ -115,7 +115,7 @@ class HeadOutput:
             )
         return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="sum")
 
-    def _ops_take(self, weights: Tensor | None, z_loss: float) -> bool:
+    def _ops_support(self, weights: Tensor | None, z_loss: float) -> bool:
         """Whether `ops` supports these options of the loss; only our operators support all."""
         return self.ops is operators or (weights is None and self.softcap is None and not z_loss)
 
@@ -145,8 +145,8 @@ class HeadOutput:
         """Compute entropies of softmax(logits / temperature) in nats, float32 (B, S)."""
         if self.row_split is None:
             return _entropies(self._logits(ALL_POSITIONS), counted, temperature)
-        local_counted = self.row_split.mine(counted)
-        return self.row_split.whole(
+        local_counted = self.row_split.select_local(counted)
+        return self.row_split.gather(
             _entropies(self._logits(ALL_POSITIONS), local_counted, temperature)
         )
 
@@ -167,7 +167,7 @@ class HeadOutput:
             _divide_gradient(widen(x), parts) for x in (self.hidden, *self.heads[name])
         )
         output = F.linear(hidden, weight, offset)
-        return output if self.row_split is None else self.row_split.whole(output)
+        return output if self.row_split is None else self.row_split.gather(output)
 
 
 class LogitsOutput:

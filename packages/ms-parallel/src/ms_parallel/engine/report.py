@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ms_parallel.engine.balance.balancer import ExpertLoad
 from ms_parallel.engine.row_check import Fingerprint
-from ms_parallel.engine.updates.audit import Audit
+from ms_parallel.engine.updates.audit import AuditResult
 from ms_parallel.split.context.splitter import ContextLoad
 
 Skipped = Literal["no_targets", "nonfinite", "overflow", "refused"]
@@ -102,5 +102,5 @@ class StepReport:
     context: ContextLoad | None = None
     """Balance of the context axis for this data rank's last microbatch, if the axis is used; the
     only value that differs between data ranks."""
-    audit: Audit | None = None
+    audit: AuditResult | None = None
     """Comparison with the same step in float32, if an audit was due and the step was finite."""

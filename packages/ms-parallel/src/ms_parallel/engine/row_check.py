@@ -112,7 +112,7 @@ class RowCheck:
         """Compare the rows before a step's forward; in the first step, across all processes.
 
         Args:
-            local: of this process.
+            local: checksums of this process's rows.
             by_data_rank: `Fingerprint.numbers` of each data rank.
 
         Raises:
@@ -241,7 +241,7 @@ def _number(words: Sequence[int]) -> int:
 def _gather(facts: Tensor, groups: Groups, axis: str | None) -> Tensor:
     """Gather facts (n, 9) of the processes along an axis; None for all processes."""
     group = None if axis is None else groups.group(axis)
-    local = facts.to(groups.wire)
+    local = facts.to(groups.message_device)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, local, group=group)
     return torch.cat(parts).cpu()

@@ -28,7 +28,7 @@ from ms_parallel.operators import Ops
 from ms_parallel.operators.packed_rows import move_documents
 from ms_parallel.pipeline.choice import ScheduleTables
 from ms_parallel.pipeline.runtime import Runtime
-from ms_parallel.split.context.splitter import Splitter
+from ms_parallel.split.context.splitter import ContextSplitter
 from ms_parallel.split.memory.budget import Budget
 from ms_parallel.split.own_model import OwnModelConfig, call_own
 
@@ -57,7 +57,7 @@ class StageRunner:
         *,
         ops: Ops,
         tables: ScheduleTables,
-        splitter: Splitter,
+        splitter: ContextSplitter,
         options: EngineOptions,
         budget: Budget | None = None,
     ) -> None:
@@ -188,9 +188,9 @@ class StageRunner:
             row_splits=row_splits,
         )
 
-    def share(self, result: Tensor | None) -> Tensor:
+    def broadcast_from_last_stage(self, result: Tensor | None) -> Tensor:
         """Broadcast the last stage's result (None elsewhere) to all processes of its data rank."""
-        shared = self.runtime.mailbox.share(result, self.tables.placement[-1])
+        shared = self.runtime.mailbox.broadcast(result, self.tables.placement[-1])
         if self.groups.layout.context > 1:  # context ranks' results may differ in the last bits
             shared = shared.to(self.groups.device).contiguous()
             dist.broadcast(shared, self.groups.peer("context", 0), self.groups.group("context"))

@@ -72,7 +72,7 @@ def align_replicas(
             for candidate in names
             if candidate == owner or candidate.endswith(f".{owner}")
         ):
-            host = local_part(state[name]).to(groups.wire)
+            host = local_part(state[name]).to(groups.message_device)
             if pipeline_rank == first:
                 dist.send(host, groups.peer("pipeline", last), group=group)
             else:

@@ -10,7 +10,7 @@ from ms_parallel.engine.optimizer import OptimizerConfig
 from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.engine.rules.rule import LocalParameters
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.weight_names import Rules
+from ms_parallel.models.weight_names import WeightRules
 from ms_parallel.split.part import is_plain_tensor
 from ms_parallel.split.tensor_parallel import has_partial_gradient
 
@@ -41,7 +41,7 @@ class Trainable:
         groups: Groups,
         config: OptimizerConfig,
         *,
-        weights: Callable[[], Rules],
+        weights: Callable[[], WeightRules],
         include_frozen: bool,
         offload: bool = False,
         summed: bool = True,

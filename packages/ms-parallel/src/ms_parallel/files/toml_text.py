@@ -6,7 +6,7 @@ from typing import Any
 
 
 def toml_text(table: Mapping[str, Any], *, title: str = "") -> str:
-    """Write a table as TOML; its values are texts, numbers, booleans, lists and tables.
+    """Format a table as TOML; its values are strings, numbers, booleans, lists and tables.
 
     Args:
         table: what is None is left out.
@@ -18,13 +18,13 @@ def toml_text(table: Mapping[str, Any], *, title: str = "") -> str:
 
 
 def _write(table: Mapping[str, Any], name: str, lines: list[str]) -> None:
-    given = {key: value for key, value in table.items() if value is not None}
-    plain = {key: value for key, value in given.items() if not isinstance(value, Mapping)}
-    if name and (plain or not given):
+    present = {key: value for key, value in table.items() if value is not None}
+    plain = {key: value for key, value in present.items() if not isinstance(value, Mapping)}
+    if name and (plain or not present):
         lines += ["", f"[{name}]"]
     lines += [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
-    for key in (key for key in given if key not in plain):
-        _write(given[key], f"{name}.{_key(key)}" if name else _key(key), lines)
+    for key in (key for key in present if key not in plain):
+        _write(present[key], f"{name}.{_key(key)}" if name else _key(key), lines)
 
 
 def _key(name: str) -> str:

@@ -1,8 +1,8 @@
-"""A process that writes what another has laid in memory that both share: `python -m` of this.
+"""Writes shared memory to checkpoint files; run in a subprocess with `python -m`.
 
-It imports no torch, so that it starts at once and is small. It takes one job a line of standard
-input and answers each with a line. It ends with the process that started it, whatever ends that:
-nobody else may come to write in the same folder while it still does.
+It does not import torch, so it starts quickly and stays small. It reads one job per line from
+standard input and writes one line per result. It dies with its parent, however that ends, so that
+it never writes to a folder that another run has locked by then.
 """
 
 import ctypes
@@ -30,19 +30,22 @@ from ms_parallel.files.durable import (
 PR_SET_PDEATHSIG = 1
 NICENESS = 10
 PIECE_BYTES = 1 << 22
-"""Written at once; a checksum of it is made while it is in the processor's cache."""
+"""Bytes per write, small enough that the checksum is computed from the CPU cache."""
 PROGRESS_S = 1.0
 """Seconds between progress reports of a long write."""
 
 
 def main(memory: int, parent: int) -> None:
-    """Do jobs until there are no more.
+    """Run jobs until standard input is closed.
 
     Args:
         memory: descriptor of the shared memory.
-        parent: the process that started this one.
+        parent: pid of the parent process.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a group; the parent decides
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # sent to the process group; the parent handles them
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -54,13 +57,13 @@ def main(memory: int, parent: int) -> None:
 
 
 def send(message: dict[str, Any]) -> None:
-    """Send the training process one line: the result of a job, or the bytes `written` so far."""
+    """Send one line to the training process: the result of a job, or the bytes `written` so far."""
     sys.stdout.buffer.write(json.dumps(message).encode() + b"\n")
     sys.stdout.buffer.flush()
 
 
 def perform(memory: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Do one job; what the operating system refuses comes back as `error`."""
+    """Run one job; an error of the operating system is returned as `error`."""
     folder = Path(job["folder"])
     try:
         with writing(folder):
@@ -73,53 +76,54 @@ def perform(memory: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(memory: int, job: dict[str, Any]) -> list[int]:
-    """Write a file from the beginning of the memory, make it durable, and give its checksums.
+    """Write a file from the start of the shared memory, sync it, and return its checksums.
 
     Args:
         memory: descriptor of the shared memory.
-        job: the `file`, and the sizes in bytes of its `parts`, each of which has a checksum.
+        job: `file`, and the sizes in bytes of its `parts`, each with its own checksum.
     """
     path = Path(job["file"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    checksums, at, reported = [], 0, time.monotonic()
+    checksums, offset, reported = [], 0, time.monotonic()
     # Not closed here: the traceback of a failed write still holds slices of the mapping, so closing
-    # it would replace the operating system's reason with a BufferError.
+    # it would replace the OSError with a BufferError.
     view = memoryview(mmap.mmap(memory, sum(job["parts"]), prot=mmap.PROT_READ))
     with path.open("xb", buffering=0) as file:
         for size in job["parts"]:
             checksum = 0
-            for start in range(at, at + size, PIECE_BYTES):
-                piece = view[start : min(start + PIECE_BYTES, at + size)]
+            for start in range(offset, offset + size, PIECE_BYTES):
+                piece = view[start : min(start + PIECE_BYTES, offset + size)]
                 checksum = zlib.crc32(piece, checksum)
                 write_all(file, piece)
                 if time.monotonic() - reported > PROGRESS_S:
                     reported = time.monotonic()
                     send({"written": start})
             checksums.append(checksum)
-            at += size
+            offset += size
         os.fsync(file.fileno())
     sync_folder(path.parent)
     return checksums
 
 
 def commit(job: dict[str, Any]) -> None:
-    """Give a checkpoint its name, once all of its files are durable; then let old ones go.
+    """Rename a checkpoint to its final name once all its files are synced; delete old ones.
 
     Args:
-        job: the folder `aside` that becomes `folder`; `manifest`, a name and a text that is written
-            to it first; `last`, a file and its text; `removed`, folders that go.
+        job: `aside`, the folder to rename to `folder`; `manifest`, name and content of a file to
+            write to it first; `last`, path and content of another file; `removed`, folders to
+            delete.
     """
-    aside, folder = Path(job["aside"]), Path(job["folder"])
+    temporary, folder = Path(job["aside"]), Path(job["folder"])
     name, text = job["manifest"]
-    write_synced(aside / name, text.encode())
-    sync_folder(aside)
-    publish(aside, folder)
+    write_synced(temporary / name, text.encode())
+    sync_folder(temporary)
+    publish(temporary, folder)
     path, text = job["last"]
     write_file(Path(path), text.encode())
-    for doomed in map(Path, job["removed"]):
-        away = doomed.with_name(doomed.name + ".removed")
-        publish(doomed, away)
-        shutil.rmtree(away)
+    for old in map(Path, job["removed"]):
+        renamed = old.with_name(old.name + ".removed")
+        publish(old, renamed)
+        shutil.rmtree(renamed)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ class Decoder(StagedModel):
                 check_growth(rope, positions, ends, cached)
         # Lengths and limits concern the full row, so they come before the split.
         if row_split is not None:
-            positions = row_split.mine(positions)
-            ends = None if ends is None else row_split.mine(ends)
+            positions = row_split.select_local(positions)
+            ends = None if ends is None else row_split.select_local(ends)
         tables = tuple(rotary_tables(rope, positions, ends) for rope in self.ropes)
         # Per-document attention and block masks need all positions of the row at once.
         whole_rows = cache is None and row_split is None

@@ -16,7 +16,7 @@ from ms_parallel.errors import LayoutError, ModelError
 from ms_parallel.models.config import TOKENS, ModelConfig, token_ids
 from ms_parallel.models.experts.router_config import Mixture
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.weight_names import Rules
+from ms_parallel.models.weight_names import WeightRules
 from ms_parallel.operators.protocol import Ops
 
 ANY = ""
@@ -39,7 +39,7 @@ class Family:
     """Builds the `StagedModel` from (config, ops=, layers=, first=, last=)."""
     plan: Callable[[Any], ModelPlan]
     """Returns the parallel plan of a configuration."""
-    weights: Callable[[Any], Rules] = lambda _: {}
+    weights: Callable[[Any], WeightRules] = lambda _: {}
     """Returns rules for parameters whose names or shapes differ from the checkpoint tensors."""
     layer_kind: Callable[[Any, int], Hashable] = lambda *_: None
     """Key from (config, layer index); layers with equal keys have the same parameter shapes."""

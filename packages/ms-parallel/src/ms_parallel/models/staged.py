@@ -23,10 +23,10 @@ from ms_parallel.torch_private import is_persistent
 class RowSplit(Protocol):
     """Split of row positions over N processes (context parallelism)."""
 
-    def mine(self, x: Tensor) -> Tensor:
+    def select_local(self, x: Tensor) -> Tensor:
         """Select this process's positions (B, S/N, ...) from all positions (B or 1, S, ...)."""
 
-    def whole(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         """Gather all positions (B, S, ...) from the (B, S/N, ...) of each process.
 
         Every process must compute the same function of the result: the backward pass slices out
@@ -193,7 +193,7 @@ class StagedModel(nn.Module, ABC):
             tokens = torch.cat((tokens[:, 1:], tokens[:, -1:]), 1)  # shift left by one
             layer: Any = self.model.layers[str(number)]  # type: ignore[index]
             # Shifted over the full row first: the next token may be on another rank.
-            local_tokens = tokens if row_split is None else row_split.mine(tokens)
+            local_tokens = tokens if row_split is None else row_split.select_local(tokens)
             hidden = layer(hidden, embed(local_tokens), context=context)
             yield hidden
 
@@ -230,7 +230,7 @@ class StagedModel(nn.Module, ABC):
             (B, S, V) on the last stage, (B, S, H) on others.
         """
         if self.first and row_split is not None:
-            x = row_split.mine(x)
+            x = row_split.select_local(x)
         hidden = self.embed(x) if self.first else x  # (B, S, H), or this rank's slice of S
         cached = cache.length if cache is not None else 0
         if positions is None:

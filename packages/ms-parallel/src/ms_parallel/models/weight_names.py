@@ -72,14 +72,14 @@ class WeightSlice:
         return squeezed.permute([along.index(dim) for dim in range(len(self.shape))])
 
 
-Rule = Callable[[tuple[str, ...], tuple[int, ...]], Iterator[WeightSlice]]
+WeightRule = Callable[[tuple[str, ...], tuple[int, ...]], Iterator[WeightSlice]]
 """Yields slices, given the name parts matched by `*` and the full shape of the parameter."""
 
-Rules = Mapping[str, Rule]
+WeightRules = Mapping[str, WeightRule]
 """Rules by pattern of parameter names; `*` matches one part of a dotted name."""
 
 
-def slices_of(rules: Rules, name: str, shape: Sequence[int]) -> Iterator[WeightSlice]:
+def slices_of(rules: WeightRules, name: str, shape: Sequence[int]) -> Iterator[WeightSlice]:
     """Yield a parameter's slices by the first matching rule, or the tensor of the same name.
 
     Args:
@@ -94,13 +94,13 @@ def slices_of(rules: Rules, name: str, shape: Sequence[int]) -> Iterator[WeightS
     return renamed(name)((), tuple(shape))
 
 
-def renamed(tensor: str) -> Rule:
+def renamed(tensor: str) -> WeightRule:
     """Return a rule for a tensor with another name, in which `{0}` is the first `*` match."""
 
-    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
+    def rule(wildcards: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         full = tuple(slice(0, size) for size in shape)
         yield WeightSlice(
-            tensor=tensor.format(*stars),
+            tensor=tensor.format(*wildcards),
             shape=shape,
             part=full,
             box=full,
@@ -110,7 +110,7 @@ def renamed(tensor: str) -> Rule:
     return rule
 
 
-def rows_of(tensor: str, first: int, total: int) -> Rule:
+def rows_of(tensor: str, first: int, total: int) -> WeightRule:
     """Return a rule for a row range of a tensor that concatenates several parameters.
 
     Args:
@@ -119,8 +119,8 @@ def rows_of(tensor: str, first: int, total: int) -> Rule:
         total: number of rows of the tensor.
     """
 
-    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
-        (full,) = renamed(tensor)(stars, (total, *shape[1:]))
+    def rule(wildcards: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
+        (full,) = renamed(tensor)(wildcards, (total, *shape[1:]))
         rows, all_rows = slice(first, first + shape[0]), slice(0, shape[0])
         yield WeightSlice(
             tensor=full.tensor,
@@ -133,7 +133,7 @@ def rows_of(tensor: str, first: int, total: int) -> Rule:
     return rule
 
 
-def stacked(tensor: str, *matrices: str) -> Rule:
+def stacked(tensor: str, *matrices: str) -> WeightRule:
     """Return a rule for a parameter (experts, [matrices,] rows, columns) stored one matrix each.
 
     Args:
@@ -141,13 +141,13 @@ def stacked(tensor: str, *matrices: str) -> Rule:
         matrices: matrix names of an expert, in the parameter's order.
     """
 
-    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
+    def rule(wildcards: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         *outer, rows, columns = shape
         part = (slice(0, rows), slice(0, columns))
         for index in product(*map(range, outer)):
             matrix = matrices[index[1]] if len(index) > 1 else matrices[0]
             yield WeightSlice(
-                tensor=tensor.format(*stars, expert=index[0], matrix=matrix),
+                tensor=tensor.format(*wildcards, expert=index[0], matrix=matrix),
                 shape=(rows, columns),
                 part=part,
                 box=(*(slice(i, i + 1) for i in index), *part),

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.losses import capped
-from ms_parallel.operators.plain import seen_keys
+from ms_parallel.operators.plain import visible_mask
 
 
 def capped_attention(
@@ -36,7 +36,7 @@ def capped_attention(
     grouped = q.view(*q.shape[:2], k.shape[2], -1, q.shape[3])  # (B, Sq, Hk, G, D)
     scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k)
     scores = capped(widen(scores) * (q.shape[-1] ** -0.5 if scale is None else scale), softcap)
-    seen = seen_keys(q.shape[1], k.shape[1], documents, window, q.device)
+    visible = visible_mask(q.shape[1], k.shape[1], documents, window, q.device)
     # (B, Hk, G, Sq, Sk)
-    weights = scores.masked_fill(~seen.unsqueeze(2), -torch.inf).softmax(-1).to(v.dtype)
+    weights = scores.masked_fill(~visible.unsqueeze(2), -torch.inf).softmax(-1).to(v.dtype)
     return torch.einsum("bhgqk,bkhd->bqhgd", weights, v).flatten(2, 3)

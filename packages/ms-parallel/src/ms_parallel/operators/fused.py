@@ -1,4 +1,4 @@
-"""Compilation of pointwise code on a GPU, where unfused operations are bound by memory traffic."""
+"""Compiles pointwise code on a GPU, where unfused operations are bound by memory traffic."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -228,7 +228,9 @@ def attend_in_blocks(
     """
     from torch.nn.attention.flex_attention import flex_attention
 
-    def bend(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def apply_softcap(
+        score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor
+    ) -> Tensor:
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
@@ -236,7 +238,7 @@ def attend_in_blocks(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        score_mod=None if softcap is None else bend,
+        score_mod=None if softcap is None else apply_softcap,
         block_mask=mask,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],

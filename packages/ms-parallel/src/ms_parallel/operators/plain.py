@@ -48,24 +48,24 @@ def rotary(
         Rotated q and k in their original dtypes.
     """
     width, cos, sin = 2 * cos.shape[-1], cos.unsqueeze(2), sin.unsqueeze(2)
-    turn = _turn_neighbors if interleaved else _turn_halves
+    rotate = _rotate_pairs if interleaved else _rotate_halves
     if not interleaved:
         # For (a, b) = halves of x: (a·cos - b·sin, b·cos + a·sin) = x·cos + roll(x)·(-sin, sin).
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def rotated(x: Tensor) -> Tensor:
-        y = turn(cpu.widen(x[..., :width]), cos, sin).to(x.dtype)
+        y = rotate(cpu.widen(x[..., :width]), cos, sin).to(x.dtype)
         return torch.cat((y, x[..., width:]), -1) if x.shape[-1] > width else y
 
     return rotated(q), rotated(k)
 
 
-def _turn_neighbors(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
-def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if cpu.serves(x, cos, sin) and not (cos.requires_grad or sin.requires_grad):
         return cpu.Rotate.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
@@ -192,13 +192,13 @@ def _order_mask(
     # Queries are the last positions.
     query = key[keys - queries :, None]
     distance = query - key  # (Sq, Sk), positive for earlier keys
-    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
-        seen = seen & (distance.abs() < window)
-    return seen[None, None]
+        visible = visible & (distance.abs() < window)
+    return visible[None, None]
 
 
-def seen_keys(
+def visible_mask(
     queries: int,
     keys: int,
     documents: Tensor | None,
@@ -228,15 +228,15 @@ class _DocumentMasks:
             return self._build(documents, queries, causal, window)
         if self._documents is None or self._documents() is not documents:
             self._masks = {}
-            self._documents = weakref.ref(documents, self._forget)
+            self._documents = weakref.ref(documents, self._drop_cached)
         version = 0 if documents.is_inference() else documents._version
         key = (version, queries, causal, window)
         if key not in self._masks:
             self._masks[key] = self._build(documents, queries, causal, window)
         return self._masks[key]
 
-    def _forget(self, gone: "weakref.ref[Tensor]") -> None:
-        if self._documents is gone:
+    def _drop_cached(self, freed: "weakref.ref[Tensor]") -> None:
+        if self._documents is freed:
             self._documents, self._masks = None, {}
 
     @staticmethod

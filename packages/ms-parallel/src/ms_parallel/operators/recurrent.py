@@ -118,12 +118,12 @@ def _by_chunks(
     """
     chunk = q.shape[3]
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    seen = lower & (runs[..., :, None] == runs[..., None, :])
+    visible = lower & (runs[..., :, None] == runs[..., None, :])
     # Sum of g from the document's or chunk's start to each position; (B, H, chunks, C).
-    log_decay = (seen.to(g.dtype) @ g)[..., 0]
+    log_decay = (visible.to(g.dtype) @ g)[..., 0]
     difference = log_decay[..., :, None] - log_decay[..., None, :]
     # Decay from position j to position i of the same document, else 0; (C, C) per chunk.
-    decay = difference.masked_fill(~seen, -torch.inf).exp()
+    decay = difference.masked_fill(~visible, -torch.inf).exp()
     before = F.pad(runs[:, :, :-1, -1:], (0, 0, 1, 0), value=-1)  # document of the incoming state
     carried = (runs == before)[..., None]
     # Position i subtracts β·decay·(k_i·k_j) of each earlier correction: a unit lower triangular

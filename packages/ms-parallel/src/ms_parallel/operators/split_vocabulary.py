@@ -63,7 +63,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
             hits.append(logits.gather(1, classes[:, None])[:, 0])
             # Saved if they are the only chunk.
             saved_logits = logits if rows >= targets.shape[0] else None
-        normalizer, target_logit = _settle(
+        normalizer, target_logit = _reduce_over_group(
             torch.cat(maxima), torch.cat(sums), torch.cat(hits).masked_fill_(~here, 0.0), group
         )
         ctx.rows, ctx.softcap, ctx.z_loss = rows, softcap, z_loss
@@ -100,7 +100,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _settle(
+def _reduce_over_group(
     maximum: Tensor, total: Tensor, hit: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Reduce logsumexp and target logit over the group, both (T,)."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.files.untrusted import decoding, read_text
-from ms_parallel.pipeline.layer_split import Choice, Staged
+from ms_parallel.pipeline.layer_split import ScheduleChoice, StagedSchedule
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.generators.registry import named_schedule
 from ms_parallel.schedules.table.action import Action, Kind
@@ -22,7 +22,7 @@ class ScheduleTables:
 
     Args:
         choice: generator name, CSV file in the format of torch.distributed.pipelining, or a table
-            with or without a layer split. All but names are fixed to one number of microbatches.
+            with or without a layer split. Files and tables fix the number of microbatches.
         ranks: pipeline ranks of the layout.
 
     Raises:
@@ -30,10 +30,10 @@ class ScheduleTables:
         ScheduleError: the name is unknown, or the table is invalid.
     """
 
-    def __init__(self, choice: Choice, ranks: int) -> None:
+    def __init__(self, choice: ScheduleChoice, ranks: int) -> None:
         self.layers: tuple[int, ...] | None = None
         """Layers of each stage, if the choice fixes them."""
-        if isinstance(choice, Staged):
+        if isinstance(choice, StagedSchedule):
             self.layers, choice = choice.layers, choice.schedule
         if choice == SEARCH:
             raise ConfigError(

@@ -8,12 +8,12 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 @frozen(kw_only=True)
-class Staged:
+class StagedSchedule:
     """A schedule with the number of layers of each stage."""
 
     schedule: Schedule
     layers: tuple[int, ...]
 
 
-Choice = str | Path | Schedule | Staged
+ScheduleChoice = str | Path | Schedule | StagedSchedule
 """Generator name, CSV file, table, or table with a layer split."""

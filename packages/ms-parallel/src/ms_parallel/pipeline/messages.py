@@ -46,27 +46,27 @@ class Mailbox:
 
     def send(self, name: Name, tensor: Tensor, peer: int, shape_key: Shape) -> None:
         """Queue the message `name` for pipeline rank `peer`; `shape_key` identifies its shape."""
-        wire = self.groups.link(peer).wire
-        tensor = tensor.contiguous().to(wire)
+        device = self.groups.link(peer).message_device
+        tensor = tensor.contiguous().to(device)
         # The receiver needs dtype and shape before it can allocate a buffer.
         if shape_key not in self.shapes:
             self.shapes[shape_key] = (tensor.dtype, tuple(tensor.shape))
             self.flush()
-            self._queue(name, dist.isend, _describe(tensor, wire), peer)
+            self._queue(name, dist.isend, _describe(tensor, device), peer)
             self.flush()
         self._queue(name, dist.isend, tensor, peer)
 
     def receive(self, name: Name, peer: int, shape_key: Shape) -> None:
         """Queue the receive of the message `name` from pipeline rank `peer`."""
-        wire = self.groups.link(peer).wire
+        device = self.groups.link(peer).message_device
         # Waits for the header, once per shape.
         if shape_key not in self.shapes:
             self.flush()
-            header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=wire)
+            header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=device)
             self.sender[name] = self._queue(name, dist.irecv, header, peer)
             self.shapes[shape_key] = _read(self.take(name))
         dtype, shape = self.shapes[shape_key]
-        tensor = torch.empty(shape, dtype=dtype, device=wire)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
         self.sender[name] = self._queue(name, dist.irecv, tensor, peer)
 
     def take(self, name: Name) -> Tensor:
@@ -121,22 +121,22 @@ class Mailbox:
         """Drop all pending messages, after an error."""
         self.queue, self.received, self.sent, self.sender = [], {}, deque(), {}
 
-    def share(self, tensor: Tensor | None, owner: int) -> Tensor:
+    def broadcast(self, tensor: Tensor | None, owner: int) -> Tensor:
         """Broadcast `tensor` from pipeline rank `owner` (None on others) to all pipeline ranks."""
         if self.groups.layout.pipeline == 1:
             assert tensor is not None
             return tensor
         # dtype and shape first, as other ranks cannot know them.
         source, group = self.groups.peer("pipeline", owner), self.groups.group("pipeline")
-        header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=self.groups.wire)
+        header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=self.groups.message_device)
         if tensor is not None:
-            header = _describe(tensor, self.groups.wire)
+            header = _describe(tensor, self.groups.message_device)
         dist.broadcast(header, source, group=group)
         dtype, shape = _read(header)
         if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype, device=self.groups.wire)
+            tensor = torch.empty(shape, dtype=dtype, device=self.groups.message_device)
         # A CPU tensor would be sent over another backend than the receivers use.
-        tensor = tensor.to(self.groups.wire).contiguous()
+        tensor = tensor.to(self.groups.message_device).contiguous()
         dist.broadcast(tensor, source, group=group)
         return tensor.to(self.groups.device)
 

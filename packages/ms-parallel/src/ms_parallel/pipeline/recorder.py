@@ -19,7 +19,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
 
 
-class Recorder:
+class ComputationRecorder:
     """Context manager that records the start and end of each computation.
 
     On a CPU it reads the clock, in less than a microsecond. On an accelerator it records events in
@@ -76,7 +76,7 @@ class Recorder:
         return list(zip(marks[::2], marks[1::2], strict=True))
 
 
-def recorded_step(recorder: Recorder, groups: Groups, step: int) -> RecordedStep | None:
+def recorded_step(recorder: ComputationRecorder, groups: Groups, step: int) -> RecordedStep | None:
     """Gather the recordings of all ranks of this pipeline. Collective.
 
     Args:
@@ -98,7 +98,7 @@ def recorded_step(recorder: Recorder, groups: Groups, step: int) -> RecordedStep
     )
 
 
-def gather_times(recorder: Recorder, groups: Groups) -> list[list[tuple[int, int]]]:
+def gather_times(recorder: ComputationRecorder, groups: Groups) -> list[list[tuple[int, int]]]:
     """Gather all pipeline ranks' times, in nanoseconds of the first rank's clock. Collective."""
     local = recorder.times_ns()
     if groups.layout.pipeline == 1:
@@ -120,7 +120,7 @@ def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> i
     group, local_rank = groups.group("pipeline"), groups.place.pipeline
     first, buffer = (
         groups.peer("pipeline", 0),
-        torch.zeros(1, dtype=torch.int64, device=groups.wire),
+        torch.zeros(1, dtype=torch.int64, device=groups.message_device),
     )
     best: tuple[int, int] | None = None
     # One rank at a time, so that rank 0 answers without delay.

@@ -15,7 +15,7 @@ from ms_parallel.models.batch import Batch, pictures_of
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.staged import RowSplit
 from ms_parallel.pipeline.messages import Mailbox
-from ms_parallel.pipeline.recorder import Recorder
+from ms_parallel.pipeline.recorder import ComputationRecorder
 from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.split.data_axis import Sharding
@@ -92,7 +92,7 @@ class Runtime:
         self.mailbox = Mailbox(groups)
         self.offload = False
         """Whether saved activations go to host memory."""
-        self.recorder: Recorder | None = None
+        self.recorder: ComputationRecorder | None = None
         """Records the times of computations, without waiting for messages."""
 
     def run(

@@ -1,6 +1,6 @@
 """Calls a function of this package in a subprocess that does not take part in the run.
 
-Question and answer are records (`msgspec.Struct`), validated when decoded, each preceded by its
+Arguments and result are records (`msgspec.Struct`), validated when decoded, each preceded by its
 size, which is checked before memory is allocated. Nothing is unpickled, so the pipe can deliver
 only plain values.
 """
@@ -21,9 +21,9 @@ from ms_parallel.files.untrusted import decoding
 
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 """Variables that would make the subprocess join the process group."""
-PROGRAM = "import sys; from ms_parallel.planner.apart import answer; answer(int(sys.argv[1]))"
+PROGRAM = "import sys; from ms_parallel.planner.apart import run_call; run_call(int(sys.argv[1]))"
 LIMIT_BYTES = 1 << 24
-"""Maximum size of a question or answer; a plan for thousands of ranks is 100 times smaller."""
+"""Maximum size of arguments or result; a plan for thousands of ranks is 100 times smaller."""
 SIZE_BYTES = 8
 """Bytes of the size before a record, in big-endian order."""
 TAIL_BYTES = 4096
@@ -32,11 +32,11 @@ TAIL_BYTES = 4096
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="call.v1"):
     function: str
-    question: msgspec.Raw
+    arguments: msgspec.Raw
 
 
 class _Result(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="found.v1"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="result.v1"
 ):
     value: msgspec.Raw
 
@@ -49,39 +49,39 @@ class _Raised(
     text: str
 
 
-def call_in_subprocess(function: str, question: msgspec.Struct, answer: Any) -> Any:
+def call_in_subprocess(function: str, arguments: msgspec.Struct, result_type: Any) -> Any:
     """Call a function of this package in a subprocess and return its result.
 
     Args:
         function: function as `module:name`, with one Struct parameter.
-        question: its argument.
-        answer: type of its result, for validation.
+        arguments: argument of the function.
+        result_type: type of its result, for validation.
 
     Raises:
         ParallelError: the function's own error, with the same class; or the subprocess died, or the
-            question or answer is invalid.
+            arguments or result are invalid.
     """
-    call = _Call(function=function, question=msgspec.Raw(_encoded(question, function)))
+    call = _Call(function=function, arguments=msgspec.Raw(_encoded(arguments, function)))
     content, last_line = _exchange(_framed(_encoded(call, function)))
     if content is None:
         raise ParallelError(f"{function} ended without a result: {last_line}")
     result = _decoded(content, _Result | _Raised, function)
     if isinstance(result, _Raised):
         raise _errors().get(result.error, ParallelError)(result.text)
-    return _decoded(bytes(result.value), answer, function)
+    return _decoded(bytes(result.value), result_type, function)
 
 
-def answer(descriptor: int) -> None:
-    """Answer the question on standard input, and write the result to a file descriptor.
+def run_call(descriptor: int) -> None:
+    """Run the call read from standard input, and write its result to a file descriptor.
 
     Standard output is not used, as the function may print.
     """
     content = _read(sys.stdin.buffer)
     if content is None:
         return
-    call = _decoded(content, _Call, "a question")
+    call = _decoded(content, _Call, "a call")
     try:
-        value = _function(call.function)(call.question)
+        value = _function(call.function)(call.arguments)
         result: _Result | _Raised = _Result(value=msgspec.Raw(_encoded(value, call.function)))
     except ParallelError as error:
         result = _Raised(error=type(error).__name__, text=str(error))
@@ -90,7 +90,7 @@ def answer(descriptor: int) -> None:
 
 
 def _exchange(request: bytes) -> tuple[bytes | None, str]:
-    """Run the subprocess; return its answer (None without one) and its last line of output."""
+    """Run the subprocess; return its result (None without one) and its last line of output."""
     readable, writable = os.pipe()
     # Output goes to a file, as an unread pipe would block the subprocess once it is full.
     with open(readable, "rb") as results, TemporaryFile() as output:
@@ -114,8 +114,8 @@ def _exchange(request: bytes) -> tuple[bytes | None, str]:
             try:
                 assert process.stdin is not None  # it is a pipe
                 # A subprocess that died has closed its input; `_read` then returns None.
-                with suppress(BrokenPipeError), process.stdin as questions:
-                    questions.write(request)
+                with suppress(BrokenPipeError), process.stdin as stdin:
+                    stdin.write(request)
                 content = _read(results)
             except BaseException:  # such as an interrupt: leave no process behind
                 process.kill()
@@ -134,10 +134,10 @@ def _function(name: str) -> Callable[[msgspec.Raw], Any]:
     if not module.startswith("ms_parallel."):
         raise ParallelError(f"{name} is not a function of ms_parallel; only those can be called")
     function = getattr(import_module(module), attribute)
-    (question_type,) = (
+    (argument_type,) = (
         hint for argument, hint in get_type_hints(function).items() if argument != "return"
     )
-    return lambda question: function(_decoded(bytes(question), question_type, name))
+    return lambda arguments: function(_decoded(bytes(arguments), argument_type, name))
 
 
 def _errors() -> dict[str, type[ParallelError]]:
@@ -171,11 +171,11 @@ def _read(stream: IO[bytes]) -> bytes | None:
 
 
 def _encoded(value: Any, function: str) -> bytes:
-    with decoding(f"question or answer of {function}", error=ParallelError):
+    with decoding(f"arguments or result of {function}", error=ParallelError):
         content = msgspec.msgpack.encode(value)
         if len(content) > LIMIT_BYTES // 2:  # leaves room for the enclosing record
             raise ParallelError(
-                f"a question or answer of {function} has {len(content):,} bytes; the maximum is"
+                f"arguments or result of {function} have {len(content):,} bytes; the maximum is"
                 f" {LIMIT_BYTES // 2:,}"
             )
         return content

@@ -12,7 +12,7 @@ import msgspec
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.untrusted import decode_json, decoding, read_bytes
-from ms_parallel.pipeline.layer_split import Staged
+from ms_parallel.pipeline.layer_split import StagedSchedule
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.schedules.table.schedule import Schedule
 
@@ -21,7 +21,7 @@ FILE = "schedule.json"
 LIMIT_BYTES = 1 << 28
 
 
-class FoundSchedule(
+class SearchedSchedule(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="schedule.v1"
 ):
     """Searched schedule, its layer split, and the conditions of the search."""
@@ -46,13 +46,15 @@ class FoundSchedule(
     """Measured costs of each segment: milliseconds of each pass, bytes of activations."""
 
     @property
-    def staged(self) -> Staged:
+    def staged(self) -> StagedSchedule:
         """Schedule and layer split, in the form that an engine takes."""
-        return Staged(schedule=Schedule.from_csv(self.table, name="search"), layers=self.layers)
+        return StagedSchedule(
+            schedule=Schedule.from_csv(self.table, name="search"), layers=self.layers
+        )
 
 
-def write_found(path: Path, record: FoundSchedule) -> None:
-    """Write a file for `read_found`, atomically.
+def write_searched_schedule(path: Path, record: SearchedSchedule) -> None:
+    """Write a file for `read_searched_schedule`, atomically.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -62,7 +64,7 @@ def write_found(path: Path, record: FoundSchedule) -> None:
         write_file(path, msgspec.json.format(msgspec.json.encode(record), indent=1))
 
 
-def read_found(path: Path) -> FoundSchedule | None:
+def read_searched_schedule(path: Path) -> SearchedSchedule | None:
     """Read and verify a searched schedule; None without a file.
 
     Raises:
@@ -72,9 +74,9 @@ def read_found(path: Path) -> FoundSchedule | None:
     if not os.path.lexists(path):
         return None
     content = read_bytes(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
-    context = f"{path}: not a found schedule"
+    context = f"{path}: not a searched schedule"
     try:
-        record = decode_json(content, FoundSchedule, where=context, error=ConfigError)
+        record = decode_json(content, SearchedSchedule, where=context, error=ConfigError)
         # A well-formed table can still deadlock.
         with decoding(context, error=ConfigError):
             verify(record.staged.schedule)

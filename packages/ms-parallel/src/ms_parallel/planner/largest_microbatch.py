@@ -24,7 +24,7 @@ OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Torch's message on a CPU, which has no separate error class."""
 
 
-class FoundMicrobatch(
+class StoredMicrobatchSize(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="microbatch.v1"
 ):
     """Microbatch size of a run, reused when it resumes, so that the order of sums is the same."""
@@ -157,12 +157,12 @@ def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
     batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
     microbatches = engine.runner.microbatches(batch)
     weight = engine.reduction.count(microbatches, loss).weight
-    peak = _Peak(engine.device)
+    peak = _PeakMemory(engine.device)
     try:
         engine.runner.forward_backward(microbatches, loss, weight, engine.reduction)
         counted = peak.grown_bytes()
         if engine.device.type == "cpu":
-            counted += held_bytes(engine)
+            counted += allocated_bytes(engine)
     except RuntimeError as error:  # includes torch.OutOfMemoryError
         ran_out = isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error)
         if not ran_out:
@@ -181,7 +181,7 @@ def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
     return int(engine.groups.all_reduce(peak_bytes, op=dist.ReduceOp.MAX).item())
 
 
-def held_bytes(engine: Any) -> int:
+def allocated_bytes(engine: Any) -> int:
     """Bytes allocated between steps; on a CPU only parameters and optimizer state are counted."""
     if engine.device.type != "cpu":
         return int(torch.accelerator.memory_allocated(engine.device))
@@ -193,8 +193,8 @@ def held_bytes(engine: Any) -> int:
     return sum(part.nbytes for part in state)
 
 
-class _Peak:
-    """Peak memory from now on."""
+class _PeakMemory:
+    """Measures peak memory from its creation on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -212,7 +212,7 @@ class _Peak:
         return status_bytes("VmHWM") - self.rss_before
 
 
-def write_microbatch(path: Path, record: FoundMicrobatch) -> None:
+def write_microbatch(path: Path, record: StoredMicrobatchSize) -> None:
     """Write a file for `read_microbatch`, atomically.
 
     Raises:
@@ -223,7 +223,7 @@ def write_microbatch(path: Path, record: FoundMicrobatch) -> None:
         write_file(path, msgspec.json.encode(record))
 
 
-def read_microbatch(path: Path) -> FoundMicrobatch | None:
+def read_microbatch(path: Path) -> StoredMicrobatchSize | None:
     """Read the stored microbatch size of a run; None without a file.
 
     Raises:
@@ -232,8 +232,8 @@ def read_microbatch(path: Path) -> FoundMicrobatch | None:
     if not os.path.lexists(path):
         return None
     content = read_bytes(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
-    context = f"{path}: not a found microbatch"
+    context = f"{path}: not a stored microbatch size"
     try:
-        return decode_json(content, FoundMicrobatch, where=context, error=ConfigError)
+        return decode_json(content, StoredMicrobatchSize, where=context, error=ConfigError)
     except ConfigError as error:
         raise ConfigError(f"{error}; restore it, or delete it to search again") from error

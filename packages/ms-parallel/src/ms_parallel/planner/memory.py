@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.gradients import messages
+from ms_parallel.engine.gradients import bucket_ranges
 from ms_parallel.engine.loss import Loss, NextTokenLoss
 from ms_parallel.engine.mtp import mtp_depths, mtp_losses_of
 from ms_parallel.models.staged import StagedModel
@@ -393,7 +393,7 @@ def _bucket_bytes(engine: Engine) -> int:
     if engine.groups.replicas is None:
         return 0
     sizes = [local_part(param).numel() * FLOAT32_BYTES for param in engine.parameters.values()]
-    return max(sum(sizes[index] for index in bucket) for bucket in messages(sizes))
+    return max(sum(sizes[index] for index in bucket) for bucket in bucket_ranges(sizes))
 
 
 def _gathered(engine: Engine, microbatches: int, row: Sequence[Action]) -> int:

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import model_plan
-from ms_parallel.pipeline.layer_split import Staged
+from ms_parallel.pipeline.layer_split import StagedSchedule
 from ms_parallel.pipeline.runtime import Key, Runtime, Step
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import stages_by_rank
@@ -46,7 +46,7 @@ def segment_layers(config: ModelConfig) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip(cuts, ends, strict=True))
 
 
-def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> Staged:
+def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> StagedSchedule:
     """Build a schedule with one stage per segment: all forwards, then split backwards.
 
     Args:
@@ -67,7 +67,7 @@ def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> Staged:
         for rank_stages in stages_by_rank(tuple(placement))
     ]
     schedule = Schedule.from_computations(rows, placement, MICROBATCHES, "measurement")
-    return Staged(schedule=schedule, layers=tuple(layers))
+    return StagedSchedule(schedule=schedule, layers=tuple(layers))
 
 
 def random_batch(vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ def message_times(groups: Groups, size_bytes: int) -> tuple[float, float]:
 def _one_way_seconds(groups: Groups, size_bytes: int) -> float:
     """Median one-way time of a message between this rank and its slower neighbor."""
     rank, last = groups.place.pipeline, groups.layout.pipeline - 1
-    message = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.wire)
+    message = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.message_device)
     group, slowest = groups.group("pipeline"), 0.0
     for first in range(last):
         # A rank exchanges with its previous neighbor first, then with the next one.

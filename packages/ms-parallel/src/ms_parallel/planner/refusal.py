@@ -14,10 +14,10 @@ from ms_parallel.planner.fake_cluster import fake_pipeline, in_process_group
 REFUSAL = "ms_parallel.planner.refusal:refusal"
 
 
-class LayoutQuestion(
+class LayoutArguments(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="layout.v1"
 ):
-    """A model, a layout, and engine options."""
+    """Arguments of `refusal`: a model, a layout and engine options."""
 
     model: str
     """Architecture name, or a folder with a config.json."""
@@ -26,19 +26,19 @@ class LayoutQuestion(
     options: dict[str, str]
 
 
-def refusal(question: LayoutQuestion) -> str | None:
+def refusal(arguments: LayoutArguments) -> str | None:
     """Error message of the first pipeline rank that rejects the layout; None if all accept it.
 
     Properties of the batch, such as the sequence length, are not checked. A process that is in a
     process group runs the check in a subprocess.
     """
     if in_process_group():
-        message: str | None = call_in_subprocess(REFUSAL, question, str | None)
+        message: str | None = call_in_subprocess(REFUSAL, arguments, str | None)
         return message
-    config = architecture(question.model)
-    options: dict[str, Any] = dict(question.options)
+    config = architecture(arguments.model)
+    options: dict[str, Any] = dict(arguments.options)
     try:
-        with fake_pipeline(question.layout, options.get("sharding", "auto")) as ranks:
+        with fake_pipeline(arguments.layout, options.get("sharding", "auto")) as ranks:
             for groups in ranks:
                 engine = Engine(config, groups=groups, weights="unset", **options)
                 engine.tables.training(2 * len(ranks))

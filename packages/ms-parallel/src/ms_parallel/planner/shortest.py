@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.planner.found_schedule import FoundSchedule
+from ms_parallel.planner.found_schedule import SearchedSchedule
 from ms_parallel.schedules.generators.one_stage.one_f_one_b import one_f_one_b
 from ms_parallel.schedules.solver.balance import Balanced, balance, split_by_work
 from ms_parallel.schedules.table.placements import looped, one_a_rank, vee
@@ -26,7 +26,7 @@ def shortest_schedule(
     conditions: Mapping[str, int | str | None],
     split: bool = True,
     effort: float = EFFORT,
-) -> FoundSchedule:
+) -> SearchedSchedule:
     """Find the schedule with the shortest makespan over all placements; deterministic.
 
     Args:
@@ -67,7 +67,7 @@ def shortest_schedule(
     if not results:
         raise errors[0]
     best = min(results, key=lambda result: result.found.makespan)
-    return FoundSchedule(
+    return SearchedSchedule(
         conditions=dict(conditions),
         table=best.found.schedule.to_csv(),
         layers=costs.layers_of(best.split),

@@ -16,8 +16,8 @@ from ms_parallel.errors import ConfigError, LayoutError
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import model_plan
-from ms_parallel.pipeline.recorder import Recorder
-from ms_parallel.planner.found_schedule import FoundSchedule
+from ms_parallel.pipeline.recorder import ComputationRecorder
+from ms_parallel.planner.found_schedule import SearchedSchedule
 from ms_parallel.planner.probes import (
     MICROBATCHES,
     MemoryRuntime,
@@ -108,7 +108,7 @@ def _step(engine: Engine, batch: Batch) -> None:
 
 def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
     """Run a step; return the seconds of its computations by kind and stage."""
-    recorder = engine.runner.runtime.recorder = Recorder(engine.device)
+    recorder = engine.runner.runtime.recorder = ComputationRecorder(engine.device)
     _step(engine, batch)
     engine.runner.runtime.recorder = None
     seconds: dict[tuple[Kind, int], list[float]] = {}
@@ -128,7 +128,7 @@ def search_schedule(
     memory_cap_bytes: int | Sequence[int] | None = None,
     measure: Callable[..., SegmentCosts] = measure_segments,
     **options: Any,
-) -> FoundSchedule:
+) -> SearchedSchedule:
     """Measure the model on these processes and search for the best schedule. Collective.
 
     The result is the same on all processes; pass its `staged` as the `schedule` of the engine. The
@@ -181,7 +181,7 @@ def search_schedule(
         )
         return msgspec.json.encode(schedule)
 
-    return msgspec.json.decode(run_on_rank_zero(encoded), type=FoundSchedule)
+    return msgspec.json.decode(run_on_rank_zero(encoded), type=SearchedSchedule)
 
 
 def conditions_of(

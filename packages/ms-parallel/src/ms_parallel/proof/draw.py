@@ -81,13 +81,13 @@ def _layouts(processes: int, experts: int) -> list[Layout]:
         for size in sizes
         if layout.token_ranks % size == 0 and experts % size == 0
     )
-    fits = (layout for layout in with_experts if ROWS % layout.readers == 0)
+    fits = (layout for layout in with_experts if ROWS % layout.data_ranks == 0)
     return [layout for layout in fits if LENGTH % layout.row_parts == 0]
 
 
 def _random_case(layout: Layout, rng: random.Random) -> Case:
     schedule = rng.choice(SCHEDULES) if layout.pipeline > 1 else "1f1b"
-    rows = ROWS // layout.readers
+    rows = ROWS // layout.data_ranks
     sizes: list[int | None] = [1] if layout.pipeline > 1 else [None, *range(1, rows)]
     return Case(
         layout=str(layout),

@@ -133,7 +133,7 @@ def _local_logits(engine: Engine, batch: Batch) -> Tensor:
         results = runner.forward(runner.microbatches(batch), lambda output, _: output.logits())
     for stage in engine.stages.values():
         drop_gathered(stage)
-    return runner.share(torch.cat(results) if results else None)
+    return runner.broadcast_from_last_stage(torch.cat(results) if results else None)
 
 
 def _counterexample(check: Check, text: str, difference: float) -> Counterexample:

@@ -22,8 +22,8 @@ from ms_parallel.schedules.solver.search import Found, search
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.communication import with_communication
 from ms_parallel.schedules.table.costs import Costs
+from ms_parallel.schedules.table.event_simulation import Span
 from ms_parallel.schedules.table.placements import looped, one_a_rank, vee
-from ms_parallel.schedules.table.playback import Span
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.table.segments import SegmentCosts
 from ms_parallel.schedules.timeline.measured import measured, measured_costs

@@ -1,1 +1,1 @@
-"""Splitting of models over processes; the only package that uses DTensor and FSDP."""
+"""Splits models over processes; the only package that uses DTensor and FSDP."""

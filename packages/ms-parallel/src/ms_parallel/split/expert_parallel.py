@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.models.experts.grouped import Back, Experts
+from ms_parallel.models.experts.grouped import Combine, Experts
 from ms_parallel.models.experts.replay import replayed
 from ms_parallel.operators.cpu import has_no_values
 from ms_parallel.torch_private import unsafe_view
@@ -140,7 +140,7 @@ class _Exchange(torch.autograd.Function):
 
 def _dispatch(
     rows: Tensor, counts: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Back]:
+) -> tuple[Tensor, Tensor, Combine]:
     """Send rows to the processes of their experts; implements `Dispatch`.
 
     Collective: processes without rows call it too. A recomputed block replays the counts, like the
@@ -168,12 +168,12 @@ def _dispatch(
         inverse=inverse.to(rows.device),
     )
 
-    def back(outputs: Tensor) -> Tensor:
+    def combine(outputs: Tensor) -> Tensor:
         returned: Tensor = _Exchange.apply(outputs, route, True)  # type: ignore[no-untyped-call]
         return returned
 
     received: Tensor = _Exchange.apply(rows, route, False)  # type: ignore[no-untyped-call]
-    return received, all_counts[1].sum(0).to(counts.device), back
+    return received, all_counts[1].sum(0).to(counts.device), combine
 
 
 def _counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -23,7 +23,7 @@ def mixed_precision(value: Any) -> MixedPrecision:
     if not isinstance(value, str) or value not in NAMES:
         names = " or ".join(map(repr, NAMES))
         raise ConfigError(
-            f"mixed_precision is {short_repr(value)}; give true (bfloat16), false, {names}"
+            f"mixed_precision must be true (bfloat16), false, {names}, got {short_repr(value)}"
         )
     return NAMES[value]  # type: ignore[return-value]
 

@@ -213,12 +213,12 @@ class PartialSumModule(ParallelStyle):
 
 
 class GatherSequenceFunction(ParallelStyle):
-    """Sets a module's `whole` function, which gathers the full sequence from its slice."""
+    """Sets a module's `gather_sequence`, which gathers the full sequence from its slice."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         typed: Any = module
-        assert callable(typed.whole)
-        typed.whole = lambda part: _all_gather_sequence(part, device_mesh)
+        assert callable(typed.gather_sequence)
+        typed.gather_sequence = lambda part: _all_gather_sequence(part, device_mesh)
         return module
 
 
@@ -261,11 +261,11 @@ class _NormReduction:
 
 
 class GatherRouterChoices(ParallelStyle):
-    """Sets a router's `whole` function, which gathers the choices of the full sequence."""
+    """Sets a router's `gather_sequence`, which gathers the choices of the full sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Router)
-        module.whole = lambda part: _all_gather_sequence(part, device_mesh)
+        module.gather_sequence = lambda part: _all_gather_sequence(part, device_mesh)
         module.part = device_mesh.get_local_rank()
         return module
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import log10
 
-from ms_parallel.engine.updates.audit import Audit
+from ms_parallel.engine.updates.audit import AuditResult
 
 COLUMNS = 60
 """Columns of the heat map; with more audits, each column shows the worst of several."""
@@ -24,7 +24,7 @@ td, th { text-align: left; padding: 4px 12px 4px 0; overflow-wrap: anywhere }
 </style>"""
 
 
-def draw_audits(audits: Mapping[int, Audit]) -> str:
+def draw_audits(audits: Mapping[int, AuditResult]) -> str:
     """Draw the audits of a run as an HTML page without scripts or links.
 
     Args:
@@ -42,7 +42,7 @@ def draw_audits(audits: Mapping[int, Audit]) -> str:
     )
 
 
-def _losses(audits: Mapping[int, Audit]) -> str:
+def _losses(audits: Mapping[int, AuditResult]) -> str:
     """Plot the loss differences on a log10 scale, with a line at the alarm level."""
     if not audits:
         return ""
@@ -71,7 +71,7 @@ def _losses(audits: Mapping[int, Audit]) -> str:
     )
 
 
-def _groups(audits: Mapping[int, Audit]) -> str:
+def _groups(audits: Mapping[int, AuditResult]) -> str:
     """Heat map with a row per parameter group and a column per audit; red is above the alarm."""
     names = list(dict.fromkeys(name for audit in audits.values() for name in audit.groups))
     columns = _columns(list(audits.values()))
@@ -95,7 +95,7 @@ def _groups(audits: Mapping[int, Audit]) -> str:
     )
 
 
-def _columns(audits: Sequence[Audit]) -> list[Sequence[Audit]]:
+def _columns(audits: Sequence[AuditResult]) -> list[Sequence[AuditResult]]:
     # In long runs several audits share a column, which shows the worst of them.
     per_column = -(-len(audits) // COLUMNS) or 1
     return [audits[start : start + per_column] for start in range(0, len(audits), per_column)]
@@ -108,7 +108,7 @@ def _axis(steps: Sequence[int], y: int, width: int) -> str:
     return f'<text x="{LABEL}" y="{y}">step {steps[0]}</text>{last if len(steps) > 1 else ""}'
 
 
-def _table(audits: Mapping[int, Audit]) -> str:
+def _table(audits: Mapping[int, AuditResult]) -> str:
     """Table of the audits with alarms."""
     rows = []
     for step, audit in audits.items():

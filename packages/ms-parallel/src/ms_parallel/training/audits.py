@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ms_parallel.engine.updates.audit import Audit, GroupComparison, Levels
+from ms_parallel.engine.updates.audit import AlarmLevels, AuditResult, GroupComparison
 from ms_parallel.events import OnEvent
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.progress import RunDisplay
@@ -30,13 +30,13 @@ class AuditLog:
     Args:
         folder: output folder of the run.
         emit: called with events.
-        show: prints notes.
+        display: prints notes.
     """
 
-    def __init__(self, folder: Path, emit: OnEvent, show: RunDisplay) -> None:
-        self.folder, self.emit, self.show = folder, emit, show
+    def __init__(self, folder: Path, emit: OnEvent, display: RunDisplay) -> None:
+        self.folder, self.emit, self.display = folder, emit, display
 
-    def log(self, step: int, audit: Audit) -> None:
+    def log(self, step: int, audit: AuditResult) -> None:
         """Emit the event `audit`, print a warning on an alarm, and append the audit to the file."""
         worst = audit.worst
         fields: dict[str, int | float | str] = {
@@ -58,13 +58,13 @@ class AuditLog:
                 if worst_group
                 else ""
             )
-            self.show.note(
+            self.display.note(
                 f"warning: step {step}: audit: {len(audit.alarms)} values differ from float32; loss"
                 f" by {audit.loss_difference:.1e}{group_text}"
             )
         self._append(step, audit)
 
-    def _append(self, step: int, audit: Audit) -> None:
+    def _append(self, step: int, audit: AuditResult) -> None:
         levels = audit.levels
         record = AuditRecord(
             step=step,
@@ -82,7 +82,7 @@ class AuditLog:
         path = self.folder / FILE
         if not path.is_file():
             return None
-        audits: dict[int, Audit] = {}
+        audits: dict[int, AuditResult] = {}
         for line in path.read_bytes().splitlines():
             record = _read(line)
             if record is not None:  # else a line cut short by a crash
@@ -99,12 +99,12 @@ def _read(line: bytes) -> AuditRecord | None:
         return None
 
 
-def _audit(record: AuditRecord) -> Audit:
+def _audit(record: AuditRecord) -> AuditResult:
     loss, error, gain = record.levels
-    return Audit(
+    return AuditResult(
         loss=_number(record.loss),
         loss_float32=_number(record.loss_float32),
-        levels=Levels(loss=loss, error=error, gain=gain),
+        levels=AlarmLevels(loss=loss, error=error, gain=gain),
         groups={
             name: GroupComparison(error=_number(e), gain=_number(g), share=_number(s))
             for name, (e, g, s) in record.groups.items()

@@ -89,7 +89,7 @@ class RunCheckpoints:
     options: Options
     total: int
     """Steps of the whole run."""
-    show: RunDisplay
+    display: RunDisplay
     emit: OnEvent
     background: BackgroundSaver | None = None
     """Background writer, with `async_checkpoints`."""
@@ -118,7 +118,7 @@ class RunCheckpoints:
                 self._pass_over(manifest.step, error)
                 continue
             if self.engine.step_count < self.total:
-                self.show.note(
+                self.display.note(
                     f"resuming from {folder} (step {self.engine.step_count} of {self.total})"
                 )
             self.emit("resume", {"step": self.engine.step_count, "checkpoint": str(folder)})

@@ -10,7 +10,7 @@ from ms_parallel import checkpoint
 from ms_parallel.cluster import process
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.layout import Layout, Place
-from ms_parallel.cluster.rest import RestOnData
+from ms_parallel.cluster.rest import PartialLayout
 from ms_parallel.engine.assembly import check_devices, sharded_layout
 from ms_parallel.engine.balance.settings import balance_of
 from ms_parallel.engine.engine import Engine
@@ -24,8 +24,8 @@ from ms_parallel.events import OnEvent
 from ms_parallel.models.family import family_of
 from ms_parallel.models.registry import architecture, model_plan
 from ms_parallel.pipeline.choice import SEARCH
-from ms_parallel.pipeline.layer_split import Choice
-from ms_parallel.planner.found_schedule import FoundSchedule
+from ms_parallel.pipeline.layer_split import ScheduleChoice
+from ms_parallel.planner.found_schedule import SearchedSchedule
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.split.context.kinds import check_context
@@ -46,7 +46,7 @@ MAX_TOKENS = 1 << 24
 def layout_of(options: Options) -> Layout:
     """Return the requested layout; all ranks on data if unset or planned later."""
     requested = options.parallel_config
-    if isinstance(requested, RestOnData):
+    if isinstance(requested, PartialLayout):
         return requested.fill(process.world_size())
     if requested is None or requested == AUTO:
         return Layout(data=process.world_size())
@@ -110,10 +110,10 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
         )
     tensor = layout.tensor if model_plan(config).split_sequence else 1
     check_length("sequence_length", length, tensor=tensor, context=layout.context)
-    if options.batch_size % layout.readers:
+    if options.batch_size % layout.data_ranks:
         raise ConfigError(
-            f"batch_size={options.batch_size} does not divide over data={layout.readers}; use a"
-            f" multiple of {layout.readers}"
+            f"batch_size={options.batch_size} does not divide over data={layout.data_ranks}; use a"
+            f" multiple of {layout.data_ranks}"
         )
     check_rows_per_rank(
         options.shares,
@@ -123,7 +123,7 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
         sharding=options.sharding,
         fixed_schedule=not (isinstance(options.schedule, str) and options.schedule in GENERATORS),
     )
-    rows, size = options.batch_size // layout.readers, options.microbatch_size
+    rows, size = options.batch_size // layout.data_ranks, options.microbatch_size
     if isinstance(size, int) and rows % size and options.schedule == SEARCH:
         raise ConfigError(
             f"microbatch_size={size} does not divide the {rows} samples of a data rank, and"
@@ -163,7 +163,7 @@ def microbatch(options: Options, layout: Layout) -> int | None:
         return size
     if layout.pipeline == 1:
         return None
-    rows = options.batch_size // layout.readers
+    rows = options.batch_size // layout.data_ranks
     # A schedule table fixes the number of microbatches.
     if isinstance(options.schedule, Schedule) and rows % options.schedule.microbatches == 0:
         return rows // options.schedule.microbatches
@@ -191,7 +191,11 @@ def row_assignment(options: Options, layout: Layout, place: Place, emit: OnEvent
 
 
 def build_engine(
-    options: Options, config: Any, layout: Layout, total: int, searched: FoundSchedule | None = None
+    options: Options,
+    config: Any,
+    layout: Layout,
+    total: int,
+    searched: SearchedSchedule | None = None,
 ) -> Engine:
     """Connect the processes and build the engine for a run of `total` steps."""
     return Engine(
@@ -203,11 +207,11 @@ def build_engine(
 
 
 def engine_settings(
-    options: Options, layout: Layout, total: int, searched: FoundSchedule | None = None
+    options: Options, layout: Layout, total: int, searched: SearchedSchedule | None = None
 ) -> dict[str, Any]:
     """Keyword arguments of the run's `Engine`, except for its weights."""
     # 1F1B stands in until a search has a result.
-    schedule: Choice = options.schedule if options.schedule != SEARCH else "1f1b"
+    schedule: ScheduleChoice = options.schedule if options.schedule != SEARCH else "1f1b"
     return {
         "optimizer": _optimizer(options, total),
         "schedule": searched.staged if searched else schedule,
@@ -218,7 +222,7 @@ def engine_settings(
     }
 
 
-def memory_question(
+def memory_arguments(
     options: Options, layout: Layout, shards: Path | None, rows: int | None = None
 ) -> dict[str, Any]:
     """Keyword arguments with which `predict_memory` predicts this run.
@@ -235,7 +239,9 @@ def memory_question(
     """
     layout = sharded_layout(layout, options.sharding)
     shares = options.shares
-    total_rows = max(shares) if isinstance(shares, tuple) else options.batch_size // layout.readers
+    total_rows = (
+        max(shares) if isinstance(shares, tuple) else options.batch_size // layout.data_ranks
+    )
     rows = rows or microbatch(options, layout) or total_rows
     return {
         "model": fit_model(options, layout, shards),

@@ -14,8 +14,8 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.models.registry import model_plan, parameter_shapes
 from ms_parallel.pipeline.choice import SEARCH, ScheduleTables
-from ms_parallel.pipeline.layer_split import Choice
-from ms_parallel.planner.found_schedule import FILE, read_found
+from ms_parallel.pipeline.layer_split import ScheduleChoice
+from ms_parallel.planner.found_schedule import FILE, read_searched_schedule
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.split.context.assignment import document_starts
 from ms_parallel.split.context.kinds import HeadSizes, resolve_context_mode, ulysses_size
@@ -90,7 +90,7 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Ins
     layout = sharded_layout(layout, options.sharding)
     config = fit_model(options, layout, shards)
     shapes = parameter_shapes(config)
-    rows = options.batch_size // layout.readers
+    rows = options.batch_size // layout.data_ranks
     size = microbatch(options, layout) or rows
     plan = model_plan(config)
     count = -(-rows // size)
@@ -122,7 +122,7 @@ def _context_load(
     """Predict the load on context ranks for the first rows of a data rank, as an engine would."""
     if layout.context == 1:
         return None
-    rows, length = options.batch_size // layout.readers, options.sequence_length
+    rows, length = options.batch_size // layout.data_ranks, options.sequence_length
     rows = microbatch(options, layout) or rows
     documents = first_documents(options, rows, shards)
     sizes = HeadSizes.of(config, layout.tensor)
@@ -150,11 +150,11 @@ def _expert_facts(layout: Layout, config: Any) -> ExpertInspection:
     )
 
 
-def _schedule_of(options: Options, layout: Layout, microbatches: int) -> Choice:
+def _schedule_of(options: Options, layout: Layout, microbatches: int) -> ScheduleChoice:
     """Schedule of the run; 1F1B if it is not searched yet, as a search may use the same memory."""
     if options.schedule != SEARCH:
         return options.schedule
-    searched = read_found(options.output_dir / FILE)
+    searched = read_searched_schedule(options.output_dir / FILE)
     if searched is None:
         return "1f1b"
     table = searched.staged.schedule
@@ -206,31 +206,31 @@ def picture(layout: Layout) -> str:
     table: list[str] = []
     # Narrower and narrower: fewer columns, then ranges instead of lists of ranks.
     for columns, ranks in ((MAX_COLUMNS, MAX_COLUMNS), (3, MAX_COLUMNS), (3, 1)):
-        table = _table(layout, _ends(range(layout.readers), columns), stages, ranks)
+        table = _table(layout, _ends(range(layout.data_ranks), columns), stages, ranks)
         if max(map(len, table)) <= MAX_WIDTH:
             break
     return "\n".join(table)
 
 
 def _table(
-    layout: Layout, readers: Sequence[int | None], stages: Sequence[int | None], limit: int
+    layout: Layout, data_ranks: Sequence[int | None], stages: Sequence[int | None], limit: int
 ) -> list[str]:
     """Lines of a table of ranks; None is drawn as "...", cells of over `limit` ranks as ranges."""
-    size = layout.world_size // layout.pipeline // layout.readers  # ranks that share rows
-    rows = [["", *("..." if reader is None else f"data {reader}" for reader in readers)]]
+    size = layout.world_size // layout.pipeline // layout.data_ranks  # ranks that share rows
+    rows = [["", *("..." if reader is None else f"data {reader}" for reader in data_ranks)]]
     for stage in stages:
         if stage is None:
-            rows.append(["...", *("" for _ in readers)])
+            rows.append(["...", *("" for _ in data_ranks)])
             continue
-        first = stage * layout.readers
+        first = stage * layout.data_ranks
         cells = (
             "..."
             if reader is None
             else f"[{_cell((first + reader) * size, size, layout.tensor, limit)}]"
-            for reader in readers
+            for reader in data_ranks
         )
         rows.append([f"pipeline {stage}", *cells])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(readers) + 1)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(data_ranks) + 1)]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in lines]
 
@@ -251,12 +251,12 @@ def _ends(values: Sequence[int], limit: int) -> list[int | None]:
     return [*values[: limit - 1], None, values[-1]]
 
 
-def listed(groups: Sequence[Sequence[int]]) -> str:
+def format_groups(groups: Sequence[Sequence[int]]) -> str:
     """Format groups of ranks on one line, abbreviated with dots.
 
-    >>> listed([[0, 1], [2, 3]])
+    >>> format_groups([[0, 1], [2, 3]])
     '0 1 | 2 3'
-    >>> listed([range(64), range(64, 128)])
+    >>> format_groups([range(64), range(64, 128)])
     '0 1 ... 63 | 64 65 ... 127'
     """
 

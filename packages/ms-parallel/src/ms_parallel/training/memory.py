@@ -6,9 +6,9 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.planner.fake_cluster import in_process_group
 from ms_parallel.planner.memory import predict_memory
 from ms_parallel.planner.rank_memory import RankMemory
-from ms_parallel.training.fitting import memory_question
+from ms_parallel.training.fitting import memory_arguments
 from ms_parallel.training.options import Options
-from ms_parallel.training.planning.questions import MemoryQuestion, ask_memory, decode_path
+from ms_parallel.training.planning.subprocesses import MemoryArguments, ask_memory, decode_path
 
 
 def run_memory(
@@ -30,10 +30,10 @@ def run_memory(
     """
     if in_process_group():
         return ask_memory(options, layout, shards, rows)
-    return predict_memory(**memory_question(options, layout, shards, rows))
+    return predict_memory(**memory_arguments(options, layout, shards, rows))
 
 
-def answer(question: MemoryQuestion) -> list[RankMemory]:
-    """Compute the answer to a question of `ask_memory`; runs in the subprocess."""
-    shards = decode_path(question.shards)
-    return run_memory(question.run.options, question.layout, shards, question.rows)
+def run_memory_in_subprocess(arguments: MemoryArguments) -> list[RankMemory]:
+    """Call `run_memory` with the arguments from `ask_memory`; runs in the subprocess."""
+    shards = decode_path(arguments.shards)
+    return run_memory(arguments.run.options, arguments.layout, shards, arguments.rows)

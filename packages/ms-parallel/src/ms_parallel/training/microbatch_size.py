@@ -22,8 +22,8 @@ from ms_parallel.planner.free_memory import (
 from ms_parallel.planner.largest_microbatch import (
     FILE,
     GIB,
-    FoundMicrobatch,
-    held_bytes,
+    StoredMicrobatchSize,
+    allocated_bytes,
     interpolate,
     largest_predicted,
     next_trial,
@@ -36,11 +36,11 @@ from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.training.options import AUTO, Options
 
 
-def limit_bytes(options: Options, held_bytes: int = 0) -> int:
+def limit_bytes(options: Options, allocated_bytes: int = 0) -> int:
     """Memory limit of this rank: `memory_gib`, or allocated plus free bytes of the device."""
     if options.memory_gib is not None:
         return int(options.memory_gib * GIB)
-    return held_bytes + free_bytes(pick_device(options.wanted_device))
+    return allocated_bytes + free_bytes(pick_device(options.wanted_device))
 
 
 def _reduce_overhead(options: Options) -> None:
@@ -79,7 +79,7 @@ def predict_microbatch_size(
     if stored is not None:
         return evolve(options, microbatch_size=stored.rows)
     limit = _min_over_ranks(limit_bytes(options))
-    sizes = sizes_of(options.batch_size // layout.readers, layout.pipeline)
+    sizes = sizes_of(options.batch_size // layout.data_ranks, layout.pipeline)
 
     def largest() -> int:
         return largest_predicted(sizes, limit, lambda rows: max(r.total for r in predict(rows)))[0]
@@ -90,7 +90,7 @@ def predict_microbatch_size(
 
 def resolve_microbatch_size(
     engine: Any, options: Options, layout: Layout, predict: Callable[[int], Sequence[RankMemory]]
-) -> FoundMicrobatch | None:
+) -> StoredMicrobatchSize | None:
     """Try sizes up to the predicted one, and store and return the largest that fits.
 
     All processes call this. Returns None if the size was already known.
@@ -106,7 +106,7 @@ def resolve_microbatch_size(
     """
     if options.microbatch_size != AUTO or run_on_rank_zero(lambda: _stored(options, layout)):
         return None
-    rows = options.batch_size // layout.readers
+    rows = options.batch_size // layout.data_ranks
     largest = engine.runner.microbatch_size or rows
     sizes = [size for size in sizes_of(rows, layout.pipeline) if size <= largest]
     # Two predictions suffice: memory is interpolated between the smallest and the largest size.
@@ -121,7 +121,7 @@ def resolve_microbatch_size(
     engine.runner.microbatch_size = sizes[0]
     trial_bytes(engine, loss, rows, options.sequence_length)  # one-time allocations
     release_free_memory()
-    limit = _min_over_ranks(limit_bytes(options, held_bytes(engine)))
+    limit = _min_over_ranks(limit_bytes(options, allocated_bytes(engine)))
     trials: dict[int, int | None] = {}  # rows -> peak bytes, None if out of memory
     single_process = layout.world_size == 1
     while (size := next_trial(predicted, trials, limit, single_process=single_process)) is not None:
@@ -141,8 +141,8 @@ def resolve_microbatch_size(
 
 def _store(
     options: Options, layout: Layout, size: int, counted_bytes: int, limit_bytes: int
-) -> FoundMicrobatch:
-    record = FoundMicrobatch(
+) -> StoredMicrobatchSize:
+    record = StoredMicrobatchSize(
         conditions=_conditions(options, layout),
         rows=size,
         counted_bytes=counted_bytes,
@@ -152,7 +152,7 @@ def _store(
     return record
 
 
-def _stored(options: Options, layout: Layout) -> FoundMicrobatch | None:
+def _stored(options: Options, layout: Layout) -> StoredMicrobatchSize | None:
     stored = read_microbatch(options.output_dir / FILE)
     return stored if stored and stored.conditions == _conditions(options, layout) else None
 

@@ -10,7 +10,7 @@ from attrs import field, fields, frozen
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.mixed.devices import Devices, devices_of
-from ms_parallel.cluster.rest import RestOnData
+from ms_parallel.cluster.rest import PartialLayout
 from ms_parallel.engine.optimizer import betas, check_takes, decay, optimizer_of
 from ms_parallel.engine.settings import (
     BAD_STEPS,
@@ -58,12 +58,12 @@ def _text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-Parallel = Layout | RestOnData | Literal["auto"] | None
+Parallel = Layout | PartialLayout | Literal["auto"] | None
 """Layout of a run: fixed, with the remaining processes on data, planned, or None: all on data."""
 
 
 def _layout(value: Parallel | Mapping[str, int | str] | str) -> Parallel:
-    if value is None or isinstance(value, Layout | RestOnData):
+    if value is None or isinstance(value, Layout | PartialLayout):
         return value
     if value == AUTO:
         return AUTO
@@ -71,7 +71,7 @@ def _layout(value: Parallel | Mapping[str, int | str] | str) -> Parallel:
         return Layout.parse(value)
     if not isinstance(value, Mapping):
         raise ConfigError(f"parallel_config must be a table such as tensor = 2, got {value!r}")
-    return RestOnData.of(value) or Layout.from_config(value)
+    return PartialLayout.of(value) or Layout.from_config(value)
 
 
 def _device(instance: object, attribute: Any, value: Any) -> None:

@@ -61,7 +61,7 @@ def output_lock(
             f"the model {options.model_folder} is inside output_dir {folder}, which this run"
             " overwrites; set another output_dir"
         )
-    show = RunDisplay(total=1, every=1, active=options.progress)
+    display = RunDisplay(total=1, every=1, active=options.progress)
     with ExitStack() as stack:
 
         def lock() -> list[str]:
@@ -75,7 +75,7 @@ def output_lock(
                     fixed=_fixed(folder, settings),
                     writes=WORK,
                     wait_s=WAIT_S,
-                    note=show.note,
+                    note=display.note,
                 )
             )
             # Runs before the lock is released, since an ExitStack unwinds in reverse.

@@ -33,7 +33,7 @@ used, as a fraction of the median."""
 
 
 @frozen(kw_only=True)
-class Policy:
+class RecoveryPolicy:
     """Settings of a run for bad steps."""
 
     on_nonfinite: Remedy
@@ -78,7 +78,7 @@ class Policy:
 class Recovery:
     """Applies the policy of a run to its steps; the same on every process."""
 
-    policy: Policy
+    policy: RecoveryPolicy
     engine: Engine
     checkpoints: RunCheckpoints
     progress: RunProgress

@@ -22,7 +22,7 @@ from ms_parallel.errors import DivergenceError
 from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.recorder import recorded_step
 from ms_parallel.pipeline.step_file import write_step
-from ms_parallel.planner.found_schedule import FoundSchedule
+from ms_parallel.planner.found_schedule import SearchedSchedule
 from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress, Stream
 from ms_parallel.training.dataset import SHARDS
@@ -38,11 +38,11 @@ from ms_parallel.training.tokenizer import run_tokenizer
 logger = logging.getLogger(__name__)
 
 TakeStep = Callable[..., StepReport]
-"""`Engine.step`, or `RecordedSteps.step`."""
+"""`Engine.step`, or `StepRecorder.step`."""
 
 
 @frozen(kw_only=True)
-class RecordedSteps:
+class StepRecorder:
     """Engine steps; every N-th is recorded: when each pipeline rank computed which action."""
 
     engine: Engine
@@ -79,21 +79,21 @@ class Run:
     total: int
     """Steps of the whole run."""
     options: Options
-    show: RunDisplay
+    display: RunDisplay
     emit: OnEvent
     step_log: StepLog
     checkpoints: RunCheckpoints
     progress: RunProgress
     recovery: Recovery
     shares: RowAssignment
-    schedule: FoundSchedule | None = None
+    schedule: SearchedSchedule | None = None
     """Schedule found by `schedule = "search"`."""
     stop: StopRequest = field(factory=StopRequest)
 
     def resume(self, changes: Sequence[str]) -> None:
         """Log the run and its changed settings, and load the newest checkpoint."""
         for change in changes:
-            self.show.note(f"changed: {change}")
+            self.display.note(f"changed: {change}")
             self.emit("changed_setting", {"setting": change})
         count = sum(parameter.numel() for parameter in self.engine.parameters.values())
         layout = str(self.engine.groups.layout)
@@ -140,7 +140,7 @@ class Run:
                 self.step_log.log(step, report, throughput)
                 if self.shares.rebalance(step, engine.runner.stopwatch.seconds, self.stream):
                     progress.shares = list(self.shares.rows)
-                    self.show.note(f"step {step}: {self.shares.changed()}")
+                    self.display.note(f"step {step}: {self.shares.changed()}")
                 self.checkpoints.poll()
                 # After a roll-back the run is at an earlier step, so nothing below is due.
                 if self.recovery.roll_back(report):
@@ -189,7 +189,7 @@ class Run:
             folder = write_model(options.output_dir / "model", self.checkpoints.mark, save)
         if finished and options.sample_prompt is not None:
             sample = self.generate(options.sample_prompt, max_new_tokens=options.sample_tokens)
-            self.show.note(f"sample:\n{printable(options.sample_prompt + sample)}")
+            self.display.note(f"sample:\n{printable(options.sample_prompt + sample)}")
         self._show_end(folder, resumed)
         self._emit_end(finished=finished)
         return Result(
@@ -216,7 +216,7 @@ class Run:
         self.progress.held_out_loss, self.progress.held_out_step = loss, step
         if step == 0:
             self.progress.first_held_out_loss = loss
-        self.show.note(f"held-out loss {loss:.4f} at step {step}")
+        self.display.note(f"held-out loss {loss:.4f} at step {step}")
         rows = self.held_out.rows
         used = {"rows": rows, "rows_left_out": self.held_out.samples - rows}
         self.emit("evaluate", {"step": step, "held_out_loss": loss, **used})
@@ -242,7 +242,7 @@ class Run:
         text: str = tokenizer.decode([t for t in generated if t < tokenizer.vocabulary_size])
         return text
 
-    def _log_schedule(self, result: FoundSchedule) -> None:
+    def _log_schedule(self, result: SearchedSchedule) -> None:
         self.emit(
             "schedule",
             {
@@ -253,7 +253,7 @@ class Run:
                 "layers": str(result.layers),
             },
         )
-        self.show.note(
+        self.display.note(
             f"schedule search: predicted step {result.makespan_ms:.3g} ms from measured costs, 1F1B"
             f" {result.one_f_one_b_ms:.3g} ms; layers per stage {result.layers}"
         )
@@ -274,23 +274,23 @@ class Run:
         """Print how the run ended; this launch resumed at step `resumed`."""
         step = self.engine.step_count
         if folder is None:
-            self.show.note(
+            self.display.note(
                 f"stopped by {self.stop.signal_name} at step {step} of {self.total}; a checkpoint"
                 " is saved, the same command resumes"
             )
         elif resumed == step:
-            self.show.note(f"already trained to step {resumed}; nothing left to do")
+            self.display.note(f"already trained to step {resumed}; nothing left to do")
         else:
             earlier = f", {resumed} before this launch" if resumed else ""
             took = duration(self.progress.seconds)
-            self.show.note(f"trained {step} steps in {took}{earlier}: {folder}")
+            self.display.note(f"trained {step} steps in {took}{earlier}: {folder}")
         if self.progress.skipped:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self.progress.skipped.items())
-            self.show.note(f"skipped steps: {reasons}")
+            self.display.note(f"skipped steps: {reasons}")
         if self.progress.rolled_back:
-            self.show.note(f"roll-backs to a checkpoint: {self.progress.rolled_back}")
+            self.display.note(f"roll-backs to a checkpoint: {self.progress.rolled_back}")
         if slow := self.shares.report():
-            self.show.note(slow)
+            self.display.note(slow)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -17,14 +17,14 @@ class StepLog:
     """Steps of the whole run."""
     every: int
     """Steps between progress lines."""
-    show: RunDisplay
+    display: RunDisplay
     emit: OnEvent
     audits: AuditLog | None
     """None on ranks other than 0."""
 
     def log(self, step: int, report: StepReport, throughput: Throughput) -> None:
         """Emit a step and its measurements."""
-        self.show.show_step(step, {"loss": report.loss}, throughput)
+        self.display.show_step(step, {"loss": report.loss}, throughput)
         scale = {} if report.loss_scale is None else {"loss_scale": report.loss_scale}
         self.emit(
             "step",

@@ -11,7 +11,7 @@ from attrs import asdict, evolve
 from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.connection import connect, join
-from ms_parallel.cluster.endings import end_scripts_plainly
+from ms_parallel.cluster.endings import install_exception_hook
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.process import is_first, rank
 from ms_parallel.cluster.slurm import adopt_scheduler
@@ -22,7 +22,12 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.pipeline.choice import SEARCH
-from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
+from ms_parallel.planner.found_schedule import (
+    FILE,
+    SearchedSchedule,
+    read_searched_schedule,
+    write_searched_schedule,
+)
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay
@@ -45,10 +50,10 @@ from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import AUTO, Length, Options
 from ms_parallel.training.ownership import output_lock
 from ms_parallel.training.planning.auto_layout import resolve_layout
-from ms_parallel.training.planning.questions import ask_memory
-from ms_parallel.training.recovery import Policy, Recovery
+from ms_parallel.training.planning.subprocesses import ask_memory
+from ms_parallel.training.recovery import Recovery, RecoveryPolicy
 from ms_parallel.training.result import Result
-from ms_parallel.training.run import RecordedSteps, Run, TakeStep
+from ms_parallel.training.run import Run, StepRecorder, TakeStep
 from ms_parallel.training.step_log import StepLog
 
 
@@ -121,7 +126,7 @@ class DistributedTrainer:
         """
         check_path("dataset", dataset_path, error=ConfigError)
         length, options = Length(epochs=epochs, steps=steps), self.options
-        end_scripts_plainly()
+        install_exception_hook()
         adopt_scheduler()
         layout = layout_of(options)
         join(layout, device=options.wanted_device, timeout_s=options.timeout_s)
@@ -143,7 +148,7 @@ class DistributedTrainer:
                 # Kills a background write that an error left running; complete checkpoints are
                 # not affected.
                 run.checkpoints.close()
-                run.show.close()
+                run.display.close()
 
     def evaluate(self) -> float | None:
         """Return the held-out loss of the current weights; None without held-out text.
@@ -205,7 +210,7 @@ class DistributedTrainer:
             )
         engine, schedule, options = self._engine(config, layout, total, emit)
         # Held-out batches are multiples of this, so all data ranks run the same microbatches.
-        rows = layout.readers * (microbatch(options, layout) or 1)
+        rows = layout.data_ranks * (microbatch(options, layout) or 1)
         shares = row_assignment(options, layout, data_place, emit)
         if shares.measured:
             # Ranks that share weights wait for each other in the first and last microbatch.
@@ -214,7 +219,7 @@ class DistributedTrainer:
                 engine.runner.runtime, engine.device, between=between_microbatches
             )
         progress = RunProgress()
-        show = RunDisplay(
+        display = RunDisplay(
             total=total, every=options.log_every, active=options.progress and is_first()
         )
         checkpoints = RunCheckpoints(
@@ -223,11 +228,11 @@ class DistributedTrainer:
             progress=progress,
             options=options,
             total=total,
-            show=show,
+            display=display,
             emit=emit,
             background=self._background_saver(),
         )
-        policy = Policy(
+        policy = RecoveryPolicy(
             on_nonfinite=options.on_nonfinite,
             on_spike=options.on_spike,
             factor=options.spike_factor,
@@ -236,7 +241,7 @@ class DistributedTrainer:
         take_step: TakeStep = engine.step
         if options.record_every is not None:
             folder = options.output_dir / "timelines"
-            take_step = RecordedSteps(engine=engine, every=options.record_every, folder=folder).step
+            take_step = StepRecorder(engine=engine, every=options.record_every, folder=folder).step
         return Run(
             engine=engine,
             take_step=take_step,
@@ -253,9 +258,9 @@ class DistributedTrainer:
             total=total,
             options=options,
             schedule=schedule,
-            show=show,
+            display=display,
             emit=emit,
-            step_log=self._step_log(total, show, emit),
+            step_log=self._step_log(total, display, emit),
             checkpoints=checkpoints,
             progress=progress,
             recovery=Recovery(
@@ -270,7 +275,7 @@ class DistributedTrainer:
 
     def _engine(
         self, config: Any, layout: Layout, total: int, emit: Any
-    ) -> tuple[Engine, FoundSchedule | None, Options]:
+    ) -> tuple[Engine, SearchedSchedule | None, Options]:
         """Build the engine; return it with the searched schedule and the resolved options."""
 
         @cache
@@ -289,10 +294,12 @@ class DistributedTrainer:
             )
         return engine, schedule, options
 
-    def _step_log(self, total: int, show: RunDisplay, emit: Any) -> StepLog:
+    def _step_log(self, total: int, display: RunDisplay, emit: Any) -> StepLog:
         options = self._resolved
-        audits = AuditLog(options.output_dir, emit, show) if is_first() else None
-        return StepLog(total=total, every=options.log_every, show=show, emit=emit, audits=audits)
+        audits = AuditLog(options.output_dir, emit, display) if is_first() else None
+        return StepLog(
+            total=total, every=options.log_every, display=display, emit=emit, audits=audits
+        )
 
     def _background_saver(self) -> BackgroundSaver | None:
         """Create the background checkpoint writer if `async_checkpoints` is set."""
@@ -302,7 +309,7 @@ class DistributedTrainer:
         return BackgroundSaver(root, self._resolved.keep_checkpoints, self._resolved.timeout_s)
 
 
-def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
+def _find_schedule(options: Options, config: Any, layout: Layout) -> SearchedSchedule | None:
     """Search for the run's pipeline schedule, or read the stored one; None unless `search` is set.
 
     All processes call this; it connects them.
@@ -314,7 +321,7 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
     if options.schedule != SEARCH or layout.pipeline == 1:
         return None
     groups = connect(sharded_layout(layout, options.sharding), device=options.wanted_device)
-    rows = options.batch_size // layout.readers
+    rows = options.batch_size // layout.data_ranks
     cap = memory_cap(options, layout)
     size = microbatch(options, layout) or rows
     measured_with: dict[str, Any] = {
@@ -330,7 +337,7 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
         config, groups, rows, options.sequence_length, size, cap, measured_with
     )
     path = options.output_dir / FILE
-    stored = run_on_rank_zero(lambda: read_found(path))
+    stored = run_on_rank_zero(lambda: read_searched_schedule(path))
     # Reused if nothing that it depends on has changed, so a resumed run keeps its schedule.
     if stored is not None and stored.conditions == conditions:
         return stored
@@ -344,5 +351,5 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
         ops=operators_of(options.ops),
         **measured_with,
     )
-    run_on_rank_zero(lambda: write_found(path, result))
+    run_on_rank_zero(lambda: write_searched_schedule(path, result))
     return result

@@ -37,7 +37,7 @@ class Rule:
 
     name: str
     """Name of the rule's module."""
-    look: Callable[[Analysis], Iterable[Case]]
+    find_cases: Callable[[Analysis], Iterable[Case]]
     """Yield at most one case per rank."""
     min_share: float
     """Smallest share of the wall time at which the rule fires."""
@@ -48,7 +48,7 @@ class Rule:
 
     def __call__(self, analysis: Analysis) -> Finding | None:
         """Return the case with the largest share of its rank's time, if it exceeds `min_share`."""
-        worst = max(self.look(analysis), key=lambda case: case.share, default=None)
+        worst = max(self.find_cases(analysis), key=lambda case: case.share, default=None)
         if worst is None or worst.share < self.min_share:
             return None
         rank, share = worst.rank, worst.share
@@ -78,7 +78,7 @@ def phase_rule(
         advice: remedy, a format string.
     """
 
-    def look(analysis: Analysis) -> Iterator[Case]:
+    def find_cases(analysis: Analysis) -> Iterator[Case]:
         for rank in analysis.ranks.values():
             if isinstance(evidence, Category):
                 longest = longest_rows(rank, rows_in_steps(rank, rank.trace.rows(evidence)))
@@ -87,7 +87,7 @@ def phase_rule(
                 longest = longest_intervals(rank, evidence, intervals)
             yield Case(rank=rank, gain_ns=rank.phase_ns(phase), evidence=longest)
 
-    return Rule(name=name, look=look, min_share=min_share, title=title, advice=advice)
+    return Rule(name=name, find_cases=find_cases, min_share=min_share, title=title, advice=advice)
 
 
 def calls_rule(
@@ -105,7 +105,7 @@ def calls_rule(
         advice: remedy, a format string.
     """
 
-    def look(analysis: Analysis) -> Iterator[Case]:
+    def find_cases(analysis: Analysis) -> Iterator[Case]:
         for rank in analysis.ranks.values():
             rows = rows_in_steps(rank, rank.trace.named(calls))
             if len(rows) >= min_per_step * len(rank.breakdowns):
@@ -114,7 +114,7 @@ def calls_rule(
                     evidence=longest_rows(rank, rows), numbers={"calls": len(rows)},
                 )  # fmt: skip
 
-    return Rule(name=name, look=look, min_share=min_share, title=title, advice=advice)
+    return Rule(name=name, find_cases=find_cases, min_share=min_share, title=title, advice=advice)
 
 
 def rows_in_steps(rank: RankAnalysis, rows: NDArray[np.int64]) -> NDArray[np.int64]:

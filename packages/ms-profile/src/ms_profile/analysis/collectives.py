@@ -76,21 +76,21 @@ def find_collectives(trace: Trace) -> tuple[Collective, ...]:
     rows = trace.rows(Category.COLLECTIVE)
     for row in rows[np.argsort(trace.start_ns[rows], kind="stable")].tolist():
         code = int(trace.name[row])
-        note = trace.notes.get(row)
+        message = trace.messages.get(row)
         if code not in operations:
             operations[code] = kind_of(trace.names[code])
         operation = operations[code]
         # A kernel may be named after another operation: NCCL's barrier is an all-reduce.
-        if note is not None and note.kind:
-            operation = kind_of(note.kind)
-        width = element_bytes(note.dtype) if note else None
+        if message is not None and message.kind:
+            operation = kind_of(message.kind)
+        width = element_bytes(message.dtype) if message else None
         collectives.append(
             Collective(
                 row=row,
                 kind=operation,
-                group=note.group if note else "",
-                ranks=note.ranks if note else (),
-                size_bytes=_size(note.sent_elements * width) if note and width else None,
+                group=message.group if message else "",
+                ranks=message.ranks if message else (),
+                size_bytes=_size(message.sent_elements * width) if message and width else None,
                 start_ns=int(trace.start_ns[row]),
                 end_ns=int(trace.start_ns[row] + trace.duration_ns[row]),
             )

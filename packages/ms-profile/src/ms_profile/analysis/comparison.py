@@ -267,9 +267,9 @@ def _difference(before: Runs, after: Runs) -> tuple[float, float, float]:
     deviations = [np.abs(times - np.median(times)) for times in (old, new)]
     # 1.4826 converts a median deviation to a standard deviation; two medians cost 2 degrees.
     freedom = max((len(old) + len(new)) / CORRELATED_STEPS - 2, 1.0)
-    spread = 1.4826 * float(np.median(np.concatenate(deviations))) * (1 + 1 / freedom)
+    std = 1.4826 * float(np.median(np.concatenate(deviations))) * (1 + 1 / freedom)
     # The standard error of a median is 1.25 times the standard error of a mean.
-    error = 1.25 * spread * (CORRELATED_STEPS / len(old) + CORRELATED_STEPS / len(new)) ** 0.5
+    error = 1.25 * std * (CORRELATED_STEPS / len(old) + CORRELATED_STEPS / len(new)) ** 0.5
     # With one run of each, the variance between runs is assumed, once for A and once for B.
     error = (error**2 + 2 * RUN_STD**2) ** 0.5
     return float(np.median(new) - np.median(old)), error, freedom

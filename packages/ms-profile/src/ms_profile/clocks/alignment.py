@@ -263,8 +263,8 @@ def _errors(
     at_end = at_start + slope + 2 * covariance[index, index + width]
     variance = np.maximum(np.maximum(at_start, at_end), 0.0)
     # The fit makes residuals smaller than the errors; this corrects for the fitted parameters.
-    spread = scale * (observations / freedom) ** 0.5
-    half_width: list[float | None] = (_quantile_99(freedom) * spread * np.sqrt(variance)).tolist()
+    std = scale * (observations / freedom) ** 0.5
+    half_width: list[float | None] = (_quantile_99(freedom) * std * np.sqrt(variance)).tolist()
     return half_width
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=path_argument, help="run A: folder or trace")
     parser.add_argument("after", type=path_argument, help="run B")
     several_help = (
-        "with 3 or more runs the scatter between runs decides; alternate A and B while recording"
+        "with 3 or more runs the variance between runs decides; alternate A and B while recording"
     )
     parser.add_argument("--before", type=path_argument, action="append", default=[], metavar="RUN",
                         dest="more_before", help=f"another run of A; {several_help}")  # fmt: skip
@@ -56,12 +56,10 @@ def execute(options: argparse.Namespace) -> int:
     """
     if not 0 <= options.min_change < 1:
         raise TraceError(
-            f"--min-change must be a share from 0 to 1, got {options.min_change}; 0.03 is 3%"
+            f"--min-change must be at least 0 and below 1, got {options.min_change}; 0.03 is 3%"
         )
     if not options.max_wait >= 0:
-        raise TraceError(
-            f"--max-wait must be a share of at least 0, got {options.max_wait}; 0.1 is 10%"
-        )
+        raise TraceError(f"--max-wait must be at least 0, got {options.max_wait}; 0.1 is 10%")
     recorded = _recorded(options)
     comparison = compare(
         analyse(options.before),
@@ -72,7 +70,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(_to_json(comparison)).decode())
     else:
-        _show(comparison, options.min_change)
+        _print_comparison(comparison, options.min_change)
     return 1 if comparison.regression else 0
 
 
@@ -123,10 +121,10 @@ def _to_json(comparison: Comparison) -> dict[str, Any]:
     return {**asdict(comparison), "step": with_share(comparison.step), **series}
 
 
-def _show(comparison: Comparison, min_change: float) -> None:
+def _print_comparison(comparison: Comparison, min_change: float) -> None:
     table = Table(title="per step")
-    for column in ("what", "before ms", "after ms", "change"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    for column in ("", "before ms", "after ms", "change"):
+        table.add_column(column, justify="right" if column else "left")
     for row in (comparison.step, *comparison.phases, *comparison.operators[:MOST_OPERATORS]):
         change = "new" if row.share is None else f"{row.share:+.1%}"
         table.add_row(
@@ -144,9 +142,9 @@ def _show(comparison: Comparison, min_change: float) -> None:
     elif share is not None and abs(share) >= min_change:
         verdict = "inconclusive (not significant: too few steps, or too much variance)"
     change = "" if share is None else f"{share:+.1%} per step, "
-    way = "get faster" if share is not None and share < 0 else "get slower"
+    direction = "get faster" if share is not None and share < 0 else "get slower"
     print(
-        f"{verdict}: {change}equal runs {way} by at least this much in "
+        f"{verdict}: {change}equal runs {direction} by at least this much in "
         f"{comparison.p_value:.1%} of cases"
     )
     power = "too few steps or too much variance to detect any slowdown reliably; record more"

@@ -9,10 +9,10 @@ import msgspec
 from ms_profile.commands.printable import plain
 from ms_profile.entry import DONE, FAILED, file_argument, folder_argument, path_argument
 from ms_profile.errors import DoctorError, LaunchError
-from ms_profile.log.manifest import write_whole
+from ms_profile.log.manifest import write_atomically
 
 if TYPE_CHECKING:
-    from ms_profile.doctor.checks import Finding
+    from ms_profile.doctor.checks import DoctorFinding
     from ms_profile.doctor.recording import Examined
 
 HELP: Final = "find misconfigurations that break or slow down training, with remedies"
@@ -106,7 +106,7 @@ def _examine(options: argparse.Namespace) -> int:
             code = _report(options, examined)
         cluster = measure_cluster(device) if options.measure else None
         if cluster is not None:
-            write_whole(options.out, cluster.encode())
+            write_atomically(options.out, cluster.encode())
             if not options.json:
                 print(f"measured     {options.out}")
         return broadcast(code) if dist.is_initialized() else code
@@ -115,13 +115,13 @@ def _examine(options: argparse.Namespace) -> int:
             dist.destroy_process_group()
 
 
-def _report(options: argparse.Namespace, examined: "Examined", *findings: "Finding") -> int:
+def _report(options: argparse.Namespace, examined: "Examined", *findings: "DoctorFinding") -> int:
     """Run the checks and print the report; return 1 if a check fails."""
     from ms_profile.doctor.report import draw_page, judge, report_text
 
     report = judge(examined, findings)
     if options.html is not None:
-        write_whole(options.html, draw_page(report).encode())
+        write_atomically(options.html, draw_page(report).encode())
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
     else:

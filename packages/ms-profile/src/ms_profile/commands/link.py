@@ -15,7 +15,7 @@ from ms_profile.entry import file_argument
 from ms_profile.errors import LinkError, number_in_environment
 from ms_profile.links.matrix import LinkMatrix
 from ms_profile.links.measure import measure_links
-from ms_profile.log.manifest import encode, write_whole
+from ms_profile.log.manifest import encode, write_atomically
 
 HELP: Final = "measure latency and bandwidth between every pair of ranks by ping-pong"
 EXAMPLE: Final = (
@@ -76,7 +76,7 @@ def _start(options: argparse.Namespace) -> int:
 
 def _report(matrix: LinkMatrix, options: argparse.Namespace) -> None:
     if options.out is not None:
-        write_whole(options.out, encode(matrix))
+        write_atomically(options.out, encode(matrix))
     if options.json:
         print(msgspec.json.encode(matrix).decode(), flush=True)
         return

@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--perfetto", type=file_argument, metavar="FILE", help="also write a trace of all ranks"
     )
     parser.add_argument("--max-events", type=int, default=1_000_000, metavar="N",
-                        help="most spans in the timeline, longest first; 1000000")  # fmt: skip
+                        help="maximum number of spans in the timeline, longest first; "
+                        "default: 1000000")  # fmt: skip
     parser.add_argument(
         "--json", action="store_true", help="print the summary as JSON and write no page"
     )

@@ -72,7 +72,7 @@ def execute(options: argparse.Namespace) -> int:
     )
     with tracker:
         for event in _events(options, problems):
-            tracker.take(event.kind, event.fields, wall_s=event.wall_ns / 1e9)
+            tracker.queue_event(event.kind, event.fields, wall_s=event.wall_ns / 1e9)
             events += 1
     if options.json:
         print(encode({"events": events, "lost": tracker.lost}).decode())

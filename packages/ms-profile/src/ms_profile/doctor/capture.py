@@ -25,7 +25,7 @@ from ms_profile.doctor.limits import (
     memory_limit,
     quota_files,
 )
-from ms_profile.doctor.recording import NO_ANSWER, Accelerator, Machine, Recording
+from ms_profile.doctor.recording import NO_ANSWER, Accelerator, Machine, MachineRecording
 from ms_profile.doctor.vendor_tools import (
     CANN_FILE,
     DRIVER_FILE,
@@ -94,7 +94,7 @@ SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 """Substrings of names of variables that are never recorded."""
 
 
-def capture(root: Path = Path("/"), *, with_machine: bool | None = None) -> Recording:
+def capture(root: Path = Path("/"), *, with_machine: bool | None = None) -> MachineRecording:
     """Record this process and its machine.
 
     Args:
@@ -104,7 +104,7 @@ def capture(root: Path = Path("/"), *, with_machine: bool | None = None) -> Reco
     machine = this_machine()
     files = dict(_files(root, LIMITS_FILE))
     if not (machine.local_rank == 0 if with_machine is None else with_machine):
-        return Recording(machine=machine, files=files)
+        return MachineRecording(machine=machine, files=files)
     files |= {path: text for pattern in MACHINE_FILES for path, text in _files(root, pattern)}
     # Only now is known where the limits of this process's control groups are stored.
     groups = files.get(CGROUP_FILE, "")
@@ -118,9 +118,9 @@ def capture(root: Path = Path("/"), *, with_machine: bool | None = None) -> Reco
     for path in [path for path in files if path.endswith(f"-linux/{Path(CANN_FILE).name}")]:
         files.setdefault(CANN_FILE, files[path])
     commands = _outputs(COMMANDS)
-    numbers = [npu.number for npu in npus(Recording(commands=commands))]
+    numbers = [npu.number for npu in npus(MachineRecording(commands=commands))]
     commands |= _outputs([command for number in numbers for command in port_commands(number)])
-    return Recording(machine=machine, files=files, commands=commands)
+    return MachineRecording(machine=machine, files=files, commands=commands)
 
 
 def memory_bytes(machine: Machine, root: Path = Path("/")) -> int:
@@ -133,7 +133,7 @@ def memory_bytes(machine: Machine, root: Path = Path("/")) -> int:
     groups = _text(root / CGROUP_FILE) or ""
     paths = [path for pair in group_files(groups) for path in pair]
     files = {path: text for path in paths for path, text in _files(root, path)}
-    limit = memory_limit(Recording(files={**files, CGROUP_FILE: groups}))
+    limit = memory_limit(MachineRecording(files={**files, CGROUP_FILE: groups}))
     return machine.memory_bytes if limit is None else min(machine.memory_bytes, limit[0])
 
 
@@ -165,14 +165,14 @@ def _text(path: Path) -> str | None:
 
 def _outputs(commands: Sequence[Sequence[str]]) -> dict[str, str]:
     outputs: dict[str, str] = {}
-    hung: set[str] = set()
+    hanging: set[str] = set()
     for words in commands:
         tool = shutil.which(words[0]) or TOOL_PATHS.get(words[0], "")
-        if words[0] in hung or not os.access(tool, os.X_OK):
+        if words[0] in hanging or not os.access(tool, os.X_OK):
             continue
         answer = _output(tool, words[1:])
         if answer is None:  # its driver hangs, and would for every further query
-            hung.add(words[0])
+            hanging.add(words[0])
         outputs[" ".join(words)] = NO_ANSWER if answer is None else answer
     return outputs
 

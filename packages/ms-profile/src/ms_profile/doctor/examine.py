@@ -17,10 +17,10 @@ import torch.distributed as dist
 from attrs import evolve
 
 from ms_profile.doctor.capture import capture
-from ms_profile.doctor.checks import Finding, failure
+from ms_profile.doctor.checks import DoctorFinding, failure
 from ms_profile.doctor.clocks import gather_bytes, measure_clocks
 from ms_profile.doctor.output_folder import measure_folders
-from ms_profile.doctor.recording import Examined, Measured, Pair, Recording
+from ms_profile.doctor.recording import Examined, MachineRecording, Measured, Pair
 from ms_profile.entry import FAILED
 from ms_profile.errors import DoctorError, LaunchError, number_in_environment
 from ms_profile.links.measure import Pairs, measure_links
@@ -96,8 +96,8 @@ def pick_device(name: str | None, local_rank: int) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if best is None or device.type != best.type:
-        here = "no accelerator" if best is None else best.type
-        raise DoctorError(f"this machine has {here}, got --device {name}; use --device cpu")
+        available = "no accelerator" if best is None else best.type
+        raise DoctorError(f"this machine has {available}, got --device {name}; use --device cpu")
     index = local_rank if device.index is None else device.index
     count = torch.accelerator.device_count()
     if index >= count:
@@ -127,7 +127,7 @@ def set_rendezvous(world_size: int) -> None:
 def examine(
     device: torch.device,
     folder: Path | None,
-    on_lost: Callable[[Examined, Finding], object],
+    on_lost: Callable[[Examined, DoctorFinding], object],
 ) -> Examined | None:
     """Record all ranks and measure clocks, the output folder and links between them. Collective.
 
@@ -150,7 +150,7 @@ def examine(
     examined = None
     if dist.get_rank() == 0:
         examined = Examined(
-            ranks=tuple(msgspec.json.decode(part, type=Recording) for part in parts),
+            ranks=tuple(msgspec.json.decode(part, type=MachineRecording) for part in parts),
             measured=Measured(clocks=clocks, folders=folders),
         )
     return examine_links(examined, device, on_lost)
@@ -159,7 +159,7 @@ def examine(
 def examine_links(
     examined: Examined | None,
     device: torch.device,
-    on_lost: Callable[[Examined, Finding], object],
+    on_lost: Callable[[Examined, DoctorFinding], object],
     *,
     timeout_s: float = MESSAGES_S,
 ) -> Examined | None:
@@ -234,7 +234,7 @@ def pair_rounds(world: int) -> list[list[tuple[int, int]]]:
     return [[pair] for pairs in rounds for pair in pairs]
 
 
-def _lost_messages(examined: Examined, pairs: Pairs, backend: str, seconds: float) -> Finding:
+def _lost_messages(examined: Examined, pairs: Pairs, backend: str, seconds: float) -> DoctorFinding:
     named = ", ".join(f"{first} and {second}" for first, second in pairs[:MAX_NAMED])
     finding = failure(
         examined.ranks[0],
@@ -247,7 +247,7 @@ def _lost_messages(examined: Examined, pairs: Pairs, backend: str, seconds: floa
     return msgspec.structs.replace(finding, check="links")
 
 
-def not_connected(recording: Recording, reason: str) -> Finding:
+def not_connected(recording: MachineRecording, reason: str) -> DoctorFinding:
     """Finding for a rank that could not connect to the others."""
     finding = failure(
         recording,

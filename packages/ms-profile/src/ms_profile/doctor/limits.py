@@ -6,7 +6,7 @@ from math import inf
 from pathlib import PurePosixPath
 from typing import Final
 
-from ms_profile.doctor.recording import Recording
+from ms_profile.doctor.recording import MachineRecording
 from ms_profile.doctor.versions import parse_int
 
 LIMITS_FILE: Final = "proc/self/limits"
@@ -31,7 +31,7 @@ MAX_DEPTH: Final = 16
 UNLIMITED_BYTES: Final = 1 << 62
 
 
-def limit(recording: Recording, name: str) -> float | None:
+def limit(recording: MachineRecording, name: str) -> float | None:
     """Soft limit by a name in `LIMITS`; infinite if unlimited, None if unknown."""
     in_file, in_output, unit = LIMITS[name]
     for text, pattern, scale in (
@@ -45,7 +45,7 @@ def limit(recording: Recording, name: str) -> float | None:
     return None
 
 
-def memory_limit(recording: Recording) -> tuple[int, int] | None:
+def memory_limit(recording: MachineRecording) -> tuple[int, int] | None:
     """Limit and usage in bytes of the tightest control group; None if unlimited.
 
     Args:
@@ -94,7 +94,7 @@ def quota_files(groups: str) -> list[str]:
     return [str(path.with_name(CPU_QUOTA)) for path in limit_files if path.name == "memory.max"]
 
 
-def cores_of(machine: Recording, ranks: Sequence[Recording]) -> float:
+def cores_of(machine: MachineRecording, ranks: Sequence[MachineRecording]) -> float:
     """Number of cores that a machine's ranks share, within the quotas of their control groups.
 
     Args:
@@ -106,7 +106,7 @@ def cores_of(machine: Recording, ranks: Sequence[Recording]) -> float:
     return min([cores, *_quotas(machine)])
 
 
-def _quotas(machine: Recording) -> Iterator[float]:
+def _quotas(machine: MachineRecording) -> Iterator[float]:
     for path in quota_files(machine.text(CGROUP_FILE) or ""):
         quota, _, period = (machine.text(path) or "").partition(" ")
         quota_us, period_us = parse_int(quota), parse_int(period)
@@ -114,7 +114,7 @@ def _quotas(machine: Recording) -> Iterator[float]:
             yield quota_us / period_us
 
 
-def busy_cores(machine: Recording, cores: float, ranks: int) -> float:
+def busy_cores(machine: MachineRecording, cores: float, ranks: int) -> float:
     """Estimate how many of `cores` are busy with other processes; 0 if the load is unknown.
 
     Args:
@@ -146,13 +146,13 @@ def _count_cores(ranges: str) -> int:
     return count
 
 
-def threads_of(recording: Recording) -> int:
+def threads_of(recording: MachineRecording) -> int:
     """Number of computing threads of a rank; 0 if unknown."""
     in_environment = parse_int(recording.machine.environment.get("OMP_NUM_THREADS"))
     return recording.machine.threads or in_environment or 0
 
 
-def sleeps(recording: Recording) -> bool:
+def sleeps(recording: MachineRecording) -> bool:
     """Return whether waiting OpenMP threads sleep instead of spinning."""
     variables = recording.machine.environment
     policy = variables.get("OMP_WAIT_POLICY", "").strip().lower()

@@ -6,7 +6,7 @@ from typing import Final
 
 from attrs import frozen
 
-from ms_profile.doctor.recording import Examined, Recording
+from ms_profile.doctor.recording import Examined, MachineRecording
 from ms_profile.doctor.versions import parse_int
 
 RDMA: Final = "sys/class/infiniband"
@@ -51,7 +51,7 @@ class Port:
         return self.layer.lower() == "ethernet"
 
 
-def ports(recording: Recording) -> list[Port]:
+def ports(recording: MachineRecording) -> list[Port]:
     """Ports of a machine, from /sys/class/infiniband or `ibstat`."""
     return list(_from_sysfs(recording)) or list(_from_ibstat(recording.output("ibstat") or ""))
 
@@ -61,12 +61,12 @@ def has_rdma(examined: Examined) -> bool:
     return any(ports(machine) for machine in examined.machines)
 
 
-def has_active_port(machine: Recording) -> bool:
+def has_active_port(machine: MachineRecording) -> bool:
     """Return whether an RDMA port of a machine is up."""
     return any(port.is_active for port in ports(machine))
 
 
-def chosen_ports(recording: Recording, choice: str) -> list[Port]:
+def chosen_ports(recording: MachineRecording, choice: str) -> list[Port]:
     """Ports that NCCL uses: all, or those selected by `NCCL_IB_HCA`.
 
     Args:
@@ -95,7 +95,7 @@ def _selectors(choice: str) -> tuple[list[str], Callable[[str, str], bool], bool
     return words, str.__eq__ if "=" in choice[:2] else str.startswith, "^" in choice[:2]
 
 
-def _from_sysfs(recording: Recording) -> Iterator[Port]:
+def _from_sysfs(recording: MachineRecording) -> Iterator[Port]:
     for adapter in recording.names(RDMA):
         for number in recording.names(f"{RDMA}/{adapter}/ports"):
             if parse_int(number) is None:
@@ -152,7 +152,7 @@ def _key_values(text: str) -> dict[str, str]:
     return values
 
 
-def rdma_mtus(recording: Recording) -> dict[tuple[str, int], tuple[int, int]]:
+def rdma_mtus(recording: MachineRecording) -> dict[tuple[str, int], tuple[int, int]]:
     """Active and maximum MTU in bytes by adapter and port number, from `ibv_devinfo`."""
     mtus = {}
     output = recording.output("ibv_devinfo") or ""
@@ -179,7 +179,7 @@ class Interface:
     """Bytes of the largest packet."""
 
 
-def interface(recording: Recording, name: str) -> Interface | None:
+def interface(recording: MachineRecording, name: str) -> Interface | None:
     """Read an interface by name; None if it does not exist."""
     state, mtu = (
         recording.text(f"{INTERFACES}/{name}/{attribute}") for attribute in ("operstate", "mtu")
@@ -190,7 +190,7 @@ def interface(recording: Recording, name: str) -> Interface | None:
     return Interface(name=name, up=state in ("up", "unknown"), mtu=parse_int(mtu))
 
 
-def chosen_interfaces(recording: Recording, choice: str) -> list[str]:
+def chosen_interfaces(recording: MachineRecording, choice: str) -> list[str]:
     """Interfaces selected by a variable such as `NCCL_SOCKET_IFNAME`, as in `chosen_ports`."""
     words, matches, inverted = _selectors(choice)
     return [
@@ -200,7 +200,9 @@ def chosen_interfaces(recording: Recording, choice: str) -> list[str]:
     ]
 
 
-def variable(recording: Recording, machine: Recording, name: str) -> tuple[str, str] | None:
+def variable(
+    recording: MachineRecording, machine: MachineRecording, name: str
+) -> tuple[str, str] | None:
     """Return the value of a variable and its source; None if it is not set.
 
     Args:
@@ -218,7 +220,7 @@ def variable(recording: Recording, machine: Recording, name: str) -> tuple[str, 
     return None
 
 
-def value(examined: Examined, recording: Recording, name: str) -> str:
+def value(examined: Examined, recording: MachineRecording, name: str) -> str:
     """Value of a variable on a rank; empty if not set."""
     setting = variable(recording, examined.machine_of(recording), name)
     return setting[0] if setting else ""

@@ -109,7 +109,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="doctor-measured-1
     """Log of the collective library's initialization."""
 
 
-class Recording(msgspec.Struct, frozen=True, kw_only=True, tag="doctor-rank-1"):
+class MachineRecording(msgspec.Struct, frozen=True, kw_only=True, tag="doctor-rank-1"):
     """Recording of a rank: its facts, and files and outputs of its machine."""
 
     machine: Machine = Machine()
@@ -143,22 +143,22 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True, tag="doctor-rank-1"):
 class Examined:
     """Input of the checks."""
 
-    ranks: tuple[Recording, ...]
+    ranks: tuple[MachineRecording, ...]
     """Recording of each rank, by rank."""
     measured: Measured = field(factory=Measured)
 
     @cached_property
-    def machines(self) -> tuple[Recording, ...]:
+    def machines(self) -> tuple[MachineRecording, ...]:
         """Recording of each machine, made by its first rank."""
         return tuple(self._by_node.values())
 
-    def machine_of(self, recording: Recording) -> Recording:
+    def machine_of(self, recording: MachineRecording) -> MachineRecording:
         """Recording of a rank's machine."""
         return self._by_node[recording.node]
 
     @cached_property
-    def _by_node(self) -> dict[tuple[int, str], Recording]:
-        by_node: dict[tuple[int, str], Recording] = {}
+    def _by_node(self) -> dict[tuple[int, str], MachineRecording]:
+        by_node: dict[tuple[int, str], MachineRecording] = {}
         for recording in self.ranks:
             by_node.setdefault(recording.node, recording)
         return by_node

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ms_profile.doctor.recording import Examined, Machine, Measured, Recording
+from ms_profile.doctor.recording import Examined, Machine, MachineRecording, Measured
 from ms_profile.errors import FormatError, RecordError
 from ms_profile.files.untrusted import check_path, read_bytes, read_json
 from ms_profile.log.manifest import encode
@@ -114,14 +114,14 @@ def _short(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
-def _rank(top: Path, number: int, rank_folder: Path) -> Recording:
+def _rank(top: Path, number: int, rank_folder: Path) -> MachineRecording:
     machine = Machine()
     if (rank_folder / MACHINE).exists():
         _check_inside(top, rank_folder / MACHINE)
         machine = read_json(rank_folder / MACHINE, Machine, error=FormatError)
     machine = msgspec.structs.replace(machine, rank=number)
     outputs = dict(_texts(top, rank_folder / "commands"))
-    return Recording(
+    return MachineRecording(
         machine=machine,
         files=dict(_texts(top, rank_folder / "files")),
         commands={line.removesuffix(SUFFIX): text for line, text in outputs.items()},

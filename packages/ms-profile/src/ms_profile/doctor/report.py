@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ms_profile.doctor.checks import Finding, all_checks, merge_findings
+from ms_profile.doctor.checks import DoctorFinding, all_checks, merge_findings
 from ms_profile.doctor.recording import Examined, Machine, Measured
 
 GIB: Final = 1 << 30
@@ -49,7 +49,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     hosts: list[str]
     checks: list[CheckResult]
-    findings: list[Finding]
+    findings: list[DoctorFinding]
     measured: Measured
 
     @property
@@ -58,7 +58,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
         return not any(finding.severity == "failure" for finding in self.findings)
 
 
-def judge(examined: Examined, extra: Iterable[Finding] = ()) -> DoctorReport:
+def judge(examined: Examined, extra: Iterable[DoctorFinding] = ()) -> DoctorReport:
     """Run all checks.
 
     Args:
@@ -68,7 +68,7 @@ def judge(examined: Examined, extra: Iterable[Finding] = ()) -> DoctorReport:
     findings, results = list(extra), []
     for name, check in all_checks().items():
         skipped = not check.needs(examined)
-        new_findings = [] if skipped else merge_findings(check.look(examined))
+        new_findings = [] if skipped else merge_findings(check.find(examined))
         findings += [msgspec.structs.replace(finding, check=name) for finding in new_findings]
         results.append(
             CheckResult(name=name, about=check.about, skipped=skipped, findings=len(new_findings))
@@ -114,7 +114,7 @@ def summary(report: DoctorReport) -> str:
     )
 
 
-def location(finding: Finding) -> str:
+def location(finding: DoctorFinding) -> str:
     """Format the ranks and machines of a finding."""
     ranks = _named([str(rank) for rank in finding.ranks])
     hosts = _named([host for host in finding.hosts if host])
@@ -184,7 +184,7 @@ def draw_page(report: DoctorReport) -> str:
     )
 
 
-def _article(finding: Finding) -> str:
+def _article(finding: DoctorFinding) -> str:
     head = f"{finding.severity.capitalize()}: {finding.where}, {location(finding)}"
     what, why = escape(_sentence(finding.what)), escape(_sentence(finding.why))
     return (

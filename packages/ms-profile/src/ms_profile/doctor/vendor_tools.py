@@ -6,7 +6,7 @@ from typing import Final
 
 from attrs import frozen
 
-from ms_profile.doctor.recording import Examined, Recording
+from ms_profile.doctor.recording import Examined, MachineRecording
 from ms_profile.doctor.versions import parse_int
 
 DRIVER_FILE: Final = "proc/driver/nvidia/version"
@@ -35,7 +35,7 @@ class Gpu:
         return ""
 
 
-def nvidia_driver(recording: Recording) -> str | None:
+def nvidia_driver(recording: MachineRecording) -> str | None:
     """Version of NVIDIA's driver; None without one."""
     for line in (recording.output("nvidia-smi -q") or "").splitlines():
         key, colon, value = line.partition(" : ")
@@ -50,7 +50,7 @@ def has_nvidia(examined: Examined) -> bool:
     return any(nvidia_driver(machine) for machine in examined.machines)
 
 
-def gpus(recording: Recording) -> list[Gpu]:
+def gpus(recording: MachineRecording) -> list[Gpu]:
     """GPUs of a machine."""
     text = recording.output("nvidia-smi -q") or ""
     # Alternates bus ids and reports, after the text before the first GPU.
@@ -99,7 +99,7 @@ class NpuPort:
         return f"NPU {self.number}"
 
 
-def npu_driver(recording: Recording) -> str | None:
+def npu_driver(recording: MachineRecording) -> str | None:
     """Version of the Ascend driver; None without one."""
     match = NPU_DRIVER.search(recording.output("npu-smi info") or "")
     return match[1] if match else None
@@ -110,7 +110,7 @@ def has_ascend(examined: Examined) -> bool:
     return any(npu_driver(machine) for machine in examined.machines)
 
 
-def cann(recording: Recording) -> str | None:
+def cann(recording: MachineRecording) -> str | None:
     """Version of CANN; None if not installed."""
     for line in (recording.text(CANN_FILE) or "").splitlines():
         key, _, value = line.partition("=")
@@ -119,7 +119,7 @@ def cann(recording: Recording) -> str | None:
     return None
 
 
-def npus(recording: Recording) -> list[Npu]:
+def npus(recording: MachineRecording) -> list[Npu]:
     """Ascend devices of a machine, from the first of the two lines of each in the table."""
     return [
         Npu(number=int(number), name=name, health=health)
@@ -129,7 +129,7 @@ def npus(recording: Recording) -> list[Npu]:
     ]
 
 
-def npu_ports(recording: Recording) -> list[NpuPort]:
+def npu_ports(recording: MachineRecording) -> list[NpuPort]:
     """Ports of the Ascend devices that were queried by `port_commands`."""
     ports: list[NpuPort] = []
     for words in map(str.split, recording.commands):
@@ -150,7 +150,7 @@ def port_commands(number: int) -> list[list[str]]:
     return [[PORT_TOOL, "-i", str(number), f"-{query}", "-g"] for query in queries]
 
 
-def _npu_port(recording: Recording, number: int) -> NpuPort:
+def _npu_port(recording: MachineRecording, number: int) -> NpuPort:
     def answer(query: str, pattern: str) -> str:
         text = recording.output(PORT_TOOL, "-i", str(number), f"-{query}", "-g") or ""
         match = re.search(pattern, text, re.IGNORECASE)

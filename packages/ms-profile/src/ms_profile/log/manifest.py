@@ -124,8 +124,8 @@ def ring_path(folder: Path, rank: int) -> Path:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that gets its final name once it is written without an error.
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that is renamed to `path` after it was written without an error.
 
     Raises:
         OSError: the disk is full or the folder is not writable; an existing file is unchanged.
@@ -148,9 +148,9 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears complete or not at all; see `whole_file`."""
-    with whole_file(path) as file:
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file atomically; see `atomic_file`."""
+    with atomic_file(path) as file:
         file.write(content)
 
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 from ms_profile.errors import RecordError
 from ms_profile.files.untrusted import check_path
 from ms_profile.log.event_log import Event
-from ms_profile.log.manifest import whole_file
+from ms_profile.log.manifest import atomic_file
 from ms_profile.log.tensorboard_records import file_start, values
 
 
@@ -37,7 +37,7 @@ def export_tensorboard(events: Iterable[Event], folder: Path | str) -> int:
             if event.rank not in files:
                 name = f"events.out.tfevents.{event.wall_ns // 1_000_000_000}.ms-profile"
                 path = Path(folder) / f"rank-{event.rank:05d}" / name
-                file = files[event.rank] = open_files.enter_context(whole_file(path))
+                file = files[event.rank] = open_files.enter_context(atomic_file(path))
                 file.write(file_start(event.wall_ns / 1e9))
             scalars = {
                 f"{event.kind}/{name}": value

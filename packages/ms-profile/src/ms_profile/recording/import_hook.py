@@ -8,21 +8,21 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-def when_imported(name: str, act: Callable[[], None]) -> None:
+def when_imported(name: str, callback: Callable[[], None]) -> None:
     """Call `act` right after module `name` is first imported, or now if it already is.
 
     This leaves it to the script when torch is imported, and with which environment variables.
     """
     if name in sys.modules:
-        act()
+        callback()
     else:
         # First, as the finder that succeeds ends the search.
-        sys.meta_path.insert(0, _Finder(name, act))
+        sys.meta_path.insert(0, _Finder(name, callback))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, name: str, act: Callable[[], None]) -> None:
-        self.name, self.act = name, act
+    def __init__(self, name: str, callback: Callable[[], None]) -> None:
+        self.name, self.callback = name, callback
         self._searching = False
 
     def find_spec(
@@ -43,14 +43,14 @@ class _Finder(importlib.abc.MetaPathFinder):
     def _imported(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-            self.act()
+            self.callback()
 
 
 class _Loader(importlib.abc.Loader):
     """Wrap a loader to call a function once its module has been executed."""
 
-    def __init__(self, loader: importlib.abc.Loader, act: Callable[[], None]) -> None:
-        self.loader, self.act = loader, act
+    def __init__(self, loader: importlib.abc.Loader, callback: Callable[[], None]) -> None:
+        self.loader, self.callback = loader, callback
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
@@ -61,4 +61,4 @@ class _Loader(importlib.abc.Loader):
             module.__spec__.loader = self.loader
         module.__loader__ = self.loader
         self.loader.exec_module(module)
-        self.act()
+        self.callback()

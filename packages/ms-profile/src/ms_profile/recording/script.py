@@ -52,7 +52,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
     try:
         exec(code, module.__dict__)
     except SystemExit as exit_request:
-        return _exit_of(exit_request)
+        return _script_exit(exit_request)
     except BaseException as error:
         _print(error)
         last = traceback.format_exception_only(error)[-1].strip()
@@ -61,7 +61,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
     return ScriptExit(0, None)
 
 
-def _exit_of(exit_request: SystemExit) -> ScriptExit:
+def _script_exit(exit_request: SystemExit) -> ScriptExit:
     """Convert the argument of `sys.exit` as the interpreter does."""
     if exit_request.code is None:
         return ScriptExit(0, None)

@@ -19,7 +19,7 @@ from ms_profile.log.manifest import (
     encode,
     rank_path,
     ring_path,
-    write_whole,
+    write_atomically,
 )
 from ms_profile.metrics import Collect, collected_for
 from ms_profile.recording.cpu_wait import CpuWait
@@ -29,7 +29,7 @@ from ms_profile.recording.recorder import Recorder
 from ms_profile.secret_text import mask_arguments, without_secrets
 
 if TYPE_CHECKING:
-    from ms_profile.recording.tracer import Tracer
+    from ms_profile.recording.tracer import WindowTracer
 
 MOST_COLLECTIVES: Final = "4096"
 SLOW_METRICS_NS: Final = 1_000_000_000
@@ -74,7 +74,7 @@ class Session:
         """Whether the recording has no gaps so far."""
         self._warnings: list[str] = []
         self._traces: list[TraceFile] = []
-        self._tracer: Tracer | None = None
+        self._tracer: WindowTracer | None = None
         self._finished = self._window_ended = False
         self.forks = 0
         """Number of times that the script forked this process."""
@@ -150,14 +150,14 @@ class Session:
         )
         """Manifest of this rank, as last written."""
         if process.rank == 0:
-            write_whole(folder / "manifest.json", encode(self._run_manifest()))
+            write_atomically(folder / "manifest.json", encode(self._run_manifest()))
         path = ring_path(folder, process.rank)
         self._recorder = Recorder(
             path, rank=process.rank, on_step=self._on_step, on_update=self._on_update
         )
         self.events = EventLog(folder / "events", rank=process.rank, world_size=process.world_size)
         # Last, so that a rank with a manifest has a ring and an event log.
-        write_whole(rank_path(folder, process.rank), encode(self.manifest))
+        write_atomically(rank_path(folder, process.rank), encode(self.manifest))
 
     def _run_manifest(self) -> RunManifest:
         return RunManifest(
@@ -174,9 +174,9 @@ class Session:
         """Attach to torch right after the script has imported it."""
         if self._finished:  # in a child that was forked before torch was imported
             return
-        from ms_profile.recording.tracer import Tracer
+        from ms_profile.recording.tracer import WindowTracer
 
-        self._tracer = Tracer(
+        self._tracer = WindowTracer(
             self._plan.output_dir,
             self._process.rank,
             self._plan.schedule,
@@ -291,7 +291,9 @@ class Session:
             **changes,
         )
         try:
-            write_whole(rank_path(self._plan.output_dir, self._process.rank), encode(self.manifest))
+            write_atomically(
+                rank_path(self._plan.output_dir, self._process.rank), encode(self.manifest)
+            )
         except OSError as error:
             self._loss(f"the manifest of rank {self._process.rank} is out of date: {error}")
             warnings = tuple(self._warnings)

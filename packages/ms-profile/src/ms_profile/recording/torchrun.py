@@ -11,7 +11,7 @@ import msgspec
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import parse_args, run
 
-from ms_profile.log.manifest import write_whole
+from ms_profile.log.manifest import write_atomically
 
 
 @record
@@ -22,7 +22,7 @@ def main() -> None:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        write_whole(Path(file), msgspec.json.encode(codes))
+        write_atomically(Path(file), msgspec.json.encode(codes))
         raise
 
 

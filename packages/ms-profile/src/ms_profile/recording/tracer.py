@@ -30,7 +30,7 @@ END_BYTES = 1 << 15
 """Bytes at the end of a trace that hold `END`: the name is a path of at most 4 KiB."""
 
 
-class Tracer:
+class WindowTracer:
     """Trace the steps selected by a schedule.
 
     Args:

@@ -13,7 +13,7 @@ from ms_profile.analysis.whole_run import Analysis
 from ms_profile.errors import RecordError
 from ms_profile.files.untrusted import check_path
 from ms_profile.links.matrix import LinkMatrix
-from ms_profile.log.manifest import write_whole
+from ms_profile.log.manifest import write_atomically
 from ms_profile.report.payload import pack_columns
 from ms_profile.report.summary import build_summary
 from ms_profile.report.timeline import build_timeline
@@ -54,7 +54,7 @@ def write_report(
     table, packed = pack_columns(timeline.columns)
     summary = build_summary(analysis, title=title, links=links, metrics=metrics)
     page_data = {"timeline": timeline.layout, "columns": msgspec.to_builtins(table)}
-    write_whole(Path(path), render(summary | page_data, packed).encode())
+    write_atomically(Path(path), render(summary | page_data, packed).encode())
     return summary
 
 

@@ -12,7 +12,7 @@ import msgspec
 from ms_profile.analysis.whole_run import Analysis, RankAnalysis
 from ms_profile.errors import RecordError
 from ms_profile.files.untrusted import check_path
-from ms_profile.log.manifest import whole_file
+from ms_profile.log.manifest import atomic_file
 from ms_profile.trace.columns import EXPORT
 
 ROWS = 20_000
@@ -32,7 +32,7 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
     target = Path(path)
     encode = msgspec.json.Encoder().encode
     written, separator = 0, b""
-    with whole_file(target) as raw, _maybe_gzip(raw, target) as file:
+    with atomic_file(target) as raw, _maybe_gzip(raw, target) as file:
         head = {"displayTimeUnit": "ms", "otherData": {"producer": EXPORT}}
         # The object and its list stay open; batches are added without their own brackets.
         file.write(encode(head)[:-1] + b',"traceEvents":[')

@@ -16,7 +16,7 @@ CAUSES: Final = tuple(name for name in PHASES if name not in BUSY)
 def summarize_data(analysis: Analysis) -> dict[str, Any]:
     """Summarize the waits for batches.
 
-    `ranks` has rows [rank, waited ns, of which nothing else ran], `longest` rows [rank, start, ns].
+    `ranks` has rows [rank, waited ns, ns in which nothing else ran], `longest` [rank, start, ns].
     Both times are None if the rank's trace shows no waits.
     """
     ranks: list[list[Any]] = []

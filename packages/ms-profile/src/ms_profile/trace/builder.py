@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_profile.trace.categories import categorize
-from ms_profile.trace.columns import EXPORT, CollectiveNote, Memory, Thread, Trace
-from ms_profile.trace.messages import first_message, note_of
+from ms_profile.trace.columns import EXPORT, CollectiveMessage, Memory, Thread, Trace
+from ms_profile.trace.messages import first_message, message_of
 from ms_profile.trace.process_groups import name_groups
-from ms_profile.trace.records import MAX_NS, Record
+from ms_profile.trace.records import MAX_NS, TraceEvent
 from ms_profile.vendors.category import Category
 
 Array = NDArray[Any]
@@ -53,12 +53,12 @@ class TraceBuilder:
         self._parts: dict[str, list[Array]] = {name: [] for name in COLUMNS}
         self._memory: dict[str, list[Array]] = {name: [] for name in MEMORY_COLUMNS}
         # By row in file order, as rows get their final positions only in `finish`.
-        self._notes: dict[int, CollectiveNote] = {}
-        self._messages: dict[int, tuple[bytes, bytes]] = {}
+        self._decoded_messages: dict[int, CollectiveMessage] = {}
+        self._raw_messages: dict[int, tuple[bytes, bytes]] = {}
         self._count = 0
         self._damaged = 0
 
-    def add(self, records: Sequence[Record]) -> None:
+    def add(self, records: Sequence[TraceEvent]) -> None:
         """Add the records of one chunk."""
         spans = records
         # Most chunks have only complete spans (ph "X"), so the list is filtered only if needed.
@@ -90,10 +90,10 @@ class TraceBuilder:
         for name, column in part.items():
             self._parts[name].append(column)
         # Before `_count` advances: it is the row of this chunk's first span.
-        self._note_collectives(spans, part["label"])
+        self._add_messages(spans, part["label"])
         self._count += count
 
-    def _with_valid_times(self, records: Sequence[Record]) -> Sequence[Record]:
+    def _with_valid_times(self, records: Sequence[TraceEvent]) -> Sequence[TraceEvent]:
         """Return the records whose times are valid numbers, given as numbers or as text."""
         if not any(type(record.ts) is str or type(record.dur) is str for record in records):
             return records
@@ -103,7 +103,7 @@ class TraceBuilder:
         self._damaged += len(records) - len(valid)
         return valid
 
-    def _number_threads(self, spans: Sequence[Record]) -> Array:
+    def _number_threads(self, spans: Sequence[TraceEvent]) -> Array:
         processes = [record.pid for record in spans]
         threads = [record.tid for record in spans]
         first = processes[0], threads[0]
@@ -112,7 +112,7 @@ class TraceBuilder:
             return np.full(len(spans), self._threads[first], np.int32)
         return _encode(self._threads, zip(processes, threads, strict=True), len(spans))
 
-    def _note_collectives(self, spans: Sequence[Record], labels: Array) -> None:
+    def _add_messages(self, spans: Sequence[TraceEvent], labels: Array) -> None:
         """Store the messages of the few spans that are collectives."""
         # A label that no span has gets a new id here and then matches nothing.
         kernel, scope = self._labels["kernel"], self._labels["user_annotation"]
@@ -121,11 +121,11 @@ class TraceBuilder:
             record = spans[index]
             # Kineto describes NCCL's messages in the kernel's arguments.
             if record.args.collective:
-                self._notes[self._count + index] = note_of(record.args)
+                self._decoded_messages[self._count + index] = message_of(record.args)
             # gloo's scopes (`gloo:all_reduce`) only have the inputs, which `finish` decodes. The
             # copies release the text of the chunk.
             elif ":" in record.name and labels[index] == scope:
-                self._messages[self._count + index] = (
+                self._raw_messages[self._count + index] = (
                     bytes(record.args.dims), bytes(record.args.types),
                 )  # fmt: skip
         # The operator around a collective, with the same arguments as NCCL's kernel.
@@ -133,9 +133,9 @@ class TraceBuilder:
         names = self._parts["name"][-1]
         for index in np.flatnonzero((labels == operator) & (names == params_name)).tolist():
             if spans[index].args.collective:
-                self._notes[self._count + index] = note_of(spans[index].args)
+                self._decoded_messages[self._count + index] = message_of(spans[index].args)
 
-    def _add_metadata(self, records: Sequence[Record]) -> None:
+    def _add_metadata(self, records: Sequence[TraceEvent]) -> None:
         """Add thread names, process names and allocations."""
         allocations = []
         for record in records:
@@ -199,8 +199,8 @@ class TraceBuilder:
                               tuple(self._labels), names, threads)  # fmt: skip
         # Free each column as soon as it has been sorted, to limit peak memory.
         spans: dict[str, Any] = {key: columns.pop(key)[order] for key in tuple(columns)}
-        # `category` is still in file order here, as the rows of the notes are.
-        notes = self._finish_notes(order, category)
+        # `category` is still in file order here, as the rows of the messages are.
+        messages = self._finish_messages(order, category)
         category = category[order]
         return Trace(
             **spans,
@@ -209,7 +209,9 @@ class TraceBuilder:
             shapes=tuple(shape.decode(errors="replace") for shape in self._shapes),
             threads=threads,
             memory=self._finish_memory(base_ns),
-            notes=name_groups(header, names, spans["name"], spans["start_ns"], category, notes),
+            messages=name_groups(
+                header, names, spans["name"], spans["start_ns"], category, messages
+            ),
             warnings=(*warnings, *_damage_warning(name, damaged + self._damaged)),
             file_bytes=file_bytes,
             **_describe(header),
@@ -234,21 +236,24 @@ class TraceBuilder:
         order = np.argsort(columns["at_ns"], kind="stable")
         return Memory(**{name: column[order] for name, column in columns.items()})
 
-    def _finish_notes(self, order: Array, category: Array) -> dict[int, CollectiveNote]:
+    def _finish_messages(self, order: Array, category: Array) -> dict[int, CollectiveMessage]:
         # (file rows,) position of each row after sorting; -1 if it was dropped as an outlier.
         position = np.full(len(category), -1)
         position[order] = np.arange(len(order))
-        notes = {int(position[row]): note for row, note in self._notes.items()
-                 if position[row] >= 0}  # fmt: skip
-        for row, (dims, types) in self._messages.items():
+        messages = {
+            int(position[row]): message
+            for row, message in self._decoded_messages.items()
+            if position[row] >= 0
+        }
+        for row, (dims, types) in self._raw_messages.items():
             # Other scopes may have a colon in their name as well.
             if category[row] == Category.COLLECTIVE and position[row] >= 0:
                 elements, dtype = first_message(dims, types)
-                notes[int(position[row])] = CollectiveNote(
+                messages[int(position[row])] = CollectiveMessage(
                     kind="", sent_elements=elements, received_elements=elements, dtype=dtype,
                     group="", group_size=0, ranks=(),
                 )  # fmt: skip
-        return notes
+        return messages
 
 
 def _concatenate(chunks: list[Array], dtype: type[np.integer[Any]]) -> Array:

@@ -43,10 +43,10 @@ def categorize(
     category[(category == Category.KERNEL) & device[name]] = Category.COLLECTIVE
     # Traces without labels, such as the Ascend profiler's, name the process and thread instead.
     by_thread = np.array([*map(_by_process, threads), Category.OTHER], np.uint8)
-    unlabelled = (category == Category.OTHER) & (by_thread[thread] != Category.OTHER)
-    category[unlabelled] = by_thread[thread][unlabelled]
+    unlabeled = (category == Category.OTHER) & (by_thread[thread] != Category.OTHER)
+    category[unlabeled] = by_thread[thread][unlabeled]
     # The process only says that a span ran on the device; its name says if it waits or copies.
-    kernels = unlabelled & (category == Category.KERNEL)
+    kernels = unlabeled & (category == Category.KERNEL)
     category[kernels & matching(names, WAIT)[name]] = Category.DEVICE_WAIT
     category[kernels & matching(names, COPY)[name]] = Category.COPY
     return category

@@ -55,7 +55,7 @@ class Memory:
 
 
 @frozen(kw_only=True)
-class CollectiveNote:
+class CollectiveMessage:
     """Message of a collective: operation, sizes in elements, dtype and process group."""
 
     kind: str
@@ -96,7 +96,7 @@ class Trace:
     """Table of input shapes; entry 0 means "not recorded"."""
     threads: tuple[Thread, ...]
     memory: Memory = field(factory=Memory)
-    notes: dict[int, CollectiveNote] = field(factory=dict)
+    messages: dict[int, CollectiveMessage] = field(factory=dict)
     """Messages of collectives, by row."""
     rank: int | None = None
     world_size: int | None = None

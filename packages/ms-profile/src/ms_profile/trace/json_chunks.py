@@ -20,7 +20,7 @@ import msgspec
 
 from ms_profile.errors import TraceError
 from ms_profile.files.untrusted import check_file
-from ms_profile.trace.records import DAMAGE, Record
+from ms_profile.trace.records import DAMAGE, TraceEvent
 
 CHUNK_BYTES = 1 << 19  # larger chunks leave the cache and make the allocator fault pages in again
 HEADER_BYTES = 64 << 20  # limit of the text before `traceEvents`
@@ -34,8 +34,8 @@ MAX_CHUNKS = 64  # limit of an undecodable range: 32 MiB
 END = re.compile(rb'\}\s*\]\s*(,\s*"[^"]*"\s*:[^{}\[\]]*)*\}?\s*\Z')
 
 OpenFile = AbstractContextManager[BufferedReader | gzip.GzipFile]
-decode_records = msgspec.json.Decoder(list[Record]).decode
-decode_record = msgspec.json.Decoder(Record).decode
+decode_records = msgspec.json.Decoder(list[TraceEvent]).decode
+decode_record = msgspec.json.Decoder(TraceEvent).decode
 parse_value = json.JSONDecoder().raw_decode
 """Parse the first JSON value of a text; returns it and the position of its end."""
 
@@ -62,7 +62,7 @@ class TraceText:
         self._broken = False
         self._chunk_bytes = chunk_bytes
 
-    def records(self) -> Iterator[list[Record]]:
+    def records(self) -> Iterator[list[TraceEvent]]:
         """Yield the records in file order."""
         try:
             check_file(self.path, error=TraceError)
@@ -98,7 +98,7 @@ class TraceText:
                 self.warnings.append(f"{self.path.name}: compressed data is truncated: {error}")
         return b"".join(parts)
 
-    def _chunks(self, read: Callable[[], bytes]) -> Iterator[list[Record]]:
+    def _chunks(self, read: Callable[[], bytes]) -> Iterator[list[TraceEvent]]:
         remainder = self._read_to_first_event(read)
         while block := read():
             # With the bracket, every remainder is the start of a JSON list of events.
@@ -145,7 +145,7 @@ class TraceText:
         if isinstance(header, dict):
             self.header.update(header)
 
-    def _decode_part(self, text: bytearray) -> tuple[list[Record], int]:
+    def _decode_part(self, text: bytearray) -> tuple[list[TraceEvent], int]:
         """Decode as many complete events as possible; return them and where the next one starts.
 
         Writes the list's closing bracket over the separator in place, to avoid a copy.
@@ -178,7 +178,7 @@ class TraceText:
         # No boundary gives a valid list, so an event is damaged: decode them one by one.
         return self._decode_each(bytes(text[1:end])), text.index(b",", end) + 1
 
-    def _try_decode_list(self, text: bytearray, end: int) -> list[Record] | None:
+    def _try_decode_list(self, text: bytearray, end: int) -> list[TraceEvent] | None:
         """Decode the list up to `end`; if it is incomplete, restore `text` and return None."""
         separator, text[end] = text[end], CLOSING
         try:
@@ -193,7 +193,7 @@ class TraceText:
         text[end] = separator
         return None
 
-    def _decode_list(self, text: bytearray, end: int) -> list[Record]:
+    def _decode_list(self, text: bytearray, end: int) -> list[TraceEvent]:
         text[end] = CLOSING
         try:
             return decode_records(memoryview(text)[: end + 1])
@@ -207,9 +207,9 @@ class TraceText:
             return False
         return True
 
-    def _decode_each(self, text: bytes) -> list[Record]:
+    def _decode_each(self, text: bytes) -> list[TraceEvent]:
         """Decode event by event and skip damaged ones."""
-        records: list[Record] = []
+        records: list[TraceEvent] = []
         for piece in self._pieces(text):
             try:
                 records.append(decode_record(piece))
@@ -227,7 +227,7 @@ class TraceText:
         stops = [*(text.index(b"}", end) + 1 for end in ends), len(text)]
         return [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
-    def _decode_tail(self, text: bytes) -> list[Record]:
+    def _decode_tail(self, text: bytes) -> list[TraceEvent]:
         """Decode the text after the last boundary: one event, `]`, and the rest of the header."""
         with suppress(ValueError, RecursionError):
             # Latin-1 maps each byte to one character, and JSON's delimiters are ASCII.
@@ -257,7 +257,7 @@ class TraceText:
             return True
         return False
 
-    def _decode_broken(self, text: bytes) -> list[Record]:
+    def _decode_broken(self, text: bytes) -> list[TraceEvent]:
         """Decode the complete events of a text that breaks off inside an event."""
         self._next_try = 0
         opened = bytearray(b"[" + text)

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ms_profile.trace.columns import CollectiveNote
+from ms_profile.trace.columns import CollectiveMessage
 from ms_profile.trace.records import DAMAGE, Arguments
 
 ELEMENT_BYTES: Final = {
@@ -19,9 +19,9 @@ MAX_ELEMENTS: Final = 1 << 58  # at 8 bytes per element, the size still fits int
 RANK: Final = re.compile(r"\s*-?[0-9]{1,8}\s*")
 
 
-def note_of(arguments: Arguments) -> CollectiveNote:
+def message_of(arguments: Arguments) -> CollectiveMessage:
     """Copy a collective's message, as `arguments` keeps the text of its whole chunk alive."""
-    return CollectiveNote(
+    return CollectiveMessage(
         kind=arguments.collective, sent_elements=arguments.sent_elements,
         received_elements=arguments.received_elements, dtype=arguments.dtype,
         group=arguments.group, group_size=arguments.group_size,

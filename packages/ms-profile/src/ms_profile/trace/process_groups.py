@@ -9,7 +9,7 @@ import numpy as np
 from attrs import evolve
 from numpy.typing import NDArray
 
-from ms_profile.trace.columns import CollectiveNote
+from ms_profile.trace.columns import CollectiveMessage
 from ms_profile.trace.records import DAMAGE
 from ms_profile.vendors.category import Category
 
@@ -18,7 +18,7 @@ MAX_RANKS: Final = 1 << 24
 
 
 class _GroupEntries(msgspec.Struct, frozen=True):
-    """Written by `ms_profile.recording.flight_recorder`."""
+    """File with the process groups of collectives; `recording.flight_recorder` writes it."""
 
     names: list[str]
     groups: list[str]
@@ -31,9 +31,9 @@ def name_groups(
     name: NDArray[np.integer[Any]],
     start_ns: NDArray[np.int64],
     category: NDArray[np.integer[Any]],
-    notes: dict[int, CollectiveNote],
-) -> dict[int, CollectiveNote]:
-    """Return `notes` with the process groups that the header lists.
+    messages: dict[int, CollectiveMessage],
+) -> dict[int, CollectiveMessage]:
+    """Return `messages` with the process groups that the header lists.
 
     Collectives of the same name and size run in the order of their creation. If the trace has a
     different number of them than the header, they stay without a group.
@@ -44,11 +44,11 @@ def name_groups(
         name: name ids of the sorted spans, (N,).
         start_ns: starts of the spans, (N,).
         category: categories of the spans, (N,).
-        notes: messages of collectives, by row.
+        messages: messages of collectives, by row.
     """
     listing = _read_entries(header)
     if listing is None:
-        return notes
+        return messages
     # (creation time, group) of the recorded collectives, by name and number of elements.
     recorded: dict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
     for code, group_id, elements, created in listing.entries:
@@ -57,11 +57,11 @@ def name_groups(
     rows: dict[tuple[str, int], list[int]] = defaultdict(list)
     collectives = np.flatnonzero(category == Category.COLLECTIVE)
     for row in collectives[np.argsort(start_ns[collectives], kind="stable")].tolist():
-        note = notes.get(row)
-        if note is not None and not note.group:
-            rows[names[int(name[row])], note.sent_elements].append(row)
+        message = messages.get(row)
+        if message is not None and not message.group:
+            rows[names[int(name[row])], message.sent_elements].append(row)
     members = _members(header)
-    named_notes = dict(notes)
+    named = dict(messages)
     for key, group_rows in rows.items():
         groups = [group for _, group in sorted(recorded.get(key, ()))]
         # Entries are missing, for example overwritten in the buffer: pairing would be a guess.
@@ -69,8 +69,8 @@ def name_groups(
             continue
         for row, group in zip(group_rows, groups, strict=True):
             ranks = members.get(group, ())
-            named_notes[row] = evolve(notes[row], group=group, ranks=ranks, group_size=len(ranks))
-    return named_notes
+            named[row] = evolve(messages[row], group=group, ranks=ranks, group_size=len(ranks))
+    return named
 
 
 def _read_entries(header: Mapping[str, Any]) -> _GroupEntries | None:

@@ -48,7 +48,7 @@ class Arguments(Struct, frozen=True, gc=False):
 NO_ARGUMENTS = Arguments()
 
 
-class Record(Struct, frozen=True, gc=False):
+class TraceEvent(Struct, frozen=True, gc=False):
     """One event of `traceEvents`; times in microseconds, as text in the Ascend profiler's files."""
 
     ph: str

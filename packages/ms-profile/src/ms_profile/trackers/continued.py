@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from ms_profile.errors import FormatError
 from ms_profile.files.untrusted import read_json
-from ms_profile.log.manifest import write_whole
+from ms_profile.log.manifest import write_atomically
 
 MAX_BYTES = 4096
 
@@ -45,7 +45,7 @@ def remember_run(path: Path, destination: str, run: str) -> None:
         OSError: the file cannot be written.
     """
     note = TrackedRun(destination=destination, run=run)
-    write_whole(path, msgspec.json.encode(note) + b"\n")
+    write_atomically(path, msgspec.json.encode(note) + b"\n")
 
 
 def new_run_id() -> str:

@@ -96,9 +96,9 @@ class Tracker:
         """Queue one event and return immediately."""
         for callback in self._also:
             callback(kind, fields)
-        self.take(kind, fields, wall_s=time.time())
+        self.queue_event(kind, fields, wall_s=time.time())
 
-    def take(self, kind: str, fields: Mapping[str, Value], *, wall_s: float) -> None:
+    def queue_event(self, kind: str, fields: Mapping[str, Value], *, wall_s: float) -> None:
         """Queue an event of an earlier time, for the destinations only.
 
         Args:

@@ -1,4 +1,4 @@
-"""Execution of a program, or of a response with its tests, and the outcome."""
+"""Runs a program, or a response with its tests, and reports the outcome."""
 
 import os
 import selectors
@@ -210,7 +210,7 @@ class _Run:
         until = time.monotonic() + _KILL_LIMIT_S
         for role, connection in self._sockets.items():
             with connection:
-                if role not in self._statuses and not _is_gone(connection, until):
+                if role not in self._statuses and not _is_reaped(connection, until):
                     self._client.stop()
         self._selector.close()
         for source, pipe in self._pipes.items():
@@ -237,7 +237,7 @@ class _Run:
         return "failed" if status else "ended early"
 
 
-def _is_gone(connection: socket.socket, until: float) -> bool:
+def _is_reaped(connection: socket.socket, until: float) -> bool:
     """Return True if a killed process is reaped before `until`."""
     connection.settimeout(max(0.001, until - time.monotonic()))
     try:

@@ -1,4 +1,4 @@
-"""Training on a fixed dataset: the trainer and learner that SFT, DPO and reward models share."""
+"""Training on a fixed dataset: trainer and learner shared by SFT, DPO and reward models."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -49,7 +49,7 @@ class TrainingData:
     samples: SamplePrompts | None = None
     held_out_left_out: int = 0
     """Held-out pairs or responses that evaluations skip, as an answer starts beyond a row."""
-    lacking: Sequence[str] = ()
+    folders_without_held_out: Sequence[str] = ()
     """Folders without a `held_out` split."""
 
 
@@ -62,11 +62,18 @@ def data_notices(data: TrainingData, eval_every: int | None) -> list[Notice]:
         ("pairs", "one of their answers starts") if pairs else ("responses", "they start")
     )
     if eval_every is not None and data.held_out is None:
-        source = f"{', '.join(data.lacking)} has" if data.lacking else "the stream comes with"
+        source = (
+            f"{', '.join(data.folders_without_held_out)} has"
+            if data.folders_without_held_out
+            else "the stream comes with"
+        )
         notices.append(
             Notice(
                 event="no_held_out",
-                fields={"eval_every": eval_every, "lacking": ", ".join(data.lacking)},
+                fields={
+                    "eval_every": eval_every,
+                    "lacking": ", ".join(data.folders_without_held_out),
+                },
                 line=f"warning: nothing is evaluated, as {source} no held-out samples; rebuild the "
                 "data with a larger --held-out-fraction, or remove eval_every",
             )
@@ -216,8 +223,8 @@ class OfflineTrainer(Trainer):
             else ", ".join(f"{name}={folder}" for name, folder in folders.items()),
             steps=None if self.steps else self.count_steps(folders, engine),
         )
-        data = evolve(data, lacking=without_held_out(folders))
-        if data.lacking:
+        data = evolve(data, folders_without_held_out=without_held_out(folders))
+        if data.folders_without_held_out:
             return data
         # The same rows in the same order at every evaluation.
         split = {"split": "held_out", "shuffle": False, "epochs": 1}

@@ -1,4 +1,4 @@
-"""Training on the policy's own responses: the trainer that PPO, GRPO and RLOO share.
+"""Training on the policy's own responses: the trainer shared by PPO, GRPO and RLOO.
 
 A rollout generates and scores responses and is used for several updates. Checkpoints include the
 current rollout, so a run that is killed between any two updates resumes bit for bit.
@@ -26,7 +26,7 @@ from ms_align.losses.protocol import Loss
 from ms_align.models.folder import folder_of
 from ms_align.rewards.named import named_rewards, reward_folders
 from ms_align.rewards.scoring import rewards_of
-from ms_align.rollouts.experience import Experience, Scoring
+from ms_align.rollouts.experience import Experience, RewardScorer
 from ms_align.rollouts.generators import rollout_engine_builder
 from ms_align.rollouts.generators.policy import PolicyRollouts
 from ms_align.rollouts.learner import RolloutLearner
@@ -232,7 +232,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
             value=value,
             reference=reference,
             engine=self._rollout_engine(policy, tokenizer),
-            scoring=Scoring(
+            scoring=RewardScorer(
                 rewards=rewards,
                 tokenizer=tokenizer,
                 on_failure=self.on_reward_failure,

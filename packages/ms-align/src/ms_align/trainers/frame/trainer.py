@@ -30,7 +30,7 @@ MODELS = ("model", "policy_model", "reference_model", "value_model", "reward_mod
 def _ranks(instance: "Trainer", attribute: "Attribute[Any]", value: Any) -> None:
     check_layout(value)
     if value is None:
-        instance.check_alone(instance.alone_remedy)
+        instance.check_single_process(instance.single_process_remedy)
 
 
 @frozen(kw_only=True, slots=False)  # trainers inherit from more than one
@@ -38,7 +38,7 @@ class Trainer(OptimizerOptions, RunOptions, EngineOptions):
     """Model parallelism and adapters."""
 
     algorithm: ClassVar[str]
-    alone_remedy = "set `layout = { data = 1 }`"
+    single_process_remedy = "set `layout = { data = 1 }`"
     """Remedy for a setting that one process without a layout cannot honor."""
 
     microbatch_size: int | None = field(default=None, validator=integer(optional=True))

@@ -163,7 +163,7 @@ def _add_info(
     ggml_type = types.Q8_0 if entry.scheme.bits == 8 else types.Q4_0
     block, size = gguf.GGML_QUANT_SIZES[ggml_type]
     rows, features = shape
-    # The library wants the shape in bytes: `size` bytes for each block of weights.
+    # The library needs the shape in bytes: `size` bytes for each block of weights.
     stored = (rows, features // block * size)
     writer.add_tensor_info(name, stored, np.dtype(np.uint8), rows * stored[1], raw_dtype=ggml_type)
 

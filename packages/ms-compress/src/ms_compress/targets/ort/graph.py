@@ -105,7 +105,7 @@ class Graph:
         self._node("Shape", ["attention_mask"], "rows", start=0, end=1)
         self._node("Shape", ["attention_mask"], "total", start=1, end=2)
         self._node("Shape", ["input_ids"], "sequence", start=1, end=2)
-        # GroupQueryAttention wants the total length as a scalar, and by row the length minus 1.
+        # GroupQueryAttention needs the total length as a scalar, and by row the length minus 1.
         self._node("Reshape", ["total", "scalar"], "mask_length")
         self._node("Cast", ["mask_length"], "total_sequence_length", to=kinds.INT32)
         self._node("Sub", ["total", "one"], "last")

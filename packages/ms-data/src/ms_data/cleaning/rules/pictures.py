@@ -11,7 +11,7 @@ from ms_data.cleaning.languages import identify, language_detector
 from ms_data.cleaning.rows import RowRule, decode_row
 from ms_data.cleaning.rule import Drop, Outcome, library_version, over, under
 from ms_data.cleaning.text import Text
-from ms_data.media.pictures import check_pillow, decode_picture
+from ms_data.media.images import check_pillow, decode_image
 from ms_data.settings import flag, integer, number
 
 _SIZE = re.compile(
@@ -57,7 +57,7 @@ class Pictures(RowRule):
         """Drop a row for its first bad image."""
         row = decode_row(text)
         try:
-            images = [decode_picture(file.content) for file in self.files(row, "image")]
+            images = [decode_image(file.content) for file in self.files(row, "image")]
         except ValueError as error:
             return Drop("broken", str(error)[:200], "whole")
         for image in images:

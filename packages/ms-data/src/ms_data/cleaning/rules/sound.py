@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ms_data.cleaning.rows import RowRule, decode_row
 from ms_data.cleaning.rule import Drop, Outcome, library_version, over, under
 from ms_data.cleaning.text import Text
-from ms_data.media.sound import check_soundfile, decode_sound
+from ms_data.media.audio import check_soundfile, decode_audio
 from ms_data.settings import number
 
 _FULL = 0.999  # full scale, with a margin for rounding
@@ -43,7 +43,7 @@ class Sound(RowRule):
         """Drop a row for its first bad audio clip."""
         try:
             files = self.files(decode_row(text), "audio")
-            clips = [decode_sound(file.content) for file in files]
+            clips = [decode_audio(file.content) for file in files]
         except ValueError as error:
             return Drop("broken", str(error)[:200], "whole")
         for samples, rate_hz in clips:

@@ -39,7 +39,7 @@ class _Member(NamedTuple):
 
 
 @define
-class _Sample:
+class _TarSample:
     """Consecutive members with the same key."""
 
     key: str
@@ -58,7 +58,10 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Rea
 
 
 def _document(
-    sample: _Sample, location: str, options: ReadOptions, decode: Callable[[bytes, str], ReadResult]
+    sample: _TarSample,
+    location: str,
+    options: ReadOptions,
+    decode: Callable[[bytes, str], ReadResult],
 ) -> ReadResult:
     text = sample.members.get(_TEXT)
     if text is None or options.parse is not None:
@@ -77,10 +80,10 @@ def _document(
     return Invalid(f"{location}.{_TEXT}: {problem}") if problem else text.decode()
 
 
-def _samples(file: OpenFile, limit: int) -> Iterator[_Sample]:
+def _samples(file: OpenFile, limit: int) -> Iterator[_TarSample]:
     """Group members by key; yields samples without text as well."""
     content = ByteReader(file.blocks)
-    sample: _Sample | None = None
+    sample: _TarSample | None = None
     for member in _members(content, file):
         # WebDataset keys end at the first dot of the file name.
         folder, slash, name = member.name.rpartition("/")
@@ -89,7 +92,7 @@ def _samples(file: OpenFile, limit: int) -> Iterator[_Sample]:
         if sample is None or sample.key != key:
             if sample is not None:
                 yield sample
-            sample = _Sample(key, {})
+            sample = _TarSample(key, {})
         padded = -(-member.size // _BLOCK) * _BLOCK  # contents are padded to full blocks
         if suffix not in (_TEXT, _ROW):
             _skip(content, padded, file)

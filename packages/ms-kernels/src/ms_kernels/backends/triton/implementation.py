@@ -1,4 +1,4 @@
-"""Selection of our Triton kernels for a call.
+"""Selects our Triton kernels for a call.
 
 Triton is imported at the first launch, so importing the package is fast and does not require it.
 The selection depends on whether Triton is installed, never on timings.

@@ -28,21 +28,21 @@ def kernel(name: str) -> Any:
     return getattr(import_module(module), function)
 
 
-def launch(name: str, tiles: int, near: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Run `tiles` programs of a kernel on the device of `near`.
+def launch(name: str, tiles: int, like: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Run `tiles` programs of a kernel on the device of `like`.
 
     Args:
         name: Triton function whose first argument is the index of the launch's first tile.
         tiles: number of programs; 0 launches nothing.
-        near: any tensor on the device to run on.
+        like: any tensor on the device to run on.
         *arguments: the kernel's arguments after the first.
         **constants: compile-time constants and Triton launch options.
     """
     assert tiles <= TILES, f"{tiles} tiles exceed the limit of {TILES}"
-    max_programs = MOST_PROGRAMS.get(near.device.type, TILES)
-    if near.device.type == "cuda":  # explicit: Triton's default is going to change
+    max_programs = MOST_PROGRAMS.get(like.device.type, TILES)
+    if like.device.type == "cuda":  # explicit: Triton's default is going to change
         constants["enable_fp_fusion"] = True
-    with _on(near.device):
+    with _on(like.device):
         for first in range(0, tiles, max_programs):
             kernel(name)[(min(max_programs, tiles - first),)](first, *arguments, **constants)
 

@@ -10,7 +10,7 @@ from ms_kernels.contracts.arguments import Argument, Ladder, Option, Work
 from ms_kernels.contracts.call import ACCUMULATED, FLOATING, Dims
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.overlaps import check_overlaps
-from ms_kernels.contracts.values import is_number, is_whole
+from ms_kernels.contracts.values import is_integer, is_number
 
 
 def adamw_step(
@@ -83,7 +83,7 @@ CONTRACT: Contract = Contract(
         Option(
             name="step",
             default=1,
-            holds=lambda value: is_whole(value, 1),
+            holds=lambda value: is_integer(value, 1),
             fits="an integer of at least 1",
             trials=(1000,),
             changing=True,

@@ -48,7 +48,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
         "",
         STEP.values(TableKey(chip, DTYPES[dtype])),
         "cdiv(count, BLOCK)",
-        fp32="MEAN SQUARE mean_share square_share keep rate root_scale eps",
+        fp32="MEAN SQUARE mean_weight square_weight decay_factor step_size root_scale eps",
     )
 
 

@@ -80,23 +80,23 @@ def _convolve(
 
 
 def _differentiate(
-    pull: Tensor, x: Tensor, weight: Tensor, documents: Tensor | None, state: Tensor | None
+    dsum: Tensor, x: Tensor, weight: Tensor, documents: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of x, weight and state, given the gradient of the sums (B, S, C)."""
-    wide, positions = pull.dtype, x.shape[1]
+    wide, positions = dsum.dtype, x.shape[1]
     values, taps = x.to(wide), weight.to(wide)
     hidden = hidden_taps(documents, weight.shape[1])
-    grad_x, grad_weight = pull * taps[:, -1], torch.empty_like(taps)
-    grad_weight[:, -1] = (pull * values).sum((0, 1))
+    grad_x, grad_weight = dsum * taps[:, -1], torch.empty_like(taps)
+    grad_weight[:, -1] = (dsum * values).sum((0, 1))
     grad_state = None if state is None else torch.zeros_like(state, dtype=wide)
     for distance in range(1, weight.shape[1]):
         # x[s] contributes to y[s + distance]
         tap, inner = taps[:, -1 - distance], max(positions - distance, 0)
-        shifted = pull[:, distance:]
+        shifted = dsum[:, distance:]
         _add_terms(grad_x[:, :inner], shifted, tap, hidden, distance, distance)
         grad_tap = _terms(shifted, values[:, :inner], hidden, distance, distance).sum((0, 1))
         if state is not None and grad_state is not None:
-            early = pull[:, :distance]  # these outputs read the tap from the state
+            early = dsum[:, :distance]  # these outputs read the tap from the state
             first = state.shape[1] - distance
             past = slice(first, first + early.shape[1])
             _add_terms(grad_state[:, past], early, tap, hidden, distance, 0)

@@ -6,12 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def _load(X, STATE, batch, pos, column, positions, width, x_batch_stride, x_stride,
-          K: tl.constexpr, GIVEN: tl.constexpr):  # fmt: skip
+          K: tl.constexpr, HAS_STATE: tl.constexpr):  # fmt: skip
     """Load inputs at positions (BS, 1) of channels (1, BC); positions below 0 read STATE, or 0."""
     inside = (pos >= 0) & (pos < positions) & (column < width)  # (BS, BC)
     x = tl.load(X + batch * x_batch_stride + pos * x_stride + column, mask=inside, other=0.0)
     x = x.to(tl.float32)
-    if GIVEN:
+    if HAS_STATE:
         before = (pos < 0) & (pos >= -K) & (column < width)
         # STATE is (batch, K, width); position -1 is its last row
         at = (batch * K + K + pos) * width + column
@@ -30,10 +30,10 @@ def _same_document(DOCUMENTS, batch, pos, positions):
 @triton.jit
 def _sums(X, W, BIAS, DOCUMENTS, STATE, batch, pos, column, positions, width, x_batch_stride,
           x_stride, K: tl.constexpr, BIASED: tl.constexpr, CUT: tl.constexpr,
-          GIVEN: tl.constexpr):  # fmt: skip
+          HAS_STATE: tl.constexpr):  # fmt: skip
     """Return the float32 convolution at positions (BS, 1) of channels (1, BC)."""
     acc = _load(X, STATE, batch, pos, column, positions, width, x_batch_stride, x_stride, K,
-                  GIVEN)  # fmt: skip
+                  HAS_STATE)  # fmt: skip
     acc *= tl.load(W + column * K + K - 1, mask=column < width, other=0.0).to(tl.float32)
     # A tap counts only if no document starts between it and the output position.
     visible = pos < positions
@@ -41,11 +41,11 @@ def _sums(X, W, BIAS, DOCUMENTS, STATE, batch, pos, column, positions, width, x_
         if CUT:
             visible = visible & _same_document(DOCUMENTS, batch, pos - distance + 1, positions)
         x = _load(X, STATE, batch, pos - distance, column, positions, width, x_batch_stride,
-                  x_stride, K, GIVEN)  # fmt: skip
+                  x_stride, K, HAS_STATE)  # fmt: skip
         w = tl.load(W + column * K + K - 1 - distance, mask=column < width, other=0.0)
         # Mask the product rather than x: a tap may be infinite.
         valid = visible
-        if not GIVEN:
+        if not HAS_STATE:
             valid = visible & (pos >= distance)
         acc += tl.where(valid, x * w.to(tl.float32), 0.0)
     if BIASED:
@@ -70,7 +70,7 @@ def conv_forward(
     SILU: tl.constexpr,
     BIASED: tl.constexpr,
     CUT: tl.constexpr,
-    GIVEN: tl.constexpr,
+    HAS_STATE: tl.constexpr,
     BS: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -83,7 +83,7 @@ def conv_forward(
     pos = (tile // columns % rows).to(tl.int64) * BS + tl.arange(0, BS)[:, None]
     # Recompute the sums instead of saving them: K loads per element are cheaper than a tensor.
     acc = _sums(X, W, BIAS, DOCUMENTS, STATE, batch, pos, column, positions, width,
-                  x_batch_stride, x_stride, K, BIASED, CUT, GIVEN)  # fmt: skip
+                  x_batch_stride, x_stride, K, BIASED, CUT, HAS_STATE)  # fmt: skip
     if SILU:
         acc = acc / (1.0 + tl.exp(-acc))  # SiLU
     inside = (pos < positions) & (column < width)
@@ -100,7 +100,7 @@ def conv_pull(
     DOCUMENTS,
     STATE,
     DY,
-    PULL,
+    DSUM,
     positions,
     width,
     x_batch_stride,
@@ -109,7 +109,7 @@ def conv_pull(
     SILU: tl.constexpr,
     BIASED: tl.constexpr,
     CUT: tl.constexpr,
-    GIVEN: tl.constexpr,
+    HAS_STATE: tl.constexpr,
     BS: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -128,10 +128,10 @@ def conv_pull(
     if SILU:
         # Recompute the sums instead of saving them: K loads per element are cheaper than a tensor.
         acc = _sums(X, W, BIAS, DOCUMENTS, STATE, batch, pos, column, positions, width,
-                      x_batch_stride, x_stride, K, BIASED, CUT, GIVEN)  # fmt: skip
+                      x_batch_stride, x_stride, K, BIASED, CUT, HAS_STATE)  # fmt: skip
         gate = 1.0 / (1.0 + tl.exp(-acc))
         dsum *= gate * (1.0 + acc * (1.0 - gate))
-    tl.store(PULL + at, dsum, mask=inside)
+    tl.store(DSUM + at, dsum, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -141,7 +141,7 @@ def conv_backward(
     W,
     DOCUMENTS,
     STATE,
-    PULL,
+    DSUM,
     DX,
     DSTATE,
     DW,
@@ -151,14 +151,14 @@ def conv_backward(
     x_stride,
     K: tl.constexpr,
     CUT: tl.constexpr,
-    GIVEN: tl.constexpr,
+    HAS_STATE: tl.constexpr,
     BS: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Write BS positions of BC channels of DX, and a partial DW (tiles of rows, K + 1, width).
 
     Positions start at -K; those below 0 are written to DSTATE. The last row of DW belongs to the
-    bias. An input at s receives the gradient PULL of s + d if no document starts in between.
+    bias. An input at s receives the gradient DSUM of s + d if no document starts in between.
     """
     tile = first + tl.program_id(0)
     columns, rows = tl.cdiv(width, BC), tl.cdiv(positions + K, BS)
@@ -167,7 +167,7 @@ def conv_backward(
     batch = part // rows
     pos = part % rows * BS + tl.arange(0, BS)[:, None] - K
     x = _load(X, STATE, batch, pos, column, positions, width, x_batch_stride, x_stride, K,
-              GIVEN)  # fmt: skip
+              HAS_STATE)  # fmt: skip
     # x[s] meets y[s + d] at tap K - 1 - d, so dx and dW come from one loop over d.
     dx = tl.zeros([BS, BC], tl.float32)
     visible = pos < positions
@@ -176,11 +176,11 @@ def conv_backward(
         if CUT and distance > 0:
             visible = visible & _same_document(DOCUMENTS, batch, at, positions)
         inside = visible & (at >= 0) & (at < positions) & (column < width)
-        dsum = tl.load(PULL + (batch * positions + at) * width + column, mask=inside, other=0.0)
+        dsum = tl.load(DSUM + (batch * positions + at) * width + column, mask=inside, other=0.0)
         w = tl.load(W + column * K + K - 1 - distance, mask=column < width, other=0.0)
         dx += tl.where(inside, dsum * w.to(tl.float32), 0.0)
         valid = inside
-        if not GIVEN:
+        if not HAS_STATE:
             valid = inside & (pos >= 0)
         dw = tl.sum(tl.where(valid, x * dsum, 0.0), 0)[None, :]  # (1, BC)
         row = DW + (part * (K + 1) + K - 1 - distance) * width + column
@@ -192,7 +192,7 @@ def conv_backward(
     inside = (pos >= 0) & (pos < positions) & (column < width)  # (BS, BC)
     at = DX + (batch * positions + pos) * width + column
     tl.store(at, dx.to(DX.dtype.element_ty), mask=inside)
-    if GIVEN:
+    if HAS_STATE:
         before = (pos < 0) & (column < width)
         at = DSTATE + (batch * K + K + pos) * width + column
         tl.store(at, dx.to(DSTATE.dtype.element_ty), mask=before)

@@ -35,12 +35,12 @@ LARGEST_STRIDE = 2**23
 
 # Backward kernels keep inputs, sums and masks in registers: with documents, 32 elements per thread
 # (BC=128) spill on some chips, 16 on none.
-PULL, BACKWARD = (
+SUM_GRADIENT, BACKWARD = (
     evolve(FORWARD, name=name, defaults=((ANY_SIZE, {"BS": 32, "BC": 64, "num_warps": 4}),))
     for name in ("conv_pull", "conv_backward")
 )
 
-TUNED = FORWARD, PULL, BACKWARD
+TUNED = FORWARD, SUM_GRADIENT, BACKWARD
 KERNELS = f"{__package__}.kernels"
 
 
@@ -94,7 +94,7 @@ def _backward(
     grad_sums = grad
     if options[0] or grad.dtype != torch.float32:
         grad_sums = empty(x, torch.float32)
-        constants = _constants(PULL, key_of(x), x.shape[2])
+        constants = _constants(SUM_GRADIENT, key_of(x), x.shape[2])
         launch(
             f"{KERNELS}.conv_pull",
             _tiles(x, x.shape[1], constants),
@@ -125,7 +125,7 @@ def _backward(
             partial_sums,
             *_sizes(x),
         ),
-        **{name: flags[name] for name in ("K", "CUT", "GIVEN")},
+        **{name: flags[name] for name in ("K", "CUT", "HAS_STATE")},
         **constants,
     )
     sums = partial_sums.sum(0)
@@ -164,7 +164,7 @@ def _flags(
         "SILU": silu,
         "BIASED": bias is not None,
         "CUT": documents is not None,
-        "GIVEN": state is not None,
+        "HAS_STATE": state is not None,
     }
 
 
@@ -182,7 +182,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
     tiles = "batch * cdiv({}, BS) * cdiv(width, BC)"
     for kernel, extent in zip(TUNED, ("positions", "positions", "positions + K"), strict=True):
         for detail, cut in (("4", False), ("4_documents", True)):
-            flags = {"K": 4, "CUT": cut, "GIVEN": False}
+            flags = {"K": 4, "CUT": cut, "HAS_STATE": False}
             if kernel is not BACKWARD:
                 flags |= {"SILU": True, "BIASED": cut}
             yield entry(
@@ -192,7 +192,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
                 detail,
                 {**_constants(kernel, TableKey(chip, DTYPES[dtype]), 4096), **flags},
                 tiles.format(extent),
-                fp32="PULL DW",
+                fp32="DSUM DW",
                 i32="DOCUMENTS",
                 extra=("batch",),
             )

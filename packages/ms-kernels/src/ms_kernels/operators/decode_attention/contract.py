@@ -104,7 +104,7 @@ def _check_pages(
 
 CONTRACT = Contract(
     name="decode_attention",
-    summary="one query a sequence over a paged cache of keys and values",
+    summary="one query per sequence over a paged cache of keys and values",
     arguments=(
         Argument(name="q", dims="B Hq D", differentiable=False),
         Argument(name="key_pages", dims="P page Hk D", like="q", differentiable=False),

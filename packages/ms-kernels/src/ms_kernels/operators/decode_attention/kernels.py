@@ -18,8 +18,8 @@ def decode_parts(
     TABLE,
     LENGTHS,
     PART,
-    TOP,
-    NORM,
+    MAXIMUM,
+    EXP_SUM,
     heads,
     group,
     width,
@@ -46,9 +46,9 @@ def decode_parts(
 ):
     """Attend from one group of query heads to `part_positions` positions of one sequence.
 
-    PART is (batch, heads, parts, width) float32, not yet divided by NORM (batch, heads, parts).
-    Pages outside 0 to `pages` - 1 and table entries beyond `positions` are not read; they make NORM
-    and the result NaN.
+    PART is (batch, heads, parts, width) float32, not yet divided by EXP_SUM (batch, heads,
+    parts). Pages outside 0 to `pages` - 1 and table entries beyond `positions` are not read; they
+    make EXP_SUM and the result NaN.
     """
     tile = first + tl.program_id(0)
     part = tile % parts
@@ -100,30 +100,30 @@ def decode_parts(
     tl.store(PART + row * width + feature, acc, mask=inside)
     head_row = key_head * group + tl.arange(0, GROUP)
     row = (batch * heads + head_row) * parts + part
-    tl.store(TOP + row, m_i, mask=tl.arange(0, GROUP) < group)
-    tl.store(NORM + row, l_i, mask=tl.arange(0, GROUP) < group)
+    tl.store(MAXIMUM + row, m_i, mask=tl.arange(0, GROUP) < group)
+    tl.store(EXP_SUM + row, l_i, mask=tl.arange(0, GROUP) < group)
 
 
 @triton.jit(do_not_specialize=["first"])
 def decode_join(
     first,
     PART,
-    TOP,
-    NORM,
+    MAXIMUM,
+    EXP_SUM,
     OUT,
     width,
     parts,
     PARTS: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Combine the parts of one head: 0 without positions, NaN if a NORM is NaN."""
+    """Combine the parts of one head: 0 without positions, NaN if an EXP_SUM is NaN."""
     row = (first + tl.program_id(0)).to(tl.int64)
     part = tl.arange(0, PARTS)
     feature = tl.arange(0, BD)[None, :]
-    tops = tl.load(TOP + row * parts + part, mask=part < parts, other=_LOWEST)  # (PARTS,)
-    norms = tl.load(NORM + row * parts + part, mask=part < parts, other=0.0)
-    alpha = tl.exp2(tops - tl.max(tops, 0))
-    l_i = tl.sum(norms * alpha, 0)
+    maxima = tl.load(MAXIMUM + row * parts + part, mask=part < parts, other=_LOWEST)  # (PARTS,)
+    exp_sums = tl.load(EXP_SUM + row * parts + part, mask=part < parts, other=0.0)
+    alpha = tl.exp2(maxima - tl.max(maxima, 0))
+    l_i = tl.sum(exp_sums * alpha, 0)
     inside = (part < parts)[:, None] & (feature < width)
     part_at = PART + (row * parts + part[:, None]) * width + feature
     totals = tl.load(part_at, mask=inside, other=0.0)  # (PARTS, BD)

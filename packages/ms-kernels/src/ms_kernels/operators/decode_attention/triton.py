@@ -102,7 +102,7 @@ def _constants(key: TableKey, width: int, group: int) -> tuple[dict[str, int], i
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
     """Yield the kernels of an ahead-of-time library, for up to 16 query heads per key head."""
-    common: dict[str, Any] = {"fp32": "PART TOP NORM scale", "i32": "TABLE LENGTHS"}
+    common: dict[str, Any] = {"fp32": "PART MAXIMUM EXP_SUM scale", "i32": "TABLE LENGTHS"}
     for width in (64, 128):
         constants, _ = _constants(TableKey(chip, DTYPES[dtype]), width, 16)
         for windowed in (False, True):

@@ -70,7 +70,7 @@ def gated_delta_rule(
         initial_states = initial_states.index_copy(
             0, cut.firsts, torch.unflatten(state.to(wide), 1, split)
         )
-    outputs, final = _walk(queries, keys, values, decays, betas, initial_states, cut.counts)
+    outputs, final = _scan_chunks(queries, keys, values, decays, betas, initial_states, cut.counts)
     rows = outputs.flatten(1, 2).transpose(1, 2).reshape(-1, heads * out_width)  # (N · C, Hv · Dv)
     row_of_position = torch.empty(batch * positions + 1, dtype=torch.int64)
     row_of_position[cut.places.flatten()] = torch.arange(cut.places.numel())
@@ -125,7 +125,7 @@ def _chunked(x: Tensor, cut: Chunks) -> Tensor:
     return gathered.view(*cut.places.shape, *x.shape[2:]).movedim(2, 1)
 
 
-def _walk(
+def _scan_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, counts: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (N, Hk, Hv / Hk, C, Dv) and the last state of each run.

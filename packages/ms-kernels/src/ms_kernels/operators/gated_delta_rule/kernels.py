@@ -63,18 +63,18 @@ def delta_forward(
     v_stride,
     v_head_stride,
     scale,
-    rows_each,
+    rows_per_part,
     NORMALIZE: tl.constexpr,
     CUT: tl.constexpr,
-    GIVEN: tl.constexpr,
+    HAS_STATE: tl.constexpr,
     SAVE: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
     """Write OUT (batch, positions, heads, out_width) and FINAL (batch, heads, width, out_width).
 
-    With SAVE, write instead the state before every `rows_each`-th position to SAVED (batch, heads,
-    parts, width, out_width).
+    With SAVE, write instead the state before every `rows_per_part`-th position to SAVED (batch,
+    heads, parts, width, out_width).
     """
     _, column, head, batch = _tile(first, heads, out_width, BV)
     feature = tl.arange(0, BD)[:, None]
@@ -82,15 +82,15 @@ def delta_forward(
     cell = feature * out_width + column
     state_at = (batch * heads + head) * width * out_width
     state = tl.zeros([BD, BV], tl.float32)  # S, (BD, BV)
-    if GIVEN:
+    if HAS_STATE:
         state = tl.load(STATE + state_at + cell, mask=inside, other=0.0).to(tl.float32)
-    parts = tl.cdiv(positions, rows_each)
+    parts = tl.cdiv(positions, rows_per_part)
     key_head = head // group
     for step in range(positions):
         pos = step + tl.zeros([1, 1], tl.int64)
         if SAVE:  # noqa: SIM102 - known when compiled, and the other is not
-            if step % rows_each == 0:
-                at = (batch * heads + head) * parts + step // rows_each
+            if step % rows_per_part == 0:
+                at = (batch * heads + head) * parts + step // rows_per_part
                 tl.store(SAVED + at * width * out_width + cell, state, mask=inside)
         at = K + batch * k_batch_stride + pos * k_stride + key_head * k_head_stride
         k = _vector(at, feature, width, NORMALIZE)
@@ -121,7 +121,7 @@ def delta_backward(
     BETA,
     DOCUMENTS,
     SAVED,
-    ROOM,
+    SCRATCH,
     DOUT,
     DFINAL,
     DQ,
@@ -146,36 +146,36 @@ def delta_backward(
     v_head_stride,
     batch_count,
     scale,
-    rows_each,
+    rows_per_part,
     NORMALIZE: tl.constexpr,
     CUT: tl.constexpr,
-    PULLED: tl.constexpr,
+    HAS_DFINAL: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Process parts in reverse: recompute a part's decayed states into ROOM, then go backward.
+    """Process parts in reverse: recompute a part's decayed states, then go backward.
 
     DQ and DK (blocks, batch, positions, heads, width), DG and DBETA (blocks, batch, positions,
     heads) are partial sums over this block of columns, with respect to the normalized q and k if
-    NORMALIZE. ROOM (programs, rows_each, BD, BV) is scratch memory with one slot per program.
+    NORMALIZE. SCRATCH (programs, rows_per_part, BD, BV) holds the states, per program.
     """
     block, column, head, batch = _tile(first, heads, out_width, BV)
     feature = tl.arange(0, BD)[:, None]
     inside = (feature < width) & (column < out_width)
     cell = feature * out_width + column
     state_at = (batch * heads + head) * width * out_width
-    room = ROOM + (first + tl.program_id(0)).to(tl.int64) * rows_each * BD * BV
+    scratch = SCRATCH + (first + tl.program_id(0)).to(tl.int64) * rows_per_part * BD * BV
     slot = feature * BV + tl.arange(0, BV)[None, :]
     dstate = tl.zeros([BD, BV], tl.float32)  # S, (BD, BV)
-    if PULLED:
+    if HAS_DFINAL:
         dstate = tl.load(DFINAL + state_at + cell, mask=inside, other=0.0).to(tl.float32)
-    parts = tl.cdiv(positions, rows_each)
+    parts = tl.cdiv(positions, rows_per_part)
     key_head = head // group
     # Parts bound the scratch memory: only one part of the states exists at a time.
     for back in range(parts):
         part = (parts - 1 - back).to(tl.int64)
-        start = part * rows_each
-        count = tl.minimum(rows_each, positions - start).to(tl.int32)
+        start = part * rows_per_part
+        count = tl.minimum(rows_per_part, positions - start).to(tl.int32)
         saved_at = ((batch * heads + head) * parts + part) * width * out_width
         state = tl.load(SAVED + saved_at + cell, mask=inside, other=0.0)
         for step in range(count):
@@ -189,14 +189,14 @@ def delta_backward(
                 state = tl.where(_begins(DOCUMENTS, batch * positions, pos), 0.0, state)
             state *= tl.exp(tl.load(G + row).to(tl.float32))
             at = step + tl.zeros([1, 1], tl.int64)
-            tl.store(room + at * BD * BV + slot, state)
+            tl.store(scratch + at * BD * BV + slot, state)
             beta = tl.load(BETA + row).to(tl.float32)
             state += k * ((v - tl.sum(state * k, 0)[None, :]) * beta)
         tl.debug_barrier()  # threads read states that other threads wrote
         for step in range(count):
             at = tl.zeros([1, 1], tl.int64) + count - 1 - step
             pos = start + at
-            decayed = tl.load(room + at * BD * BV + slot)  # e^g · S, before the update
+            decayed = tl.load(scratch + at * BD * BV + slot)  # e^g · S, before the update
             at = K + batch * k_batch_stride + pos * k_stride + key_head * k_head_stride
             k = _vector(at, feature, width, NORMALIZE)
             at = Q + batch * q_batch_stride + pos * q_stride + key_head * q_head_stride

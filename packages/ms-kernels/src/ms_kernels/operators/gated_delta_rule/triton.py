@@ -51,7 +51,7 @@ def _forward(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     result, final = _fake(q, k, v, g, beta, documents, state, *options)
-    _walk((q, k, v, g, beta, documents, state), options, result, final, None)
+    _run_forward((q, k, v, g, beta, documents, state), options, result, final, None)
     return result, final
 
 
@@ -59,12 +59,12 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *unused: Any) -> tuple[Tensor, Tensor
     return q.new_empty(v.shape), _sums(q, len(q), v.shape[2], q.shape[3], v.shape[3])
 
 
-def _sums(near: Tensor, *sizes: int) -> Tensor:
-    """Return an uninitialized float32 tensor on the device of `near`."""
-    return near.new_empty(sizes, dtype=torch.float32)
+def _sums(like: Tensor, *sizes: int) -> Tensor:
+    """Return an uninitialized float32 tensor on the device of `like`."""
+    return like.new_empty(sizes, dtype=torch.float32)
 
 
-def _walk(
+def _run_forward(
     tensors: tuple[Tensor | None, ...],
     options: tuple[Any, ...],
     result: Tensor,
@@ -82,7 +82,7 @@ def _walk(
         *(*_sizes(q, k, v), RuleOptions(*options).factor(q.shape[3]), _part_length(q.shape[1])),
         NORMALIZE=options[1],
         CUT=tensors[5] is not None,
-        GIVEN=tensors[6] is not None,
+        HAS_STATE=tensors[6] is not None,
         SAVE=saved is not None,
         **constants,
     )
@@ -108,7 +108,7 @@ def _backward(
     parts = blocks(positions, part_length)
     saved = _sums(q, batch, heads, parts, width, out_width)  # one state per part
     # Recompute the states at the part boundaries; forward saved only its inputs.
-    _walk((q, k, v, g, beta, documents, state), options, grad, grad_state, saved)
+    _run_forward((q, k, v, g, beta, documents, state), options, grad, grad_state, saved)
     constants = _constants(BACKWARD, key_of(q), width)
     tiles, columns = _tiles(v, constants), blocks(out_width, constants["BV"])
     # States within one part.
@@ -139,7 +139,7 @@ def _backward(
         *(*_sizes(*inputs[:3]), batch, settings.factor(width), part_length),
         NORMALIZE=settings.normalize,
         CUT=documents is not None,
-        PULLED=grad_final is not None,
+        HAS_DFINAL=grad_final is not None,
         **constants,
     )
     grad_q, grad_k = (
@@ -212,7 +212,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
                     f"{KERNELS}.delta_forward",
                     dtype,
                     f"{detail}{'_saving' * save}",
-                    {**_constants(FORWARD, key, width), **flags, "GIVEN": False, "SAVE": save},
+                    {**_constants(FORWARD, key, width), **flags, "HAS_STATE": False, "SAVE": save},
                     "batch * heads * cdiv(out_width, BV)",
                     fp32="G BETA STATE FINAL SAVED scale",
                     **common,
@@ -222,9 +222,9 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
                 f"{KERNELS}.delta_backward",
                 dtype,
                 detail,
-                {**_constants(BACKWARD, key, width), **flags, "PULLED": False},
+                {**_constants(BACKWARD, key, width), **flags, "HAS_DFINAL": False},
                 "batch_count * heads * cdiv(out_width, BV)",
-                fp32="G BETA SAVED ROOM DFINAL DQ DK DG DBETA DSTATE scale",
+                fp32="G BETA SAVED SCRATCH DFINAL DQ DK DG DBETA DSTATE scale",
                 **{**common, "extra": ()},
             )
 

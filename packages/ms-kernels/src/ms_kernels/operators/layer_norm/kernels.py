@@ -54,11 +54,11 @@ def layer_norm_backward(
     width,
     dy_stride,
     x_stride,
-    rows_each,
+    rows_per_part,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute `rows_each` rows of DX, and one row each of DW and DB (programs, width) float32.
+    """Compute `rows_per_part` rows of DX, and one row each of DW and DB (programs, width) float32.
 
     With n = (x - mean)·r: dx = r·(w·g - mean(w·g) - n·mean(n·w·g)).
     """
@@ -68,8 +68,8 @@ def layer_norm_backward(
     # Partial sums over this program's rows; a second pass adds the programs.
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
-    for offset in range(0, rows_each, ROWS):
-        row = part * rows_each + offset + tl.arange(0, ROWS)[:, None]
+    for offset in range(0, rows_per_part, ROWS):
+        row = part * rows_per_part + offset + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < width)
         x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(DY + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)

@@ -24,7 +24,7 @@ def chunk_rows_of(hidden: Tensor, weight: Tensor) -> int:
     return max(CHUNK_BYTES // row_bytes, 1)
 
 
-class Sums:
+class GradientSums:
     """Gradients of hidden (N, H) and weight (V, H), summed in float32; None where not needed."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, needed: tuple[bool, ...]) -> None:

@@ -36,7 +36,11 @@ from ms_kernels.operators.cross_entropy.contract import (
     cross_entropy,
     reduce,
 )
-from ms_kernels.operators.linear_cross_entropy.chunked_logits import Sums, chunk_rows_of, chunks_of
+from ms_kernels.operators.linear_cross_entropy.chunked_logits import (
+    GradientSums,
+    chunk_rows_of,
+    chunks_of,
+)
 
 
 def linear_cross_entropy(
@@ -60,7 +64,7 @@ def linear_cross_entropy(
         chunk_rows = chunk_rows_of(hidden, weight)
     training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     # Comparing gradients would synchronize an accelerator; torch.compile cannot branch on them.
-    foresees = (
+    precomputes = (
         training
         and reduction == "none"
         and targets.numel() > chunk_rows
@@ -75,7 +79,7 @@ def linear_cross_entropy(
         LossOptions(ignore_index, label_smoothing, z_loss, reduction),
         chunk_rows,
         training,
-        foresees,
+        precomputes,
     )
     return result.reshape(targets.shape) if reduction == "none" else result
 
@@ -90,13 +94,17 @@ class _Chunked(torch.autograd.Function):
         options: LossOptions,
         chunk_rows: int,
         training: bool,
-        foresees: bool,
+        precomputes: bool,
     ) -> Tensor:
         ignored = targets == options.ignore_index
         losses = hidden.new_empty(targets.shape, dtype=accumulator(hidden.dtype))
-        ctx.options, ctx.chunk_rows, ctx.foresees = options, chunk_rows, foresees
-        fuses_gradients = options.reduction != "none" or foresees
-        sums = Sums(hidden, weight, ctx.needs_input_grad) if training and fuses_gradients else None
+        ctx.options, ctx.chunk_rows, ctx.precomputes = options, chunk_rows, precomputes
+        fuses_gradients = options.reduction != "none" or precomputes
+        sums = (
+            GradientSums(hidden, weight, ctx.needs_input_grad)
+            if training and fuses_gradients
+            else None
+        )
         for rows, logits in chunks_of(hidden, weight, chunk_rows):
             losses[rows] = _differentiate(logits, targets[rows], ignored[rows], options)
             if sums is not None:
@@ -105,7 +113,7 @@ class _Chunked(torch.autograd.Function):
             saved = (sums.hidden, sums.weight) if sums is not None else (hidden, weight)
             # There was only one chunk: save its logits, so that backward need not recompute them.
             saved_logits = logits if sums is None and 0 < len(targets) <= chunk_rows else None
-            inputs = (hidden, weight) if foresees else (None, None)
+            inputs = (hidden, weight) if precomputes else (None, None)
             ctx.save_for_backward(*saved, targets, ignored, saved_logits, *inputs)
             ctx.dtypes = hidden.dtype, weight.dtype
         return reduce(losses, ignored, options.reduction)
@@ -114,7 +122,7 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, second, targets, ignored, saved_logits, *_ = ctx.saved_tensors
-        if ctx.foresees:
+        if ctx.precomputes:
             first, second = _scale_saved_grads(ctx, first, second, grad)
         elif ctx.options.reduction == "none":
             first, second = _recompute(ctx, first, second, targets, ignored, saved_logits, grad)
@@ -155,7 +163,7 @@ def _weight_gradient(
     ctx: Any, weight: Tensor, hidden: Tensor, targets: Tensor, ignored: Tensor, grad: Tensor
 ) -> Tensor:
     """Recompute the logits of the given rows and return their gradient of the weight."""
-    sums = Sums(hidden, weight, (False, True))
+    sums = GradientSums(hidden, weight, (False, True))
     for rows, logits in chunks_of(hidden, weight, ctx.chunk_rows):
         _differentiate(logits, targets[rows], ignored[rows], ctx.options)
         sums.add(logits, hidden[rows], weight, rows, grad[rows, None])
@@ -173,7 +181,7 @@ def _recompute(
     grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Recompute the logits chunk by chunk, now that the gradient of each row is known."""
-    sums = Sums(hidden, weight, ctx.needs_input_grad)
+    sums = GradientSums(hidden, weight, ctx.needs_input_grad)
     if logits_grad is not None:
         sums.add(logits_grad, hidden, weight, slice(None), grad[:, None])
         return sums.hidden, sums.weight

@@ -34,10 +34,10 @@ from ms_kernels.operators.cross_entropy.triton import (
 from ms_kernels.operators.linear_cross_entropy.contract import CONTRACT
 from ms_kernels.operators.linear_cross_entropy.triton_logits import (
     SCALE_CAST,
-    Sums,
+    TritonGradientSums,
     chunks,
-    lift_of,
-    lifted,
+    gradient_scale,
+    normalize_slopes,
     scale_and_cast,
     scale_kernel,
 )
@@ -63,7 +63,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *optio
     return result
 
 
-def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., Any]:
+def _saving_gradients(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., Any]:
     """Build the operator of a reduced loss that computes the selected gradients in forward."""
 
     def forward(
@@ -74,14 +74,14 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
     ) -> tuple[Tensor, Tensor, Tensor]:
         settings = LossOptions(*options)
         rows, flat_targets = as_rows(hidden), targets.reshape(-1).contiguous()
-        sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
+        sums = TritonGradientSums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
         losses = hidden.new_empty(len(rows), dtype=torch.float32)
         constants = row_blocks(FORWARD, key_of(hidden), len(weight))
         # Per chunk: logits (R, V), then losses and their gradient in one pass, then two products.
         for part, logits, gradient in chunks(rows, weight, gradients=True):
-            lift = lift_of(hidden.dtype)  # keeps small float16 gradients normal
+            scale = gradient_scale(hidden.dtype)  # keeps small float16 gradients normal
             losses[part], _ = row_losses(
-                logits, flat_targets[part], settings, constants, gradient, lift
+                logits, flat_targets[part], settings, constants, gradient, scale
             )
             sums.add(gradient, rows, weight, part)
         grad_hidden = absent_grad(hidden).float() if sums.hidden is None else sums.hidden
@@ -133,9 +133,9 @@ def _scale(
     )
 
 
-_with_both = _holding("holding", of_hidden=True, of_weight=True)
-_with_hidden = _holding("holding_hidden", of_hidden=True, of_weight=False)
-_with_weight = _holding("holding_weight", of_hidden=False, of_weight=True)
+_with_both = _saving_gradients("holding", of_hidden=True, of_weight=True)
+_with_hidden = _saving_gradients("holding_hidden", of_hidden=True, of_weight=False)
+_with_weight = _saving_gradients("holding_weight", of_hidden=False, of_weight=True)
 
 
 def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
@@ -164,10 +164,10 @@ def _backward(
     settings = LossOptions(*options)
     rows, flat_targets = as_rows(hidden), targets.reshape(-1).contiguous()
     needs_hidden, needs_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
-    sums = Sums(rows, weight, of_hidden=needs_hidden, of_weight=needs_weight)
+    sums = TritonGradientSums(rows, weight, of_hidden=needs_hidden, of_weight=needs_weight)
     slopes = slopes_of(grad, targets, settings).view(-1)
     # float16: divide by the largest row gradient, so that a loss scale cannot overflow.
-    peak, (slopes,) = lifted(hidden.dtype, slopes)
+    peak, (slopes,) = normalize_slopes(hidden.dtype, slopes)
     constants = (row_blocks(kernel, key_of(hidden), len(weight)) for kernel in (FORWARD, BACKWARD))
     forward, back = constants
     # Per chunk: logits (R, V), then losses and their gradient in one pass, then two products.

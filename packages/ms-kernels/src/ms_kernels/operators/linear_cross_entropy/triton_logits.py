@@ -17,7 +17,7 @@ CHUNK_BYTES = 2**31
 """Size of a chunk's float32 logits. Each chunk reads and writes the full weight gradient: on an
 H200 (4.3 TB/s, 780 TFLOP/s) 240 / R of the time of a chunk of R rows, 6% at 4,096 rows."""
 
-LIFT = {torch.float16: 2.0**13}
+GRADIENT_SCALE = {torch.float16: 2.0**13}
 """Scale of a chunk's gradient by dtype: a probability of 1e-5 would be subnormal in float16."""
 
 WIDENING = frozenset({"cuda"})
@@ -81,25 +81,25 @@ def chunks(
         yield rows, buffer[: len(chunk)], grad_buffer[: len(chunk)]
 
 
-def lift_of(dtype: torch.dtype) -> float:
+def gradient_scale(dtype: torch.dtype) -> float:
     """Return the scale of a chunk's stored gradient."""
-    return LIFT.get(dtype, 1.0)
+    return GRADIENT_SCALE.get(dtype, 1.0)
 
 
-def lifted(dtype: torch.dtype, *slopes: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def normalize_slopes(dtype: torch.dtype, *slopes: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return a common factor of the row gradients, and the gradients divided by it and scaled.
 
     In float16 the factor is the largest absolute value, so a loss scale cannot cause overflow. In
     other dtypes the factor is 1 and the gradients are returned unchanged.
     """
-    if dtype not in LIFT or not slopes[0].numel():
+    if dtype not in GRADIENT_SCALE or not slopes[0].numel():
         return slopes[0].new_ones(()), slopes
     peak = torch.stack([slope.abs().amax() for slope in slopes]).amax()
     peak = peak.clamp(min=torch.finfo(torch.float32).tiny)  # all may be 0
-    return peak, tuple(slope / peak * LIFT[dtype] for slope in slopes)
+    return peak, tuple(slope / peak * GRADIENT_SCALE[dtype] for slope in slopes)
 
 
-class Sums:
+class TritonGradientSums:
     """Gradients of hidden (N, H) and weight (V, H), summed in float32; None where not needed."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, *, of_hidden: bool, of_weight: bool) -> None:
@@ -140,7 +140,7 @@ def scale_and_cast(kernel: TunedKernel, x: Tensor | None, slope: Tensor, like: T
         SCALE_CAST,
         blocks(x.numel(), constants["BLOCK"]),
         x,
-        *(x, slope, result, x.numel(), 1 / lift_of(like.dtype)),
+        *(x, slope, result, x.numel(), 1 / gradient_scale(like.dtype)),
         **constants,
     )
     return result

@@ -7,7 +7,7 @@ from ms_kernels.contracts.arguments import Argument, Ladder, Option, Work, indic
 from ms_kernels.contracts.call import Dims
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_range
-from ms_kernels.contracts.values import is_whole
+from ms_kernels.contracts.values import is_integer
 
 EXAMPLE_COUNT = 4
 """Number of experts in the example."""
@@ -47,7 +47,7 @@ CONTRACT = Contract(
         Option(
             name="count",
             default=EXAMPLE_COUNT,
-            holds=lambda value: is_whole(value, 1, 2**31 - 1),
+            holds=lambda value: is_integer(value, 1, 2**31 - 1),
             fits="an integer of at least 1",
             trials=(7,),
         ),

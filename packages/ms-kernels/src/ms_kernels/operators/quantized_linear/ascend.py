@@ -70,17 +70,17 @@ class _Product(torch.autograd.Function):
 def _codes(packed: Tensor, bits: int) -> Tensor:
     """Return signed codes, (K, N) int8 or (K, N / 8) int32; cached until `packed` is modified."""
     if torch.compiler.is_compiling() or type(packed) not in (Tensor, torch.nn.Parameter):
-        return _turn(packed, bits)
+        return _convert_layout(packed, bits)
     cached = _signed[packed] if packed in _signed else (None, None, packed)  # noqa: SIM401 - untyped
     # Modified since, or used with other bits.
     if cached[:2] != (packed._version, bits):
-        cached = (packed._version, bits, _turn(packed, bits))
+        cached = (packed._version, bits, _convert_layout(packed, bits))
         _signed[packed] = cached
     codes: Tensor = cached[2]
     return codes
 
 
-def _turn(packed: Tensor, bits: int) -> Tensor:
+def _convert_layout(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         # Flipping the top bit maps codes 0..255 to -128..127.
         return (packed ^ 0x80).view(torch.int8).T

@@ -10,7 +10,7 @@ from ms_kernels.contracts.arguments import Argument, Ladder, Model, Option, Work
 from ms_kernels.contracts.call import FLOATING, Dims, accumulator
 from ms_kernels.contracts.contract import Contract, Variant
 from ms_kernels.contracts.transforms import transforms_active
-from ms_kernels.contracts.values import is_whole
+from ms_kernels.contracts.values import is_integer
 from ms_kernels.packed_weights import dequantize
 
 
@@ -119,13 +119,13 @@ CONTRACT = Contract(
         Option(
             name="bits",
             default=4,
-            holds=lambda value: is_whole(value) and value in (4, 8),
+            holds=lambda value: is_integer(value) and value in (4, 8),
             fits="4 or 8",
         ),
         Option(
             name="group_size",
             default=32,
-            holds=lambda value: is_whole(value, 1, 2**31 - 1),
+            holds=lambda value: is_integer(value, 1, 2**31 - 1),
             fits="an integer of at least 1",
         ),
     ),

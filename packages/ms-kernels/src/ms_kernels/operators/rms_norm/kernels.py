@@ -54,12 +54,12 @@ def rms_norm_backward(
     dy_stride,
     dsum_stride,
     x_stride,
-    rows_each,
+    rows_per_part,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute `rows_each` rows of DX and a partial sum, one row of DW (programs, width) float32.
+    """Compute `rows_per_part` rows of DX and one row of partial sums DW (programs, width) float32.
 
     dx = r·w·g - x·r³·⟨w·g, x⟩ / width; with ADD the gradient DSUM of the sum is added.
     """
@@ -68,8 +68,8 @@ def rms_norm_backward(
     w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
     # summed over this program's rows; a second pass adds the programs
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    for offset in range(0, rows_each, ROWS):
-        row = part * rows_each + offset + tl.arange(0, ROWS)[:, None]
+    for offset in range(0, rows_per_part, ROWS):
+        row = part * rows_per_part + offset + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < width)
         x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(DY + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)

@@ -103,7 +103,7 @@ def norm_entries(
             the same kernels.
         flags: extra constants of the forward and the backward kernel.
     """
-    tiles = "cdiv(rows, ROWS)", "cdiv(rows, rows_each)"
+    tiles = "cdiv(rows, ROWS)", "cdiv(rows, rows_per_part)"
     for width in (128, 1024, 2048, 4096, 8192):
         for kernel, count, extra in zip(tuned, tiles, flags, strict=True):
             yield entry(

@@ -13,7 +13,7 @@ from attrs import Attribute, field, frozen
 from torch import Tensor
 
 from ms_kernels.contracts.call import describe
-from ms_kernels.contracts.values import LARGEST, SMALLEST, is_number, is_whole
+from ms_kernels.contracts.values import LARGEST, SMALLEST, is_integer, is_number
 from ms_kernels.errors import ArgumentError, shown
 
 
@@ -26,7 +26,7 @@ def _number(
         if optional and value is None:
             return
         expected = "an integer" if integer else "a finite number"
-        valid = is_whole(value, int(minimum)) if integer else is_number(value, minimum)
+        valid = is_integer(value, int(minimum)) if integer else is_number(value, minimum)
         if not valid:
             fits = f"{expected} of at least {minimum:g}{', or None' if optional else ''}"
             raise ArgumentError(type(owner).__name__, attribute.name, shown(value), fits)
@@ -156,7 +156,7 @@ def rotary_table(
     if positions.ndim not in (1, 2):
         got = f"of shape {describe(positions.shape)}"
         raise ArgumentError("rotary_table", "positions", got, "of shape (C, S) or (S,)")
-    if not is_whole(width, 2, 2**31 - 1) or width % 2:
+    if not is_integer(width, 2, 2**31 - 1) or width % 2:
         fits = "an even number, 2 or more"
         raise ArgumentError("rotary_table", "width", shown(width), fits)
     if not is_number(base, 1) or base == 1:

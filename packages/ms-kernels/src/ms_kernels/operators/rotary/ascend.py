@@ -22,7 +22,7 @@ from ms_kernels.operators.rotary.contract import CONTRACT
 
 WIDEST = 894
 """Widest even head below CANN's limit of 896."""
-MOST = 999
+MAX_ROWS = 999
 """Maximum batch size and maximum number of heads; interleaved, the maximum of their product."""
 
 _widened: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -34,13 +34,13 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     """Rotate pairs of features of q and k."""
     tables = _widen(cos, interleaved), _widen(sin, interleaved)
-    return _turn(q, *tables, interleaved), _turn(k, *tables, interleaved)
+    return _rotate(q, *tables, interleaved), _rotate(k, *tables, interleaved)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     width = cos.shape[-1]
     rotated = x if width == x.shape[-1] else x[..., :width]
-    if interleaved and (cos.shape[0] > 1 or x.shape[0] * x.shape[2] > MOST):
+    if interleaved and (cos.shape[0] > 1 or x.shape[0] * x.shape[2] > MAX_ROWS):
         rotated, cos, sin = (_as_one_row(tensor, x.shape[0]) for tensor in (rotated, cos, sin))
     mode = "interleave" if interleaved else "half"
     result: Tensor = torch.ops.npu.npu_rotary_mul(rotated.to(cos.dtype), cos, sin, mode)
@@ -79,8 +79,8 @@ def _refuses(call: Call) -> str | None:
     if 2 * cos.shape[-1] > WIDEST:
         return f"rotates at most {WIDEST} features, not {2 * cos.shape[-1]}"
     rows = 1 if call.options[0] else q.shape[0]
-    if max(rows, q.shape[2], k.shape[2]) > MOST:
-        return f"supports at most {MOST} rows and heads"
+    if max(rows, q.shape[2], k.shape[2]) > MAX_ROWS:
+        return f"supports at most {MAX_ROWS} rows and heads"
     return empty(call)
 
 

@@ -27,17 +27,17 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turn(x, cos, sin, interleaved, 1)
+        return _rotate(x, cos, sin, interleaved, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, ctx.interleaved, -1), None, None, None
+        return _rotate(grad, cos, sin, ctx.interleaved, -1), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, way: int) -> Tensor:
-    """Rotate x (B, S, heads, D) by angles (C, S, 1, R/2); `way` is 1, or -1 for the inverse."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+    """Rotate x (B, S, heads, D) by angles (C, S, 1, R/2); `sign` is -1 for the inverse."""
     half = cos.shape[-1]
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     if interleaved:
@@ -45,9 +45,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, way: int) -> T
     else:
         first, second = slice(0, half), slice(half, 2 * half)
     torch.mul(x[..., first], cos, out=result[..., first])
-    result[..., first].addcmul_(x[..., second], sin, value=-way)
+    result[..., first].addcmul_(x[..., second], sin, value=-sign)
     torch.mul(x[..., second], cos, out=result[..., second])
-    result[..., second].addcmul_(x[..., first], sin, value=way)
+    result[..., second].addcmul_(x[..., first], sin, value=sign)
     if 2 * half < x.shape[-1]:
         result[..., 2 * half :] = x[..., 2 * half :]
     return result

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _turn(
+def _rotate(
     X,
     OUT,
     cos,
@@ -17,7 +17,7 @@ def _turn(
     width,
     INTERLEAVED: tl.constexpr,
     HALF: tl.constexpr,
-    REST: tl.constexpr,
+    PASSTHROUGH: tl.constexpr,
 ):
     """Rotate heads `head` (HEADS, 1) of one position from X (strided heads) to OUT (contiguous)."""
     X += head * head_stride
@@ -40,8 +40,8 @@ def _turn(
         tl.store(OUT + column, y1.to(OUT.dtype.element_ty), mask=inside)
         tl.store(OUT + column + half, y2.to(OUT.dtype.element_ty), mask=inside)
     # Features beyond the rotated width pass through unchanged.
-    if REST > 0:
-        column = 2 * half + tl.arange(0, REST)[None, :]
+    if PASSTHROUGH > 0:
+        column = 2 * half + tl.arange(0, PASSTHROUGH)[None, :]
         inside = (head < heads) & (column < width)
         tl.store(OUT + column, tl.load(X + column, mask=inside), mask=inside)
 
@@ -68,13 +68,13 @@ def rotary_turn(
     k_head_stride,
     angle_batch_stride,
     angle_stride,
-    BACK: tl.constexpr,
+    INVERSE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    REST: tl.constexpr,
+    PASSTHROUGH: tl.constexpr,
 ):
-    """Rotate HEADS heads of one position of Q or K; BACK rotates in the inverse direction.
+    """Rotate HEADS heads of one position of Q or K; INVERSE rotates in the inverse direction.
 
     Results are contiguous (batch, positions, heads, width); COS and SIN have the same strides.
     """
@@ -89,21 +89,21 @@ def rotary_turn(
     base = batch * angle_batch_stride + position * angle_stride
     cos = tl.load(COS + base + angle, mask=angle < half, other=0.0).to(tl.float32)  # (1, HALF)
     sin = tl.load(SIN + base + angle, mask=angle < half, other=0.0).to(tl.float32)
-    if BACK:
+    if INVERSE:
         sin = -sin  # the inverse rotation is the transpose
     if block < q_blocks:
         head = (block * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         source = Q + batch * q_batch_stride + position * q_stride
         out = Q_OUT + row.to(tl.int64) * q_heads * width
-        _turn(
+        _rotate(
             source, out, cos, sin, head, q_heads, q_head_stride, half, width,
-            INTERLEAVED, HALF, REST,
+            INTERLEAVED, HALF, PASSTHROUGH,
         )  # fmt: skip
     else:
         head = ((block - q_blocks) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         source = K + batch * k_batch_stride + position * k_stride
         out = K_OUT + row.to(tl.int64) * k_heads * width
-        _turn(
+        _rotate(
             source, out, cos, sin, head, k_heads, k_head_stride, half, width,
-            INTERLEAVED, HALF, REST,
+            INTERLEAVED, HALF, PASSTHROUGH,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
 from ms_kernels.operators.rotary.contract import CONTRACT
 
-(TURN,) = TUNED = tuned_kernels(
+(ROTATE,) = TUNED = tuned_kernels(
     "rotary",
     "rotary_turn",
     sizes="R/2",
@@ -27,19 +27,19 @@ KERNELS = f"{__package__}.kernels"
 def _forward(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    return _turn(q, k, cos, sin, interleaved, back=False)
+    return _rotate(q, k, cos, sin, interleaved, inverse=False)
 
 
 def _backward(
     grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, grad_mask: int, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    return needed_grads(grad_mask, _turn(grad_q, grad_k, cos, sin, interleaved, back=True))
+    return needed_grads(grad_mask, _rotate(grad_q, grad_k, cos, sin, interleaved, inverse=True))
 
 
-def _turn(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool
+def _rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q (B, S, Hq, D) and k (B, S, Hk, D); the inverse rotation if `back`."""
+    """Rotate q (B, S, Hq, D) and k (B, S, Hk, D); the inverse rotation if `inverse`."""
     q, k, cos, sin = with_unit_stride(q), with_unit_stride(k), cos.contiguous(), sin.contiguous()
     batch, positions, q_heads, width = q.shape
     k_heads, half = k.shape[2], cos.shape[-1]
@@ -55,43 +55,43 @@ def _turn(
         *k.stride()[:3],
         # Stride 0 broadcasts the angles over the batch.
         *(cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
-        BACK=back,
+        INVERSE=inverse,
         INTERLEAVED=interleaved,
         **constants,
     )
     return rotated
 
 
-def _constants(key: TableKey, half: int, heads: int, rest: int) -> dict[str, int]:
+def _constants(key: TableKey, half: int, heads: int, passthrough: int) -> dict[str, int]:
     """Return the constants of a launch.
 
     Args:
         key: chip and dtype.
         half: number of rotated pairs, R/2.
         heads: number of heads of q or k, the larger of the two.
-        rest: number of pass-through features.
+        passthrough: number of pass-through features.
     """
-    values, block = TURN.values(key, half), power_of_two(half)
+    values, block = ROTATE.values(key, half), power_of_two(half)
     return {
         "HEADS": min(max(values["ELEMENTS"] // block, 1), power_of_two(heads)),
         "HALF": block,
-        "REST": power_of_two(rest) if rest else 0,
+        "PASSTHROUGH": power_of_two(passthrough) if passthrough else 0,
         "num_warps": values["num_warps"],
     }
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
     """Yield the kernels of an ahead-of-time library: head dims 64 and 128, both directions."""
-    for half, interleaved, back in product((32, 64), (False, True), (False, True)):
+    for half, interleaved, inverse in product((32, 64), (False, True), (False, True)):
         yield entry(
             "rotary",
             f"{KERNELS}.rotary_turn",
             dtype,
-            f"{2 * half}{'_interleaved' * interleaved}{'_back' * back}",
+            f"{2 * half}{'_interleaved' * interleaved}{'_back' * inverse}",
             {
                 **_constants(TableKey(chip, DTYPES[dtype]), half, 32, 0),
                 "INTERLEAVED": interleaved,
-                "BACK": back,
+                "INVERSE": inverse,
             },
             "batch * positions * (cdiv(q_heads, HEADS) + cdiv(k_heads, HEADS))",
             fp32="COS SIN",

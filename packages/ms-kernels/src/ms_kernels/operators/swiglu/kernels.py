@@ -14,21 +14,21 @@ def _tanh(x):
 def _activate(gate, ACTIVATION: tl.constexpr):
     """Return the activation of `gate` and its derivative, both float32."""
     if ACTIVATION == "silu":
-        share = tl.sigmoid(gate)  # silu(x) = x s, its derivative is s (1 + x (1 - s))
-        return gate * share, share * (1 + gate * (1 - share))
+        gate_factor = tl.sigmoid(gate)  # silu(x) = x s, its derivative is s (1 + x (1 - s))
+        return gate * gate_factor, gate_factor * (1 + gate * (1 - gate_factor))
     if ACTIVATION == "gelu_tanh":
         # √(2/π) · (x + 0.044715 x³)
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        bend = _tanh(inner)  # tanh approximation of GELU
+        tanh = _tanh(inner)  # tanh approximation of GELU
         slope = 0.7978845608028654 * (1 + 0.134145 * gate * gate)
-        return 0.5 * gate * (1 + bend), 0.5 * (1 + bend) + 0.5 * gate * (1 - bend * bend) * slope
+        return 0.5 * gate * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * slope
     # Φ(x), the normal CDF; gelu'(x) = Φ(x) + x φ(x)
-    share = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
-    return gate * share, share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    gate_factor = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+    return gate * gate_factor, gate_factor + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
 
 
 @triton.jit
-def _place(first, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _tile(first, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return this program's rows (ROWS, 1), columns (1, BLOCK) and the in-bounds mask."""
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(width, BLOCK)
@@ -52,7 +52,7 @@ def gated_forward(
     BLOCK: tl.constexpr,
 ):
     """Compute a tile of Y, which is contiguous."""
-    row, column, inside = _place(first, rows, width, ROWS, BLOCK)
+    row, column, inside = _tile(first, rows, width, ROWS, BLOCK)
     gate = tl.load(GATE + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(UP + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     value, _ = _activate(gate, ACTIVATION)
@@ -77,11 +77,11 @@ def gated_backward(
     BLOCK: tl.constexpr,
 ):
     """Compute a tile of DGATE and DUP, which are contiguous."""
-    row, column, inside = _place(first, rows, width, ROWS, BLOCK)
+    row, column, inside = _tile(first, rows, width, ROWS, BLOCK)
     gate = tl.load(GATE + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(UP + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(DY + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
     value, slope = _activate(gate, ACTIVATION)
-    here = row * width + column
-    tl.store(DGATE + here, (grad * up * slope).to(DGATE.dtype.element_ty), mask=inside)
-    tl.store(DUP + here, (grad * value).to(DUP.dtype.element_ty), mask=inside)
+    offset = row * width + column
+    tl.store(DGATE + offset, (grad * up * slope).to(DGATE.dtype.element_ty), mask=inside)
+    tl.store(DUP + offset, (grad * value).to(DUP.dtype.element_ty), mask=inside)

@@ -20,7 +20,11 @@ from ms_kernels.contracts.tolerance import LOGITS
 from ms_kernels.contracts.transforms import transforms_active
 from ms_kernels.contracts.values import LARGEST, SMALLEST, is_number
 from ms_kernels.operators.cross_entropy.contract import classes
-from ms_kernels.operators.linear_cross_entropy.chunked_logits import Sums, chunk_rows_of, chunks_of
+from ms_kernels.operators.linear_cross_entropy.chunked_logits import (
+    GradientSums,
+    chunk_rows_of,
+    chunks_of,
+)
 from ms_kernels.operators.linear_cross_entropy.contract import logits_work
 
 
@@ -39,7 +43,7 @@ def token_log_probs(
         return _plain(hidden, weight, tokens, temperature, ignore_index, entropy)
     if chunk_rows is None:
         chunk_rows = chunk_rows_of(hidden, weight)
-    log_probs, entropies = _Chosen.apply(  # type: ignore[no-untyped-call]
+    log_probs, entropies = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         tokens.reshape(-1),
@@ -73,7 +77,7 @@ def _plain(
     return chosen, -(log_probs.exp() * log_probs).sum(-1).masked_fill(ignored, 0)
 
 
-class _Chosen(torch.autograd.Function):
+class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -102,17 +106,17 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_spread: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, token_index, ignored, log_z, entropies = ctx.saved_tensors
         scaled_grad = grad.masked_fill(ignored, 0).unsqueeze(-1) / ctx.temperature
-        scaled_grad_spread = grad_spread.masked_fill(ignored, 0).unsqueeze(-1) / ctx.temperature
-        sums = Sums(hidden, weight, ctx.needs_input_grad)
+        scaled_grad_entropy = grad_entropy.masked_fill(ignored, 0).unsqueeze(-1) / ctx.temperature
+        sums = GradientSums(hidden, weight, ctx.needs_input_grad)
         for rows, logits in chunks_of(hidden, weight, ctx.chunk_rows):
             # d log p[t] = e_t - p, and dH = -p · (log p + H).
             logits.div_(ctx.temperature).sub_(log_z[rows, None])
             factor = -scaled_grad[rows]
             if ctx.entropy:
-                factor = factor - scaled_grad_spread[rows] * (logits + entropies[rows, None])
+                factor = factor - scaled_grad_entropy[rows] * (logits + entropies[rows, None])
             logits.exp_().mul_(factor)
             logits.scatter_add_(-1, token_index[rows, None], scaled_grad[rows])
             sums.add(logits, hidden[rows], weight, rows)

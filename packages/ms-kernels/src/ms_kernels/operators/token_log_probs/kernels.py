@@ -9,7 +9,7 @@ def chosen_forward(
     first,
     LOGITS,
     TOKENS,
-    CHOSEN,
+    LOG_PROBS,
     ENTROPY,
     TOTALS,
     classes,
@@ -45,7 +45,7 @@ def chosen_forward(
     valid = token != ignore_index
     fits = (token >= 0) & (token < classes)
     token_logit = tl.load(LOGITS + token, mask=fits, other=float("nan")).to(tl.float32) * beta
-    tl.store(CHOSEN + row, tl.where(valid, token_logit - lse, 0.0))
+    tl.store(LOG_PROBS + row, tl.where(valid, token_logit - lse, 0.0))
     # H = -Σ p log p = lse - Σ p x
     tl.store(ENTROPY + row, tl.where(valid, lse - px_sum / l_i, 0.0))
     tl.store(TOTALS + row, lse)
@@ -58,8 +58,8 @@ def chosen_backward(
     TOKENS,
     TOTALS,
     ENTROPY,
-    PULL,
-    SPREAD_PULL,
+    DLOGP,
+    DENTROPY,
     GRADIENT,
     classes,
     stride,
@@ -70,15 +70,15 @@ def chosen_backward(
 ):
     """Compute BLOCK columns of one row of GRADIENT.
 
-    d log p[t] = e_t - p and dH = -p · (log p + H), scaled by the row's PULL, SPREAD_PULL and beta.
+    d log p[t] = e_t - p and dH = -p · (log p + H), scaled by the row's DLOGP, DENTROPY and beta.
     """
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(classes, BLOCK)
     row = (tile // blocks).to(tl.int64)
     column = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(TOKENS + row)
-    dlogp = tl.load(PULL + row) * beta
-    dentropy = tl.load(SPREAD_PULL + row) * beta
+    dlogp = tl.load(DLOGP + row) * beta
+    dentropy = tl.load(DENTROPY + row) * beta
     # An ignored row is not read: it may contain NaN.
     read = column < tl.where(token == ignore_index, 0, classes)
     x = tl.load(LOGITS + row * stride + column, mask=read, other=0.0).to(tl.float32) * beta

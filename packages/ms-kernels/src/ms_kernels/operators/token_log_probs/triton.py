@@ -20,9 +20,9 @@ from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.cross_entropy.triton import class_kernels, loss_entry
 from ms_kernels.operators.linear_cross_entropy.triton import MERIT
 from ms_kernels.operators.linear_cross_entropy.triton_logits import (
-    Sums,
+    TritonGradientSums,
     chunks,
-    lifted,
+    normalize_slopes,
     scale_kernel,
 )
 from ms_kernels.operators.token_log_probs.contract import CONTRACT
@@ -38,7 +38,7 @@ def token_log_probs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, *options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and entropies if asked."""
-    results: tuple[Tensor, Tensor] = _chosen(hidden, weight, tokens, *options)
+    results: tuple[Tensor, Tensor] = _token_log_probs(hidden, weight, tokens, *options)
     _, _, entropy = options
     return results if entropy else results[0]
 
@@ -48,22 +48,26 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     temperature, ignore_index, _ = options
     rows, token_index = as_rows(hidden), tokens.reshape(-1).contiguous()
-    chosen, spread, totals = (empty(tokens, torch.float32) for _ in range(3))
+    log_probs, entropy, totals = (empty(tokens, torch.float32) for _ in range(3))
     for part, logits, _ in chunks(rows, weight):
         launch(
             f"{KERNELS}.chosen_forward",
             len(logits),
             logits,
-            *(logits, token_index[part], *(out.view(-1)[part] for out in (chosen, spread, totals))),
+            *(
+                logits,
+                token_index[part],
+                *(out.view(-1)[part] for out in (log_probs, entropy, totals)),
+            ),
             *(logits.shape[1], logits.stride(0), ignore_index, 1 / temperature),
             **row_blocks(FORWARD, key_of(hidden), len(weight)),
         )
-    return chosen, spread, totals
+    return log_probs, entropy, totals
 
 
 def _backward(
     grad: Tensor,
-    grad_spread: Tensor,
+    grad_entropy: Tensor,
     hidden: Tensor,
     weight: Tensor,
     tokens: Tensor,
@@ -75,11 +79,13 @@ def _backward(
     temperature, ignore_index, _ = options
     rows, token_index = as_rows(hidden), tokens.reshape(-1).contiguous()
     needs_hidden, needs_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
-    sums = Sums(rows, weight, of_hidden=needs_hidden, of_weight=needs_weight)
+    sums = TritonGradientSums(rows, weight, of_hidden=needs_hidden, of_weight=needs_weight)
     # One scale for both, as their gradients are added in the same buffer.
-    peak, (grads, spread_grads) = lifted(hidden.dtype, grad.view(-1), grad_spread.view(-1))
+    peak, (grads, entropy_grads) = normalize_slopes(
+        hidden.dtype, grad.view(-1), grad_entropy.view(-1)
+    )
     constants = row_blocks(BACKWARD, key_of(hidden), len(weight))
-    totals, spread = totals.view(-1), entropies.view(-1)
+    totals, entropy = totals.view(-1), entropies.view(-1)
     for part, logits, gradient in chunks(rows, weight, gradients=True):
         count, classes = logits.shape
         launch(
@@ -90,9 +96,9 @@ def _backward(
                 logits,
                 token_index[part],
                 totals[part],
-                spread[part],
+                entropy[part],
                 grads[part],
-                spread_grads[part],
+                entropy_grads[part],
             ),
             *(gradient, classes, logits.stride(0), gradient.stride(0)),
             *(ignore_index, 1 / temperature),
@@ -102,7 +108,7 @@ def _backward(
     return sums.scaled(SCALE, peak, hidden, weight)
 
 
-_chosen = opaque(
+_token_log_probs = opaque(
     CONTRACT,
     "triton",
     forward=_forward,
@@ -114,7 +120,7 @@ _chosen = opaque(
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
     """Yield the kernels of an ahead-of-time library."""
-    floats = "LOGITS CHOSEN ENTROPY TOTALS PULL SPREAD_PULL beta"
+    floats = "LOGITS LOG_PROBS ENTROPY TOTALS DLOGP DENTROPY beta"
     for kernel in (FORWARD, BACKWARD):
         yield loss_entry(kernel, KERNELS, chip, dtype, flags={}, fp32=floats, i64="TOKENS")
 

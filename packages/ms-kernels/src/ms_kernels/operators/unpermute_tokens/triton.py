@@ -14,7 +14,7 @@ from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.operators.permute_tokens.triton import SUM_CHOICES, sum_choices
 from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
 
-SUM, SPREAD = TUNED = tuned_kernels(
+SUM, SCATTER = TUNED = tuned_kernels(
     "unpermute_tokens",
     "sum_choices spread_choice",
     sizes="H",
@@ -47,7 +47,7 @@ def _backward(
         *(grad_rows, grad_weights, len(rows), places.shape[1], rows.shape[1]),
         *(grad.stride(0), rows.stride(0)),
         WEIGHTED=weights is not None,
-        **row_blocks(SPREAD, key_of(rows), rows.shape[1]),
+        **row_blocks(SCATTER, key_of(rows), rows.shape[1]),
     )
     return (
         grad_rows if needs_grad(grad_mask, 0) else absent_grad(rows),
@@ -62,7 +62,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
     for weighted in (False, True):
         for kernel, name, tiles in (
             (SUM, SUM_CHOICES, "tokens * cdiv(width, BLOCK)"),
-            (SPREAD, SPREAD_CHOICE, "tokens * choices"),
+            (SCATTER, SPREAD_CHOICE, "tokens * choices"),
         ):
             constants = row_blocks(kernel, TableKey(chip, DTYPES[dtype]), 4096)
             yield entry(

@@ -103,8 +103,8 @@ def create_kind_groups(layout: Layout, devices: Devices, device: torch.device) -
             )
     assert groups is not None
     # Ranks of one data rank's pipeline that have the same kind send each other native messages.
-    for reader in range(layout.readers):
-        ranks = [rank for rank in range(layout.world_size) if layout.place(rank).rank == reader]
+    for data_rank in range(layout.data_ranks):
+        ranks = [rank for rank in range(layout.world_size) if layout.place(rank).rank == data_rank]
         for device_type in dict.fromkeys(devices.kinds[rank] for rank in ranks):
             same_kind = [rank for rank in ranks if devices.kinds[rank] == device_type]
             if device_type == "cpu" or len(same_kind) == 1:

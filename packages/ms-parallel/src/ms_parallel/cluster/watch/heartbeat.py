@@ -21,7 +21,7 @@ import msgspec
 import torch.distributed as dist
 
 from ms_parallel.cluster.watch.findings import State, explain
-from ms_parallel.cluster.watch.record import Record, position
+from ms_parallel.cluster.watch.record import RankPosition, position
 from ms_parallel.entry import FAILED
 from ms_parallel.interruption import launcher_is_gone
 
@@ -123,7 +123,7 @@ class Heartbeat:
             connection.settimeout(DYING_S)
             with suppress(TimeoutError):  # a store sends nothing before a request
                 if not connection.recv(1):
-                    raise ConnectionResetError("the store has gone")
+                    raise ConnectionResetError("the store closed the connection")
         return self._connect()
 
     def _run(self) -> None:
@@ -183,7 +183,7 @@ class Heartbeat:
             self.wait_for_report()
         os._exit(FAILED)
 
-    def _gather(self, store: Any) -> tuple[dict[int, Record], dict[int, State]]:
+    def _gather(self, store: Any) -> tuple[dict[int, RankPosition], dict[int, State]]:
         """Gather each rank's last record and the state of its process."""
         first_records = self._read(store, range(self.world))
         end = time.monotonic() + self._record_period.total_seconds()
@@ -201,11 +201,11 @@ class Heartbeat:
                 states[rank] = State.ALIVE if has_moved or time.monotonic() < end else State.SILENT
         return records, {rank: state or State.SILENT for rank, state in states.items()}
 
-    def _read(self, store: Any, ranks: Any) -> dict[int, Record]:
+    def _read(self, store: Any, ranks: Any) -> dict[int, RankPosition]:
         present = [rank for rank in ranks if store.check([self._key(rank)])]
         contents = store.multi_get([self._key(rank) for rank in present]) if present else []
         return {
-            rank: msgspec.json.decode(content, type=Record)
+            rank: msgspec.json.decode(content, type=RankPosition)
             for rank, content in zip(present, contents, strict=True)
         }
 
@@ -241,11 +241,11 @@ def _end_if_orphaned() -> None:
         os._exit(FAILED)
 
 
-def _is_absent(state: State | None, record: Record) -> bool:
+def _is_absent(state: State | None, record: RankPosition) -> bool:
     return state in (State.STOPPED, State.GONE) and not record.lost
 
 
-def _state(record: Record) -> State | None:
+def _state(record: RankPosition) -> State | None:
     """State of a process on this machine from /proc; None for other machines."""
     if record.machine != position.machine:
         return None

@@ -26,7 +26,7 @@ Line = tuple[str, int, str]
 """(file, line, function)."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, tag="position.v1"):
+class RankPosition(msgspec.Struct, frozen=True, kw_only=True, tag="position.v1"):
     """Position of a rank, as sent to the others."""
 
     rank: int
@@ -76,22 +76,22 @@ class Position:
         return self.step, self.passes, self.activity, self.action, self.message
 
     def raised(self, trace: TracebackType | None) -> None:
-        """From now on report where an error was raised, not where it is reported."""
+        """From now on, report the position where an error was raised instead of the current one."""
         self._raised = _traceback_lines(trace)
 
-    def record(self, rank: int) -> Record:
+    def record(self, rank: int) -> RankPosition:
         """Return this process's current record."""
         self._beat += 1
         lines = self._raised
         if lines is None:
             # The stack of the main thread, read from the heartbeat's thread.
             lines = list(_frame_lines(sys._current_frames().get(self.thread or 0)))
-        return Record(
+        return RankPosition(
             rank=rank,
             host=socket.gethostname(),
             pid=os.getpid(),
             machine=self.machine,
-            born=_born(),
+            born=_start_ticks(),
             beat=self._beat,
             step=self.step,
             activity=self._activity(),
@@ -137,7 +137,7 @@ def _machine() -> str:
         return f"process {os.getpid()} of {socket.gethostname()}"
 
 
-def _born() -> int:
+def _start_ticks() -> int:
     try:
         stat = Path("/proc/self/stat").read_text()
     except OSError:

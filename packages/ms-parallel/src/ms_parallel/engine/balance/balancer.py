@@ -51,21 +51,21 @@ class ExpertLoad:
 
     @property
     def highest_load(self) -> float:
-        """Load of the busiest expert relative to an even load; 0 without tokens."""
+        """Load of the busiest expert relative to a uniform load; 0 without tokens."""
         return _highest(self.counts)
 
     @property
     def highest_rank_load(self) -> float:
-        """Load of the busiest expert-parallel rank relative to an even load; 0 without tokens."""
+        """Load of the busiest expert-parallel rank relative to a uniform load; 0 without tokens."""
         return _highest(self.counts.view(len(self.counts), self.ranks, -1).sum(2))
 
     @property
     def by_layer(self) -> dict[str, str]:
         """Counts and bias of each layer, as JSON in flat fields."""
-        facts = {"counts": self.counts} | ({} if self.bias is None else {"bias": self.bias})
+        sums = {"counts": self.counts} | ({} if self.bias is None else {"bias": self.bias})
         return {
             f"{name}.{layer}": json.dumps(values)
-            for name, rows in facts.items()
+            for name, rows in sums.items()
             for layer, values in zip(self.layers, rows.tolist(), strict=True)
         }
 
@@ -169,37 +169,37 @@ class ExpertBalancer:
             yield
         except BaseException:
             # Without an error, the statistics stay until `expert_load` reads them.
-            self._close()
+            self._drop_stats()
             raise
 
     def expert_load(self, tokens: int) -> ExpertLoad | None:
-        """Return the routing of the step's tokens, summed over all processes; all call it."""
+        """Return the routing of the step's tokens, summed over all processes. Collective."""
         if not self.layers:
             return None
         device = self.groups.device
         counts = torch.zeros(self.counts.shape, dtype=torch.int64, device=device)
         # Columns: the sums of `RouterStats`, then the selection bias of each expert.
-        facts = torch.zeros(len(self.layers), NUM_SUMS + self.counts.shape[1], device=device)
+        sums = torch.zeros(len(self.layers), NUM_SUMS + self.counts.shape[1], device=device)
         for row, router in self.rows.items():
             assert router.stats is not None
             # Routers that see all positions have equal counts on all tensor ranks: count them once.
             if router.sees_all_positions and self.groups.place.tensor > 0:
                 continue
             counts[row] = router.stats.counts
-            facts[row, :NUM_SUMS] = router.stats.sums
+            sums[row, :NUM_SUMS] = router.stats.sums
             # The bias is replicated, so one rank contributes it to the sum.
             if self.corrected and self.groups.place.tensor == 0 and self.groups.token_rank == 0:
-                facts[row, NUM_SUMS:] = router.e_score_correction_bias
-        self._close()
+                sums[row, NUM_SUMS:] = router.e_score_correction_bias
+        self._drop_stats()
         counts = self.groups.all_reduce(counts).cpu()
-        facts = self.groups.all_reduce(facts).cpu()
+        sums = self.groups.all_reduce(sums).cpu()
         return ExpertLoad(
             layers=self.layers,
             counts=counts,
-            entropy=tuple((facts[:, 0] / tokens).tolist()),
-            balance_loss=float(facts[:, 1].sum()),
-            z_loss=float(facts[:, 2].sum()),
-            bias=facts[:, NUM_SUMS:] if self.corrected else None,
+            entropy=tuple((sums[:, 0] / tokens).tolist()),
+            balance_loss=float(sums[:, 1].sum()),
+            z_loss=float(sums[:, 2].sum()),
+            bias=sums[:, NUM_SUMS:] if self.corrected else None,
             ranks=self.groups.layout.expert,
         )
 
@@ -220,6 +220,6 @@ class ExpertBalancer:
         for row, router in self.rows.items():
             router.e_score_correction_bias += steps[row].to(self.groups.device)
 
-    def _close(self) -> None:
+    def _drop_stats(self) -> None:
         for router in self.rows.values():
             router.stats = None

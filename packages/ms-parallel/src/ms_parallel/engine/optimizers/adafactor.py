@@ -11,7 +11,7 @@ import torch
 from attrs import field, frozen
 
 from ms_parallel.engine.optimizer import SMALLEST_DIVISOR, OptimizerConfig, kind_of
-from ms_parallel.engine.rules.rule import LocalParameters, Rule
+from ms_parallel.engine.rules.rule import LocalParameters, UpdateRule
 from ms_parallel.engine.rules.torch_rule import OwnersRule
 from ms_parallel.settings import number
 
@@ -35,7 +35,7 @@ class AdafactorConfig(OptimizerConfig):
     clip: float = field(default=1.0, validator=number(minimum=1.0))
     """Clip the RMS of an update to this."""
 
-    def rules(self, params: LocalParameters) -> list[Rule]:
+    def rules(self, params: LocalParameters) -> list[UpdateRule]:
         """Build a rule per parameter group, separately for matrices and vectors."""
         return [
             OwnersRule(params, group, partial(_adafactor, group.config))

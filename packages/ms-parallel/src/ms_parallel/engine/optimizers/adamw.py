@@ -16,7 +16,7 @@ from ms_parallel.engine.optimizer import (
     betas,
     kind_of,
 )
-from ms_parallel.engine.rules.rule import LocalParameters, Moments, Rule
+from ms_parallel.engine.rules.rule import LocalParameters, Moments, UpdateRule
 from ms_parallel.settings import number
 from ms_parallel.split.part import local_part
 
@@ -42,7 +42,7 @@ class AdamWConfig(OptimizerConfig):
     eps: float = field(default=1e-8, validator=number(minimum=SMALLEST_DIVISOR))
     """Term added to the root of the second moment."""
 
-    def rules(self, params: LocalParameters) -> list[Rule]:
+    def rules(self, params: LocalParameters) -> list[UpdateRule]:
         """Build a rule per parameter group, separately for matrices and vectors."""
         return adamw_rules(self, params)
 
@@ -52,7 +52,7 @@ def adamw_rules(
     params: LocalParameters,
     names: Iterable[str] | None = None,
     ratio: float = 1.0,
-) -> list[Rule]:
+) -> list[UpdateRule]:
     """Build AdamW rules for some of the parameters.
 
     Args:

@@ -24,7 +24,7 @@ from ms_parallel.engine.optimizer import (
     kind_of,
 )
 from ms_parallel.engine.optimizers.adamw import adamw_rules
-from ms_parallel.engine.rules.rule import LocalParameters, Moments, Rule
+from ms_parallel.engine.rules.rule import LocalParameters, Moments, UpdateRule
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.weight_names import Box, slices_of
 from ms_parallel.settings import flag, integer, number, one_of, short_repr
@@ -94,7 +94,7 @@ class MuonConfig(OptimizerConfig):
     """Row counts of the matrices stacked in a fused weight, by name pattern; needed for your own
     modules. Expert matrices are always orthogonalized separately."""
 
-    def rules(self, params: LocalParameters) -> list[Rule]:
+    def rules(self, params: LocalParameters) -> list[UpdateRule]:
         """Build Muon rules for the hidden matrices and AdamW rules for all other parameters."""
         hidden = {name for name in params.parameters if self._is_hidden(name, params)}
         if not params.plan.blocks:
@@ -102,7 +102,7 @@ class MuonConfig(OptimizerConfig):
                 "Muon updates the matrices of blocks, so it needs a plan that names them; pass"
                 " plan=ModelPlan(blocks='layers.*')"
             )
-        rules: list[Rule] = [
+        rules: list[UpdateRule] = [
             MuonRule(params, group) for group in self.parameter_groups(params, sorted(hidden))
         ]
         adamw_names = [name for name in params.parameters if name not in hidden]

@@ -7,7 +7,7 @@ import torch
 from attrs import field, frozen
 
 from ms_parallel.engine.optimizer import OptimizerConfig, kind_of
-from ms_parallel.engine.rules.rule import LocalParameters, Rule
+from ms_parallel.engine.rules.rule import LocalParameters, UpdateRule
 from ms_parallel.engine.rules.torch_rule import PartsRule
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import flag, number
@@ -31,7 +31,7 @@ class SGDConfig(OptimizerConfig):
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov=true needs momentum above 0, for example 0.9")
 
-    def rules(self, params: LocalParameters) -> list[Rule]:
+    def rules(self, params: LocalParameters) -> list[UpdateRule]:
         """Build a rule per parameter group, separately for matrices and vectors."""
         return [
             PartsRule(params, group, partial(_sgd, group.config), "SGD")

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from torch.optim import Optimizer
 
 from ms_parallel.engine.optimizer import OptimizerConfig, OptimizerKind
-from ms_parallel.engine.rules.rule import LocalParameters, Rule
+from ms_parallel.engine.rules.rule import LocalParameters, UpdateRule
 from ms_parallel.engine.rules.torch_rule import PartsRule, is_elementwise
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest, short_repr
@@ -55,7 +55,7 @@ class TorchConfig(OptimizerConfig):
                 f"optimizer {self.kind.__name__!r} cannot be used: {str(error).splitlines()[0]}"
             ) from error
 
-    def rules(self, params: LocalParameters) -> list[Rule]:
+    def rules(self, params: LocalParameters) -> list[UpdateRule]:
         """Build a rule per parameter group, separately for matrices and vectors."""
         return [
             PartsRule(params, group, partial(_build, group.config), self.kind.__name__)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.gradients import BUCKET_BYTES
-from ms_parallel.engine.reproducible.rows import Rows
+from ms_parallel.engine.reproducible.rows import BatchRows
 from ms_parallel.engine.reproducible.tree import Node, RowTree, nodes_of
 from ms_parallel.split.part import local_part, part_of
 from ms_parallel.split.whole_gradients import take_gradients
@@ -85,7 +85,7 @@ class RowGradients:
             ranges[self.copy[1]] = ranges[self.copy[0]]
         return ranges
 
-    def begin(self, rows: Rows) -> None:
+    def begin(self, rows: BatchRows) -> None:
         """Reset, and expect the gradients of a new batch."""
         self.rows, self.alias = rows, None
         self.stage_gradients = {
@@ -184,7 +184,7 @@ class GradientExchange:
         return cls(groups=groups, ranges=tuple(ranges))
 
     def sums(
-        self, tree: RowTree[Sums], names: list[str], rows: Rows
+        self, tree: RowTree[Sums], names: list[str], rows: BatchRows
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the local flat part of each gradient summed over all rows; empties the tree."""
         nodes = [tree.nodes[node] for node in sorted(tree.nodes)]
@@ -199,7 +199,7 @@ class GradientExchange:
             sizes = [local_ranges[name][1] - local_ranges[name][0] for name in bucket]
             yield from zip(bucket, torch.split(self._sum(flat, rows), sizes), strict=True)
 
-    def _sum(self, nodes: list[Sums], rows: Rows) -> Tensor:
+    def _sum(self, nodes: list[Sums], rows: BatchRows) -> Tensor:
         """Sum some gradients over all rows; returns the local parts, flat and concatenated.
 
         Replicas of the same shard each sum an equal slice and then all-gather.
@@ -241,7 +241,7 @@ class GradientExchange:
         return torch.cat(gathered)[: sum(ranges[name][1] - ranges[name][0] for name in nodes[0])]
 
 
-def _sum_nodes(received: Tensor, rows: Rows) -> Tensor:
+def _sum_nodes(received: Tensor, rows: BatchRows) -> Tensor:
     """Sum the remaining nodes (nodes, n) of all data ranks in the order of the tree."""
     tree: RowTree[Tensor] = RowTree(rows.total, lambda first, second: first.add_(second))
     nodes: list[Node] = [

@@ -1,4 +1,4 @@
-"""Reductions whose bits depend only on the batch, not on which process computes what.
+"""Reductions that are bitwise the same however the batch is distributed over processes.
 
 Each row is its own microbatch, so no matrix product changes shape with the layout; gradients,
 losses and norms are added over rows by one fixed tree, and weights are updated elementwise.
@@ -17,7 +17,7 @@ from ms_parallel.engine.microbatches import measure
 from ms_parallel.engine.report import MicrobatchResult, StepCounts, StepTotals
 from ms_parallel.engine.reproducible.gradients import RowGradients
 from ms_parallel.engine.reproducible.norm import FixedNorm
-from ms_parallel.engine.reproducible.rows import Rows
+from ms_parallel.engine.reproducible.rows import BatchRows
 from ms_parallel.engine.reproducible.tree import fold
 from ms_parallel.engine.row_check import TERMS, fingerprint
 from ms_parallel.engine.trainable import Trainable
@@ -44,13 +44,13 @@ class OrderedReduction:
         self.take: OnGradients | None = self.row_gradients.take
         self.head_weight = self.row_gradients.head
         self.norm = FixedNorm(trained.parameters, trained.counted)
-        self.rows = Rows(groups=trained.groups, counts=(0,))
+        self.rows = BatchRows(groups=trained.groups, counts=(0,))
 
     def count(self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> StepCounts:
         """Count the global batch, gather its checksums, and prepare for this many rows."""
         counts = measure(microbatches, loss)
         local = fingerprint(microbatches, float(counts[:, 0].sum()))
-        self.rows, by_data_rank = Rows.exchange(len(microbatches), self.groups, local)
+        self.rows, by_data_rank = BatchRows.exchange(len(microbatches), self.groups, local)
         self.row_gradients.begin(self.rows)
         weight, tokens = self.rows.sum(counts).tolist()
         return StepCounts(

@@ -14,7 +14,7 @@ from ms_parallel.engine.row_check import Fingerprint
 
 
 @frozen(kw_only=True)
-class Rows:
+class BatchRows:
     """This data rank's rows within the global batch."""
 
     groups: Groups
@@ -24,17 +24,17 @@ class Rows:
     @classmethod
     def exchange(
         cls, count: int, groups: Groups, local: Fingerprint
-    ) -> "tuple[Rows, list[tuple[int, int]]]":
+    ) -> "tuple[BatchRows, list[tuple[int, int]]]":
         """Exchange row counts and checksums of all data ranks; all processes call it."""
         ranks = groups.place.count
-        facts = [[count, *local.numbers]]
+        summaries = [[count, *local.numbers]]
         if ranks > 1:
-            local_facts = torch.tensor(facts[0], device=groups.device)  # (3,) int64
-            gathered = [torch.empty_like(local_facts) for _ in range(ranks)]
-            dist.all_gather(gathered, local_facts, group=groups.group("rows"))
-            facts = torch.stack(gathered).tolist()
-        rows = cls(groups=groups, counts=tuple(count for count, *_ in facts))
-        return rows, [(everything, distinct) for _, everything, distinct in facts]
+            local_summary = torch.tensor(summaries[0], device=groups.device)  # (3,) int64
+            gathered = [torch.empty_like(local_summary) for _ in range(ranks)]
+            dist.all_gather(gathered, local_summary, group=groups.group("rows"))
+            summaries = torch.stack(gathered).tolist()
+        rows = cls(groups=groups, counts=tuple(count for count, *_ in summaries))
+        return rows, [(code, distinct) for _, code, distinct in summaries]
 
     @property
     def total(self) -> int:

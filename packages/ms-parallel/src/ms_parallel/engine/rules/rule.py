@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.weight_names import Rules
+from ms_parallel.models.weight_names import WeightRules
 
 Moments = Mapping[str, Mapping[str, Tensor]]
 """Optimizer state by state name, then by parameter name."""
@@ -21,7 +21,7 @@ class LocalParameters:
     parameters: Mapping[str, Tensor]
     plan: ModelPlan
     groups: Groups
-    weights: Callable[[], Rules]
+    weights: Callable[[], WeightRules]
     """Mapping from a folder's tensors to the parameters; it shows which parameters are fused."""
     offload: bool = False
     """Keep optimizer state in host memory."""
@@ -31,7 +31,7 @@ class LocalParameters:
         return {copy: owner for owner, copy in self.plan.tied}.get(name, name)
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """Updates a subset of the parameters and owns their optimizer state."""
 
     @property

@@ -11,7 +11,7 @@ is zero up to rounding, such as a key bias that softmax cancels, has no meaningf
 
 
 @frozen(kw_only=True)
-class Levels:
+class AlarmLevels:
     """Alarm thresholds of an audit."""
 
     loss: float
@@ -23,9 +23,9 @@ class Levels:
 
 
 LEVELS = {
-    "float16": Levels(loss=1e-3, error=0.02, gain=0.003),
-    "bfloat16": Levels(loss=5e-3, error=0.1, gain=0.005),
-    "float32": Levels(loss=1e-6, error=1e-5, gain=1e-6),
+    "float16": AlarmLevels(loss=1e-3, error=0.02, gain=0.003),
+    "bfloat16": AlarmLevels(loss=5e-3, error=0.1, gain=0.005),
+    "float32": AlarmLevels(loss=1e-6, error=1e-5, gain=1e-6),
 }
 """Thresholds by audited precision. Rounding errors have random signs, so they move a gradient far
 more across the float32 direction than along it; a wrong factor shows only in the gain."""
@@ -44,14 +44,14 @@ class GroupComparison:
 
 
 @frozen(kw_only=True)
-class Audit:
+class AuditResult:
     """One update in the engine's precision and in float32; the same on every process."""
 
     loss: float
     loss_float32: float
     groups: Mapping[str, GroupComparison]
     """Comparison by model part, such as `model.layers.0.mlp`."""
-    levels: Levels
+    levels: AlarmLevels
 
     @property
     def loss_difference(self) -> float:
@@ -73,5 +73,5 @@ class Audit:
     @property
     def alarms(self) -> tuple[str, ...]:
         """Groups above their levels, and `loss` if the losses differ too much."""
-        wrong = [name for name, group in self.groups.items() if self.excess(group) > 1.0]
-        return (*(["loss"] if not self.loss_difference <= self.levels.loss else []), *wrong)
+        exceeded = [name for name, group in self.groups.items() if self.excess(group) > 1.0]
+        return (*(["loss"] if not self.loss_difference <= self.levels.loss else []), *exceeded)

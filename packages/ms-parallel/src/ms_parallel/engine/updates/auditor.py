@@ -21,7 +21,7 @@ from ms_parallel.engine.reduction import SummedReduction
 from ms_parallel.engine.report import StepCounts, StepTotals
 from ms_parallel.engine.stage_runner import StageRunner
 from ms_parallel.engine.trainable import Trainable
-from ms_parallel.engine.updates.audit import LEVELS, Audit, GroupComparison
+from ms_parallel.engine.updates.audit import LEVELS, AuditResult, GroupComparison
 from ms_parallel.models.batch import Batch
 from ms_parallel.split.part import local_part, wrap_like
 
@@ -76,7 +76,7 @@ class Auditor:
         counts: StepCounts,
         totals: StepTotals,
         gradients: Mapping[str, Tensor],
-    ) -> Audit | None:
+    ) -> AuditResult | None:
         """Compute a step again in float32 and compare; every process calls it.
 
         Args:
@@ -136,11 +136,11 @@ class Auditor:
                 ]
             )
 
-    def _audit(self, loss: float, groups: Groups, facts: Tensor) -> Audit:
+    def _audit(self, loss: float, groups: Groups, facts: Tensor) -> AuditResult:
         loss_float32, *sums = groups.all_reduce(facts).tolist()
         # Three sums per group, as in `_compare`; the minimum avoids a division by 0.
         total = max(sum(sums[2::3]), 1e-60)
-        return Audit(
+        return AuditResult(
             loss=loss,
             loss_float32=loss_float32,
             groups={

@@ -6,7 +6,7 @@ from time import monotonic
 
 import torch
 
-from ms_parallel.pipeline.recorder import Recorder
+from ms_parallel.pipeline.recorder import ComputationRecorder
 from ms_parallel.pipeline.runtime import Runtime
 from ms_parallel.schedules.table.action import Kind
 
@@ -42,7 +42,7 @@ class Stopwatch:
         self.rows: Sequence[int] = ()
         """Number of rows of each of its microbatches."""
         self._began = 0.0
-        self._own: Recorder | None = None
+        self._own_recorder: ComputationRecorder | None = None
 
     def of(self, rows: Sequence[int]) -> "Stopwatch":
         """Time an update whose microbatches have these numbers of rows."""
@@ -53,14 +53,14 @@ class Stopwatch:
         """Start the clock, with a recorder if single computations have to be timed."""
         # A recorder installed by the caller is used unchanged.
         if self.between and self.runtime.recorder is None:
-            self._own = self.runtime.recorder = Recorder(self.device)
+            self._own_recorder = self.runtime.recorder = ComputationRecorder(self.device)
         self._began = monotonic()
 
     def __exit__(self, *raised: object) -> None:
         """Wait for the device and record the time, unless the block raised an exception."""
-        recorder, own_recorder = self.runtime.recorder, self._own
+        recorder, own_recorder = self.runtime.recorder, self._own_recorder
         if own_recorder is not None:
-            self.runtime.recorder = self._own = None
+            self.runtime.recorder = self._own_recorder = None
         if any(raised):
             return
         if self.device.type != "cpu":
@@ -69,7 +69,7 @@ class Stopwatch:
         if self.between and recorder is not None and len(self.rows) > 1:
             self.seconds = self._between(recorder)
 
-    def _between(self, recorder: Recorder) -> float:
+    def _between(self, recorder: ComputationRecorder) -> float:
         """Estimate the seconds of all rows from computations that wait for no other rank."""
         assert recorder.schedule is not None
         row = recorder.schedule.computations()[self.runtime.groups.place.pipeline]

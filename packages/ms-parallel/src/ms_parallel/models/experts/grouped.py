@@ -38,7 +38,7 @@ class GroupedLinear(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows (T, inputs), sorted by expert with `counts` (E,), to (T, total outputs)."""
         weight = _local(self.weight).flatten(1, -2)  # (E, total outputs, inputs)
-        # grouped_matmul wants (E, inputs, outputs).
+        # grouped_matmul needs (E, inputs, outputs).
         out = self.ops.grouped_matmul(rows, weight.transpose(1, 2), counts)
         if self.bias is None:
             return out
@@ -47,15 +47,15 @@ class GroupedLinear(nn.Module):
         return out + self.ops.grouped_matmul(rows.new_ones(len(rows), 1), bias, counts)
 
 
-Back = Callable[[Tensor], Tensor]
+Combine = Callable[[Tensor], Tensor]
 """Returns expert outputs to the processes that dispatched the rows."""
 
-Dispatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Back]]
+Dispatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Combine]]
 """Sends rows (T, H), sorted by expert with `counts` (E,), to the processes of their experts;
 returns the rows and counts of the local experts, and the `Back` function."""
 
 
-def stay(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Back]:
+def no_dispatch(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Combine]:
     """Return the rows unchanged: the dispatch for local experts."""
     return rows, counts, lambda out: out
 
@@ -88,7 +88,7 @@ class Experts(nn.Module):
         self.down_proj = GroupedLinear(experts, (hidden,), inner, bias=bias, ops=ops)
         self.count = experts
         self.gate = gate or ops.swiglu
-        self.dispatch: Dispatch = stay
+        self.dispatch: Dispatch = no_dispatch
         """Sends rows to the processes of their experts under expert parallelism."""
         self.ops = ops
 
@@ -97,10 +97,10 @@ class Experts(nn.Module):
         tokens, indices = hidden.flatten(0, 1), experts.flatten(0, 1)  # (B·S, H), (B·S, k)
         rows, counts, row_map = self.ops.permute_tokens(tokens, indices, count=self.count)
         # All-to-all under expert parallelism: from here to `back`, the rows of local experts.
-        rows, counts, back = self.dispatch(rows, counts)
+        rows, counts, combine = self.dispatch(rows, counts)
         pairs = self.gate_up_proj(rows, counts).unflatten(-1, (2, -1))  # (rows, 2, I)
         activated = swiglu_of_pairs(pairs) if self.gate is swiglu else self.gate(*pairs.unbind(-2))
-        rows = back(self.down_proj(activated, counts))  # (B·S·k, H), sorted by expert
+        rows = combine(self.down_proj(activated, counts))  # (B·S·k, H), sorted by expert
         out = self.ops.unpermute_tokens(rows, row_map, weights.flatten(0, 1))
         return out.view_as(hidden)
 

@@ -9,7 +9,7 @@ from ms_parallel.models.experts.router import Router
 from ms_parallel.models.experts.router_config import RouterConfig
 from ms_parallel.models.plan import Style
 from ms_parallel.models.staged import Context
-from ms_parallel.models.weight_names import Rules, renamed, stacked
+from ms_parallel.models.weight_names import WeightRules, renamed, stacked
 from ms_parallel.operators.protocol import Ops
 
 STYLES: dict[str, Style] = {
@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
 
 def weight_rules(
     mixture: str = "mlp", matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-) -> Rules:
+) -> WeightRules:
     """Return the rules for checkpoints with one tensor per expert and matrix.
 
     Args:

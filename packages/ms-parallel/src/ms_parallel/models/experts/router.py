@@ -36,7 +36,7 @@ class Router(nn.Module, RouterWithStats):
             zeros = torch.zeros(choice.num_experts, dtype=torch.float32)
             self.register_buffer("e_score_correction_bias", zeros)
         self.choice = choice
-        self.whole: Callable[[Tensor], Tensor] = lambda x: x
+        self.gather_sequence: Callable[[Tensor], Tensor] = lambda x: x
         """Gathers all positions (B, S, ...) from each rank's slice (B, local S, ...)."""
         self.part = 0
         """Index of this rank's slice of the positions."""
@@ -110,12 +110,12 @@ class Router(nn.Module, RouterWithStats):
         if stats.load is not None or not stats.rate:
             return stats.load if stats.load is not None else experts.new_zeros(())
         # Documents span ranks: gather over sequence parallelism, then over context parallelism.
-        all_experts = self.whole(experts)
+        all_experts = self.gather_sequence(experts)
         documents = None if context is None else context.documents
         split = None if context is None else context.row_split
-        all_experts = all_experts if split is None else split.whole(all_experts)
+        all_experts = all_experts if split is None else split.gather(all_experts)
         numbers = stats.documents.numbers(documents, all_experts)
-        local_numbers = numbers if split is None else split.mine(numbers)
+        local_numbers = numbers if split is None else split.select_local(numbers)
         # Under sequence parallelism, this rank's slice of the positions.
         first = self.part * experts.shape[1]
         local_numbers = local_numbers[:, first : first + experts.shape[1]]

@@ -1,4 +1,4 @@
-"""Conversion of transformers' parallel plans to `ModelPlan`."""
+"""Converts transformers' parallel plans to `ModelPlan`."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping

@@ -10,13 +10,13 @@ from ms_parallel.models.huggingface.config import TransformersModel
 from ms_parallel.models.huggingface.experts import PairedExperts
 from ms_parallel.models.huggingface.plans import meta_model, shapes_of
 from ms_parallel.models.staged import named_weights
-from ms_parallel.models.weight_names import Rule, Rules, WeightSlice, renamed
+from ms_parallel.models.weight_names import WeightRule, WeightRules, WeightSlice, renamed
 
 MERGED, JOINED = "MergeModulelist", "Concatenate"
 
 
 @lru_cache(maxsize=16)
-def rules_of(config: TransformersModel) -> Rules:
+def rules_of(config: TransformersModel) -> WeightRules:
     """Rules by name pattern for all parameters and persistent buffers."""
     names = _Names(meta_model(config))
     weights = shapes_of(config, named_weights)
@@ -24,11 +24,11 @@ def rules_of(config: TransformersModel) -> Rules:
     return {pattern: _rule(pattern, names) for pattern in patterns}
 
 
-def _rule(pattern: str, names: "_Names") -> Rule:
+def _rule(pattern: str, names: "_Names") -> WeightRule:
     blank = pattern.replace("*", "{}")
 
-    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
-        name = blank.format(*stars)
+    def rule(wildcards: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
+        name = blank.format(*wildcards)
         conversion = names.sources(name)
         if conversion is None and pattern in names.packed:
             yield from _halves(names.on_disk(name), shape)

@@ -96,7 +96,7 @@ class LatentAttention(nn.Module):
         self.interleaved = config.rotary_interleaved
         self.layer = layer
         self.ops = ops
-        self.whole: Callable[[Tensor], Tensor] = lambda part: part
+        self.gather_sequence: Callable[[Tensor], Tensor] = lambda part: part
         """Gathers all positions (B, S, ...) from this process's (B, part of S, ...)."""
 
     def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
@@ -116,7 +116,7 @@ class LatentAttention(nn.Module):
         expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, nope + value))
         k_nope, v = expanded.split((nope, value), -1)  # (B, S, heads, ...)
         cos, sin = context.tables[0]
-        key = self.whole(shared).unsqueeze(2)  # (B, S, 1, rope)
+        key = self.gather_sequence(shared).unsqueeze(2)  # (B, S, 1, rope)
         q_rope, key = self.ops.rotary(q_rope, key, cos, sin, interleaved=self.interleaved)
         q = torch.cat((q_nope, q_rope), -1)  # (B, S, heads, nope + rope)
         k = torch.cat((k_nope, key.expand(-1, -1, k_nope.shape[2], -1)), -1)

@@ -4,10 +4,10 @@ from ms_parallel.planner.cluster.cluster import (
     DTYPES,
     LEVELS,
     Cluster,
+    ClusterLinks,
     Collectives,
     Level,
     Link,
-    Links,
 )
 from ms_parallel.planner.cluster.file import (
     cluster_text,
@@ -20,10 +20,10 @@ __all__ = [
     "DTYPES",
     "LEVELS",
     "Cluster",
+    "ClusterLinks",
     "Collectives",
     "Level",
     "Link",
-    "Links",
     "cluster_text",
     "parse_cluster",
     "read_cluster",

@@ -54,7 +54,7 @@ class Link:
 
 
 @frozen(kw_only=True)
-class Links:
+class ClusterLinks:
     """Links of a cluster by the distance of two devices."""
 
     group: Link | None = field(default=None, metadata={"table": Link})
@@ -120,7 +120,7 @@ class Cluster:
     achieved."""
     price_per_hour: float | None = field(default=None, validator=number(optional=True))
     """Price of one device per hour, in any currency."""
-    links: Links = field(factory=Links, metadata={"table": Links})
+    links: ClusterLinks = field(factory=ClusterLinks, metadata={"table": ClusterLinks})
     """Latency and bandwidth of each level."""
     collectives: Collectives = field(factory=Collectives, metadata={"table": Collectives})
     """Measured collectives within a node; otherwise they are predicted from `links`."""

@@ -17,14 +17,14 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import LayoutError, ParallelError
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.layouts.candidate import Candidate, Count, Split
-from ms_parallel.planner.layouts.enumeration import Exclusion, Reasons, splits
-from ms_parallel.planner.layouts.passes import PassTimes
+from ms_parallel.planner.layouts.enumeration import Exclusion, ExclusionCounts, splits
+from ms_parallel.planner.layouts.passes import TimeModel
 from ms_parallel.planner.layouts.pipeline import SIMULATED_PER_RANK, refusal, table
 from ms_parallel.planner.layouts.rank_bytes import min_bytes, rank_bytes
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.stages import Stages
-from ms_parallel.planner.layouts.step import StepSeconds, StepTimes
-from ms_parallel.planner.layouts.variants import Choices
+from ms_parallel.planner.layouts.step import PredictedStep, StepTimePredictor
+from ms_parallel.planner.layouts.variants import SettingChoices
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.plan_file import Objective
 
@@ -39,8 +39,8 @@ GIB = 1 << 30
 
 
 @frozen(kw_only=True)
-class Question:
-    """The problem of the search."""
+class SearchProblem:
+    """Model, cluster, objective and limits of a layout search."""
 
     sizes: ModelSizes
     cluster: Cluster
@@ -51,12 +51,12 @@ class Question:
     """Bytes of a number in the compute dtype."""
     moment_bytes: int
     """Bytes of optimizer state per weight."""
-    choices: Choices
+    choices: SettingChoices
     rows: Sequence[int] | None
     """Allowed microbatch sizes; None for all."""
     check: Callable[[Layout], None]
     """Raises the engine's error for an unsupported layout."""
-    times: PassTimes
+    times: TimeModel
     message_bytes: float
     """Bytes of the hidden states of one row."""
     saved_bytes: Count
@@ -94,7 +94,7 @@ class FittingLayout:
     """A candidate that fits, with its predictions."""
 
     candidate: Candidate
-    seconds: StepSeconds
+    seconds: PredictedStep
     memory: tuple[RankMemory, ...]
     needed_bytes: int
     """Smallest rank limit into which it fits."""
@@ -117,17 +117,17 @@ class SearchResult:
     """Number of candidates whose memory was counted by the engine."""
 
 
-def choose(question: Question) -> SearchResult:
+def choose(problem: SearchProblem) -> SearchResult:
     """Find the best candidates with different layouts, best first; none if nothing fits."""
-    steps = StepTimes(
-        stages=Stages(question.sizes),
-        times=question.times,
-        cluster=question.cluster,
-        message_bytes=question.message_bytes,
-        width=question.width,
-        saved_bytes=lambda candidate: question.saved_bytes(candidate).block,
+    steps = StepTimePredictor(
+        stages=Stages(problem.sizes),
+        times=problem.times,
+        cluster=problem.cluster,
+        message_bytes=problem.message_bytes,
+        width=problem.width,
+        saved_bytes=lambda candidate: problem.saved_bytes(candidate).block,
     )
-    return _Search(question=question, steps=steps).run()
+    return _Search(problem=problem, steps=steps).run()
 
 
 @frozen(kw_only=True)
@@ -144,20 +144,20 @@ class _Group:
 
 @frozen(kw_only=True)
 class _Search:
-    question: Question
-    steps: StepTimes
-    reasons: Reasons = field(factory=Reasons)
+    problem: SearchProblem
+    steps: StepTimePredictor
+    reasons: ExclusionCounts = field(factory=ExclusionCounts)
     queue: list[tuple[float, int, int, _Group | Candidate]] = field(factory=list)
     number: "count[int]" = field(factory=count)  # breaks ties, as groups cannot be compared
 
     def run(self) -> SearchResult:
-        question = self.question
+        problem = self.problem
         total = self._enqueue_groups()
         best: list[FittingLayout] = []
         listed: set[Layout | Split] = set()
         # Counting with engines is expensive, so a search may end with fewer layouts than asked.
-        max_counted, counted = max(MAX_COUNTED, 2 * question.best), 0
-        while self.queue and len(best) < question.best and counted < max_counted:
+        max_counted, counted = max(MAX_COUNTED, 2 * problem.best), 0
+        while self.queue and len(best) < problem.best and counted < max_counted:
             # closeness: 0 bounds a group, 1 estimates its fastest candidate, 2 is one candidate.
             _, _, closeness, item = heappop(self.queue)
             if isinstance(item, _Group):
@@ -167,18 +167,18 @@ class _Search:
                     self._expand(item)
                 continue
             # A layout is listed once, with its best settings.
-            if (item.split if question.every else item.layout) in listed:
+            if (item.split if problem.every else item.layout) in listed:
                 self.reasons.add("slower than the same layout otherwise", str(item))
                 continue
             counted += 1
             layout = self._count(item)
             if layout is not None:
                 best.append(layout)
-                listed.add(item.split if question.every else item.layout)
+                listed.add(item.split if problem.every else item.layout)
         remaining = sum(1 for entry in self.queue if entry[2] < 2)
         if remaining:
             example = str(min(self.queue)[3])
-            comparison = "needs more" if question.objective == "least-memory" else "slower"
+            comparison = "needs more" if problem.objective == "least-memory" else "slower"
             self.reasons.add(f"{comparison} than those shown", example, remaining)
         best.sort(
             key=lambda layout: self._key(layout.seconds.all, layout.peak_bytes, layout.candidate)
@@ -189,28 +189,28 @@ class _Search:
 
     def _enqueue_groups(self) -> int:
         """Push all groups; return their number."""
-        question, total = self.question, 0
-        for devices in question.devices:
+        problem, total = self.problem, 0
+        for devices in problem.devices:
             for split in splits(
-                question.sizes,
-                question.cluster,
+                problem.sizes,
+                problem.cluster,
                 devices=devices,
-                batch_size=question.batch_size,
-                check=question.check,
-                allowed_rows=question.rows,
+                batch_size=problem.batch_size,
+                check=problem.check,
+                allowed_rows=problem.rows,
                 reasons=self.reasons,
             ):
                 # No sharding, recomputation or offloading goes below this bound.
-                lower_bound = min_bytes(split.layout, question.sizes)
-                if lower_bound > question.limit:
+                lower_bound = min_bytes(split.layout, problem.sizes)
+                if lower_bound > problem.limit:
                     text = f"{split.layout}: weights and gradients {lower_bound / GIB:.3g} GiB"
                     self.reasons.add("does not fit into memory", text)
                     continue
-                for schedule in question.choices.schedules(
-                    split, len(question.sizes.cuts), self.reasons
+                for schedule in problem.choices.schedules(
+                    split, len(problem.sizes.cuts), self.reasons
                 ):
                     group = _Group(split=split, schedule=schedule)
-                    first = next(question.choices.candidates(split, schedule))
+                    first = next(problem.choices.candidates(split, schedule))
                     total += 1
                     min_seconds = self.steps.lower_bound(first)
                     self._push(group, 0, self._key(min_seconds, 0, first))
@@ -220,7 +220,7 @@ class _Search:
         heappush(self.queue, (key, next(self.number), closeness, item))
 
     def _key(self, seconds: float, size: int, candidate: Candidate) -> float:
-        match self.question.objective:
+        match self.problem.objective:
             case "least-memory":
                 return float(size)
             case "cheapest":
@@ -243,7 +243,7 @@ class _Search:
 
     def _variants(self, group: _Group) -> list[Candidate]:
         """Candidates of a group with the least recomputation and offloading."""
-        candidates = list(self.question.choices.candidates(group.split, group.schedule))
+        candidates = list(self.problem.choices.candidates(group.split, group.schedule))
         plain = (candidates[0].recompute, candidates[0].offload)
         return [
             candidate
@@ -253,44 +253,44 @@ class _Search:
 
     def _expand(self, group: _Group) -> None:
         """Push the candidates of a group that may fit."""
-        question = self.question
+        problem = self.problem
         too_large: tuple[int, Candidate] | None = None
         has_room: set[tuple[str, str]] = set()
-        for candidate in question.choices.candidates(group.split, group.schedule):
+        for candidate in problem.choices.candidates(group.split, group.schedule):
             other_settings = (candidate.sharding, candidate.offload)
             if other_settings in has_room:
                 self.reasons.add("recomputes although memory suffices", str(candidate))
                 continue
             try:
-                size = question.needed_bytes(self._bytes(candidate), group.split)
+                size = problem.needed_bytes(self._bytes(candidate), group.split)
             except ParallelError as error:
                 self.reasons.add("the engine refuses it", f"{candidate}: {error}")
                 return
-            if size > question.limit * TOLERANCE:
+            if size > problem.limit * TOLERANCE:
                 too_large = min(
                     too_large or (size, candidate), (size, candidate), key=lambda e: e[0]
                 )
                 continue
             # Candidates come in order of recomputation. Once one fits with a margin, those that
             # recompute more with the same sharding and offloading can only be slower.
-            if size * TOLERANCE <= question.limit and question.objective != "least-memory":
+            if size * TOLERANCE <= problem.limit and problem.objective != "least-memory":
                 has_room.add(other_settings)
             self._push(candidate, 2, self._key(self.steps.of(candidate).all, size, candidate))
         if too_large is not None:
             self._refuse(too_large[1], too_large[0])
 
     def _bytes(self, candidate: Candidate) -> list[RankMemory]:
-        question = self.question
+        problem = self.problem
         return rank_bytes(
             candidate,
             self.steps.stages,
-            question.saved_bytes(candidate),
-            moment_bytes=question.moment_bytes,
-            width=question.width,
+            problem.saved_bytes(candidate),
+            moment_bytes=problem.moment_bytes,
+            width=problem.width,
         )
 
     def _refuse(self, candidate: Candidate, size: int) -> None:
-        text = f"{candidate}: {size / GIB:.3g} of {self.question.limit / GIB:.3g} GiB"
+        text = f"{candidate}: {size / GIB:.3g} of {self.problem.limit / GIB:.3g} GiB"
         self.reasons.add("does not fit into memory", text)
 
     def _count(self, candidate: Candidate) -> FittingLayout | None:
@@ -306,12 +306,12 @@ class _Search:
             )
             return None
         try:
-            memory = self.question.predict(candidate)
+            memory = self.problem.predict(candidate)
         except (LayoutError, ParallelError) as error:
             self.reasons.add("the engine refuses it", f"{candidate}: {error}")
             return None
-        needed = self.question.needed_bytes(memory, split)
-        if needed > self.question.limit:
+        needed = self.problem.needed_bytes(memory, split)
+        if needed > self.problem.limit:
             self._refuse(candidate, needed)
             return None
         return FittingLayout(

@@ -22,7 +22,7 @@ class Exclusion:
 
 
 @define
-class Reasons:
+class ExclusionCounts:
     """Counts excluded candidates by reason."""
 
     counts: dict[str, Exclusion] = field(factory=dict)
@@ -49,7 +49,7 @@ def splits(
     batch_size: int,
     check: Callable[[Layout], None],
     allowed_rows: Collection[int] | None,
-    reasons: Reasons,
+    reasons: ExclusionCounts,
 ) -> Iterator[Split]:
     """Yield layouts of `devices` processes with each microbatch size that divides their rows.
 
@@ -63,7 +63,7 @@ def splits(
         reasons: receives the reasons for exclusions.
     """
     for layout in layouts(sizes, cluster, devices, batch_size, check, reasons):
-        rows = batch_size // layout.readers
+        rows = batch_size // layout.data_ranks
         for size in divisors(rows):
             if allowed_rows is None or size in allowed_rows:
                 yield Split(layout=layout, rows=size, microbatches=rows // size)
@@ -75,14 +75,14 @@ def layouts(
     devices: int,
     batch_size: int,
     check: Callable[[Layout], None],
-    reasons: Reasons,
+    reasons: ExclusionCounts,
 ) -> Iterator[Layout]:
     """Yield the layouts of `devices` processes that fit the model and the batch."""
     # Tensor ranks communicate several times per layer, so they stay within a node.
     max_tensor = min(devices, cluster.devices_per_node)
     for tensor in divisors(devices):
         if tensor > max_tensor:
-            reasons.add("tensor ranks would talk between nodes", f"tensor={tensor}")
+            reasons.add("tensor ranks would communicate between nodes", f"tensor={tensor}")
             continue
         for pipeline in divisors(devices // tensor):
             if pipeline > len(sizes.cuts):
@@ -110,7 +110,7 @@ def _grouped(
     sizes: ModelSizes,
     max_tensor: int,
     check: Callable[[Layout], None],
-    reasons: Reasons,
+    reasons: ExclusionCounts,
 ) -> Iterator[Layout]:
     """Yield each number of expert ranks, without and with copies between nodes."""
     tokens = sizes_by_axis["data"] * sizes_by_axis["context"]

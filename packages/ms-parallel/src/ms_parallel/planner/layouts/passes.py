@@ -112,22 +112,22 @@ class StepCosts:
     """Per rank and step."""
 
 
-class PassTimes(Protocol):
+class TimeModel(Protocol):
     """Predicts or measures the times of a model's layers."""
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
         """Seconds of one microbatch."""
         ...
 
-    def update(self, weights: int) -> float:
+    def optimizer_seconds(self, weights: int) -> float:
         """Seconds of the optimizer for a number of weights on a rank."""
         ...
 
-    def copies(self, size_bytes: float) -> float:
-        """Seconds to copy gathered or reduced data into place in a rank's memory."""
+    def copy_seconds(self, size_bytes: float) -> float:
+        """Seconds to copy gathered or reduced data to its destination in a rank's memory."""
         ...
 
-    def costs(self, candidate: Candidate) -> StepCosts | None:
+    def step_costs(self, candidate: Candidate) -> StepCosts | None:
         """Costs of a step besides its passes; None if not measured."""
         ...
 
@@ -154,18 +154,18 @@ class DatasheetTimes:
         """Seconds of one microbatch."""
         return self._passes(split, recompute)
 
-    def update(self, weights: int) -> float:
+    def optimizer_seconds(self, weights: int) -> float:
         """Seconds to read and write weights, gradients and two moments."""
         # Read gradient, weight and two moments; write weight and two moments.
         return weights * 7 * FLOAT32_BYTES / self.bandwidth
 
-    def copies(self, size_bytes: float) -> float:
+    def copy_seconds(self, size_bytes: float) -> float:
         """Seconds to read and write the bytes, if computation does not hide that."""
         if self.cluster.cores_per_node is None:
             return 0.0
         return 2 * size_bytes / self.bandwidth
 
-    def costs(self, candidate: Candidate) -> None:
+    def step_costs(self, candidate: Candidate) -> None:
         """Return None, as these times are predicted from sizes."""
 
     def _passes(self, split: Split, recompute: str) -> ModelSeconds:

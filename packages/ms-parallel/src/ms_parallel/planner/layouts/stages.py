@@ -31,7 +31,7 @@ class Stages:
     """
 
     sizes: ModelSizes
-    cut: dict[tuple[str, int], list[list[Stage]]] = field(factory=dict)
+    by_schedule: dict[tuple[str, int], list[list[Stage]]] = field(factory=dict)
     weight_counts: dict[tuple[str, int, int, int], list[tuple[int, int]]] = field(factory=dict)
 
     def of(self, schedule: str, ranks: int) -> list[list[Stage]]:
@@ -40,14 +40,14 @@ class Stages:
         Raises:
             LayoutError: there are more stages than cut points.
         """
-        if (schedule, ranks) not in self.cut:
+        if (schedule, ranks) not in self.by_schedule:
             ranks_by_stage = stage_ranks(schedule, ranks)
             layers = cut_layers(len(self.sizes.layers), len(ranks_by_stage), self.sizes.cuts)
             stages_by_rank: list[list[Stage]] = [[] for _ in range(ranks)]
             for stage, rank in enumerate(ranks_by_stage):
                 stages_by_rank[rank].append((stage, layers[stage]))
-            self.cut[schedule, ranks] = stages_by_rank
-        return self.cut[schedule, ranks]
+            self.by_schedule[schedule, ranks] = stages_by_rank
+        return self.by_schedule[schedule, ranks]
 
     def weights(self, candidate: Candidate) -> list[RankWeights]:
         """Number of parameters of each pipeline rank."""

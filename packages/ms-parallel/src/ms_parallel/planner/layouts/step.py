@@ -6,7 +6,7 @@ from attrs import define, field, frozen
 
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.layouts.candidate import Candidate, Split
-from ms_parallel.planner.layouts.passes import PassSeconds, PassTimes, StepCosts
+from ms_parallel.planner.layouts.passes import PassSeconds, StepCosts, TimeModel
 from ms_parallel.planner.layouts.pipeline import (
     MAX_RANKS,
     StageSeconds,
@@ -25,7 +25,7 @@ HOST_BYTES_PER_S = 20e9
 
 
 @frozen(kw_only=True)
-class StepSeconds:
+class PredictedStep:
     """Time of a step in parts that add up to it."""
 
     compute: float
@@ -60,11 +60,11 @@ class _Work:
 
 
 @define(kw_only=True)
-class StepTimes:
+class StepTimePredictor:
     """Step times of a model on a cluster."""
 
     stages: Stages
-    times: PassTimes
+    times: TimeModel
     cluster: Cluster
     message_bytes: float
     """Bytes of the hidden states of one row."""
@@ -80,7 +80,7 @@ class StepTimes:
         passes = self.times.passes(candidate.split, candidate.recompute)
         return candidate.split.microbatches * passes.all / candidate.layout.pipeline
 
-    def of(self, candidate: Candidate, *, simulate: bool = False) -> StepSeconds:
+    def of(self, candidate: Candidate, *, simulate: bool = False) -> PredictedStep:
         """Predict the seconds of a step.
 
         Args:
@@ -106,7 +106,7 @@ class StepTimes:
             makespan = busiest + bubble * sum(work.ranks) / len(work.ranks)
         makespan = max(makespan, self._shared_cores_s(work, candidate))
         data, optimizer = self._step_costs(candidate, work)
-        return StepSeconds(
+        return PredictedStep(
             compute=busiest + offload_s,
             bubble=makespan - busiest,
             data=data,
@@ -118,7 +118,7 @@ class StepTimes:
     def _step_costs(self, candidate: Candidate, work: _Work) -> tuple[float, float]:
         """Seconds of communication and of computation outside of passes, per step."""
         weights = max(self.stages.weights(candidate), key=lambda rank: rank.unsharded)
-        costs = self.times.costs(candidate)
+        costs = self.times.step_costs(candidate)
         if costs is None:
             return self._data(candidate, weights, work), self._optimizer(candidate, weights)
         ranks = self.stages.of(candidate.schedule, candidate.layout.pipeline)
@@ -152,7 +152,7 @@ class StepTimes:
         split, layout = candidate.split, candidate.layout
         ranks = self.stages.of(candidate.schedule, layout.pipeline)
         passes = self.times.passes(split, candidate.recompute)
-        costs = self.times.costs(candidate)
+        costs = self.times.step_costs(candidate)
         layer_count, ranks_by_stage = (
             len(passes.layers),
             stage_ranks(candidate.schedule, layout.pipeline),
@@ -247,14 +247,16 @@ class StepTimes:
         scatter = collective_s(self.cluster, "reduce_scatter", size, layout.shards, stride)
         copy_stride = stride * layout.shards
         shard_bytes = size / layout.shards
-        gather += self.times.copies(unsharded * self.width)
-        scatter += self.times.copies(size)
+        gather += self.times.copy_seconds(unsharded * self.width)
+        scatter += self.times.copy_seconds(size)
         return gather, scatter + collective_s(
             self.cluster, "all_reduce", shard_bytes, layout.replicate, copy_stride
         )
 
     def _optimizer(self, candidate: Candidate, weights: RankWeights) -> float:
-        return self.times.update(weights.sharded) + self._moment_copies(candidate, weights)
+        return self.times.optimizer_seconds(weights.sharded) + self._moment_copies(
+            candidate, weights
+        )
 
     def _moment_copies(self, candidate: Candidate, weights: RankWeights) -> float:
         """Seconds for copying offloaded optimizer state to the device and back."""

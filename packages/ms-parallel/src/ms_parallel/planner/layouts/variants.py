@@ -7,7 +7,7 @@ from typing import Any, cast
 from attrs import frozen
 
 from ms_parallel.planner.layouts.candidate import Candidate, Split
-from ms_parallel.planner.layouts.enumeration import Reasons
+from ms_parallel.planner.layouts.enumeration import ExclusionCounts
 from ms_parallel.planner.layouts.pipeline import stage_ranks
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.split.data_axis import OFFLOADS, Offload, Sharding
@@ -18,7 +18,7 @@ PLAIN = "1f1b"
 
 
 @frozen(kw_only=True)
-class Choices:
+class SettingChoices:
     """Settings of candidates: fixed ones, and options for the others."""
 
     fixed: Mapping[str, Any]
@@ -26,7 +26,7 @@ class Choices:
     offloads: bool
     """Whether there is host memory to offload to."""
 
-    def schedules(self, split: Split, stages: int, reasons: Reasons) -> list[str]:
+    def schedules(self, split: Split, stages: int, reasons: ExclusionCounts) -> list[str]:
         """Names of the schedules that are possible for a split.
 
         Args:

@@ -55,7 +55,7 @@ class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return max(rank.total for rank in self.memory)
 
 
-class PlannedOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExcludedCandidates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Candidates that were excluded for one reason."""
 
     reason: str
@@ -98,7 +98,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Settings of the run file, which the plan does not change."""
     best: list[PlannedLayout]
     """Layouts, best first."""
-    fallen: list[PlannedOut]
+    fallen: list[ExcludedCandidates]
     """Excluded candidates by reason."""
     num_hidden_layers: int | None = None
     """Largest number of layers that fits, for the objective `largest-model`."""

@@ -105,7 +105,7 @@ class Calibration:
 
     @property
     def efficiency(self) -> Efficiency:
-        """The constants."""
+        """Efficiency constants of the chip."""
         return efficiency_of(self.chip)
 
 

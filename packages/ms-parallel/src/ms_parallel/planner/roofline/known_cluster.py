@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from ms_parallel.planner.cluster import DTYPES, Cluster, Link, Links
+from ms_parallel.planner.cluster import DTYPES, Cluster, ClusterLinks, Link
 from ms_parallel.planner.roofline.chips import chip_named
 
 NODE_US: Final = 3.0
@@ -34,7 +34,7 @@ def known_cluster(chip: str, devices: int, *, network_gb_per_s: float) -> Cluste
         memory_gib=spec.memory_gib,
         memory_bandwidth_gb_per_s=spec.memory_gb_per_s,
         peak_tflops={name: rate for name, rate in spec.peak_tflops.items() if name in DTYPES},
-        links=Links(
+        links=ClusterLinks(
             node=Link(latency_us=NODE_US, bandwidth_gb_per_s=spec.link_gb_per_s * used_links),
             network=Link(latency_us=NETWORK_US, bandwidth_gb_per_s=network_gb_per_s),
         ),

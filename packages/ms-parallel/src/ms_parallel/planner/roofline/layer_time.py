@@ -185,7 +185,7 @@ def core_seconds(rank: Rank) -> tuple[float, float]:
     pair_flops = 2.0 * (sizes.head_dim + sizes.values_dim)  # scores, and weighted values
     peak = rank.cluster.tflops(settings.dtype) * 1e12
     if settings.fused_attention:
-        unmasked_pairs = rank.tokens * sizes.seen(settings.sequence) * heads
+        unmasked_pairs = rank.tokens * sizes.mean_visible_keys(settings.sequence) * heads
         head_dim = (sizes.head_dim + sizes.values_dim) / 2
         # The softmax costs the same for any head_dim; `Efficiency.attention` is for 128.
         slowdown = (1 + SOFTMAX_WIDTH / head_dim) / (1 + SOFTMAX_WIDTH / 128)

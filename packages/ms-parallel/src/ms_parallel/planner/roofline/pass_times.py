@@ -1,4 +1,4 @@
-"""Roofline implementation of `PassTimes`: layers, optimizer, and achieved link bandwidths."""
+"""Roofline implementation of `TimeModel`: layers, optimizer, and achieved link bandwidths."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -6,7 +6,7 @@ from typing import Final
 
 from attrs import evolve, frozen
 
-from ms_parallel.planner.cluster import Cluster, Link, Links
+from ms_parallel.planner.cluster import Cluster, ClusterLinks, Link
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.passes import ModelSeconds, PassSeconds
 from ms_parallel.planner.roofline.efficiency import Efficiency
@@ -22,7 +22,7 @@ and in the backward (float32 sums)."""
 
 @frozen(kw_only=True)
 class RooflineTimes:
-    """`PassTimes` of devices that are not available here, with constants from published runs."""
+    """`TimeModel` of devices that are not available here, with constants from published runs."""
 
     sizes: DecoderSizes
     cluster: Cluster
@@ -36,28 +36,28 @@ class RooflineTimes:
         """Seconds of one microbatch."""
         return _passes(self, split, recompute)
 
-    def update(self, weights: int) -> float:
+    def optimizer_seconds(self, weights: int) -> float:
         """Seconds of the optimizer for a number of weights on a rank."""
         bandwidth = self.cluster.memory_bandwidth_gb_per_s * 1e9 * self.efficiency.memory
         return OPTIMIZER_BYTES * weights / bandwidth + self.efficiency.step_ms / 1e3
 
-    def copies(self, size_bytes: float) -> float:
+    def copy_seconds(self, size_bytes: float) -> float:
         """Return 0: copies of gathered data overlap with computation on accelerators."""
         return 0.0
 
-    def costs(self, candidate: Candidate) -> None:
+    def step_costs(self, candidate: Candidate) -> None:
         """Return None, as these times are predicted from sizes."""
 
     def __hash__(self) -> int:
         return id(self)  # `expert_layers` may be a list; one instance exists per plan
 
 
-def reached(cluster: Cluster, efficiency: Efficiency) -> Cluster:
+def at_achieved_bandwidth(cluster: Cluster, efficiency: Efficiency) -> Cluster:
     """Return the cluster with link bandwidths reduced to the achieved ones."""
     links, network = cluster.links, efficiency.network
     return evolve(
         cluster,
-        links=Links(
+        links=ClusterLinks(
             group=_scaled(links.group, efficiency.node),
             node=_scaled(links.node, efficiency.node),
             network=_scaled(links.network, network),

@@ -154,10 +154,10 @@ class DecoderSizes:
         # Scores and weighted values, 2 operations each, times 3 for forward and backward.
         pair_flops = 6 * self.heads * (self.head_dim + self.values_dim)
         layers = self.layers + self.mtp_layers
-        positions = self.seen(sequence) if causal else sequence
+        positions = self.mean_visible_keys(sequence) if causal else sequence
         return 6.0 * self.active_weights + layers * pair_flops * positions
 
-    def seen(self, sequence: int) -> float:
+    def mean_visible_keys(self, sequence: int) -> float:
         """Mean number of positions that a token attends to, with a causal mask and the window.
 
         With window w and S tokens this is w (1 - w / 2S), and S / 2 without a window.

@@ -14,7 +14,7 @@ from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.checks.messages import check_pairing, check_progress
 from ms_parallel.schedules.checks.stage_actions import check_stage_actions, check_waits
 from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
-from ms_parallel.schedules.table.playback import sources
+from ms_parallel.schedules.table.event_simulation import sources
 from ms_parallel.schedules.table.schedule import Schedule
 
 _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT

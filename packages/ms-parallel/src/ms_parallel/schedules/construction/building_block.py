@@ -6,8 +6,8 @@ the activation memory is the lifespan of an activation divided by the interval. 
 the paper:
 1. Blocks use real times and message delays instead of a grid of equal passes.
 2. The delay of each leg is a free parameter instead of coming from a list of known blocks.
-3. Only the order of forwards and input backwards is used. When the order is played, gaps close and
-   weight backwards fill idle time; the block only leaves room for them.
+3. Only the order of forwards and input backwards is used. In a simulation of the order, gaps close
+   and weight backwards fill idle time; the block only leaves room for them.
 """
 
 from collections.abc import Sequence
@@ -144,7 +144,7 @@ class _ModularTime:
             return earliest if _fits([self.interval - length], remaining) else None
         for index, (gap_start, size) in enumerate(self.gaps):
             offset = (earliest - gap_start) % self.interval
-            if offset + length <= size and self._take(index, offset, length, remaining):
+            if offset + length <= size and self._reserve(index, offset, length, remaining):
                 return earliest
         options: list[tuple[int, int, int]] = []
         for index, (gap_start, size) in enumerate(self.gaps):
@@ -156,11 +156,11 @@ class _ModularTime:
             ]
         # Earliest start first.
         for delay, index, offset in sorted(options):
-            if self._take(index, offset, length, remaining):
+            if self._reserve(index, offset, length, remaining):
                 return earliest + delay
         return None
 
-    def _take(self, index: int, offset: int, length: int, remaining: list[int]) -> bool:
+    def _reserve(self, index: int, offset: int, length: int, remaining: list[int]) -> bool:
         """Reserve `length` ticks of a gap from `offset` if the remaining lengths still fit."""
         gap_start, gap_size = self.gaps[index]
         end = offset + length

@@ -150,13 +150,13 @@ class _ListScheduler:
         best_key = next_arrival = next_key = _NEVER
         choice: _Head | None = None
         blocked = False
-        room, deadline = self.caps[rank] - self.memory[rank], time + self.policy.patience
+        free_memory, deadline = self.caps[rank] - self.memory[rank], time + self.policy.patience
         for head in self.candidates(rank):
             if head.number >= len(head.arrived):
                 continue
             arrival = head.arrived[head.number]
             # Out of memory: a pending weight backward may free some first.
-            if head.phase == _F and head.need > room:
+            if head.phase == _F and head.need > free_memory:
                 blocked = blocked or arrival <= time
             # Not ready: note the next arrival, and the most urgent head that arrives within
             # patience.

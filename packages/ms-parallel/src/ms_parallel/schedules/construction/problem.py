@@ -68,8 +68,8 @@ class Problem:
         """Memory for one microbatch in each stage of `rank`, the minimum to make progress."""
         return sum(
             size
-            for size, home in zip(self.ticks.activation, self.placement, strict=True)
-            if home == rank
+            for size, stage_rank in zip(self.ticks.activation, self.placement, strict=True)
+            if stage_rank == rank
         )
 
 

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from ms_parallel.schedules.drawing.text import is_later_stage, number, summary
 from ms_parallel.schedules.table.action import Kind
-from ms_parallel.schedules.table.playback import Span
+from ms_parallel.schedules.table.event_simulation import Span
 from ms_parallel.schedules.timeline.simulate import Timeline
 
 _COLORS = {

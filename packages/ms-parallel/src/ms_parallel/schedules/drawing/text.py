@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from ms_parallel.schedules.table.action import Kind
-from ms_parallel.schedules.table.playback import Span
+from ms_parallel.schedules.table.event_simulation import Span
 from ms_parallel.schedules.timeline.simulate import Timeline
 
 _ANSI = {

@@ -15,7 +15,7 @@ from ms_parallel.schedules.construction.building_block import BuildingBlock, bui
 from ms_parallel.schedules.construction.list_scheduler import arrange
 from ms_parallel.schedules.construction.policies import follow, keep_order
 from ms_parallel.schedules.construction.problem import Arrangement, Problem
-from ms_parallel.schedules.solver.play import Player, PlayTimes
+from ms_parallel.schedules.solver.row_simulator import RowSimulator, RowTimes
 
 _STRETCHES = (100, 104, 110, 118, 130)
 WARM, COOL = (0.012, 0.008, 0.004), (0.006, 0.003, 0.0015)
@@ -131,28 +131,28 @@ class _Walker:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.player = player = Player(problem)
+        self.simulator = simulator = RowSimulator(problem)
         ticks = problem.ticks
-        self.family = [phase * ticks.stages + stage for phase, stage, _ in player.ops]
+        self.family = [phase * ticks.stages + stage for phase, stage, _ in simulator.ops]
         sizes = [(a, r) for a, r in zip(ticks.activation, ticks.retained, strict=True)]
         # F adds the activation, I reduces it to the retained part, W frees that.
         change = [lambda a, r: a, lambda a, r: r - a, lambda a, r: -r]
-        self.memory = [change[phase](*sizes[stage]) for phase, stage, _ in player.ops]
+        self.memory = [change[phase](*sizes[stage]) for phase, stage, _ in simulator.ops]
 
     def walk(
         self, start: Arrangement, steps: int, initial_temperature: float, random: Random
     ) -> Arrangement:
         """Walk with decreasing temperature; return the best order."""
-        player = self.player
-        rows = [[player.number(op) for op in row] for row in start.rows]
-        played = player.play(rows)
-        assert played is not None  # the start is a valid arrangement
+        simulator = self.simulator
+        rows = [[simulator.number(op) for op in row] for row in start.rows]
+        times = simulator.simulate(rows)
+        assert times is not None  # the start is a valid arrangement
         best, shortest = rows, start.makespan
-        positions = [0] * len(player.ops)
+        positions = [0] * len(simulator.ops)
         """Index of each action in its row."""
         for row in rows:
             _index_row(row, positions)
-        pairs = self._critical(rows, played, positions)
+        pairs = self._critical(rows, times, positions)
         for step in range(steps):
             if not pairs:
                 break
@@ -165,26 +165,26 @@ class _Walker:
             pairwise = zip(rows[rank], swapped, strict=True)
             first = next(index for index, (old, new) in enumerate(pairwise) if old != new)
             # Everything that starts earlier is unaffected, so only the rest is replayed.
-            change_time = played.starts[rows[rank][first]]
-            replayed = player.replay(trial, played, rank, first, change_time)
+            change_time = times.starts[rows[rank][first]]
+            replayed = simulator.resimulate(trial, times, rank, first, change_time)
             if replayed is None:
                 continue
-            increase = replayed.end - played.end
+            increase = replayed.end - times.end
             if increase <= 0 or random.random() < exp(-increase / temperature):
-                rows, played = trial, replayed
+                rows, times = trial, replayed
                 _index_row(swapped, positions)
-                pairs = self._critical(rows, played, positions)
-                if played.end < shortest:
-                    best, shortest = rows, played.end
-        result_rows = tuple(tuple(player.ops[op] for op in row) for row in best)
+                pairs = self._critical(rows, times, positions)
+                if times.end < shortest:
+                    best, shortest = rows, times.end
+        result_rows = tuple(tuple(simulator.ops[op] for op in row) for row in best)
         return Arrangement(rows=result_rows, makespan=shortest, peaks=start.peaks)
 
     def _critical(
-        self, rows: Sequence[list[int]], played: PlayTimes, positions: list[int]
+        self, rows: Sequence[list[int]], times: RowTimes, positions: list[int]
     ) -> list[tuple[int, int]]:
         """(rank, index) of critical actions that start when their left neighbor ends."""
-        player, starts, end = self.player, played.starts, played.end
-        length, source, rank_of = player.length, player.source, player.rank
+        simulator, starts, end = self.simulator, times.starts, times.end
+        length, source, rank_of = simulator.length, simulator.source, simulator.rank
         # Follow a critical path back from an action that ends last.
         op = min(row[-1] for row in rows if row and starts[row[-1]] + length[row[-1]] == end)
         pairs = []
@@ -216,9 +216,9 @@ class _Walker:
         first_family, second_family, count = (
             self.family[first],
             self.family[second],
-            self.player.count,
+            self.simulator.count,
         )
-        stages = self.player.stages
+        stages = self.simulator.stages
         distance = second % count - first % count
         # The same pass of two microbatches, or two passes of one microbatch: the order is fixed.
         if first_family == second_family or (

@@ -106,14 +106,14 @@ def _climb(
     for _ in range(4 * len(placement)):
         if len(cost_of) > max_splits:
             break
-        rivals = [
-            (time, rival)
-            for rival in _neighbors(split, segments, placement)
-            if (time := cost(rival)) is not None
+        neighbors = [
+            (time, neighbor)
+            for neighbor in _neighbors(split, segments, placement)
+            if (time := cost(neighbor)) is not None
         ]
-        if not rivals or (best is not None and min(rivals)[0] >= best):
+        if not neighbors or (best is not None and min(neighbors)[0] >= best):
             break
-        best, split = min(rivals)
+        best, split = min(neighbors)
     return split
 
 
@@ -174,11 +174,11 @@ def _neighbors(
         if target in stages
     }
     moves |= {(source, target) for source in busiest for target in stages if source != target}
-    rivals = set()
+    neighbors = set()
     for source, target in moves:
         if split[source] > 1:
-            rival = list(split)
-            rival[source] -= 1
-            rival[target] += 1
-            rivals.add(tuple(rival))
-    return rivals
+            neighbor = list(split)
+            neighbor[source] -= 1
+            neighbor[target] += 1
+            neighbors.add(tuple(neighbor))
+    return neighbors

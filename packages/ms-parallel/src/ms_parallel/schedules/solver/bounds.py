@@ -206,7 +206,7 @@ def _area(length: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> Fract
             cuts |= _crossings(first, first is not rise, second, end)
     inside = sorted(cut for cut in cuts if 0 <= cut <= end)
 
-    def most(time: Fraction) -> Fraction:
+    def bound_at(time: Fraction) -> Fraction:
         lowest = Fraction(cap)
         for slope, falling in lines:
             limit = slope.at(end - time if falling else time)
@@ -215,7 +215,7 @@ def _area(length: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> Fract
 
     # Between neighboring cuts the minimum is linear, so its mean is its value in the middle.
     return sum(
-        ((b - a) * most((a + b) / 2) for a, b in pairwise(inside)),
+        ((b - a) * bound_at((a + b) / 2) for a, b in pairwise(inside)),
         Fraction(0),
     )
 

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.problem import Arrangement, Operation, Problem, Rows
-from ms_parallel.schedules.solver.play import play_rows
+from ms_parallel.schedules.solver.row_simulator import simulate_rows
 from ms_parallel.schedules.table.costs import Ticks
 
 _MAX_STEPS = 100_000
@@ -173,5 +173,5 @@ def _hint(
     model: Any, problem: Problem, incumbent: Arrangement, starts: dict[Operation, Any]
 ) -> None:
     """Give the known schedule to the solver as a hint, timed with the solver's costs."""
-    for key, start in play_rows(problem, incumbent.rows).items():
+    for key, start in simulate_rows(problem, incumbent.rows).items():
         model.add_hint(starts[key], start)

@@ -22,7 +22,7 @@ from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.solver.annealing import COOL, WARM, anneal_blocks, anneal_order
 from ms_parallel.schedules.solver.bounds import lower_bound
 from ms_parallel.schedules.solver.exact import prove
-from ms_parallel.schedules.solver.play import play_rows
+from ms_parallel.schedules.solver.row_simulator import simulate_rows
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.costs import Costs, Number
 from ms_parallel.schedules.table.placements import looped, one_a_rank, ranks_of, vee
@@ -252,7 +252,7 @@ def _shorter(problem: Problem, incumbent: Arrangement, rows: Rows | None) -> Row
     if rows is None:
         return incumbent.rows
     # The solver rounds costs down, so time its rows with the true ones.
-    starts = play_rows(problem, rows)
+    starts = simulate_rows(problem, rows)
     end = max(start + problem.lengths[phase][stage] for (phase, stage, _), start in starts.items())
     return rows if end < incumbent.makespan else incumbent.rows
 

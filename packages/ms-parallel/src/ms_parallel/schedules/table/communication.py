@@ -1,11 +1,11 @@
 """Inserts sends and receives into rows of computations so that no transport can deadlock.
 
-The computations are played once with nominal durations, and everything is put into one global order
-by end time: a computation at its end, and a message at the end of the computation that produces it,
-where the send is inserted into one row and the receive into the other. Rows cut out of one global
-order can be run one action at a time with blocking sends; asynchronous transports can only do
-better. A receive is therefore placed before the computation during which its message arrives, so
-that it is posted early.
+The computations are simulated once with nominal durations, and everything is put into one global
+order by end time: a computation at its end, and a message at the end of the computation that
+produces it, where the send is inserted into one row and the receive into the other. Rows cut out of
+one global order can be run one action at a time with blocking sends; asynchronous transports can
+only do better. A receive is therefore placed before the computation during which its message
+arrives, so that it is posted early.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from attrs import evolve
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Ticks
-from ms_parallel.schedules.table.playback import Playback, Result, results
+from ms_parallel.schedules.table.event_simulation import EventSimulation, Result, results
 
 
 def with_communication(
@@ -26,7 +26,7 @@ def with_communication(
     Args:
         rows: computations of each rank, in order.
         placement: rank of each stage.
-        ticks: durations to play with; by default a backward takes twice as long as a forward. They
+        ticks: simulated durations; by default a backward takes twice as long as a forward. They
             only affect how early receives are placed.
 
     Raises:
@@ -43,12 +43,14 @@ def with_communication(
 
     # Transfer times are left out: a send is placed at the end of its computation, not of its
     # transfer.
-    playback = Playback(rows, placement, evolve(ticks, transfer=(0,) * ticks.stages), insert)
-    if stuck := playback.run():
+    simulation = EventSimulation(
+        rows, placement, evolve(ticks, transfer=(0,) * ticks.stages), insert
+    )
+    if stuck := simulation.run():
         reasons = []
         for rank in stuck[:4]:
-            is_gradient, stage, microbatch = playback.missing(rank)
-            action = rows[rank][len(playback.spans[rank])]
+            is_gradient, stage, microbatch = simulation.missing(rank)
+            action = rows[rank][len(simulation.spans[rank])]
             needed = f"{stage}{'B' if is_gradient else 'F'}{microbatch}"
             reasons.append(f"rank {rank} is at {action} and waits for {needed}")
         raise ScheduleError(f"the rows deadlock: {'; '.join(reasons)}; reorder them")

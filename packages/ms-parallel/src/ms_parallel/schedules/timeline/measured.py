@@ -13,7 +13,7 @@ from attrs import evolve
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Number, as_fraction
-from ms_parallel.schedules.table.playback import Span, results, sources
+from ms_parallel.schedules.table.event_simulation import Span, results, sources
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.simulate import Timeline, peak_memory
 

@@ -1,7 +1,7 @@
 """Exact simulation of a schedule with given costs: when each action runs, and idle time.
 
-Messages behave as in `Playback`. The two actions of a pair run one after the other, like in our
-runtime, so pairs bring no gain. Times are integers (`Ticks`), so nothing is rounded.
+Messages behave as in `EventSimulation`. The two actions of a pair run one after the other, as in
+our runtime, so pairs bring no gain. Times are integers (`Ticks`), so nothing is rounded.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from attrs import frozen
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Ticks
-from ms_parallel.schedules.table.playback import Playback, Span
+from ms_parallel.schedules.table.event_simulation import EventSimulation, Span
 from ms_parallel.schedules.table.schedule import Schedule
 
 
@@ -95,17 +95,17 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             "entry per stage"
         )
     ticks, rows = costs.ticks(), schedule.computations()
-    playback = Playback(rows, schedule.placement, ticks)
+    simulation = EventSimulation(rows, schedule.placement, ticks)
     # The ranks returned are stuck; report the first.
-    for rank in playback.run():
+    for rank in simulation.run():
         raise ScheduleError(
-            f"rank {rank} never receives the input of {rows[rank][len(playback.spans[rank])]}; "
+            f"rank {rank} never receives the input of {rows[rank][len(simulation.spans[rank])]}; "
             "verify this schedule to find the deadlock"
         )
     return Timeline(
         schedule=schedule,
         ticks=ticks,
-        spans=tuple(map(tuple, playback.spans)),
+        spans=tuple(map(tuple, simulation.spans)),
         peak_memory=peak_memory(schedule, ticks),
     )
 

@@ -62,21 +62,21 @@ class ContextRowSplit:
         self.lengths = document_lengths(documents) if ranks == 1 else None
         self.order = order.to(device)
         self.inverse = self.order.argsort(1)
-        share = order.shape[1] // exchange.context.size()
-        first = exchange.context.get_local_rank() * share
-        self.local_positions = self.order[:, first : first + share]  # (B, S/N)
+        rows_per_rank = order.shape[1] // exchange.context.size()
+        first = exchange.context.get_local_rank() * rows_per_rank
+        self.local_positions = self.order[:, first : first + rows_per_rank]  # (B, S/N)
         self.pair_cache: dict[tuple[int, int | None], list[BlockPair]] = {}
         """Block pairs by the keys' rank and the window."""
         self.range_cache: dict[int, Sequence[QueryRange]] = {}
         """Query ranges by rank."""
 
-    def mine(self, x: Tensor) -> Tensor:
+    def select_local(self, x: Tensor) -> Tensor:
         """Select this process's positions (B, S/N, ...) from the full rows (B or 1, S, ...)."""
         positions = self.local_positions
         rows = torch.arange(len(positions), device=positions.device)[:, None]  # (B, 1)
         return x.expand(len(positions), *x.shape[1:])[rows, positions]
 
-    def whole(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         """Gather all positions from all ranks, in row order; see `RowSplit`."""
         gathered = all_gather_positions(part, self.exchange.context, sum_grads=False)
         return permute_positions(gathered, self.inverse, self.order)

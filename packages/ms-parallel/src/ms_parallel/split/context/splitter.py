@@ -39,7 +39,7 @@ class ContextLoad:
     """The same under zig-zag assignment, for comparison."""
 
 
-class Splitter:
+class ContextSplitter:
     """Splits rows over the context axis.
 
     Args:

@@ -73,7 +73,7 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def counting(self, attention: nn.Module | None) -> Iterator[None]:
-        """Count, and attribute to attention what runs inside its module."""
+        """Count FLOPs inside the block; those inside `attention` also count as attention's."""
         handles: list[Any] = []
 
         def enter(*_: Any) -> None:

@@ -17,7 +17,12 @@ from ms_parallel.planner.cluster import Cluster, parse_cluster, read_cluster
 from ms_parallel.planner.record.plan_file import FILE, Plan, read_plan, write_plan
 from ms_parallel.training.options import AUTO, Options
 from ms_parallel.training.planning.conditions import conditions_of
-from ms_parallel.training.planning.questions import PlanQuestion, RunRecord, ask_plan, encode_path
+from ms_parallel.training.planning.subprocesses import (
+    PlanArguments,
+    RunRecord,
+    ask_plan,
+    encode_path,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +70,7 @@ def _plan(options: Options, shards: Path) -> Plan:
     def choose() -> Plan:
         assert cluster is not None  # this runs on rank 0
         run = RunRecord.of(options)
-        plan = ask_plan(PlanQuestion(run=run, cluster=cluster, shards=encode_path(shards)))
+        plan = ask_plan(PlanArguments(run=run, cluster=cluster, shards=encode_path(shards)))
         # Computed here: the planning process has lists where these options have tuples.
         plan = msgspec.structs.replace(plan, conditions=conditions_of(options, world_size()))
         write_plan(options.output_dir / FILE, plan)

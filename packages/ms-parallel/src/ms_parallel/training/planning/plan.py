@@ -21,29 +21,29 @@ from ms_parallel.planner.layouts.candidate import Candidate
 from ms_parallel.planner.layouts.choice import (
     OBJECTIVES,
     FittingLayout,
-    Question,
+    SearchProblem,
     SearchResult,
     choose,
 )
 from ms_parallel.planner.layouts.enumeration import divisors
-from ms_parallel.planner.layouts.here import MeasuredTimes, measurable
-from ms_parallel.planner.layouts.passes import DatasheetTimes, PassTimes
+from ms_parallel.planner.layouts.measured_times import MeasuredTimes, measurable
+from ms_parallel.planner.layouts.passes import DatasheetTimes, TimeModel
 from ms_parallel.planner.layouts.sizes import ModelSizes
-from ms_parallel.planner.layouts.variants import Choices
+from ms_parallel.planner.layouts.variants import SettingChoices
 from ms_parallel.planner.memory import predict_memory, row_bytes
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.history import History, learn
 from ms_parallel.planner.record.plan_file import (
+    ExcludedCandidates,
     Objective,
     Plan,
     PlannedConstants,
     PlannedLayout,
-    PlannedOut,
     PlannedStep,
 )
 from ms_parallel.planner.roofline.calibrated import PASSES, Calibration, calibration_of
 from ms_parallel.planner.roofline.model_sizes import decoder_sizes
-from ms_parallel.planner.roofline.pass_times import RooflineTimes, reached
+from ms_parallel.planner.roofline.pass_times import RooflineTimes, at_achieved_bandwidth
 from ms_parallel.planner.roofline.settings import StepSettings
 from ms_parallel.settings import nearest
 from ms_parallel.training.fitting import (
@@ -51,7 +51,7 @@ from ms_parallel.training.fitting import (
     engine_settings,
     first_documents,
     fit_model,
-    memory_question,
+    memory_arguments,
 )
 from ms_parallel.training.options import MAX_BATCH_ROWS, Options
 from ms_parallel.training.planning.conditions import conditions_of, explicit_settings
@@ -64,8 +64,8 @@ from ms_parallel.training.planning.counting import (
     without_pipeline,
     working_bytes,
 )
-from ms_parallel.training.planning.questions import (
-    PlanQuestion,
+from ms_parallel.training.planning.subprocesses import (
+    PlanArguments,
     RunRecord,
     ask_plan,
     decode_path,
@@ -127,7 +127,7 @@ def plan(
         history = learn(options.output_dir.parent)
     if in_process_group():
         return ask_plan(
-            PlanQuestion(
+            PlanArguments(
                 run=RunRecord.of(options),
                 cluster=cluster,
                 objective=objective,
@@ -150,16 +150,16 @@ def plan(
     raise ConfigError(result if devices is None else f"{result}, or {devices} of these")
 
 
-def answer(question: PlanQuestion) -> Plan:
-    """Compute the answer to a question of `ask_plan`; runs in the subprocess."""
+def plan_in_subprocess(arguments: PlanArguments) -> Plan:
+    """Call `plan` with the arguments from `ask_plan`; runs in the subprocess."""
     return plan(
-        question.run.options,
-        question.cluster,
-        objective=question.objective,
-        best=question.best,
-        every=question.every,
-        shards=decode_path(question.shards),
-        history=question.history,
+        arguments.run.options,
+        arguments.cluster,
+        objective=arguments.objective,
+        best=arguments.best,
+        every=arguments.every,
+        shards=decode_path(arguments.shards),
+        history=arguments.history,
     )
 
 
@@ -183,17 +183,17 @@ def _plan(request: "_PlanRequest", objective: Objective, best: int, every: bool)
         layers = _most_layers(request)
         request = _with_layers(request, layers)
     options, cluster = request.options, request.cluster
-    question = evolve(request.question(objective, best), every=every)
-    result = choose(question)
+    search_problem = evolve(request.search_problem(objective, best), every=every)
+    result = choose(search_problem)
     if not result.best:
         return _too_large(request)
     return Plan(
         conditions=conditions_of(options, cluster.devices),
         objective=objective,
         devices=cluster.devices,
-        limit_bytes=question.limit,
-        parameters=question.sizes.parameters,
-        times=MEASURED if isinstance(question.times, MeasuredTimes) else DATASHEET,
+        limit_bytes=search_problem.limit,
+        parameters=search_problem.sizes.parameters,
+        times=MEASURED if isinstance(search_problem.times, MeasuredTimes) else DATASHEET,
         kept={name: _plain(value) for name, value in request.explicit.items()},
         best=[_planned(layout, options, cluster) for layout in result.best],
         fallen=_excluded(result),
@@ -217,11 +217,13 @@ class _PlanRequest:
     shards: Path | None
     explicit: Mapping[str, Any]
 
-    def question(self, objective: Objective, best: int, limit_bytes: int | None = None) -> Question:
+    def search_problem(
+        self, objective: Objective, best: int, limit_bytes: int | None = None
+    ) -> SearchProblem:
         """Build the search problem for the layout search."""
         options, cluster = self.options, self.cluster
         if not cluster.measured:
-            cluster = reached(cluster, calibration_of(cluster).efficiency)
+            cluster = at_achieved_bandwidth(cluster, calibration_of(cluster).efficiency)
         config = fit_model(evolve(options, batch_size=MAX_BATCH_ROWS), Layout(), self.shards)
         sizes = ModelSizes.of(config)
         width = 2 if options.mixed_precision else 4
@@ -233,14 +235,14 @@ class _PlanRequest:
         rows = self.explicit.get("microbatch_size")
         if limit_bytes is None and options.memory_gib is not None:
             limit_bytes = min(int(options.memory_gib * GIB), cluster.memory_bytes)
-        return Question(
+        return SearchProblem(
             sizes=sizes,
             cluster=cluster,
             devices=devices,
             batch_size=options.batch_size,
             width=width,
             moment_bytes=round(saved_bytes(Layout()).moments),
-            choices=Choices(fixed=self.explicit, offloads=self._offloads()),
+            choices=SettingChoices(fixed=self.explicit, offloads=self._offloads()),
             rows=None if rows is None else [rows],
             check=lambda layout: check_fit(options, layout, config),
             times=self._times(config, sizes),
@@ -258,24 +260,24 @@ class _PlanRequest:
     def _offloads(self) -> bool:
         return self.cluster.device != "cpu" and optimizer_of(self.options.optimizer).offloads
 
-    def _times(self, config: Any, sizes: ModelSizes) -> PassTimes:
+    def _times(self, config: Any, sizes: ModelSizes) -> TimeModel:
         options = self.options
         dtype = {True: "bfloat16", "float16": "float16"}.get(options.mixed_precision, "float32")
-        sheet = DatasheetTimes(sizes, self.cluster, options.sequence_length, dtype)
+        datasheet = DatasheetTimes(sizes, self.cluster, options.sequence_length, dtype)
         if not self.cluster.measured:
-            return self._calibrated(config, dtype) or sheet
+            return self._calibrated(config, dtype) or datasheet
         small = measurable(config)
         if small is None or not self._can_measure(ModelSizes.of(small[-1])):
-            return sheet
+            return datasheet
         device = pick_device(self.cluster.device)
         settings = self._settings(evolve(options, microbatch_size=1), Layout())
         engine_options = {name: settings[name] for name in MEASURED_WITH}
         documents = first_documents(options, 1, self.shards)
         batch = random_row(config.vocab_size, options.sequence_length)
         batch |= {} if documents is None else {"documents": documents}
-        return MeasuredTimes(small, sheet, batch, device, engine_options)
+        return MeasuredTimes(small, datasheet, batch, device, engine_options)
 
-    def _calibrated(self, config: Any, dtype: str) -> PassTimes | None:
+    def _calibrated(self, config: Any, dtype: str) -> TimeModel | None:
         """Roofline times with constants calibrated on published runs; None for other models."""
         options = self.options
         try:
@@ -350,8 +352,8 @@ class _PlanRequest:
             batch_size=self.options.batch_size // factor,
             **candidate.settings(),
         )
-        question = memory_question(options, layout, self.shards, candidate.split.rows)
-        ranks = predict_memory(**{**question, "device": "cpu", "compile": False})
+        memory_settings = memory_arguments(options, layout, self.shards, candidate.split.rows)
+        ranks = predict_memory(**{**memory_settings, "device": "cpu", "compile": False})
         return [scale_to_all_shards(rank, candidate, factor) for rank in ranks]
 
 
@@ -380,10 +382,10 @@ def _planned(layout: FittingLayout, options: Options, cluster: Cluster) -> Plann
     )
 
 
-def _excluded(result: SearchResult) -> list[PlannedOut]:
+def _excluded(result: SearchResult) -> list[ExcludedCandidates]:
     reasons = sorted(result.reasons.items(), key=lambda item: -item[1].count)
     return [
-        PlannedOut(reason=reason, count=excluded.count, example=excluded.example)
+        ExcludedCandidates(reason=reason, count=excluded.count, example=excluded.example)
         for reason, excluded in reasons
     ]
 
@@ -396,8 +398,8 @@ def _too_large(request: _PlanRequest) -> str:
     """Explain why nothing fits, with the memory that the smallest layout would need."""
     cluster = request.cluster
     # Without a memory limit, to find the smallest need.
-    result = choose(request.question("least-memory", 1, 1 << 60))
-    limit = request.question("least-memory", 1).limit
+    result = choose(request.search_problem("least-memory", 1, 1 << 60))
+    limit = request.search_problem("least-memory", 1).limit
     if not result.best:
         reasons = "; ".join(
             f"{reason}: {excluded.example}" for reason, excluded in result.reasons.items()
@@ -423,7 +425,7 @@ def _sufficient_devices(request: _PlanRequest) -> int | None:
         except ConfigError:
             return None
         with fake_world(larger.devices):
-            if choose(evolve(request, cluster=larger).question("fastest", 1)).best:
+            if choose(evolve(request, cluster=larger).search_problem("fastest", 1)).best:
                 return larger.devices
         scale *= 2
     return None
@@ -439,7 +441,7 @@ def _most_layers(request: _PlanRequest) -> int:
     """Find the largest number of layers that fits, at least 1."""
 
     def fits(layers: int) -> bool:
-        return bool(choose(_with_layers(request, layers).question("fastest", 1)).best)
+        return bool(choose(_with_layers(request, layers).search_problem("fastest", 1)).best)
 
     low, high = 0, 1
     while fits(high):

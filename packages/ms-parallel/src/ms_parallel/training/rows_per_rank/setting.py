@@ -54,7 +54,7 @@ def check_rows_per_rank(
     """
     if shares == "equal":
         return
-    ranks = layout.readers
+    ranks = layout.data_ranks
     if isinstance(shares, tuple):
         _check_rows(shares, ranks, batch_size)
         size = microbatch_size or batch_size

@@ -14,7 +14,7 @@ MIN_PAUSES = 2
 """Number of collections from which the rule fires; a single one may be chance."""
 
 
-def look(analysis: Analysis) -> Iterator[Case]:
+def find_cases(analysis: Analysis) -> Iterator[Case]:
     """Yield the ranks that garbage collection pauses more than once.
 
     The first traced step is skipped if there are others: starting the tracer creates objects, which
@@ -36,7 +36,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
 
 RULE: Final = Rule(
     name="garbage_collection",
-    look=look,
+    find_cases=find_cases,
     min_share=0.01,
     title="Python's garbage collector takes {share:.1%} of rank {rank}'s time",
     advice="Call gc.freeze() and gc.disable() after setup, and collect on all ranks at the same "

@@ -15,7 +15,7 @@ MIN_SHORT_SHARE = 0.5
 """Share of kernels that must be short for the rule to fire."""
 
 
-def look(analysis: Analysis) -> Iterator[Case]:
+def find_cases(analysis: Analysis) -> Iterator[Case]:
     """Yield ranks where most kernels take under 10 µs; the gain is the gaps after those."""
     for rank in analysis.ranks.values():
         rows = rows_in_steps(rank, rank.trace.rows(Category.KERNEL))
@@ -40,7 +40,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
 
 RULE: Final = Rule(
     name="small_kernels",
-    look=look,
+    find_cases=find_cases,
     min_share=0.03,
     title="{short:.0%} of the {kernels} kernels of rank {rank} take under 10 µs; the gaps after "
     "them add up",

@@ -13,7 +13,7 @@ SMALL_BYTES = 64 << 10
 MIN_PER_STEP = 8
 
 
-def look(analysis: Analysis) -> Iterator[Case]:
+def find_cases(analysis: Analysis) -> Iterator[Case]:
     """Yield ranks with at least 8 collectives under 64 KiB per step; the gain is their transfer."""
     ledger = analysis.ledger
     sizes = [collective.size_bytes or 0 for collective in ledger.matched]
@@ -33,7 +33,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
 
 RULE: Final = Rule(
     name="small_messages",
-    look=look,
+    find_cases=find_cases,
     min_share=0.02,
     title="Rank {rank} takes part in {messages} collectives under 64 KiB in {steps} steps",
     advice="Send fewer, larger messages: larger DDP buckets, FSDP units of more layers, "

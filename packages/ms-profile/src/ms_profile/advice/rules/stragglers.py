@@ -12,7 +12,7 @@ MIN_CONFIDENCE = 0.9
 MAX_EVIDENCE = 5
 
 
-def look(analysis: Analysis) -> Iterator[Case]:
+def find_cases(analysis: Analysis) -> Iterator[Case]:
     """Yield the rank that waits longest for the straggler, if that is known with confidence."""
     ledger, suspect = analysis.ledger, analysis.ledger.suspect
     if suspect is None or suspect.confidence < MIN_CONFIDENCE:
@@ -43,7 +43,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
 
 RULE: Final = Rule(
     name="stragglers",
-    look=look,
+    find_cases=find_cases,
     min_share=0.03,
     title="Rank {rank} keeps the others waiting in its {phase} phase (confidence {confidence:.0%})",
     advice="Find out how rank {rank} differs from the others in that phase: its host, its data, "

@@ -14,7 +14,7 @@ MIN_STEP_SHARE = 0.8
 """Share of the steps in which the same rank must be the busiest."""
 
 
-def look(analysis: Analysis) -> Iterator[Case]:
+def find_cases(analysis: Analysis) -> Iterator[Case]:
     """Yield the busiest rank if it computes 15% more than the mean in at least 80% of the steps."""
     ranks = list(analysis.ranks.values())
     steps = [{step.step.number: step for step in rank.breakdowns} for rank in ranks]
@@ -42,7 +42,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
 
 RULE: Final = Rule(
     name="unbalanced_compute",
-    look=look,
+    find_cases=find_cases,
     min_share=0.03,
     title="Rank {rank} computes {more:.0%} more than the mean rank, in {always:.0%} of the steps",
     advice="Move layers between stages, give the first and last stage fewer layers, pack sequences "

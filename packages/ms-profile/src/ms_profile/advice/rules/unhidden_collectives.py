@@ -9,7 +9,7 @@ from ms_profile.analysis.whole_run import Analysis
 from ms_profile.vendors.category import Category
 
 
-def look(analysis: Analysis) -> Iterator[Case]:
+def find_cases(analysis: Analysis) -> Iterator[Case]:
     """Yield exposed transfers, without the waits for other ranks."""
     waited = analysis.ledger.waited_ns()
     for rank in analysis.ranks.values():
@@ -26,7 +26,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
 
 RULE: Final = Rule(
     name="unhidden_collectives",
-    look=look,
+    find_cases=find_cases,
     min_share=0.10,
     title="Rank {rank} spends {share:.0%} of the time in transfers not hidden by compute; {hidden} "
     "of its communication is hidden",

@@ -10,14 +10,14 @@ from typing import Final, Literal, TypeVar
 import msgspec
 from attrs import frozen
 
-from ms_profile.doctor.recording import Examined, Recording
+from ms_profile.doctor.recording import Examined, MachineRecording
 
 Severity = Literal["failure", "warning"]
 S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A problem: where it is, why it matters, and how to fix it."""
 
     check: str = ""
@@ -33,9 +33,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str
 
 
-def failure(recording: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
+def failure(
+    recording: MachineRecording, where: str, *, what: str, why: str, remedy: str
+) -> DoctorFinding:
     """Report a problem on a rank that breaks a run or slows it down much."""
-    return Finding(
+    return DoctorFinding(
         severity="failure",
         ranks=(recording.machine.rank,),
         hosts=(recording.machine.host,),
@@ -46,15 +48,17 @@ def failure(recording: Recording, where: str, *, what: str, why: str, remedy: st
     )
 
 
-def warning(recording: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
+def warning(
+    recording: MachineRecording, where: str, *, what: str, why: str, remedy: str
+) -> DoctorFinding:
     """Report a problem on a rank that may be intended."""
     finding = failure(recording, where, what=what, why=why, remedy=remedy)
     return msgspec.structs.replace(finding, severity="warning")
 
 
-def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
+def merge_findings(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
     """Merge findings that differ only in their ranks; failures come first."""
-    groups: dict[Finding, list[Finding]] = {}
+    groups: dict[DoctorFinding, list[DoctorFinding]] = {}
     for finding in findings:
         # A finding without its ranks is the key: the same problem on many ranks is one finding.
         key = msgspec.structs.replace(finding, ranks=(), hosts=())
@@ -70,7 +74,7 @@ def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(merged, key=lambda finding: finding.severity != "failure")
 
 
-Look = Callable[[Examined], Iterable[Finding]]
+FindProblems = Callable[[Examined], Iterable[DoctorFinding]]
 
 
 @frozen(kw_only=True)
@@ -80,7 +84,7 @@ class Check:
     name: str
     about: str
     """Statement that is true if the check finds nothing."""
-    look: Look
+    find: FindProblems
     needs: Callable[[Examined], bool]
     """Returns whether the check applies."""
 
@@ -90,7 +94,7 @@ _checks: Final[dict[str, Check]] = {}
 
 def check(
     name: str, about: str, *, needs: Callable[[Examined], bool] = lambda examined: True
-) -> Callable[[Look], Look]:
+) -> Callable[[FindProblems], FindProblems]:
     """Register the decorated function as a check.
 
     Args:
@@ -99,10 +103,10 @@ def check(
         needs: returns whether the check applies; if not, it is skipped.
     """
 
-    def register(look: Look) -> Look:
+    def register(find: FindProblems) -> FindProblems:
         assert name not in _checks, f"two checks are named {name}"
-        _checks[name] = Check(name=name, about=about, look=look, needs=needs)
-        return look
+        _checks[name] = Check(name=name, about=about, find=find, needs=needs)
+        return find
 
     return register
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from ms_profile.doctor.checks import Finding, check, failure, minority, warning
+from ms_profile.doctor.checks import DoctorFinding, check, failure, minority, warning
 from ms_profile.doctor.limits import (
     LIMITS_COMMAND,
     LIMITS_FILE,
@@ -16,7 +16,7 @@ from ms_profile.doctor.limits import (
     threads_of,
 )
 from ms_profile.doctor.network import has_active_port
-from ms_profile.doctor.recording import NO_ANSWER, Examined, Recording
+from ms_profile.doctor.recording import NO_ANSWER, Examined, MachineRecording
 from ms_profile.doctor.vendor_tools import Gpu, gpus, has_ascend, has_nvidia, npus
 from ms_profile.doctor.versions import parse_int
 
@@ -46,7 +46,7 @@ TAKE_TURNS: Final = "threads take turns on cores, and finished ones wait for the
     "devices are healthy, and the same on all machines",
     needs=lambda examined: has_nvidia(examined) or has_ascend(examined),
 )
-def devices(examined: Examined) -> Iterator[Finding]:
+def devices(examined: Examined) -> Iterator[DoctorFinding]:
     """Check the reports of the vendors' tools."""
     for machine in examined.machines:
         for gpu in gpus(machine):
@@ -72,7 +72,7 @@ def devices(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _gpu(machine: Recording, gpu: Gpu) -> Iterator[Finding]:
+def _gpu(machine: MachineRecording, gpu: Gpu) -> Iterator[DoctorFinding]:
     current, maximum = (gpu.fact(f"Link Width / {what}") for what in ("Current", "Max"))
     # Unlike the link's generation, its width is not reduced to save power.
     if 0 < _lanes(current) < _lanes(maximum):
@@ -106,7 +106,7 @@ def _lanes(text: str) -> int:
     return parse_int(text.rstrip("x")) or 0
 
 
-def _device_counts(machine: Recording) -> str:
+def _device_counts(machine: MachineRecording) -> str:
     names = Counter(
         [gpu.fact("Product Name") for gpu in gpus(machine)] + [npu.name for npu in npus(machine)]
     )
@@ -118,7 +118,7 @@ def _device_counts(machine: Recording) -> str:
     "the tools of devices and ports respond",
     needs=lambda examined: any(machine.commands for machine in examined.machines),
 )
-def tools(examined: Examined) -> Iterator[Finding]:
+def tools(examined: Examined) -> Iterator[DoctorFinding]:
     """Check for tools that hung, and for those without a working driver."""
     for machine in examined.machines:
         for line, text in machine.commands.items():
@@ -150,7 +150,7 @@ def tools(examined: Examined) -> Iterator[Finding]:
         for recording in examined.ranks
     ),
 )
-def limits(examined: Examined) -> Iterator[Finding]:
+def limits(examined: Examined) -> Iterator[DoctorFinding]:
     """Check the limits of each rank."""
     for recording in examined.ranks:
         yield from _files_and_processes(recording)
@@ -168,7 +168,7 @@ def limits(examined: Examined) -> Iterator[Finding]:
             )
 
 
-def _files_and_processes(recording: Recording) -> Iterator[Finding]:
+def _files_and_processes(recording: MachineRecording) -> Iterator[DoctorFinding]:
     files, processes = limit(recording, "open_files"), limit(recording, "processes")
     if files is not None and files < MIN_FILES:
         yield failure(
@@ -191,7 +191,7 @@ def _files_and_processes(recording: Recording) -> Iterator[Finding]:
 
 
 @check("shared-memory", "/dev/shm is large enough for workers and collectives")
-def shared_memory(examined: Examined) -> Iterator[Finding]:
+def shared_memory(examined: Examined) -> Iterator[DoctorFinding]:
     """Check the size of /dev/shm on each machine."""
     for machine in examined.machines:
         size = machine.machine.shared_memory_bytes
@@ -208,7 +208,7 @@ def shared_memory(examined: Examined) -> Iterator[Finding]:
 
 
 @check("memory", "the control group leaves enough memory to the processes")
-def memory(examined: Examined) -> Iterator[Finding]:
+def memory(examined: Examined) -> Iterator[DoctorFinding]:
     """Compare each machine's control group limit with its use and with device memory."""
     for machine in examined.machines:
         usage = memory_limit(machine)
@@ -241,7 +241,7 @@ def memory(examined: Examined) -> Iterator[Finding]:
     "each computing thread of a process has a core",
     needs=lambda examined: any(threads_of(recording) for recording in examined.ranks),
 )
-def threads(examined: Examined) -> Iterator[Finding]:
+def threads(examined: Examined) -> Iterator[DoctorFinding]:
     """Compare the threads of all ranks of each machine with its cores and load."""
     for machine in examined.machines:
         ranks = [
@@ -254,8 +254,8 @@ def threads(examined: Examined) -> Iterator[Finding]:
 
 
 def _check_machine(
-    machine: Recording, ranks: list[Recording], threaded: list[Recording]
-) -> Iterator[Finding]:
+    machine: MachineRecording, ranks: list[MachineRecording], threaded: list[MachineRecording]
+) -> Iterator[DoctorFinding]:
     cores, total = cores_of(machine, ranks), sum(map(threads_of, ranks))
     busy_elsewhere = busy_cores(machine, cores, len(ranks))
     per_rank = max(1, int(cores / len(ranks)))
@@ -287,7 +287,7 @@ def _check_machine(
             )
 
 
-def _thread_counts(ranks: list[Recording]) -> str:
+def _thread_counts(ranks: list[MachineRecording]) -> str:
     """Format the number of threads of the ranks."""
     numbers = sorted({threads_of(recording) for recording in ranks})
     counts = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))

@@ -6,7 +6,7 @@ from typing import Final
 
 from attrs import frozen
 
-from ms_profile.doctor.checks import Finding, check, failure, minority, warning
+from ms_profile.doctor.checks import DoctorFinding, check, failure, minority, warning
 from ms_profile.doctor.network import (
     INTERFACES,
     RDMA,
@@ -19,7 +19,7 @@ from ms_profile.doctor.network import (
     rdma_mtus,
     value,
 )
-from ms_profile.doctor.recording import Examined, Recording
+from ms_profile.doctor.recording import Examined, MachineRecording
 from ms_profile.doctor.vendor_tools import (
     DRIVER_FILE,
     gpus,
@@ -45,12 +45,12 @@ def _needs_ports(examined: Examined) -> bool:
     return has_rdma(examined) or has_npu_ports(examined)
 
 
-def _training_ports(examined: Examined, machine: Recording) -> list[Port]:
+def _training_ports(examined: Examined, machine: MachineRecording) -> list[Port]:
     return chosen_ports(machine, value(examined, machine, "NCCL_IB_HCA"))
 
 
 @check("port-state", "every RDMA port is up", needs=_needs_ports)
-def port_state(examined: Examined) -> Iterator[Finding]:
+def port_state(examined: Examined) -> Iterator[DoctorFinding]:
     """Check the ports selected by NCCL_IB_HCA, and the ports of NPUs."""
     for machine in examined.machines:
         choice = value(examined, machine, "NCCL_IB_HCA")
@@ -87,7 +87,7 @@ def _port_remedy(port: Port) -> str:
     return "check the cable, the transceiver and the switch port"
 
 
-def _npu_port_states(machine: Recording) -> Iterator[Finding]:
+def _npu_port_states(machine: MachineRecording) -> Iterator[DoctorFinding]:
     for port in npu_ports(machine):
         if port.link not in ("up", ""):
             yield failure(
@@ -111,14 +111,14 @@ def _npu_port_states(machine: Recording) -> Iterator[Finding]:
 
 @frozen
 class _PortRate:
-    machine: Recording
+    machine: MachineRecording
     port: str
     adapter_type: str
     gbit_per_s: float
 
 
 @check("port-rate", "every RDMA port runs at the full rate of its type", needs=_needs_ports)
-def port_rate(examined: Examined) -> Iterator[Finding]:
+def port_rate(examined: Examined) -> Iterator[DoctorFinding]:
     """Compare ports with others of their type and with its maximum, and adapters with slots."""
     rates = [rate for machine in examined.machines for rate in _port_rates(examined, machine)]
     fastest: dict[str, float] = {}
@@ -150,7 +150,7 @@ def port_rate(examined: Examined) -> Iterator[Finding]:
         yield from _slots(examined, machine)
 
 
-def _port_rates(examined: Examined, machine: Recording) -> Iterator[_PortRate]:
+def _port_rates(examined: Examined, machine: MachineRecording) -> Iterator[_PortRate]:
     for port in _training_ports(examined, machine):
         if port.is_active and port.rate_gbit_per_s is not None:
             yield _PortRate(machine, port.name, port.adapter_type, port.rate_gbit_per_s)
@@ -159,7 +159,7 @@ def _port_rates(examined: Examined, machine: Recording) -> Iterator[_PortRate]:
             yield _PortRate(machine, npu.name, "NPU", npu.rate_gbit_per_s)
 
 
-def _slots(examined: Examined, machine: Recording) -> Iterator[Finding]:
+def _slots(examined: Examined, machine: MachineRecording) -> Iterator[DoctorFinding]:
     """Find adapters in slots with too few lanes or of an old generation."""
     for adapter in sorted({port.adapter for port in _training_ports(examined, machine)}):
         for attribute, template in (("link_speed", "at {}"), ("link_width", "with {} lanes")):
@@ -186,7 +186,7 @@ def _number(text: str) -> float:
 
 @frozen(kw_only=True)
 class _PortMtu:
-    machine: Recording
+    machine: MachineRecording
     network: str
     port: str
     mtu: int
@@ -197,7 +197,7 @@ class _PortMtu:
 
 
 @check("packet-size", "the MTU is the same on all ports of a network")
-def packet_size(examined: Examined) -> Iterator[Finding]:
+def packet_size(examined: Examined) -> Iterator[DoctorFinding]:
     """Compare the ports of each network over all machines."""
     all_ports = [port for machine in examined.machines for port in _port_mtus(examined, machine)]
     for network in sorted({port.network for port in all_ports}):
@@ -228,7 +228,7 @@ def packet_size(examined: Examined) -> Iterator[Finding]:
                 )
 
 
-def _port_mtus(examined: Examined, machine: Recording) -> Iterator[_PortMtu]:
+def _port_mtus(examined: Examined, machine: MachineRecording) -> Iterator[_PortMtu]:
     over_rdma, mtus = set[str](), rdma_mtus(machine)
     for port in _training_ports(examined, machine):
         over_rdma.update(port.interfaces)
@@ -257,7 +257,12 @@ def _port_mtus(examined: Examined, machine: Recording) -> Iterator[_PortMtu]:
 
 
 def _interface_mtu(
-    machine: Recording, network: str, name: str, *, sufficient: int = 0, must_be_up: bool = False
+    machine: MachineRecording,
+    network: str,
+    name: str,
+    *,
+    sufficient: int = 0,
+    must_be_up: bool = False,
 ) -> Iterator[_PortMtu]:
     link = interface(machine, name)
     if link and link.mtu and (link.up or not must_be_up):
@@ -271,7 +276,7 @@ def _interface_mtu(
         )
 
 
-def _socket_interface(examined: Examined, machine: Recording) -> str | None:
+def _socket_interface(examined: Examined, machine: MachineRecording) -> str | None:
     """Interface for sockets: the configured one or the first physical one in state up."""
     for variable in SOCKET_VARIABLES:
         choice = value(examined, machine, variable)
@@ -289,7 +294,7 @@ def _socket_interface(examined: Examined, machine: Recording) -> str | None:
     "adapters access device memory directly (GPUDirect RDMA)",
     needs=lambda examined: has_rdma(examined) and has_nvidia(examined),
 )
-def peer_memory(examined: Examined) -> Iterator[Finding]:
+def peer_memory(examined: Examined) -> Iterator[DoctorFinding]:
     """Check for the kernel module on machines with devices and ports."""
     for machine in examined.machines:
         modules = machine.text("proc/modules")

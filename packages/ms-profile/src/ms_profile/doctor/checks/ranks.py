@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Final
 
-from ms_profile.doctor.checks import Finding, check, failure, warning
+from ms_profile.doctor.checks import DoctorFinding, check, failure, warning
 from ms_profile.doctor.network import chosen_ports, value
-from ms_profile.doctor.recording import Examined, Folder, Pair, Recording
+from ms_profile.doctor.recording import Examined, Folder, MachineRecording, Pair
 from ms_profile.doctor.vendor_tools import npu_ports
 
 MIN_LINK_FRACTION: Final = 0.5
@@ -32,7 +32,7 @@ EXAMPLE_PARAMETERS: Final = 7e9
     "messages between ranks reach the rates of their links",
     needs=lambda examined: bool(examined.measured.pairs),
 )
-def links(examined: Examined) -> Iterator[Finding]:
+def links(examined: Examined) -> Iterator[DoctorFinding]:
     """Compare pairs with their link rate, with similar pairs, and with absolute limits."""
     nodes = [recording.node for recording in examined.ranks]
     pairs = examined.measured.pairs
@@ -49,9 +49,9 @@ def links(examined: Examined) -> Iterator[Finding]:
             where = f"ranks {pair.first} and {pair.second}"
             rate = _link_gb_per_s(examined, pair) if across_nodes else None
             if pair.latency_us > MAX_LATENCY_US:
-                yield _late(pair, recording, where)
+                yield _latency_warning(pair, recording, where)
             if rate is not None and pair.bandwidth_gb_per_s < MIN_LINK_FRACTION * rate:
-                yield _slow(examined, pair, recording, where, rate)
+                yield _bandwidth_finding(examined, pair, recording, where, rate)
             elif pair.bandwidth_gb_per_s < MIN_MEDIAN_FRACTION * median_rate:
                 yield warning(
                     recording,
@@ -75,7 +75,7 @@ def links(examined: Examined) -> Iterator[Finding]:
                 )
 
 
-def _late(pair: Pair, recording: Recording, where: str) -> Finding:
+def _latency_warning(pair: Pair, recording: MachineRecording, where: str) -> DoctorFinding:
     return warning(
         recording,
         where,
@@ -88,7 +88,9 @@ def _late(pair: Pair, recording: Recording, where: str) -> Finding:
     )
 
 
-def _slow(examined: Examined, pair: Pair, recording: Recording, where: str, rate: float) -> Finding:
+def _bandwidth_finding(
+    examined: Examined, pair: Pair, recording: MachineRecording, where: str, rate: float
+) -> DoctorFinding:
     # Pairs that were measured together may have shared a switch.
     report = warning if examined.measured.together else failure
     return report(
@@ -124,7 +126,7 @@ def _port_gb_per_s(examined: Examined, rank: int) -> float | None:
     "the clocks of all machines agree",
     needs=lambda examined: len(examined.measured.clocks) > 1,
 )
-def clocks(examined: Examined) -> Iterator[Finding]:
+def clocks(examined: Examined) -> Iterator[DoctorFinding]:
     """Check each rank's clock offset, minus the uncertainty of its estimate."""
     for clock in examined.measured.clocks:
         # A long round trip leaves the offset open; only what it cannot explain is reported.
@@ -151,13 +153,13 @@ def clocks(examined: Examined) -> Iterator[Finding]:
     "all ranks see the folder of the run and write it fast enough",
     needs=lambda examined: bool(examined.measured.folders),
 )
-def output_folder(examined: Examined) -> Iterator[Finding]:
+def output_folder(examined: Examined) -> Iterator[DoctorFinding]:
     """Check the measurements of each rank."""
     for folder in examined.measured.folders:
         yield from _folder_findings(examined.ranks[folder.rank], folder)
 
 
-def _folder_findings(recording: Recording, folder: Folder) -> Iterator[Finding]:
+def _folder_findings(recording: MachineRecording, folder: Folder) -> Iterator[DoctorFinding]:
     if folder.problem:
         yield failure(
             recording,

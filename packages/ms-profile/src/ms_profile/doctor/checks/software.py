@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from ms_profile.doctor.checks import Finding, check, failure, minority, warning
+from ms_profile.doctor.checks import DoctorFinding, check, failure, minority, warning
 from ms_profile.doctor.network import has_active_port
-from ms_profile.doctor.recording import Examined, Recording
+from ms_profile.doctor.recording import Examined, MachineRecording
 from ms_profile.doctor.vendor_tools import (
     cann,
     gpus,
@@ -24,7 +24,7 @@ BACKENDS: Final = {
 }
 """Collective library of each type of device, and how to install it."""
 DEVICE_FILES: Final = "dev/infiniband"
-Read = Callable[[Recording], str | None]
+Read = Callable[[MachineRecording], str | None]
 
 
 @check(
@@ -32,7 +32,7 @@ Read = Callable[[Recording], str | None]
     "torch is built with distributed support; torchrun, and ms-data for ms-parallel, are installed",
     needs=lambda examined: any(recording.machine.packages for recording in examined.ranks),
 )
-def packages(examined: Examined) -> Iterator[Finding]:
+def packages(examined: Examined) -> Iterator[DoctorFinding]:
     """Check each rank, as environments may differ."""
     for recording in examined.ranks:
         machine = recording.machine
@@ -69,7 +69,7 @@ def packages(examined: Examined) -> Iterator[Finding]:
     "torch has the collective library of its device, with RDMA support",
     needs=lambda examined: any(recording.machine.backends for recording in examined.ranks),
 )
-def collectives(examined: Examined) -> Iterator[Finding]:
+def collectives(examined: Examined) -> Iterator[DoctorFinding]:
     """Check each rank's backend, and libibverbs on machines with RDMA ports."""
     for recording in examined.ranks:
         machine = recording.machine
@@ -107,12 +107,12 @@ def collectives(examined: Examined) -> Iterator[Finding]:
             )
 
 
-def _has_port(examined: Examined, recording: Recording) -> bool:
+def _has_port(examined: Examined, recording: MachineRecording) -> bool:
     return has_active_port(examined.machine_of(recording))
 
 
 @check("cuda-driver", "the driver supports torch's CUDA version", needs=has_nvidia)
-def cuda_driver(examined: Examined) -> Iterator[Finding]:
+def cuda_driver(examined: Examined) -> Iterator[DoctorFinding]:
     """Compare each machine's driver with torch on each of its ranks."""
     for recording in examined.ranks:
         machine = examined.machine_of(recording)
@@ -143,7 +143,7 @@ def cuda_driver(examined: Examined) -> Iterator[Finding]:
             )
 
 
-def _old_driver(recording: Recording, installed: str, cuda: str) -> Iterator[Finding]:
+def _old_driver(recording: MachineRecording, installed: str, cuda: str) -> Iterator[DoctorFinding]:
     reference = tables()
     # Minor version compatibility: a driver runs all CUDA versions of its major version.
     minimum = reference.cuda_major_drivers.get(cuda.split(".")[0])
@@ -169,7 +169,7 @@ def _old_driver(recording: Recording, installed: str, cuda: str) -> Iterator[Fin
 
 
 @check("torch-npu", "torch, torch_npu, CANN and the driver are compatible", needs=has_ascend)
-def torch_npu(examined: Examined) -> Iterator[Finding]:
+def torch_npu(examined: Examined) -> Iterator[DoctorFinding]:
     """Compare each rank's packages with its machine."""
     for recording in examined.ranks:
         machine = examined.machine_of(recording)
@@ -180,7 +180,9 @@ def torch_npu(examined: Examined) -> Iterator[Finding]:
         yield from _ascend_driver(recording, machine)
 
 
-def _torch_npu_versions(recording: Recording, toolkit: str | None) -> Iterator[Finding]:
+def _torch_npu_versions(
+    recording: MachineRecording, toolkit: str | None
+) -> Iterator[DoctorFinding]:
     torch, extension = (recording.machine.packages.get(name) for name in ("torch", "torch-npu"))
     if extension is None:
         yield failure(
@@ -217,7 +219,9 @@ def _torch_npu_versions(recording: Recording, toolkit: str | None) -> Iterator[F
         )
 
 
-def _ascend_driver(recording: Recording, machine: Recording) -> Iterator[Finding]:
+def _ascend_driver(
+    recording: MachineRecording, machine: MachineRecording
+) -> Iterator[DoctorFinding]:
     installed, toolkit = npu_driver(machine), cann(machine)
     if toolkit is None:
         yield failure(
@@ -247,7 +251,7 @@ def _ascend_driver(recording: Recording, machine: Recording) -> Iterator[Finding
     "all ranks run the same versions",
     needs=lambda examined: len(examined.ranks) > 1,
 )
-def same_versions(examined: Examined) -> Iterator[Finding]:
+def same_versions(examined: Examined) -> Iterator[DoctorFinding]:
     """Report ranks that differ from the majority; builds are compared per type of device."""
     ranks = [recording for recording in examined.ranks if recording.machine.packages]
     yield from _differing("ms-parallel", _package("ms-parallel"), ranks)
@@ -274,13 +278,16 @@ def _package(name: str) -> Read:
     return lambda recording: recording.machine.packages.get(name)
 
 
-def _torch_release(recording: Recording) -> str | None:
+def _torch_release(recording: MachineRecording) -> str | None:
     return release(recording.machine.packages.get("torch") or "") or None
 
 
 def _differing(
-    name: str, read: Read, recordings: list[Recording], report: Callable[..., Finding] = failure
-) -> Iterator[Finding]:
+    name: str,
+    read: Read,
+    recordings: list[MachineRecording],
+    report: Callable[..., DoctorFinding] = failure,
+) -> Iterator[DoctorFinding]:
     versions = [read(recording) for recording in recordings]
     for recording, installed, majority in minority(recordings, versions):
         yield report(

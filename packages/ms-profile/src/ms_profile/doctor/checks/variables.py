@@ -6,7 +6,7 @@ from typing import Final
 
 from attrs import frozen
 
-from ms_profile.doctor.checks import Finding, check, failure, minority, warning
+from ms_profile.doctor.checks import DoctorFinding, check, failure, minority, warning
 from ms_profile.doctor.network import (
     INTERFACES,
     ON,
@@ -19,10 +19,10 @@ from ms_profile.doctor.network import (
     value,
     variable,
 )
-from ms_profile.doctor.recording import Examined, Recording
+from ms_profile.doctor.recording import Examined, MachineRecording
 from ms_profile.doctor.vendor_tools import has_ascend, npu_driver, nvidia_driver
 
-Judge = Callable[[Recording, str], str]
+FindProblem = Callable[[MachineRecording, str], str]
 """Takes a machine and a value; returns the problem with it, or an empty text."""
 SHARED: Final = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "HCCL_ALGO", "HCCL_BUFFSIZE")
 """Variables that both ends of a message must agree on."""
@@ -42,24 +42,24 @@ class Variable:
     """A variable and the effect of setting it."""
 
     name: str
-    judge: Judge
+    find_problem: FindProblem
     why: str
     remedy: str = UNSET
     fails: bool = True
     """Failure rather than warning: it breaks a run or slows it down much."""
 
 
-def _on(machine: Recording, word: str) -> str:
+def _when_on(machine: MachineRecording, word: str) -> str:
     return "turned on" if word.lower() in ON else ""
 
 
-def _on_with_rdma(machine: Recording, word: str) -> str:
+def _when_on_with_rdma(machine: MachineRecording, word: str) -> str:
     return "turned on, although RDMA ports are up" * (
         has_active_port(machine) and word.lower() in ON
     )
 
 
-def _not_rdma(machine: Recording, word: str) -> str:
+def _when_sockets_chosen(machine: MachineRecording, word: str) -> str:
     # Other values name a plugin, which may well use RDMA.
     chooses_sockets = word.lower() in ("socket", "none")
     return "which excludes the RDMA ports that are up" * (
@@ -67,19 +67,19 @@ def _not_rdma(machine: Recording, word: str) -> str:
     )
 
 
-def _few_ports(machine: Recording, word: str) -> str:
+def _when_ports_excluded(machine: MachineRecording, word: str) -> str:
     active = [port for port in ports(machine) if port.is_active]
     selected = [port for port in chosen_ports(machine, word) if port.is_active]
     too_few = 0 < len(selected) < len(active)
     return f"which selects {len(selected)} of {len(active)} ports that are up" * too_few
 
 
-def _near_only(machine: Recording, word: str) -> str:
+def _when_gpudirect_forbidden(machine: MachineRecording, word: str) -> str:
     forbidden = word.upper() in ("LOC", "0")
     return "which lets no adapter access device memory" * (forbidden and has_active_port(machine))
 
 
-def _absent_interface(machine: Recording, word: str) -> str:
+def _when_interface_unusable(machine: MachineRecording, word: str) -> str:
     if not machine.names(INTERFACES):
         return ""
     selected = chosen_interfaces(machine, word)
@@ -90,63 +90,65 @@ def _absent_interface(machine: Recording, word: str) -> str:
     return "" if any(link and link.up for link in links) else "whose interface is down"
 
 
-def _loopback(machine: Recording, word: str) -> str:
-    return _absent_interface(machine, word) or "which reaches only this machine" * (
+def _when_loopback(machine: MachineRecording, word: str) -> str:
+    return _when_interface_unusable(machine, word) or "which reaches only this machine" * (
         chosen_interfaces(machine, word) == ["lo"]
     )
 
 
-def _off(machine: Recording, word: str) -> str:
+def _when_off(machine: MachineRecording, word: str) -> str:
     return "turned off" * (word == "0")
 
 
-def _local_only(machine: Recording, word: str) -> str:
+def _when_peers_forbidden(machine: MachineRecording, word: str) -> str:
     return "which forbids it" * (word.upper() in ("LOC", "0"))
 
 
-def _traces(machine: Recording, word: str) -> str:
+def _when_tracing(machine: MachineRecording, word: str) -> str:
     return "which logs every operation" * (word.upper() == "TRACE")
 
 
 VARIABLES: Final = (
-    Variable("NCCL_IB_DISABLE", _on_with_rdma, NO_RDMA),
-    Variable("NCCL_NET", _not_rdma, NO_RDMA, "unset it, or set it to IB"),
+    Variable("NCCL_IB_DISABLE", _when_on_with_rdma, NO_RDMA),
+    Variable("NCCL_NET", _when_sockets_chosen, NO_RDMA, "unset it, or set it to IB"),
     Variable(
         "NCCL_IB_HCA",
-        _few_ports,
+        _when_ports_excluded,
         "the other ports stay idle",
         "list all ports that are meant for training, or unset it",
         fails=False,
     ),
-    Variable("NCCL_P2P_DISABLE", _on, NO_PEERS),
-    Variable("NCCL_P2P_LEVEL", _local_only, NO_PEERS, f"unset it, or name NVL, {LEVELS}"),
+    Variable("NCCL_P2P_DISABLE", _when_on, NO_PEERS),
+    Variable("NCCL_P2P_LEVEL", _when_peers_forbidden, NO_PEERS, f"unset it, or name NVL, {LEVELS}"),
     Variable(
         "NCCL_SHM_DISABLE",
-        _on,
+        _when_on,
         "processes of a machine without peer access between devices send over the network",
         "unset it, and give the container a larger /dev/shm instead",
     ),
-    Variable("NCCL_NET_GDR_LEVEL", _near_only, NO_GPUDIRECT, f"unset it, or name {LEVELS}"),
+    Variable(
+        "NCCL_NET_GDR_LEVEL", _when_gpudirect_forbidden, NO_GPUDIRECT, f"unset it, or name {LEVELS}"
+    ),
     Variable(
         "NCCL_IB_GDR_LEVEL",
-        _near_only,
+        _when_gpudirect_forbidden,
         NO_GPUDIRECT,
         "unset it; it is now called NCCL_NET_GDR_LEVEL",
     ),
     Variable(
         "NCCL_DMABUF_ENABLE",
-        _off,
+        _when_off,
         "without nvidia_peermem, adapters cannot access device memory",
         "unset it, or set it to 1",
         fails=False,
     ),
-    Variable("NCCL_SOCKET_IFNAME", _loopback, UNREACHED, INTERFACE_REMEDY),
-    Variable("GLOO_SOCKET_IFNAME", _absent_interface, UNREACHED, INTERFACE_REMEDY),
-    Variable("HCCL_SOCKET_IFNAME", _loopback, UNREACHED, INTERFACE_REMEDY),
-    Variable("HCCL_P2P_DISABLE", _on, NO_PEERS),
+    Variable("NCCL_SOCKET_IFNAME", _when_loopback, UNREACHED, INTERFACE_REMEDY),
+    Variable("GLOO_SOCKET_IFNAME", _when_interface_unusable, UNREACHED, INTERFACE_REMEDY),
+    Variable("HCCL_SOCKET_IFNAME", _when_loopback, UNREACHED, INTERFACE_REMEDY),
+    Variable("HCCL_P2P_DISABLE", _when_on, NO_PEERS),
     Variable(
         "NCCL_DEBUG",
-        _traces,
+        _when_tracing,
         "logging takes longer than small collectives",
         "set it to WARN",
         fails=False,
@@ -155,14 +157,14 @@ VARIABLES: Final = (
 
 
 @check("variables", "no variable disables a feature of the collective libraries")
-def variables(examined: Examined) -> Iterator[Finding]:
+def variables(examined: Examined) -> Iterator[DoctorFinding]:
     """Check each rank's environment and NCCL's configuration files on its machine."""
     for recording in examined.ranks:
         machine = examined.machine_of(recording)
         for rule in VARIABLES:
             is_read = _is_read(recording, machine, rule.name)
             setting = variable(recording, machine, rule.name) if is_read else None
-            problem = rule.judge(machine, setting[0]) if setting and setting[0] else ""
+            problem = rule.find_problem(machine, setting[0]) if setting and setting[0] else ""
             if setting and problem:
                 report = failure if rule.fails else warning
                 yield report(
@@ -174,7 +176,7 @@ def variables(examined: Examined) -> Iterator[Finding]:
                 )
 
 
-def _is_read(recording: Recording, machine: Recording, name: str) -> bool:
+def _is_read(recording: MachineRecording, machine: MachineRecording, name: str) -> bool:
     """Return whether a library that reads the variable is used here."""
     if name.startswith("NCCL_"):
         return recording.machine.device == "cuda" or nvidia_driver(machine) is not None
@@ -182,7 +184,7 @@ def _is_read(recording: Recording, machine: Recording, name: str) -> bool:
 
 
 @check("hccl-variables", "HCCL's variables are consistent", needs=has_ascend)
-def hccl_variables(examined: Examined) -> Iterator[Finding]:
+def hccl_variables(examined: Examined) -> Iterator[DoctorFinding]:
     """Check HCCL's settings for links within a machine, and its allow list."""
     for recording in examined.ranks:
         if npu_driver(examined.machine_of(recording)) is None:
@@ -225,7 +227,7 @@ def hccl_variables(examined: Examined) -> Iterator[Finding]:
     "algorithm, protocol and buffer size of collectives are the same on all ranks",
     needs=lambda examined: len(examined.ranks) > 1,
 )
-def same_variables(examined: Examined) -> Iterator[Finding]:
+def same_variables(examined: Examined) -> Iterator[DoctorFinding]:
     """Report ranks that differ from the majority."""
     for name in SHARED:
         values = [value(examined, recording, name) for recording in examined.ranks]
@@ -245,7 +247,7 @@ def same_variables(examined: Examined) -> Iterator[Finding]:
     "NCCL reports that it uses RDMA",
     needs=lambda examined: bool(examined.measured.log) and has_rdma(examined),
 )
-def transport(examined: Examined) -> Iterator[Finding]:
+def transport(examined: Examined) -> Iterator[DoctorFinding]:
     """Search NCCL's log of its initialization."""
     log = examined.measured.log
     # A log that names neither was cut off, or has another format.

@@ -1,4 +1,4 @@
-"""Namespaces: hide the machine's processes, network and files, except a few read-only paths."""
+"""Enters namespaces that hide the machine's processes, network and files, except a few paths."""
 
 import os
 import signal

@@ -17,8 +17,8 @@ LONGEST_LINE = 16 << 20
 _MUTABLE = (list, dict, set, bytearray)
 
 
-class Gone(BaseException):
-    """The other process has ended. Not an Exception, so that tests do not catch it."""
+class PeerExited(BaseException):
+    """The other process has exited. Not an Exception, so that tests do not catch it."""
 
 
 class Peer:
@@ -33,7 +33,7 @@ class Peer:
         """Send a request; return its result or raise its error.
 
         Raises:
-            Gone: the other process has ended.
+            PeerExited: the other process has exited.
         """
         self._send([kind, self._codec.dump(list(arguments))])
         while True:
@@ -56,7 +56,7 @@ class Peer:
         try:
             while True:
                 self._serve(*self._receive())
-        except Gone:
+        except PeerExited:
             return
 
     def offer(self, names: dict[str, object]) -> None:
@@ -69,7 +69,7 @@ class Peer:
             if self._only_calls and kind != "call":
                 raise TypeError("only functions that were passed as arguments can be called")
             answer = ["value", self._codec.dump(getattr(self, f"_on_{kind}")(*arguments))]
-        except Gone:
+        except PeerExited:
             raise
         except BaseException as error:  # including SystemExit: a call that exits has failed
             answer = ["error", _names_of(error)]
@@ -116,12 +116,12 @@ class Peer:
             self._writing.write(json.dumps(message).encode() + b"\n")
             self._writing.flush()
         except OSError:
-            raise Gone("the response's process has ended") from None
+            raise PeerExited("the response's process has ended") from None
 
     def _receive(self) -> tuple[str, Any]:
         line = self._reading.readline(LONGEST_LINE)
         if not line:
-            raise Gone("the response's process has ended")
+            raise PeerExited("the response's process has ended")
         try:
             kind, content = json.loads(line)
         except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Dropping of privileges: user, capabilities and resource limits."""
+"""Drops privileges: user, capabilities and resource limits."""
 
 import os
 import resource

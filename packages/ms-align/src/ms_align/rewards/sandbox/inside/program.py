@@ -10,7 +10,7 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from .peer import Gone, Peer
+from .peer import Peer, PeerExited
 
 PROGRAM, READING, WRITING, VERDICT = 3, 4, 5, 6
 """File descriptors: program text, messages to read, messages to write, verdict."""
@@ -53,11 +53,11 @@ def run_tests() -> None:
     # Lets tracebacks show the lines of the tests.
     linecache.cache["<tests>"] = (len(source), None, source.splitlines(True), "<tests>")
     try:
-        # The response runs to its end before it answers; if it fails, this raises Gone.
+        # The response runs to its end before it answers; if it fails, this raises PeerExited.
         provided = peer.ask("names", names_needed)
         names.update({name: provided[name] for name in names_needed if name in provided})
         exec(code, names)
-    except Gone:
+    except PeerExited:
         os.write(VERDICT, RESPONSE_GONE)
         raise
     os.write(VERDICT, PASSED)

@@ -1,4 +1,4 @@
-"""Compilation of the system call table to a seccomp filter program (seccomp(2))."""
+"""Compiles the system call table to a seccomp filter program (seccomp(2))."""
 
 import ctypes
 import platform

@@ -9,7 +9,7 @@ from ms_parallel.models.decoder_family import DecoderFamily
 from ms_parallel.models.parts.block import Block, Norms
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.positions.rope_format import SharedRope
-from ms_parallel.models.weight_names import Rules, rows_of
+from ms_parallel.models.weight_names import WeightRules, rows_of
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
 
@@ -44,7 +44,7 @@ class Glm4Config(DecoderConfig):
         return True
 
 
-def fused_gate_up_rules(config: DecoderConfig) -> Rules:
+def fused_gate_up_rules(config: DecoderConfig) -> WeightRules:
     """Return the weight rules for checkpoints that fuse gate and up into one matrix."""
     fused, inner = "model.layers.{0}.mlp.gate_up_proj.weight", config.intermediate_size
     return {

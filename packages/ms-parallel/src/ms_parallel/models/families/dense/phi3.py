@@ -12,7 +12,7 @@ from ms_parallel.models.decoder_family import DecoderFamily
 from ms_parallel.models.families.dense.glm4 import fused_gate_up_rules
 from ms_parallel.models.positions.rope_format import SharedRope, rope_section
 from ms_parallel.models.positions.window_format import ALL_LAYERS
-from ms_parallel.models.weight_names import Rules, rows_of
+from ms_parallel.models.weight_names import WeightRules, rows_of
 from ms_parallel.settings import number
 
 _OLD_NAMES = ("su", "yarn")
@@ -66,7 +66,7 @@ class _LongRope(SharedRope):
         return super().read({**config_json, "rope_parameters": rope, "rope_scaling": None})
 
 
-def _weights(config: Phi3Config) -> Rules:
+def _weights(config: Phi3Config) -> WeightRules:
     fused = "model.layers.{0}.self_attn.qkv_proj.weight"
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim

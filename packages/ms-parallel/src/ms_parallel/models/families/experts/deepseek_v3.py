@@ -96,11 +96,11 @@ class _RedundantWidths:
 
     def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
         """Read base and scaling; check the head widths for consistency."""
-        nope: Any = config_json.get("qk_nope_head_dim")
+        nope_dim: Any = config_json.get("qk_nope_head_dim")
         rope: Any = config_json.get("qk_rope_head_dim")
-        if isinstance(nope, int) and isinstance(rope, int):
+        if isinstance(nope_dim, int) and isinstance(rope, int):
             formula = "qk_nope_head_dim + qk_rope_head_dim"
-            _check_width(config_json, "qk_head_dim", nope + rope, formula)
+            _check_width(config_json, "qk_head_dim", nope_dim + rope, formula)
             _check_width(config_json, "head_dim", rope, "qk_rope_head_dim")
         return SHARED_ROPE.read(config_json)
 

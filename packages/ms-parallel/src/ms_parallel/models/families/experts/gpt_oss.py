@@ -19,7 +19,7 @@ from ms_parallel.models.parts.block import Block
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.positions.rope_format import SHARED_ROPE
 from ms_parallel.models.positions.window_format import WindowSettings, layer_types, sliding_layers
-from ms_parallel.models.weight_names import Rules, WeightSlice, renamed
+from ms_parallel.models.weight_names import WeightRules, WeightSlice, renamed
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
 
@@ -78,14 +78,14 @@ def _plan(config: GptOssConfig) -> ModelPlan:
     return plan_with(config, modules={**STYLES, "self_attn.sinks": "split_heads"})
 
 
-def _weights(config: GptOssConfig) -> Rules:
+def _weights(config: GptOssConfig) -> WeightRules:
     """Return the weight rules: experts in one tensor, transposed, gate and up interleaved."""
     experts = "mlp.experts.{}"
 
-    def interleaved(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
+    def interleaved(wildcards: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         # Parameter (E, 2, I, H) or bias (E, 2, I); tensor (E, H, 2·I) or (E, 2·I).
         count, matrices, inner, *inputs = shape
-        name = f"model.layers.{stars[0]}.mlp.experts.gate_up_proj" + ("" if inputs else "_bias")
+        name = f"model.layers.{wildcards[0]}.mlp.experts.gate_up_proj" + ("" if inputs else "_bias")
         full = [slice(0, size) for size in (count, *inputs)]
         # In the tensor's last dim gate has the even indices, up the odd ones.
         for matrix in range(matrices):
@@ -97,11 +97,11 @@ def _weights(config: GptOssConfig) -> Rules:
                 dims=(0, None, 2, 1) if inputs else (0, None, 1),
             )
 
-    def transposed(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
+    def transposed(wildcards: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         # Parameter (E, H, I); tensor (E, I, H).
         count, outputs, inputs = (slice(0, size) for size in shape)
         yield WeightSlice(
-            tensor=f"model.layers.{stars[0]}.mlp.experts.down_proj",
+            tensor=f"model.layers.{wildcards[0]}.mlp.experts.down_proj",
             shape=(shape[0], shape[2], shape[1]),
             part=(count, inputs, outputs),
             box=(count, outputs, inputs),

@@ -8,7 +8,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 @generator("1f1b", placement=one_a_rank, seeds_search=True)
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Stage s runs `stages - 1 - s` forwards ahead, so at most `stages - s` microbatches are live.
+    """1F1B: stage s runs `stages - 1 - s` forwards ahead; at most `stages - s` are live.
 
     Bubble: (stages - 1) * (F + B) for equal stages, as with GPipe.
 

@@ -8,7 +8,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 @generator("zb-h1", placement=one_a_rank, seeds_search=True)
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B's memory and a third of its bubble, for equal times of F, I and W.
+    """ZB-H1: 1F1B's memory and a third of its bubble, for equal times of F, I and W.
 
     Every rank has up to `stages` live microbatches. Bubble: (stages - 1) * (F + I - W).
 
@@ -21,7 +21,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 @generator("zb-h2", placement=one_a_rank, seeds_search=True)
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Twice 1F1B's memory and no bubble between the first and last action, for equal times.
+    """ZB-H2: twice 1F1B's memory, no bubble between first and last action, for equal times.
 
     Every rank has up to `2 * stages - 1` live microbatches. With at least `2 * stages - 1`
     microbatches no rank idles between its first and last action; the makespan still exceeds the
@@ -35,7 +35,7 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def _rows(stages: int, microbatches: int, per_hop: int) -> list[list[Action]]:
-    """Rows of 1F1B with split backwards; stage s runs `per_hop * (stages - 1 - s)` forwards ahead.
+    """Rows of 1F1B with split backwards. Stage s runs `per_hop * (stages - 1 - s)` forwards ahead.
 
     Weight backwards lag `per_hop * s` microbatches behind input backwards, so every rank has the
     same number of live microbatches, `per_hop * (stages - 1) + 1`.

@@ -13,7 +13,7 @@ _BUDGET = 100_000
 
 @generator("zb1p", placement=one_a_rank, from_costs=True)
 def zb1p(costs: Costs, microbatches: int) -> Schedule:
-    """1F1B's peak memory on every rank: up to `stages` live microbatches.
+    """ZB1P: peak memory of 1F1B, i.e. up to `stages` live microbatches on every rank.
 
     Bubble for equal stages: (stages - 1) * (F + I - W), if W is not longer than F and I.
 
@@ -25,7 +25,7 @@ def zb1p(costs: Costs, microbatches: int) -> Schedule:
 
 @generator("zb2p", placement=one_a_rank, from_costs=True)
 def zb2p(costs: Costs, microbatches: int) -> Schedule:
-    """Up to `2 * stages` live microbatches on every rank.
+    """ZB2P: twice the peak memory of 1F1B, i.e. up to `2 * stages` live microbatches per rank.
 
     For equal stages and times, the makespan exceeds the work by only (stages - 1) * F.
 

@@ -13,7 +13,7 @@ from ms_parallel.schedules.table.schedule import Schedule, check_size
 
 @generator("v-half", placement=vee)
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Half of 1F1B's memory at half its bubble, for equal times of F, I and W and free messages.
+    """V-Half: half of 1F1B's memory and bubble, for equal times of F, I and W and free messages.
 
     V with two stages per rank. Every rank has at most `ranks + 2` live activations of its half-size
     stages.
@@ -26,7 +26,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
 @generator("v-min", placement=vee)
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """A third of 1F1B's memory at two thirds of its bubble, for equal times and free messages.
+    """V-Min: a third of 1F1B's memory and two thirds of its bubble, for equal times, free messages.
 
     V with two stages per rank. Every rank has at most two thirds of `ranks` (rounded up) plus 2
     live activations of its half-size stages. The block has no slack, so with unequal times or slow
@@ -43,7 +43,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 def _from_delays(
     ranks: int, microbatches: int, delays: tuple[int, int, int, int], max_live: int, name: str
 ) -> Schedule:
-    """Play a building block of unit times on a V, with up to `max_live` activations per rank."""
+    """Schedule a unit-time building block on a V, with up to `max_live` activations per rank."""
     check_size(ranks, microbatches)
     problem = Problem(
         ticks=Costs.uniform(2 * ranks).ticks(),

@@ -23,7 +23,7 @@ def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
 
 @generator("zb-v", placement=vee, seeds_search=True)
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Handcrafted order for equal times of F, I and W and free messages.
+    """ZB-V: handcrafted order for equal times of F, I and W and free messages.
 
     Every rank has up to `2 * ranks` live activations of its half-size stages, like 1F1B's first
     rank. With at least `2 * ranks - 1` microbatches no rank idles between its first and last

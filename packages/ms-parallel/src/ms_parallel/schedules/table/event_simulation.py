@@ -1,4 +1,4 @@
-"""Plays rows of computations with given durations, in order of their end times.
+"""Simulates rows of computations with given durations, in order of their end times.
 
 The transport is asynchronous: a message leaves when its computation has ended and the link between
 the two ranks is free, occupies the link for its transfer time, and arrives a latency later.
@@ -57,8 +57,8 @@ def _duration(action: Action, ticks: Ticks) -> int:
     return length
 
 
-class Playback:
-    """Playback of rows; `run` returns when all rows have ended or deadlock.
+class EventSimulation:
+    """Simulation of all rows; `run` returns when they have ended or deadlock.
 
     Args:
         rows: computations of each rank, in order.
@@ -83,14 +83,14 @@ class Playback:
         """Rank that waits for each result."""
 
     def run(self) -> list[int]:
-        """Play the rows; return the ranks that are stuck."""
+        """Simulate the rows; return the ranks that are stuck."""
         running: list[tuple[int, int, int, Span]] = []
         """(end, start, rank, span) of the current computation of each rank."""
         ready_ranks = list(range(len(self.rows)))
         while ready_ranks or running:
             for rank in ready_ranks:
                 if (span := self._next(rank)) is not None:
-                    # Ordered by end; start and rank break ties, so the playback is deterministic.
+                    # Ordered by end; start and rank break ties, so the order is deterministic.
                     heappush(running, (span.end, span.start, rank, span))
             if not running:
                 break

@@ -1,4 +1,4 @@
-"""Questions about a run for a subprocess, with the run's settings as a record of plain values."""
+"""Arguments of calls in a subprocess, with the run's settings as a record of plain values."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from attrs import asdict, fields, has
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.mixed.devices import Devices
-from ms_parallel.cluster.rest import DATA, REST, RestOnData
+from ms_parallel.cluster.rest import DATA, REST, PartialLayout
 from ms_parallel.planner.apart import call_in_subprocess
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.rank_memory import RankMemory
@@ -20,8 +20,8 @@ from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.settings.run_file import NOT_IN_FILES
 from ms_parallel.training.options import Options
 
-MEMORY = "ms_parallel.training.memory:answer"
-PLAN = "ms_parallel.training.planning.plan:answer"
+MEMORY = "ms_parallel.training.memory:run_memory_in_subprocess"
+PLAN = "ms_parallel.training.planning.plan:plan_in_subprocess"
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
@@ -75,7 +75,7 @@ class RunRecord(
         return Options(**settings)
 
 
-class MemoryQuestion(
+class MemoryArguments(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="memory.v1"
 ):
     """Arguments of `run_memory`."""
@@ -86,7 +86,7 @@ class MemoryQuestion(
     rows: int | None
 
 
-class PlanQuestion(
+class PlanArguments(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="plan.v1"
 ):
     """Arguments of `plan`."""
@@ -114,20 +114,20 @@ def ask_memory(
     Raises:
         ParallelError: as for `run_memory`, or the subprocess died.
     """
-    question = MemoryQuestion(
+    arguments = MemoryArguments(
         run=RunRecord.of(options), layout=layout, shards=encode_path(shards), rows=rows
     )
-    ranks: list[RankMemory] = call_in_subprocess(MEMORY, question, list[RankMemory])
+    ranks: list[RankMemory] = call_in_subprocess(MEMORY, arguments, list[RankMemory])
     return ranks
 
 
-def ask_plan(question: PlanQuestion) -> Plan:
+def ask_plan(arguments: PlanArguments) -> Plan:
     """Run `plan` in a subprocess.
 
     Raises:
         ParallelError: as for `plan`, or the subprocess died.
     """
-    plan: Plan = call_in_subprocess(PLAN, question, Plan)
+    plan: Plan = call_in_subprocess(PLAN, arguments, Plan)
     return plan
 
 
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
     """Convert a setting to its form in a run file; other types are left to fail in the encoder."""
     if isinstance(value, Layout):
         return asdict(value)
-    if isinstance(value, RestOnData):
+    if isinstance(value, PartialLayout):
         return {**{name: _plain(item) for name, item in value.axes.items()}, DATA[0]: REST}
     if isinstance(value, Devices):
         return {

@@ -1,4 +1,4 @@
-"""Plays fixed rows: the fast inner loop of the search, for which `simulate` is too slow."""
+"""Fast simulation of fixed rows, the inner loop of the search; `timeline.simulate` is too slow."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.problem import Operation, Problem
 
 
-class PlayTimes(NamedTuple):
+class RowTimes(NamedTuple):
     """Times of the actions of rows, in ticks."""
 
     starts: list[int]
@@ -18,8 +18,8 @@ class PlayTimes(NamedTuple):
     end: int
 
 
-class Player:
-    """Plays rows of one problem; actions are numbered, so that their data is in lists.
+class RowSimulator:
+    """Simulates rows of one problem; actions are numbered so that their data can be in lists.
 
     Args:
         problem: scheduling problem.
@@ -82,20 +82,20 @@ class Player:
             return self.number((0, stage + 1, number) if stage + 1 < self.stages else (1, *op[1:]))
         return self.number((1, stage - 1, number)) if phase == 1 and stage else -1
 
-    def play(self, rows: Sequence[Sequence[int]]) -> PlayTimes | None:
-        """Play rows from the start; None if they deadlock."""
+    def simulate(self, rows: Sequence[Sequence[int]]) -> RowTimes | None:
+        """Simulate rows from the start; None if they deadlock."""
         starts, cursor = [-1] * len(self.ops), [0] * self.ranks
-        return self._play(rows, starts, self.ready[:], cursor, [0] * self.ranks)
+        return self._simulate(rows, starts, self.ready[:], cursor, [0] * self.ranks)
 
-    def replay(
+    def resimulate(
         self,
         rows: Sequence[Sequence[int]],
-        before: PlayTimes,
+        before: RowTimes,
         rank: int,
         first: int,
         change_time: int,
-    ) -> PlayTimes | None:
-        """Play rows after a change to one row, from the change on.
+    ) -> RowTimes | None:
+        """Simulate rows again after a change to one row, from the change on.
 
         Actions that start before the first changed one keep their start, as they do not depend on
         later ones.
@@ -108,8 +108,8 @@ class Player:
             change_time: start of the action that was there before.
         """
         if self.uses_links:
-            # The state of a link depends on all earlier messages, so play everything again.
-            return self.play(rows)
+            # The state of a link depends on all earlier messages, so simulate everything again.
+            return self.simulate(rows)
         starts, arrived, action_data = before.starts[:], before.arrived[:], self._action_data
         cursor, free = [0] * self.ranks, [0] * self.ranks
         for other_rank, row in enumerate(rows):
@@ -123,23 +123,23 @@ class Player:
             if index:
                 free[other_rank] = starts[row[index - 1]] + self.length[row[index - 1]]
             for op in row[index:]:
-                # The results of replayed actions are unknown again.
+                # The results of actions to simulate again are unknown.
                 _, weights, target, _ = action_data[op]
                 if weights >= 0:
                     arrived[weights] = -1
                 if target >= 0:
                     arrived[target] = -1
-        return self._play(rows, starts, arrived, cursor, free)
+        return self._simulate(rows, starts, arrived, cursor, free)
 
-    def _play(
+    def _simulate(
         self,
         rows: Sequence[Sequence[int]],
         starts: list[int],
         arrived: list[int],
         cursor: list[int],
         free: list[int],
-    ) -> PlayTimes | None:
-        """Play each row from its cursor, at the time from which its rank is free."""
+    ) -> RowTimes | None:
+        """Simulate each row from its cursor, at the time from which its rank is free."""
         action_data, waiting_for = self._action_data, [-1] * self.ranks
         links: dict[tuple[int, int], int] = {}
         latency, uses_links, pending = self.latency, self.uses_links, list(range(self.ranks))
@@ -178,17 +178,17 @@ class Player:
             free[rank], cursor[rank] = time, index
         if any(index < len(row) for index, row in zip(cursor, rows, strict=True)):
             return None
-        return PlayTimes(starts, arrived, max(free))
+        return RowTimes(starts, arrived, max(free))
 
 
-def play_rows(problem: Problem, rows: Sequence[Sequence[Operation]]) -> dict[Operation, int]:
+def simulate_rows(problem: Problem, rows: Sequence[Sequence[Operation]]) -> dict[Operation, int]:
     """Earliest start of each action (kind, stage, microbatch) of rows.
 
     Raises:
         ScheduleError: the rows deadlock.
     """
-    player = Player(problem)
-    played = player.play([[player.number(op) for op in row] for row in rows])
-    if played is None or min(played.starts) < 0:
+    simulator = RowSimulator(problem)
+    times = simulator.simulate([[simulator.number(op) for op in row] for row in rows])
+    if times is None or min(times.starts) < 0:
         raise ScheduleError("the rows deadlock; verify them first")
-    return dict(zip(player.ops, played.starts, strict=True))
+    return dict(zip(simulator.ops, times.starts, strict=True))

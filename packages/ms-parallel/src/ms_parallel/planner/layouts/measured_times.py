@@ -21,7 +21,7 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.registry import model_plan
-from ms_parallel.pipeline.recorder import Recorder
+from ms_parallel.pipeline.recorder import ComputationRecorder
 from ms_parallel.planner.fake_cluster import fake_groups
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.messages import Message, MessageLog, seconds
@@ -81,7 +81,7 @@ class _Measured:
 
 
 @frozen(kw_only=True)
-class _StepSeconds:
+class _MeasuredStep:
     """Times of one step, in seconds."""
 
     total: float
@@ -92,15 +92,15 @@ class _StepSeconds:
 
 
 @frozen(kw_only=True)
-class _Parts:
-    """Seconds per layer, and of everything else (the ends)."""
+class _LayerAndEnds:
+    """Seconds per layer, and for embedding, head and loss (the ends)."""
 
     layer: float
     ends: float
 
     @classmethod
-    def of(cls, single: float, many: float, layers: int) -> "_Parts":
-        """Separate them from the times of a one-layer and a several-layer model; never negative."""
+    def of(cls, single: float, many: float, layers: int) -> "_LayerAndEnds":
+        """Solve for both, given the times of a one-layer and a deeper model; never negative."""
         # single = layer + ends and many = layers * layer + ends.
         layer = max(0.0, (many - single) / (layers - 1)) if layers > 1 else 0.0
         return cls(layer=layer, ends=max(0.0, single - layer))
@@ -136,7 +136,7 @@ class MeasuredTimes:
 
     Args:
         configs: result of `measurable`.
-        sheet: roofline model, for collectives and for everything that cannot be measured.
+        datasheet: roofline model, for collectives and for everything that cannot be measured.
         batch: rows of the dataset: tokens, targets, positions and, if packed, documents, each
             (rows, S). They are repeated to fill a microbatch.
         device: device to measure on.
@@ -146,12 +146,12 @@ class MeasuredTimes:
     def __init__(
         self,
         configs: Sequence[Any],
-        sheet: DatasheetTimes,
+        datasheet: DatasheetTimes,
         batch: Batch,
         device: torch.device,
         options: Mapping[str, Any],
     ) -> None:
-        self.configs, self.sheet, self.batch = tuple(configs), sheet, batch
+        self.configs, self.datasheet, self.batch = tuple(configs), datasheet, batch
         self.device, self.options = device, dict(options)
         self.layers = configs[-1].num_hidden_layers
         # Times of the smaller and the larger model, by settings and rows.
@@ -161,7 +161,7 @@ class MeasuredTimes:
         """Return seconds per microbatch: measured compute plus computed collective times."""
         layout = split.layout
         if not self._is_measured(layout):
-            return self.sheet.passes(split, recompute)
+            return self.datasheet.passes(split, recompute)
         key = _plain(layout)
         # `plain` is the layer without recomputation.
         layer, ends = plain, _ = self._microbatch(key, split.rows)
@@ -170,12 +170,12 @@ class MeasuredTimes:
             layer = recomputed.at_least(plain)
         # Embedding and head are measured together; nearly all of the time is the head's.
         return ModelSeconds(
-            layers=(layer.passes(plain),) * len(self.sheet.sizes.layers),
+            layers=(layer.passes(plain),) * len(self.datasheet.sizes.layers),
             first=PassSeconds(),
             last=ends.passes(ends),
         )
 
-    def costs(self, candidate: Candidate) -> StepCosts | None:
+    def step_costs(self, candidate: Candidate) -> StepCosts | None:
         """Return a step's time outside its passes; None if it is not measured."""
         layout, sharding = candidate.layout, candidate.sharding
         if not self._is_measured(layout) or layout.token_ranks > MAX_SHARDS:
@@ -205,17 +205,17 @@ class MeasuredTimes:
             **_by_part("step", self.layers, [measured.step for measured in sharded]),
         )
 
-    def update(self, weights: int) -> float:
-        """Return the optimizer's seconds, for when step costs are not measured."""
-        return self.sheet.update(weights)
+    def optimizer_seconds(self, weights: int) -> float:
+        """Return the seconds of the optimizer, used if step costs are not measured."""
+        return self.datasheet.optimizer_seconds(weights)
 
-    def copies(self, size_bytes: float) -> float:
-        """Return the seconds for copying gathered or reduced data into place."""
-        return self.sheet.copies(size_bytes)
+    def copy_seconds(self, size_bytes: float) -> float:
+        """Return the seconds to copy gathered or reduced data to its destination."""
+        return self.datasheet.copy_seconds(size_bytes)
 
     def _is_measured(self, layout: Layout) -> bool:
         """Return whether an engine can be timed; expert routing needs real collectives."""
-        return not (self.sheet.sizes.experts and layout.tensor * layout.expert > 1)
+        return not (self.datasheet.sizes.experts and layout.tensor * layout.expert > 1)
 
     def _microbatch(self, key: _Key, rows: int) -> tuple[_Microbatch, _Microbatch]:
         """Return the times of one layer and of the ends for a microbatch of `rows` rows."""
@@ -225,7 +225,9 @@ class MeasuredTimes:
         layer = _Microbatch(*(part.layer for part in parts))
         return layer, _Microbatch(*(part.ends for part in parts))
 
-    def _interpolate(self, key: _Key, rows: int, time: Callable[[_Measured], float]) -> _Parts:
+    def _interpolate(
+        self, key: _Key, rows: int, time: Callable[[_Measured], float]
+    ) -> _LayerAndEnds:
         """Interpolate a time linearly in the rows, bounded below by `MIN_SHARE`."""
         weight = (rows - FEW_ROWS) / (MANY_ROWS - FEW_ROWS)
         few, many = (self._parts(key, count, time) for count in (FEW_ROWS, MANY_ROWS))
@@ -233,12 +235,12 @@ class MeasuredTimes:
             max(at_few + (at_many - at_few) * weight, MIN_SHARE * at_few)
             for at_few, at_many in ((few.layer, many.layer), (few.ends, many.ends))
         )
-        return _Parts(layer=layer, ends=ends)
+        return _LayerAndEnds(layer=layer, ends=ends)
 
-    def _parts(self, key: _Key, rows: int, time: Callable[[_Measured], float]) -> _Parts:
+    def _parts(self, key: _Key, rows: int, time: Callable[[_Measured], float]) -> _LayerAndEnds:
         """Separate a measured time into one layer and the ends."""
         small, large = self._both(key, rows)
-        return _Parts.of(time(small), time(large), self.layers)
+        return _LayerAndEnds.of(time(small), time(large), self.layers)
 
     def _both(self, key: _Key, rows: int) -> tuple[_Measured, _Measured]:
         """Return the times of the smaller and of the larger model, measured on first use."""
@@ -259,7 +261,7 @@ class MeasuredTimes:
         # Counting the collectives also warms up.
         one_messages, two_messages = (_messages(engine, batch) for batch in batches)
         # Alternate, so that other load on the machine affects both.
-        rounds: list[list[_StepSeconds]] = []
+        rounds: list[list[_MeasuredStep]] = []
         start = perf_counter()
         while len(rounds) < MIN_ROUNDS or (
             len(rounds) < MAX_ROUNDS and perf_counter() - start < ENOUGH_S
@@ -272,7 +274,7 @@ class MeasuredTimes:
         microbatch_s = min(one_s, max(0.0, two_s - one_s))
         # Multiset difference: collectives that the second microbatch repeats.
         per_microbatch = (two_messages - one_messages) & one_messages
-        cluster = self.sheet.cluster
+        cluster = self.datasheet.cluster
         return _Measured(
             passes=RankSeconds(
                 compute=microbatch_s, communication=seconds(per_microbatch, cluster)
@@ -326,8 +328,8 @@ def _communication(measured: _Measured) -> float:
 def _by_part(name: str, layers: int, both: Sequence[RankSeconds]) -> dict[str, RankSeconds]:
     """Separate times into one layer and the ends, as keyword arguments of `StepCosts`."""
     small, large = both
-    compute = _Parts.of(small.compute, large.compute, layers)
-    communication = _Parts.of(small.communication, large.communication, layers)
+    compute = _LayerAndEnds.of(small.compute, large.compute, layers)
+    communication = _LayerAndEnds.of(small.communication, large.communication, layers)
     return {
         f"{name}_layer": RankSeconds(compute=compute.layer, communication=communication.layer),
         f"{name}_ends": RankSeconds(compute=compute.ends, communication=communication.ends),
@@ -359,7 +361,7 @@ def _rows(batch: Batch, count: int) -> dict[str, Tensor]:
     return rows
 
 
-class _CpuTimeRecorder(Recorder):
+class _CpuTimeRecorder(ComputationRecorder):
     """Records this process's CPU time, which excludes time used by other processes."""
 
     def _mark(self) -> None:
@@ -371,10 +373,10 @@ def _counts_own_work(device: torch.device) -> bool:
     return device.type == "cpu" and torch.get_num_threads() == 1
 
 
-def _step(engine: Engine, batch: Batch) -> _StepSeconds:
+def _step(engine: Engine, batch: Batch) -> _MeasuredStep:
     """Time a step that changes no weight."""
     cpu_time = _counts_own_work(engine.device)
-    recorder = _CpuTimeRecorder(engine.device) if cpu_time else Recorder(engine.device)
+    recorder = _CpuTimeRecorder(engine.device) if cpu_time else ComputationRecorder(engine.device)
     loss, clock = NextTokenLoss(), process_time if cpu_time else perf_counter
     engine.runner.runtime.recorder = recorder
     start = clock()
@@ -399,4 +401,4 @@ def _step(engine: Engine, batch: Batch) -> _StepSeconds:
             forward += end - begin
         else:
             backward += end - begin
-    return _StepSeconds(total=total, forward=forward / 1e9, backward=backward / 1e9)
+    return _MeasuredStep(total=total, forward=forward / 1e9, backward=backward / 1e9)

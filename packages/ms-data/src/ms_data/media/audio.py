@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.errors import SettingError
-from ms_data.media.settings import SOUND_SAMPLES, SoundSettings
+from ms_data.media.settings import AUDIO_SAMPLES, AudioSettings
 
 FORMATS = ("WAV", "FLAC")
 _MPEG = (b"\x50\x00", b"\x55\x00")
@@ -26,7 +26,7 @@ _LINEAR_MELS, _LINEAR_HZ, _MELS_PER_OCTAVE = 15.0, 1000.0, 27.0 / np.log(6.4)
 _TOP_HZ = 8000.0
 
 
-def decode_sound(content: bytes) -> tuple[NDArray[np.float32], int]:
+def decode_audio(content: bytes) -> tuple[NDArray[np.float32], int]:
     """Decode a WAV or FLAC file.
 
     Returns:
@@ -34,7 +34,7 @@ def decode_sound(content: bytes) -> tuple[NDArray[np.float32], int]:
 
     Raises:
         ValueError: the content has another format, is broken or truncated, or its header declares
-            more than `SOUND_SAMPLES` samples.
+            more than `AUDIO_SAMPLES` samples.
         SettingError: soundfile is not installed.
     """
     library = _library()
@@ -44,9 +44,9 @@ def decode_sound(content: bytes) -> tuple[NDArray[np.float32], int]:
             if file.format not in FORMATS:
                 raise ValueError(f"{file.format} is not supported; convert it to WAV or FLAC")
             frames, channels = file.frames, file.channels
-            if frames * channels > SOUND_SAMPLES:
+            if frames * channels > AUDIO_SAMPLES:
                 raise ValueError(
-                    f"{frames} samples of {channels} channels exceed the limit of {SOUND_SAMPLES}"
+                    f"{frames} samples of {channels} channels exceed the limit of {AUDIO_SAMPLES}"
                 )
             samples = file.read(frames, dtype="float32", always_2d=True)
             rate: int = file.samplerate
@@ -61,12 +61,12 @@ def decode_sound(content: bytes) -> tuple[NDArray[np.float32], int]:
     return samples.mean(axis=1, dtype=np.float32), rate
 
 
-def sound_tokens(frames: int) -> int:
+def audio_tokens(frames: int) -> int:
     """Return the number of tokens for spectrogram frames; Qwen2-Audio halves them twice."""
     return (((frames - 1) // 2 + 1) - 2) // 2 + 1
 
 
-def spectrogram_frames(samples: int, rate_hz: int, settings: SoundSettings) -> int:
+def spectrogram_frames(samples: int, rate_hz: int, settings: AudioSettings) -> int:
     """Return the number of spectrogram frames without the padding.
 
     Raises:
@@ -82,12 +82,12 @@ def spectrogram_frames(samples: int, rate_hz: int, settings: SoundSettings) -> i
             "s; split it"
         )
     frames = -(-samples // settings.hop_samples)
-    if sound_tokens(frames) < 1:
+    if audio_tokens(frames) < 1:
         raise ValueError(f"{samples} samples are too short for one token; remove it")
     return frames
 
 
-def spectrogram(samples: NDArray[np.float32], settings: SoundSettings) -> NDArray[np.float32]:
+def spectrogram(samples: NDArray[np.float32], settings: AudioSettings) -> NDArray[np.float32]:
     """Compute the spectrogram of a clip, shape (mels, frames), over the padded length."""
     size, hop = settings.window_samples, settings.hop_samples
     chunk = np.zeros(settings.samples, np.float32)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.errors import SettingError
-from ms_data.media.settings import PICTURE_PIXELS, PictureSettings
+from ms_data.media.settings import IMAGE_PIXELS, ImageSettings
 
 FORMATS = ("PNG", "JPEG")
 """Supported formats; all other decoders are disabled."""
@@ -32,25 +32,25 @@ class Grid(NamedTuple):
     height: int
     width: int
 
-    def tokens(self, settings: PictureSettings) -> int:
+    def tokens(self, settings: ImageSettings) -> int:
         """Return the number of tokens of the image."""
         return self.time * self.height * self.width // settings.merge_size**2
 
 
-def decode_picture(content: bytes) -> Any:
+def decode_image(content: bytes) -> Any:
     """Decode a PNG or JPEG image; return an upright `PIL.Image.Image` in RGB.
 
     Raises:
         ValueError: the content has another format, is broken or truncated, or its header declares
-            more than `PICTURE_PIXELS` pixels.
+            more than `IMAGE_PIXELS` pixels.
         SettingError: Pillow is not installed.
     """
     image_module, operations = _library("PIL.Image"), _library("PIL.ImageOps")
     try:
         image = image_module.open(io.BytesIO(content), formats=FORMATS)
         width, height = image.size
-        if width * height > PICTURE_PIXELS or max(width, height) > _EDGE:
-            raise ValueError(f"{width} x {height} pixels exceed the limit of {PICTURE_PIXELS}")
+        if width * height > IMAGE_PIXELS or max(width, height) > _EDGE:
+            raise ValueError(f"{width} x {height} pixels exceed the limit of {IMAGE_PIXELS}")
         image.load()
         # Like transformers' load_image.
         upright = operations.exif_transpose(image).convert("RGB")
@@ -62,14 +62,14 @@ def decode_picture(content: bytes) -> Any:
     except image_module.UnidentifiedImageError:
         raise ValueError("not a PNG or JPEG image; convert it") from None
     except image_module.DecompressionBombError as error:  # Pillow's own, larger limit
-        raise ValueError(f"more pixels than the limit of {PICTURE_PIXELS}") from error
+        raise ValueError(f"more pixels than the limit of {IMAGE_PIXELS}") from error
     except MemoryError as error:
         raise ValueError("an image that needs more memory than available") from error
     except Exception as error:  # Pillow's decoders raise many types on bad content
         raise ValueError(f"a broken image: {_reason(error)}") from error
 
 
-def patch_grid(width: int, height: int, settings: PictureSettings) -> Grid:
+def patch_grid(width: int, height: int, settings: ImageSettings) -> Grid:
     """Compute the patch grid of an image, like `smart_resize` of Qwen-VL.
 
     Raises:
@@ -90,14 +90,14 @@ def patch_grid(width: int, height: int, settings: PictureSettings) -> Grid:
         grow = math.sqrt(settings.min_pixels / (height * width))
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
-    if new_height * new_width > 2 * PICTURE_PIXELS:  # a thin image, whose short side is rounded up
+    if new_height * new_width > 2 * IMAGE_PIXELS:  # a thin image, whose short side is rounded up
         raise ValueError(
             f"{width} x {height} pixels are resized to {new_width} x {new_height}, too many"
         )
     return Grid(1, new_height // settings.patch_size, new_width // settings.patch_size)
 
 
-def image_patches(image: Any, settings: PictureSettings) -> NDArray[np.float32]:
+def image_patches(image: Any, settings: ImageSettings) -> NDArray[np.float32]:
     """Convert a decoded image to patches.
 
     Returns:

@@ -17,12 +17,12 @@ from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter
 from ms_data.corpus.corpus import Corpus
 from ms_data.engine.batches import Progress, read_batches
-from ms_data.media.pictures import decode_picture
+from ms_data.media.images import decode_image
 
 BITS = 64
 
 
-def picture_hash(picture: Any) -> int:
+def image_hash_of(picture: Any) -> int:
     """Return the 64-bit difference hash of a decoded image."""
     small = np.asarray(picture.convert("L").resize((9, 8)), np.int16)  # (8, 9) brightness
     return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "big")
@@ -40,14 +40,14 @@ class HashIndex:
         edges = np.linspace(0, BITS, bits + 2).astype(int).tolist()
         # (shift, mask) of each part
         self._parts = [(low, (1 << (high - low)) - 1) for low, high in pairwise(edges)]
-        self._known: dict[tuple[int, int], list[int]] = {}
+        self._hashes_by_part: dict[tuple[int, int], list[int]] = {}
 
     def nearest(self, image_hash: int) -> int | None:
         """Return the number of bits by which the nearest hash differs; None if all are too far."""
         candidates = {
             other
             for index, (low, mask) in enumerate(self._parts)
-            for other in self._known.get((index, image_hash >> low & mask), ())
+            for other in self._hashes_by_part.get((index, image_hash >> low & mask), ())
         }
         distance = min(((image_hash ^ other).bit_count() for other in candidates), default=BITS)
         return distance if distance <= self._bits else None
@@ -55,7 +55,9 @@ class HashIndex:
     def add(self, image_hash: int) -> None:
         """Add the hash of an image of a kept row."""
         for index, (low, mask) in enumerate(self._parts):
-            self._known.setdefault((index, image_hash >> low & mask), []).append(image_hash)
+            self._hashes_by_part.setdefault((index, image_hash >> low & mask), []).append(
+                image_hash
+            )
 
 
 def near_rows(
@@ -66,18 +68,20 @@ def near_rows(
     Returns:
         For every such row, by its number, the number of differing bits.
     """
-    seen, near_duplicates = HashIndex(bits), {}
+    index, near_duplicates = HashIndex(bits), {}
     for read in read_batches(source, Progress(), lambda reason: None):
         for number, item in enumerate(read.batch.items, read.batch.first):
             text = Text(item.text or "", split)
             if item.text is None or any(isinstance(rule.apply(text), Drop) for rule in rules):
                 continue
             files = rules[0].files(decode_row(text), "image")
-            hashes = [picture_hash(decode_picture(file.content)) for file in files]
-            distances = [distance for distance in map(seen.nearest, hashes) if distance is not None]
+            hashes = [image_hash_of(decode_image(file.content)) for file in files]
+            distances = [
+                distance for distance in map(index.nearest, hashes) if distance is not None
+            ]
             if distances:
                 near_duplicates[number] = min(distances)
                 continue
             for image_hash in hashes:
-                seen.add(image_hash)
+                index.add(image_hash)
     return near_duplicates
