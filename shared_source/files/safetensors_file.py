@@ -25,6 +25,8 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }

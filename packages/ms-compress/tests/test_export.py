@@ -227,8 +227,8 @@ def test_unsupported_group_sizes_are_refused(group: int) -> None:
     with pytest.raises(SchemeError, match=f"{name}: group must be one of 16, 32, 64, 128, 256"):
         scheme(name)
     with pytest.raises(SchemeError, match=r"gguf\.q4_0: group must be one of 32 for gguf"):
-        evolve(scheme("gguf.q4_0"), group=group)
-    assert scheme(f"ct.int4_g{group}").group == group
+        evolve(scheme("gguf.q4_0"), group_size=group)
+    assert scheme(f"ct.int4_g{group}").group_size == group
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from ms_compress.targets.rules import NAMES, scheme
 def test_gradients_pass_straight_through(name: str) -> None:
     """With the default scales they match a product with rounded weight and input."""
     torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(64, 8))
-    x = torch.randn(2, 3, 64, requires_grad=True)
+    layer = nn.Sequential(nn.Linear(128, 8))
+    x = torch.randn(2, 3, 128, requires_grad=True)
     weight = layer[0].weight
     qat(layer, name, activations=False)
     out = layer(x)
@@ -38,12 +38,12 @@ def test_gradients_pass_straight_through(name: str) -> None:
 def test_autocast_equals_a_linear_layer_with_the_rounded_weight(name: str) -> None:
     """Rounding in float32, products in bfloat16, gradients in the parameters' dtype."""
     torch.manual_seed(0)
-    layer, plain = nn.Sequential(nn.Linear(64, 8)), nn.Linear(64, 8)
+    layer, plain = nn.Sequential(nn.Linear(128, 8)), nn.Linear(128, 8)
     plain.load_state_dict(layer[0].state_dict())
     with torch.no_grad():
         plain.weight.copy_(round_weight(plain.weight, scheme(name)))
     qat(layer, name, activations=False)
-    x, plain_x = (torch.randn(5, 64).requires_grad_() for _ in range(2))
+    x, plain_x = (torch.randn(5, 128).requires_grad_() for _ in range(2))
     plain_x.data.copy_(x.data)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, expected = layer(x), plain(plain_x)

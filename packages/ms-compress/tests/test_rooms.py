@@ -26,7 +26,7 @@ from ms_compress.quantization.scheme import Scheme
 
 SCHEMES = (
     Scheme(
-        name="npz.int8", target="npz", bits=8, group=None, low=-127, high=127, signed_peak=False,
+        name="npz.int8", target="npz", num_bits=8, low=-127, high=127, signed_peak=False,
         rounding="even", by_inverse=False, exact_step=False, scale_dtype="float32",
     ),
 )

@@ -21,14 +21,19 @@ from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
 from ms_compress.methods.qat import qat
 from ms_compress.models.selection import select
 from ms_compress.quantization.layers import FACTOR, Prepared, prepared_layers
-from ms_compress.quantization.rounding import best_factor, compute_scales, round_with_scales
+from ms_compress.quantization.rounding import (
+    best_factor,
+    clamp_to_codes,
+    compute_scales,
+    compute_zeros,
+    per_weight,
+    round_with_scales,
+)
 from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import number
 
 BLOCK = 128
 """Number of columns whose errors are collected before the remaining columns are updated."""
-CODE_MARGIN = 0.45
-"""Largest distance of a weight from its code, in scales, at which it surely rounds to that code."""
 
 
 def gptq(
@@ -113,7 +118,9 @@ class _Rounding:
         if self.for_training:
             original = layer.weight.detach()
             masked = original if layer.mask is None else original * layer.mask
-            weight = _clamp_to_code(masked, weight, scales)
+            weight = clamp_to_codes(
+                masked, weight, per_weight(scales, weight.shape, layer.scheme), layer.scheme
+            )
         layer.weight.copy_(weight)
         layer.get_parameter(FACTOR).copy_(_factor(layer.weight.detach(), scales, layer.scheme))
 
@@ -149,7 +156,7 @@ def gptq_weight(
     act_order: bool = False,
     fit_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Round one weight with GPTQ; return it (N, K) and its scales (N, G).
+    """Round one weight with GPTQ; return it (N, K) and its scales (R, G).
 
     Args:
         name: name of the layer, for messages.
@@ -169,31 +176,40 @@ def gptq_weight(
     features = masked.shape[1]
     group = scheme.group_of(features)
     cost = hessian.diagonal() if fit_scales else None  # (K,)
-    fixed_scales = _scales(masked, scheme, cost) if act_order else None  # (N, G)
+    # Scales of several rows cannot follow the compensation of one group of columns either.
+    fixed = _scales(masked, scheme, cost) if act_order or scheme.spans_rows else None
     order = torch.arange(features, device=weight.device)
     if act_order:
         order = hessian.diagonal().argsort(descending=True)
     remaining = masked[:, order]  # (N, K), updated with compensations
     inverse = _inverse_root(name, hessian[order][:, order], damping)  # (K, K), upper triangular
     keep = None if mask is None else mask[:, order]
-    column_scales = (
-        None if fixed_scales is None else fixed_scales.repeat_interleave(group, dim=1)[:, order]
+    column_scales, column_zeros = (
+        (None, None)
+        if fixed is None
+        else (
+            None if value is None else per_weight(value, masked.shape, scheme)[:, order]
+            for value in fixed
+        )
     )
     rounded, scales = torch.zeros_like(remaining), []  # scales: one (N, 1) per group
     for start in range(0, features, BLOCK):
         end = min(start + BLOCK, features)
         errors = torch.zeros_like(remaining[:, start:end])  # (N, BLOCK)
         for column in range(start, end):
-            if column_scales is None and column % group == 0:
+            col = slice(column, column + 1)
+            if column_scales is not None:
+                scale = column_scales[:, col]
+                zero = None if column_zeros is None else column_zeros[:, col]
+            elif column % group == 0:
                 # The group may extend beyond this block, whose columns are not yet compensated.
                 part = slice(column, column + group)
                 group_weight = (
                     remaining[:, part] if keep is None else remaining[:, part] * keep[:, part]
                 )
-                scales.append(_scales(group_weight, scheme, None if cost is None else cost[part]))
-            col = slice(column, column + 1)
-            scale = scales[-1] if column_scales is None else column_scales[:, col]
-            value = round_with_scales(remaining[:, col], scale, scheme)
+                scale, zero = _scales(group_weight, scheme, None if cost is None else cost[part])
+                scales.append(scale)
+            value = round_with_scales(remaining[:, col], scale, scheme, zero)
             # A pruned weight changed by earlier compensation is an error too, to be passed on.
             rounded[:, col] = value if keep is None else value * keep[:, col]
             error = (remaining[:, col] - rounded[:, col]) / inverse[column, column]  # (N, 1)
@@ -203,15 +219,18 @@ def gptq_weight(
         # Lazy batch update (paper, section 3.3): one matmul per block instead of one per column.
         remaining[:, end:] -= errors @ inverse[start:end, end:]
     unpermuted = torch.empty_like(rounded).index_copy_(1, order, rounded)
-    return unpermuted.to(weight.dtype), torch.cat(
-        scales, dim=1
-    ) if fixed_scales is None else fixed_scales
+    return unpermuted.to(weight.dtype), torch.cat(scales, dim=1) if fixed is None else fixed[0]
 
 
-def _scales(weight: Tensor, scheme: Scheme, cost: Tensor | None) -> Tensor:
-    """Return the scheme's scales, or those with the least error weighted by `cost` (K,); (N, G)."""
+def _scales(weight: Tensor, scheme: Scheme, cost: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the scheme's scales, or those with the least error weighted by `cost` (K,).
+
+    Returns:
+        Scales (R, G) and zero points (R, G); None for a symmetric scheme.
+    """
     factor = None if cost is None else best_factor(weight, scheme, cost)
-    return compute_scales(weight, scheme, factor)
+    scales = compute_scales(weight, scheme, factor)
+    return scales, compute_zeros(weight, scales, scheme)
 
 
 def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
@@ -231,13 +250,6 @@ def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
         )
     factor: Tensor = root
     return factor
-
-
-def _clamp_to_code(weight: Tensor, rounded: Tensor, scales: Tensor) -> Tensor:
-    """Move weights (N, K) just far enough to round to their given codes."""
-    # (N, K): the scale of a group for each of its weights.
-    margin = CODE_MARGIN * scales.abs().repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
-    return weight.clamp(rounded - margin, rounded + margin).to(weight.dtype)
 
 
 def _factor(rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:

@@ -19,7 +19,13 @@ from torch.nn import functional as F
 
 from ms_compress.errors import CalibrationError
 from ms_compress.models.logits import next_token_logits
-from ms_compress.quantization.rounding import best_factor, compute_scales, round_with_scales
+from ms_compress.quantization.rounding import (
+    best_factor,
+    compute_scales,
+    compute_zeros,
+    per_weight,
+    round_with_scales,
+)
 from ms_compress.quantization.scheme import Scheme
 
 TILE = 128
@@ -106,7 +112,7 @@ def round_by_loss(
     damping: float = 0.01,
     fit_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Round one weight; return it (N, K) and its scales (N, G).
+    """Round one weight; return it (N, K) and its scales (R, G).
 
     With I = AᵀDA and O = BᵀD'B, where A and B are unit lower triangular, the cost of an error E is
     the sum of squares of √D' (B E Aᵀ) √D. Each entry of B E Aᵀ contains its own error and the
@@ -129,12 +135,14 @@ def round_by_loss(
     masked = weight.float() if mask is None else weight.float() * mask
     factor = best_factor(masked, scheme, inputs.diagonal()) if fit_scales else None
     scales = compute_scales(masked, scheme, factor)
+    zeros = compute_zeros(masked, scales, scheme)
     rows = outputs.diagonal().argsort(descending=True)  # (N,), most important outputs first
     columns = inputs.diagonal().argsort(descending=True)  # (K,), most important inputs first
     permuted = (rows.unsqueeze(1), columns)  # indexes (N, K)
     rounded = _round(
         masked[permuted],
-        scales.repeat_interleave(scheme.group_of(masked.shape[1]), dim=1)[permuted],
+        per_weight(scales, masked.shape, scheme)[permuted],
+        None if zeros is None else per_weight(zeros, masked.shape, scheme)[permuted],
         None if mask is None else mask[permuted],
         _unit_lower(name, outputs[rows][:, rows], damping),
         _unit_lower(name, inputs[columns][:, columns], damping),
@@ -166,12 +174,13 @@ def _unit_lower(name: str, square: Tensor, damping: float) -> Tensor:
 def _round(
     weight: Tensor,
     steps: Tensor,
+    zeros: Tensor | None,
     mask: Tensor | None,
     across_rows: Tensor,
     across_columns: Tensor,
     scheme: Scheme,
 ) -> Tensor:
-    """Round weights (N, K) tile by tile; `steps` (N, K) are the scales of the weights."""
+    """Round weights (N, K) tile by tile; `steps` and `zeros` (N, K) are those of each weight."""
     rounded = torch.zeros_like(weight)
     height, width = weight.shape
     for tile_start in range(0, width, TILE):
@@ -187,9 +196,10 @@ def _round(
             # compensated for the rows above
             target = weight[tile] - across_rows[tile[0], :bottom] @ column_error[:bottom]
             keep = None if mask is None else mask[tile]
+            zero = None if zeros is None else zeros[tile]
             row_factor = across_rows[tile[0], tile[0]]
             rounded[tile] = _round_tile(
-                target, weight[tile], steps[tile], keep, row_factor, column_factor, scheme
+                target, weight[tile], steps[tile], zero, keep, row_factor, column_factor, scheme
             )
             column_error[tile[0]] += (rounded[tile] - weight[tile]) @ column_factor.t()
     return rounded
@@ -199,6 +209,7 @@ def _round_tile(
     target: Tensor,
     weight: Tensor,
     steps: Tensor,
+    zeros: Tensor | None,
     mask: Tensor | None,
     across_rows: Tensor,
     across_columns: Tensor,
@@ -215,7 +226,8 @@ def _round_tile(
         first = max(0, diagonal - width + 1)
         rows = torch.arange(first, min(height, diagonal + 1), device=device)
         columns = diagonal - rows  # one entry per row: row + column = diagonal
-        values = round_with_scales(target[rows, columns], steps[rows, columns], scheme)
+        zero = None if zeros is None else zeros[rows, columns]
+        values = round_with_scales(target[rows, columns], steps[rows, columns], scheme, zero)
         if mask is not None:
             values *= mask[rows, columns]
         rounded[rows, columns] = values

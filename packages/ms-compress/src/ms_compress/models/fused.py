@@ -76,6 +76,12 @@ def _stack_entries(name: str, parts: Sequence[WholeTensor]) -> WholeTensor:
                 f"{first.module} and {part.module} are one tensor, {name}, in the folder, but are"
                 " not quantized alike; name both in `ignore`, or neither"
             )
+    if first.scheme is not None and first.scheme.spans_rows:
+        raise ExportError(
+            f"{first.module} is a part of {name} in the folder, and {first.scheme} needs common"
+            " scales for all parts of a tensor; use a scheme with scales per row or group, such as"
+            " ct.fp8_dynamic or ct.mxfp8"
+        )
     rows = sum(part.shape[0] for part in parts)
     shards = tuple(shard for part in parts for shard in part.shards)
     return evolve(first, name=name, shape=(rows, *first.shape[1:]), shards=shards)
@@ -87,7 +93,10 @@ def stack_rows(values: Sequence[QuantizedWeight | Tensor]) -> QuantizedWeight | 
     if plain:
         return torch.cat(plain)
     quantized = [value for value in values if isinstance(value, QuantizedWeight)]
-    return QuantizedWeight(
+    zeros = [value.zeros for value in quantized if value.zeros is not None]
+    return evolve(
+        quantized[0],
         codes=torch.cat([value.codes for value in quantized]),
         scales=torch.cat([value.scales for value in quantized]),
+        zeros=torch.cat(zeros) if zeros else None,
     )

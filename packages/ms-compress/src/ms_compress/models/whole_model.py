@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ExportError
 from ms_compress.models.collective import CollectiveWork
@@ -21,6 +22,7 @@ from ms_compress.models.shards import WholeTensor, local_tensors, merge, rank
 from ms_compress.models.wrappers import architecture, check_merged, unwrapped
 from ms_compress.quantization.layers import Prepared, drop_gathered, local_part
 from ms_compress.quantization.rounding import QuantizedWeight, quantize_weight
+from ms_compress.quantization.scheme import Scheme
 
 
 class WholeModel:
@@ -128,23 +130,42 @@ class WholeModel:
         self.collective.synchronize()
         if entry.scheme is None:
             return self._assemble(entry, local, entry.shape, entry.dtype)
-        group = entry.scheme.group_of(entry.shape[1])
-        # Only int8 codes and scales are sent, never the float weights.
-        codes = self._assemble(
-            entry, None if local is None else local.codes, entry.shape, torch.int8
-        )
-        shape = (entry.shape[0], entry.shape[1] // group)
-        scales = self._assemble(
-            entry, None if local is None else local.scales, shape, entry.scheme.dtype, group=group
-        )
-        if codes is None or scales is None:
+        quantized = self._read_quantized(entry, entry.scheme, local)
+        if quantized is None:
             return None
-        if nonfinite := int((~scales.isfinite()).sum()):
+        if nonfinite := int((~quantized.scales.float().isfinite()).sum()):
             raise ExportError(
                 f"{name}: {nonfinite} of its scales are NaN or infinite in {entry.scheme};"
                 " make its weights or learned scales smaller, or name the layer as an exception"
             )
-        return QuantizedWeight(codes=codes, scales=scales)
+        return quantized
+
+    def _read_quantized(
+        self, entry: WholeTensor, scheme: Scheme, local: Any
+    ) -> QuantizedWeight | None:
+        """Assemble a quantized weight on rank 0."""
+        if scheme.spans_rows:
+            # A scale may depend on the shards of several processes, so the weight is sent instead.
+            weight, factor = (None, None) if local is None else local
+            full = self._assemble(entry, weight, entry.shape, torch.float32)
+            return None if full is None else quantize_weight(full, scheme, factor)
+        # Only codes and scales are sent, never the float weights.
+        codes = self._assemble(
+            entry, None if local is None else local.codes, entry.shape, scheme.code_dtype
+        )
+        rows, features = entry.shape
+        shape, group = scheme.scale_shape(rows, features), scheme.group_of(features)
+        scales = self._assemble(
+            entry, None if local is None else local.scales, shape, scheme.dtype, group=group
+        )
+        zeros = None
+        if not scheme.symmetric:
+            zeros = self._assemble(
+                entry, None if local is None else local.zeros, shape, torch.int8, group=group
+            )
+        if codes is None or scales is None:
+            return None
+        return QuantizedWeight(scheme=scheme, codes=codes, scales=scales, zeros=zeros)
 
     def _local(self, entry: WholeTensor) -> Any:
         """Return this process's shard, quantized if its layer is prepared; None if it has none."""
@@ -159,8 +180,11 @@ class WholeModel:
             local = local * mask
         if entry.scheme is None:
             return local
+        weight = layer.to_compute_dtype(local)
+        if entry.scheme.spans_rows:
+            return weight.float(), _full_factor(layer)
         factor = None if layer.factor is None else layer.to_compute_dtype(local_part(layer.factor))
-        return quantize_weight(layer.to_compute_dtype(local), entry.scheme, factor)
+        return quantize_weight(weight, entry.scheme, factor)
 
     def _assemble(
         self,
@@ -194,6 +218,15 @@ class WholeModel:
                 dist.recv(received.flatten().view(torch.uint8), shard.rank)
                 full[box] = received.cpu()
         return full
+
+
+def _full_factor(layer: Prepared) -> Tensor | None:
+    """Return the factor of a layer's scales on the CPU, gathered if FSDP shards it."""
+    factor = layer.factor
+    if factor is None:
+        return None
+    full = factor.full_tensor() if isinstance(factor, DTensor) else factor
+    return layer.to_compute_dtype(full.detach()).cpu()
 
 
 def _stored_as(entry: WholeTensor, dtype: torch.dtype | None) -> WholeTensor:

@@ -25,7 +25,7 @@ from ms_compress.quantization.fake_quantization import (
 from ms_compress.quantization.scheme import Activations, Scheme
 
 FACTOR = "scale_factor"
-"""Parameter (N, G) whose exponential multiplies the scales, if scales are learned."""
+"""Parameter (R, G) whose exponential multiplies the scales, if scales are learned."""
 
 
 class Prepared(nn.Module):
@@ -57,7 +57,7 @@ class Prepared(nn.Module):
 
     @property
     def factor(self) -> Tensor | None:
-        """(N, G), or None if the scales are not learned."""
+        """(R, G), or None if the scales are not learned."""
         return self._parameters.get(FACTOR)
 
     @property
@@ -263,7 +263,9 @@ def check_groups(name: str, weight: Tensor, scheme: Scheme) -> None:
     """Check that the scheme's group divides the rows of a weight, and each process's part."""
     features = weight.shape[-1]
     group = scheme.group_of(features)
-    if features % group:
+    input_group = group if scheme.activations is None else scheme.activations.group_size or group
+    if features % group or features % input_group:
+        group = group if features % group else input_group
         # Targets with a fixed group, such as llama.cpp's blocks of 32, have other schemes.
         groups = (16, 32, 64, 128, 256) if scheme.groups is None else scheme.groups
         valid_groups = [size for size in groups if features % size == 0]
@@ -275,10 +277,16 @@ def check_groups(name: str, weight: Tensor, scheme: Scheme) -> None:
     if not isinstance(weight, DTensor):
         return
     for axis, placement in enumerate(weight.placements):
+        parts = weight.device_mesh.size(axis)
+        if parts > 1 and placement.is_shard() and scheme.spans_rows:
+            raise OrderError(
+                f"{name}: {scheme} computes scales from the whole weight, but it is split over"
+                f" {parts} processes; use a scheme with scales per row or group, such as"
+                " ct.fp8_dynamic or ct.mxfp8, or do not split it"
+            )
         if not placement.is_shard(1):
             continue
-        parts = weight.device_mesh.size(axis)
-        if scheme.group is None:
+        if scheme.group_size is None:
             raise OrderError(
                 f"{name}: {scheme} has one scale per row, but rows of {features} are split over"
                 f" {parts} processes; use a scheme with groups, or fewer processes on that axis"
@@ -305,14 +313,14 @@ def drop_gathered(model: nn.Module) -> None:
 
 
 def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
-    """Create the parameter of learned scales: zeros (N, G), with the layout of the weight."""
-    group = scheme.group_of(weight.shape[1])
-    local = local_part(weight)
+    """Create the parameter of learned scales: zeros (R, G), with the layout of the weight."""
     # log of a multiplier: 0 leaves scales as they are
-    zeros = local.new_zeros(local.shape[0], local.shape[1] // group, dtype=torch.float32)
+    local = local_part(weight)
+    zeros = local.new_zeros(scheme.scale_shape(*local.shape), dtype=torch.float32)
     if not isinstance(weight, DTensor):
         return nn.Parameter(zeros)
-    return nn.Parameter(_laid_out(zeros, weight, (weight.shape[0], weight.shape[1] // group)))
+    rows, features = weight.shape
+    return nn.Parameter(_laid_out(zeros, weight, scheme.scale_shape(rows, features)))
 
 
 def _pattern(name: str) -> str:

@@ -1,40 +1,73 @@
 """Rounding arithmetic of schemes: quantize weights to codes and scales, and round activations.
 
 Training and deployment share this code: the fake quantizer calls it in every forward, and export
-writes its results. Shapes: N rows, K features, G groups per row, T tokens.
+writes its results. A cell is a set of weights that share a scale.
+Shapes: N rows, K features, T tokens; R by G cells, which are N by G for groups of a row.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-import attrs
 import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from ms_compress.quantization.scheme import Activations, Rounding, Scheme
+from ms_compress.quantization.elements import (
+    binade,
+    power_of_two_scale,
+    round_to_format,
+    round_to_power_of_two,
+)
+from ms_compress.quantization.scheme import E4M3, Activations, Rounding, Scheme
 
 Reduce = Callable[[Tensor], Tensor]
 """Elementwise maximum of a tensor over the processes that share a row."""
 SCALE_MULTIPLIERS = tuple(percent / 100 for percent in range(70, 111))
 """Multipliers tried on a scheme's own scale. Shrinking clips the largest weight to represent the
 others better; if one side has an unused code, growing avoids the clipping."""
+CODE_MARGIN = 0.45
+"""Largest distance of a weight from its code, in steps, at which it surely rounds to that code."""
+EPS_E4M3 = 0.125
+"""Scale of an all-zero group in E4M3, as in compressed-tensors."""
 
 
 @frozen(kw_only=True, eq=False)
 class QuantizedWeight:
     """A weight as stored by a target."""
 
+    scheme: Scheme
     codes: Tensor
-    """(N, K) int8."""
+    """(N, K) in the scheme's code dtype."""
     scales: Tensor
-    """(N, G) in the scheme's scale dtype."""
+    """(R, G) in the scheme's scale dtype; see `Scheme.scale_shape`."""
+    zeros: Tensor | None = None
+    """(R, G) int8 zero points of an asymmetric scheme."""
+    global_scale: Tensor | None = None
+    """(1,) float32 divisor of all scales, for strategy `tensor_group`."""
 
     def weight(self) -> Tensor:
         """Return the dequantized weight, (N, K) float32."""
-        rows, groups = self.scales.shape
-        dequantized = self.codes.view(rows, groups, -1).float() * self.scales.float().unsqueeze(-1)
-        return dequantized.view(rows, -1)
+        scales = self.scales.float().unsqueeze(-1)  # (R, G, 1)
+        if self.global_scale is not None:
+            scales = scales / self.global_scale
+        multiples = _cells(self.codes.float(), self.scheme)  # (R, G, cell)
+        if self.zeros is not None:
+            multiples = multiples - self.zeros.unsqueeze(-1)
+        return _from_cells(multiples * scales, self.codes.shape, self.scheme)
+
+
+class _Grid(NamedTuple):
+    """Values that the codes of each cell stand for: multiples of a scale."""
+
+    step: Tensor
+    """(R, G, 1) float32, by which weights are divided to get codes."""
+    scales: Tensor
+    """(R, G, 1) float32, by which codes are multiplied; after rounding to the scale dtype."""
+    zeros: Tensor | None
+    """(R, G, 1) float32 zero points of an asymmetric scheme."""
+    global_scale: Tensor | None
+    """(1,) float32, by which stored scales are divided."""
 
 
 @torch.no_grad()
@@ -46,44 +79,70 @@ def quantize_weight(
     Args:
         weight: (N, K) floating point.
         scheme: quantization scheme, whose group divides K.
-        factor: (N, G) float32, logarithm of a multiplier on each scale.
+        factor: (R, G) float32, logarithm of a multiplier on each scale.
     """
-    groups = _grouped(weight.float(), scheme.group)
-    step, scales = _steps(groups, scheme, factor)
-    codes = _round(groups.clone(), step, scheme).to(torch.int8)  # (N, G, group)
+    cells = _cells(weight.float(), scheme)
+    grid = _grid(cells, scheme, factor)
+    codes = _round(cells.clone(), grid.step, scheme, grid.zeros)
+    if grid.zeros is not None:
+        codes.add_(grid.zeros)
+    stored = grid.scales if grid.global_scale is None else grid.scales * grid.global_scale
     return QuantizedWeight(
-        codes=codes.view(weight.shape), scales=scales.squeeze(-1).to(scheme.dtype)
+        scheme=scheme,
+        codes=_from_cells(codes, weight.shape, scheme).to(scheme.code_dtype),
+        scales=stored.squeeze(-1).to(scheme.dtype),
+        zeros=None if grid.zeros is None else grid.zeros.squeeze(-1).to(torch.int8),
+        global_scale=grid.global_scale,
     )
 
 
 def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> Tensor:
     """Round a weight to the target's values: `quantize_weight(...).weight()` without the codes."""
-    groups = _grouped(weight.float(), scheme.group)
-    step, scales = _steps(groups, scheme, factor)
+    cells = _cells(weight.float(), scheme)
+    step, scales, zeros, _ = _grid(cells, scheme, factor)
     # `float()` of a float32 weight is the weight itself, which the rounding below must not change.
-    out = groups.clone() if weight.dtype == torch.float32 else groups
-    return _cast(_round(out, step, scheme).mul_(scales).view(weight.shape), weight.dtype)
+    out = cells.clone() if weight.dtype == torch.float32 else cells
+    rounded = _round(out, step, scheme, zeros).mul_(scales)
+    return _cast(_from_cells(rounded, weight.shape, scheme), weight.dtype)
 
 
 @torch.no_grad()
 def compute_scales(
     weight: Tensor, scheme: Scheme, factor: Tensor | None = None, *, stored: bool = True
 ) -> Tensor:
-    """Return the scheme's scales of a weight, (N, G) float32.
+    """Return the scheme's scales of a weight, (R, G) float32.
 
     Args:
         weight: (N, K) floating point.
         scheme: quantization scheme, whose group divides K.
-        factor: (N, G), logarithm of a multiplier on each scale.
+        factor: (R, G), logarithm of a multiplier on each scale.
         stored: round the scales to the scheme's scale dtype.
     """
-    scale_scheme = attrs.evolve(scheme, scale_dtype="float32") if not stored else scheme
-    return _steps(_grouped(weight.float(), scheme.group), scale_scheme, factor)[1].squeeze(-1)
+    cells = _cells(weight.float(), scheme)
+    if not stored:
+        return _plain_step(_peak(cells, scheme), scheme, factor).squeeze(-1)
+    return _grid(cells, scheme, factor).scales.squeeze(-1)
+
+
+@torch.no_grad()
+def compute_zeros(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor | None:
+    """Return the zero points for given scales (R, G), as float32; None for a symmetric scheme."""
+    if scheme.symmetric:
+        return None
+    return _zeros(_cells(weight.float(), scheme), scales.unsqueeze(-1), scheme).squeeze(-1)
+
+
+def per_weight(scales: Tensor, shape: torch.Size, scheme: Scheme) -> Tensor:
+    """Expand scales (R, G) to one per weight, (N, K)."""
+    size = shape.numel() if scheme.strategy == "tensor" else scheme.group_of(shape[1])
+    if scheme.block_structure is not None:
+        size *= scheme.block_structure[0]
+    return _from_cells(scales.unsqueeze(-1).expand(*scales.shape, size), shape, scheme)
 
 
 @torch.no_grad()
 def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Tensor:
-    """Search for the factor of each scale with the smallest rounding error, (N, G) float32.
+    """Search for the factor of each scale with the smallest rounding error, (R, G) float32.
 
     Minimizes Σ importance · (rounded - weight)² over 41 multipliers from 0.7 to 1.1, which include
     the scheme's own scale.
@@ -94,13 +153,13 @@ def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None
         importance: (K,) weight of each feature's squared error. None: all 1.
     """
     scales = compute_scales(weight, scheme)
-    best, least_error = torch.zeros_like(scales), torch.full_like(scales, torch.inf)  # (N, G)
+    best, least_error = torch.zeros_like(scales), torch.full_like(scales, torch.inf)  # (R, G)
     for multiplier in sorted(SCALE_MULTIPLIERS, key=lambda m: abs(m - 1)):  # ties: closest to 1
         factor = torch.full_like(scales, multiplier).log()
         errors = (round_weight(weight, scheme, factor).float() - weight.float()).square_()
         if importance is not None:
             errors *= importance
-        error = _grouped(errors, scheme.group).sum(-1)  # (N, G)
+        error = _cells(errors, scheme).sum(-1)  # (R, G)
         is_better = error < least_error
         best, least_error = (
             torch.where(is_better, factor, best),
@@ -110,9 +169,35 @@ def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None
 
 
 @torch.no_grad()
-def round_with_scales(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """Round weights (N, C) with given scales (N, 1); returns float32."""
-    return _round(weight.float().clone(), scales, scheme).mul_(scales)
+def round_with_scales(
+    weight: Tensor, scales: Tensor, scheme: Scheme, zeros: Tensor | None = None
+) -> Tensor:
+    """Round weights (N, C) with given scales and zero points (N, 1); returns float32."""
+    return _round(weight.float().clone(), scales, scheme, zeros).mul_(scales)
+
+
+def clamp_to_codes(weight: Tensor, rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """Move weights just far enough to round to given codes.
+
+    Args:
+        weight: (N, K).
+        rounded: (N, K) codes times scales.
+        scales: (N, K), the scale of each weight.
+        scheme: quantization scheme.
+    """
+    outer = inner = CODE_MARGIN * scales.abs()  # away from zero, and towards it
+    if scheme.element is not None:
+        # Floating-point codes are farther apart the larger they are: below a power of two, half as
+        # far as above it.
+        magnitude = (rounded / scales).abs()
+        smallest = torch.full_like(magnitude, 2.0**scheme.element.min_exponent)
+        power = torch.maximum(binade(magnitude), smallest)
+        outer = outer * power * 2.0**-scheme.element.mantissa_bits
+        inner = torch.where((magnitude == power) & (power > smallest), outer / 2, outer)
+    is_positive = rounded > 0
+    low = rounded - torch.where(is_positive, inner, outer)
+    high = rounded + torch.where(is_positive, outer, inner)
+    return weight.clamp(low, high).to(weight.dtype)
 
 
 def scale_gradient(
@@ -127,18 +212,20 @@ def scale_gradient(
     2. the gradient is not divided by sqrt(N·high), as AdamW is invariant to its magnitude.
 
     Returns:
-        (N, K) and (N, G), float32.
+        (N, K) and (R, G), float32.
     """
-    groups = _grouped(weight.float(), scheme.group)
-    step, scales = _steps(groups, scheme, factor)  # (N, G, 1)
-    ratio = _divide(groups.clone(), step, scheme)  # (N, G, group)
-    codes = _codes(ratio.clone(), scheme)
-    inside = (ratio >= scheme.low - 0.5) & (ratio <= scheme.high + 0.5)
-    grad_groups = _grouped(gradient.float(), scheme.group)
+    cells = _cells(weight.float(), scheme)
+    step, scales, zeros, _ = _grid(cells, scheme, factor)  # (R, G, 1)
+    ratio = _divide(cells.clone(), step, scheme)  # (R, G, cell)
+    codes = _codes(ratio.clone(), scheme, zeros)
+    center = 0 if zeros is None else zeros
+    margin = scheme.end_spacing / 2
+    inside = (ratio >= scheme.low - center - margin) & (ratio <= scheme.high - center + margin)
+    grad_cells = _cells(gradient.float(), scheme)
     # Equation 3: d rounded / d s is round(v/s) - v/s inside the range and the end code outside.
-    grad_ratio = codes.sub_(ratio.mul_(inside)).mul_(grad_groups)
+    grad_ratio = codes.sub_(ratio.mul_(inside)).mul_(grad_cells)
     grad_factor = grad_ratio.sum(-1) * scales.squeeze(-1)
-    return (grad_groups * inside).view(weight.shape), grad_factor
+    return _from_cells(grad_cells * inside, weight.shape, scheme), grad_factor
 
 
 @torch.no_grad()
@@ -150,20 +237,27 @@ def round_activations(x: Tensor, rule: Activations, reduce_max: Reduce | None = 
         rule: the target's activation rounding.
         reduce_max: maximum over the processes, if a token's features are split over several.
     """
-    groups = _grouped(x.float(), rule.group)
+    groups = _grouped(x.float(), rule.group_size)
     out = groups.abs()  # the only copy, reused below: each pass costs up to 3% of a matmul
     peak = out.amax(-1, keepdim=True)  # (..., groups, 1)
-    if reduce_max is not None and rule.group is None:
+    if reduce_max is not None and rule.group_size is None:
         peak = reduce_max(peak)
     divisor = torch.full_like(peak, rule.divisor)
     scale = peak / divisor
     if rule.by_inverse:
         # The target computes both max / 127 and 127 / max, which are not exact inverses.
         torch.mul(groups, _finite(divisor / peak), out=out).round_()
+        scale = _round_to_dtype(scale, getattr(torch, rule.scale_dtype))
+    elif rule.element is not None and rule.scale_dtype == "float8_e8m0fnu":
+        scale = power_of_two_scale(peak, rule.element)
+        round_to_format(torch.div(groups, scale, out=out), rule.element)
     else:
         scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-        torch.div(groups, scale, out=out).clamp_(rule.low, rule.high).round_()
-    scale = _round_to_dtype(scale, getattr(torch, rule.scale_dtype))
+        torch.div(groups, scale, out=out)
+        if rule.element is None:
+            out.clamp_(rule.low, rule.high).round_()
+        else:
+            round_to_format(out, rule.element)
     return _cast(out.mul_(scale).view(x.shape), x.dtype)
 
 
@@ -186,30 +280,90 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _grouped(tensor: Tensor, group: int | None) -> Tensor:
-    """View (N, K) as (N, G, group)."""
-    width = group or tensor.shape[-1]
-    return tensor.reshape(*tensor.shape[:-1], tensor.shape[-1] // width, width)
+def _grouped(x: Tensor, group_size: int | None) -> Tensor:
+    """View (..., K) as (..., groups, group)."""
+    width = group_size or x.shape[-1]
+    return x.reshape(*x.shape[:-1], x.shape[-1] // width, width)
 
 
-def _steps(groups: Tensor, scheme: Scheme, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the steps that codes count, and the stored scales, both (N, G, 1) float32."""
-    peak = _peak(groups, scheme)
-    # Divide by a tensor: for a number, a GPU multiplies by its inverse, which can differ in a bit.
-    step = peak.div_(torch.full_like(peak, scheme.divisor))
+def _cells(weight: Tensor, scheme: Scheme) -> Tensor:
+    """View (N, K) as (R, G, cell), the weights that share each scale; blocks are copied."""
+    rows, features = weight.shape
+    if scheme.strategy == "tensor":
+        return weight.reshape(1, 1, -1)
+    if scheme.block_structure is None:
+        return _grouped(weight, scheme.group_size)
+    height, width = scheme.block_structure
+    # Zeros at the end of the last blocks do not change their peak.
+    padded = F.pad(weight, (0, -features % width, 0, -rows % height))
+    blocks = padded.reshape(-1, height, padded.shape[1] // width, width)
+    return blocks.transpose(1, 2).flatten(2)
+
+
+def _from_cells(cells: Tensor, shape: torch.Size, scheme: Scheme) -> Tensor:
+    """View (R, G, cell) as (N, K); the inverse of `_cells`."""
+    if scheme.block_structure is None:
+        return cells.reshape(shape)
+    blocks = cells.unflatten(2, scheme.block_structure).transpose(1, 2)  # (R, height, G, width)
+    return blocks.flatten(2).flatten(0, 1)[: shape[0], : shape[1]].contiguous()
+
+
+def _grid(cells: Tensor, scheme: Scheme, factor: Tensor | None) -> _Grid:
+    """Compute the scales, and zero points if any, of a weight's cells (R, G, cell)."""
+    peak = _peak(cells, scheme)
+    global_scale = _global_scale(peak, scheme) if scheme.strategy == "tensor_group" else None
+    step = _plain_step(peak, scheme, factor)
+    if scheme.scale_dtype == "float8_e8m0fnu":
+        scales = step if factor is None else round_to_power_of_two(step)
+    elif global_scale is not None:
+        local = round_to_format(step * global_scale, E4M3)
+        scales = torch.where(local == 0, EPS_E4M3, local) / global_scale
+    else:
+        scales = _round_to_dtype(step, scheme.dtype)
+    zeros = None if scheme.symmetric else _zeros(cells, scales, scheme)
+    # The target has no unrounded version of a learned scale, so codes use the stored one.
+    step = step if scheme.exact_step and factor is None else scales
+    return _Grid(step=step, scales=scales, zeros=zeros, global_scale=global_scale)
+
+
+def _plain_step(peak: Tensor, scheme: Scheme, factor: Tensor | None) -> Tensor:
+    """Return scales (R, G, 1) before they are rounded to the scale dtype; overwrites the peak."""
+    if scheme.element is not None and scheme.scale_dtype == "float8_e8m0fnu":
+        step = power_of_two_scale(peak, scheme.element)
+    else:
+        # Divide by a tensor: for a number, a GPU multiplies by its inverse, which can differ in a
+        # bit.
+        step = peak.div_(torch.full_like(peak, scheme.divisor))
     if factor is not None:
         step = step * factor.float().exp().unsqueeze(-1)
     if scheme.eps_for_zeros:
         step = torch.where(step == 0, torch.finfo(step.dtype).eps, step)
-    scales = _round_to_dtype(step, scheme.dtype)
-    # The target has no unrounded version of a learned scale, so codes use the stored one.
-    return (step if scheme.exact_step and factor is None else scales), scales
+    return step
+
+
+def _global_scale(peak: Tensor, scheme: Scheme) -> Tensor:
+    """Return the factor, (1,), that maps a tensor's largest scale to the end of E4M3's range.
+
+    It is rounded down to a power of two, which the format permits: the values of all codes are then
+    exact in bfloat16, so that every runtime computes with the same weights.
+    """
+    largest = peak.amax().clamp_min(torch.finfo(torch.float32).tiny)
+    scale = binade((E4M3.high * scheme.high / largest).reshape(1))
+    return torch.where(scale.isfinite(), scale, 1.0)
+
+
+def _zeros(cells: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """Return the zero points (R, G, 1) as float32, with which the smallest weight has code low."""
+    smallest = cells.amin(-1, keepdim=True).clamp_(max=0)
+    return (scheme.low - smallest / scales).clamp_(scheme.low, scheme.high).round_()
 
 
 def _peak(groups: Tensor, scheme: Scheme) -> Tensor:
-    """Return the value of largest magnitude in each group, (N, G, 1)."""
+    """Return the value of largest magnitude in each cell, (R, G, 1); asymmetric: the range."""
     # For such small groups, two reductions take a ninth of the time of aminmax or of the norm.
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    if not scheme.symmetric:
+        return high.clamp_(min=0).sub_(low.clamp_(max=0))  # zero must have a code
     if not scheme.signed_peak:
         return torch.maximum(high, low.neg_())
     tied = high == -low
@@ -229,13 +383,17 @@ def _divide(groups: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
     return groups.mul_(_finite(step.reciprocal()))
 
 
-def _round(groups: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
-    """Convert weights to codes as float32, in place."""
-    return _codes(_divide(groups, step, scheme), scheme)
+def _round(groups: Tensor, step: Tensor, scheme: Scheme, zeros: Tensor | None) -> Tensor:
+    """Convert weights to codes less zero points as float32, in place."""
+    return _codes(_divide(groups, step, scheme), scheme, zeros)
 
 
-def _codes(ratio: Tensor, scheme: Scheme) -> Tensor:
-    """Convert weights in units of the step to codes as float32, in place."""
+def _codes(ratio: Tensor, scheme: Scheme, zeros: Tensor | None) -> Tensor:
+    """Convert weights in units of the step to codes less zero points as float32, in place."""
+    if scheme.element is not None:
+        return round_to_format(ratio, scheme.element)
+    if zeros is not None:
+        return ratio.add_(zeros).clamp_(scheme.low, scheme.high).round_().sub_(zeros)
     if scheme.rounding == "away_from_low":
         ratio.sub_(scheme.low)
         return _nearest(ratio, "away").clamp_(0, scheme.high - scheme.low).add_(scheme.low)

@@ -1,38 +1,94 @@
 """Quantization schemes: how a target stores weights and rounds activations, as frozen values.
 
-A scheme's numbers follow its target's own code, so that training computes the same as the target. A
-weight is ``code * scale`` with an integer code from `low` to `high` and one scale per `group`
-adjacent weights of a row. The schemes themselves are defined in `targets/NAME/rules.py`.
+Fields have the names and meanings of compressed-tensors' `QuantizationArgs`. A weight is
+``(code - zero) * scale``, with an integer or floating-point code, and one scale for each group of
+weights that `strategy` defines. The schemes themselves are defined in `targets/NAME/rules.py`, and
+their numbers follow the target's own code, so that training computes the same as the target.
 """
 
+from math import floor, log2
 from typing import TYPE_CHECKING, Literal
 
-from attrs import field, frozen, validators
+from attrs import Factory, field, frozen, validators
 
 from ms_compress.errors import SchemeError
 
 if TYPE_CHECKING:
     import torch
 
+ElementType = Literal["int", "float"]
+Strategy = Literal["tensor", "channel", "token", "group", "block", "tensor_group"]
+"""Values that share a scale: all of a tensor, a row of a weight, a token of an input, `group_size`
+adjacent values, a block of `block_structure` weights, or groups whose scales share another scale
+for the tensor."""
 Rounding = Literal["away", "away_from_low", "even", "up"]
 """Rounding of halves: away from zero, away from `low` (codes are rounded after the zero point is
-added), to even, or up, as floor(v + ½) does."""
+added), to even, or up, as floor(v + ½) does. Floating-point codes are rounded to even."""
 
-DTYPES = ("float16", "bfloat16", "float32")
+SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu")
+
+
+@frozen(kw_only=True)
+class FloatFormat:
+    """Floating-point format of a code: a sign, an exponent and a mantissa, without infinity."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    high: float
+    """Largest value; larger magnitudes saturate."""
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value; smaller values have the same spacing."""
+        return 2 - 2 ** (self.exponent_bits - 1)
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest value."""
+        return floor(log2(self.high))
+
+
+E4M3 = FloatFormat(name="e4m3", exponent_bits=4, mantissa_bits=3, high=448.0)
+E5M2 = FloatFormat(name="e5m2", exponent_bits=5, mantissa_bits=2, high=57344.0)
+E2M1 = FloatFormat(name="e2m1", exponent_bits=2, mantissa_bits=1, high=6.0)
+FLOAT_FORMATS = {8: E4M3, 4: E2M1}
+"""Format of a scheme's floating-point codes, by number of bits."""
+
+
+def _default_high(rule: "Activations | Scheme") -> float:
+    if rule.type == "int":
+        return 2 ** (rule.num_bits - 1) - 1
+    # A scheme with another number of bits is rejected when all its fields are set.
+    return FLOAT_FORMATS.get(rule.num_bits, E4M3).high
+
+
+def _default_low(rule: "Activations | Scheme") -> float:
+    return -(2 ** (rule.num_bits - 1)) if rule.type == "int" else -rule.high
 
 
 @frozen(kw_only=True)
 class Activations:
     """Rounding of a linear layer's input at run time."""
 
-    bits: int
-    group: int | None
-    """Number of adjacent features that share a scale. None: all features of a token."""
-    low: int
-    high: int
-    scale_dtype: str
-    by_inverse: bool
+    num_bits: int
+    type: ElementType = "int"
+    group_size: int | None = None
+    """Number of adjacent features that share a scale. None: all features of a token or tensor."""
+    strategy: Strategy = Factory(
+        lambda rule: "group" if rule.group_size else "token", takes_self=True
+    )
+    high: float = Factory(_default_high, takes_self=True)
+    """Largest code; by default, that of the element type."""
+    low: float = Factory(_default_low, takes_self=True)
+    scale_dtype: str = field(default="float32", validator=validators.in_(SCALE_DTYPES))
+    by_inverse: bool = False
     """Codes are computed as value * (divisor / largest), not as value / scale."""
+
+    @property
+    def element(self) -> FloatFormat | None:
+        """Format of floating-point codes; None for integers."""
+        return None if self.type == "int" else FLOAT_FORMATS[self.num_bits]
 
     @property
     def divisor(self) -> float:
@@ -47,49 +103,89 @@ class Scheme:
     name: str
     target: str
     """Folder in `targets/` that implements it."""
-    bits: int = field(validator=validators.in_((3, 4, 8)))
-    group: int | None
-    """Number of weights in a row that share a scale. None: the whole row."""
+    num_bits: int = field(validator=validators.in_((3, 4, 8)))
+    type: ElementType = field(default="int", validator=validators.in_(("int", "float")))
+    group_size: int | None = None
+    """Number of weights in a row that share a scale. None: the whole row, tensor or block."""
     groups: tuple[int, ...] | None = None
     """Group sizes that the target supports. None: any."""
-    low: int
-    high: int
-    signed_peak: bool
+    strategy: Strategy = Factory(
+        lambda scheme: "group" if scheme.group_size else "channel", takes_self=True
+    )
+    block_structure: tuple[int, int] | None = None
+    """Rows and columns of the blocks that share a scale; the last blocks may be smaller."""
+    symmetric: bool = True
+    """Whether zero has code 0. Otherwise each group has an integer zero point."""
+    high: float = Factory(_default_high, takes_self=True)
+    """Largest code; by default, that of the element type."""
+    low: float = Factory(_default_low, takes_self=True)
+    signed_peak: bool = False
     """Whether the peak is the value of largest magnitude with its sign, or the magnitude itself."""
     first_peak: bool = False
     """Use the first of two values equally far from zero as the peak, instead of the lower one."""
-    rounding: Rounding
-    by_inverse: bool
+    rounding: Rounding = "even"
+    by_inverse: bool = False
     """Codes are computed as value * (1 / scale), not as value / scale."""
-    exact_step: bool
+    exact_step: bool = False
     """Codes are computed with the scale before it is rounded to `scale_dtype`."""
-    scale_dtype: str = field(validator=validators.in_(DTYPES))
+    scale_dtype: str = field(default="float32", validator=validators.in_(SCALE_DTYPES))
     eps_for_zeros: bool = False
-    """The scale of an all-zero group is float32's epsilon instead of 0."""
+    """The scale of an all-zero group is the scale dtype's epsilon instead of 0."""
     embeddings: bool = True
     """Whether the target can also read embeddings in this scheme."""
     activations: Activations | None = None
     input_ndim: int | None = None
     """Number of input dims for which the runtime's activation scales match `activations`. None:
     any."""
+    format: str | None = None
+    """Name of the storage format, if the target has several. None: its default."""
 
     def __attrs_post_init__(self) -> None:
-        if self.high - self.low >= 2**self.bits:
+        if self.type != "int" and self.num_bits not in FLOAT_FORMATS:
             raise SchemeError(
-                f"{self.name}: codes from {self.low} to {self.high} do not fit {self.bits} bits"
+                f"{self.name}: num_bits of type 'float' must be 4 or 8, got {self.num_bits}"
             )
-        if self.group is not None and self.group < 1:
-            raise SchemeError(f"{self.name}: group must be at least 1, got {self.group}; use 32")
-        if self.groups is not None and self.group not in self.groups:
+        if self.type == "int" and self.high - self.low >= 2**self.num_bits:
+            raise SchemeError(
+                f"{self.name}: codes from {self.low} to {self.high} do not fit {self.num_bits} bits"
+            )
+        if self.group_size is not None and self.group_size < 1:
+            raise SchemeError(
+                f"{self.name}: group must be at least 1, got {self.group_size}; use 32"
+            )
+        if self.groups is not None and self.group_size not in self.groups:
             raise SchemeError(
                 f"{self.name}: group must be one of {', '.join(map(str, self.groups))} for"
-                f" {self.target}, got {self.group}"
+                f" {self.target}, got {self.group_size}"
             )
+        if (self.strategy in ("group", "tensor_group")) != (self.group_size is not None):
+            raise SchemeError(
+                f"{self.name}: strategy must be 'group' or 'tensor_group' with a group_size and"
+                f" another one without, got {self.strategy!r} and {self.group_size}"
+            )
+        if (self.strategy == "block") != (self.block_structure is not None):
+            raise SchemeError(
+                f"{self.name}: block_structure must be set for strategy 'block' only, got"
+                f" {self.strategy!r} and {self.block_structure}"
+            )
+
+    @property
+    def element(self) -> FloatFormat | None:
+        """Format of floating-point codes; None for integers."""
+        return None if self.type == "int" else FLOAT_FORMATS[self.num_bits]
 
     @property
     def divisor(self) -> float:
         """The scale is the peak of the group divided by this."""
+        if not self.symmetric:
+            return self.high - self.low
         return self.low if self.signed_peak else (self.high - self.low) / 2
+
+    @property
+    def end_spacing(self) -> float:
+        """Distance of the largest code from the one below it."""
+        element = self.element
+        return 1.0 if element is None else 2.0 ** (element.max_exponent - element.mantissa_bits)
 
     @property
     def dtype(self) -> "torch.dtype":
@@ -99,13 +195,30 @@ class Scheme:
         dtype: torch.dtype = getattr(torch, self.scale_dtype)
         return dtype
 
-    def group_of(self, features: int) -> int:
-        """Return the number of weights per scale in rows of `features`."""
-        return self.group or features
+    @property
+    def code_dtype(self) -> "torch.dtype":
+        """Dtype of codes before packing; E4M3 also has every value of E2M1."""
+        import torch
 
-    def bits_a_weight(self, features: int) -> float:
-        """Return the bits per weight in rows of `features`, including its share of the scale."""
-        return self.bits + 8 * self.dtype.itemsize / self.group_of(features)
+        return torch.int8 if self.type == "int" else torch.float8_e4m3fn
+
+    @property
+    def spans_rows(self) -> bool:
+        """Whether a scale is computed from several rows, so that rows cannot be split."""
+        return self.strategy in ("tensor", "block", "tensor_group")
+
+    def group_of(self, features: int) -> int:
+        """Return the number of adjacent weights per scale in rows of `features`."""
+        if self.block_structure is not None:
+            return self.block_structure[1]
+        return self.group_size or features
+
+    def scale_shape(self, rows: int, features: int) -> tuple[int, int]:
+        """Return the shape (R, G) of the scales of a weight (rows, features)."""
+        if self.strategy == "tensor":
+            return 1, 1
+        height = 1 if self.block_structure is None else self.block_structure[0]
+        return -(-rows // height), -(-features // self.group_of(features))
 
     def __str__(self) -> str:
         return self.name

@@ -39,5 +39,5 @@ def scheme(name: str | Scheme) -> Scheme:
         return _SCHEMES[name]
     stem, _, group = name.rpartition("_g")  # ct.int4_g64: stem ct.int4, group 64
     if stem in _GROUPED and group.isdecimal():
-        return evolve(_GROUPED[stem], name=name, group=int(group))
+        return evolve(_GROUPED[stem], name=name, group_size=int(group))
     raise SchemeError(f"unknown scheme {name!r}; {nearest(name, NAMES)}")

@@ -15,7 +15,14 @@ from ms_compress.targets.target import Contents
 
 WEIGHT_FILES = ("*.safetensors",)
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-NOT_WEIGHTS = (".weight_scale", ".weight_shape")
+NOT_WEIGHTS = (
+    ".weight_scale",
+    ".weight_shape",
+    ".weight_zero_point",
+    ".weight_global_scale",
+    ".input_scale",
+    ".input_global_scale",
+)
 """Tensors of compressed-tensors that describe a weight and are not weights themselves."""
 
 
@@ -64,7 +71,9 @@ def contents(folder: Path) -> Contents:
                     continue
                 view = file.get_slice(name)
                 shape = view.get_shape()
-                if name.endswith(".weight_packed"):
+                if name.endswith(".weight_packed") and view.get_dtype() == "U8":
+                    shape = [shape[0], 2 * shape[1]]  # two 4-bit floats per byte
+                elif name.endswith(".weight_packed"):
                     # Packed codes have a shape in words; the weight's own shape is a tensor too.
                     shape = file.get_tensor(name.removesuffix("packed") + "shape").tolist()
                 weights_by_dtype[str(view.get_dtype())] += prod(shape)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from attrs import evolve
 from safetensors import safe_open
 from torch import Tensor
@@ -24,12 +23,13 @@ LIBRARY = "the compressed-tensors library"
 
 def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
     """Return a reader of a folder's tensors."""
-    from compressed_tensors.compressors import unpack_from_int32
-    from compressed_tensors.quantization import QuantizationConfig, dequantize
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
 
     with library_errors(folder / "config.json", LIBRARY):
         config = QuantizationConfig.model_validate(quantization(folder))
         (group,) = config.config_groups.values()
+        compressor = BaseCompressor.get_value_from_registry(config.format)
 
     def read(name: str) -> Tensor:
         module = name.removesuffix(".weight")
@@ -42,15 +42,13 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
             # Not quantized: stored as in a plain folder.
             if f"{module}.weight_scale" not in names:
                 return _get(file, name).float()
-            if f"{module}.weight_packed" in names:
-                packed = _get(file, f"{module}.weight_packed")
-                shape = torch.Size(_get(file, f"{module}.weight_shape").tolist())
-                codes = unpack_from_int32(packed, group.weights.num_bits, shape)
-            else:
-                codes = _get(file, name)
-            scales = _get(file, f"{module}.weight_scale")
-            out: Tensor = dequantize(codes, scales, args=group.weights, dtype=torch.float32)
-        return out
+            stored = {
+                key.removeprefix(f"{module}."): _get(file, key)
+                for key in names
+                if key.startswith(f"{module}.weight")
+            }
+            out: Tensor = compressor.decompress(stored, group)["weight"]
+        return out.float()
 
     return read
 
@@ -90,5 +88,7 @@ def contents(folder: Path) -> Contents:
             f"{folder}/config.json: its quantization_config lacks the weights' num_bits or"
             " group_size; export it again"
         ) from error
-    scheme = f"{bits}-bit {f'g{group}' if group else 'rows'}"
+    prefix = "fp" if weights.get("type") == "float" else ""
+    strategy = {"tensor": "tensor", "block": "blocks"}.get(str(weights.get("strategy")), "rows")
+    scheme = f"{prefix}{bits}-bit {f'g{group}' if group else strategy}"
     return evolve(safetensors_folder.contents(folder), scheme=scheme)

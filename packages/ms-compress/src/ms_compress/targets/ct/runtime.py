@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ms_compress.errors import CompressError, ExportError
 from ms_compress.models.config_file import quantization, read_config
 from ms_compress.targets.ct.cpu import warn_without_vnni
+from ms_compress.targets.ct.write import BFLOAT16_FORMATS
 from ms_compress.targets.libraries import import_library, library_errors
 from ms_compress.targets.target import LayerRun, LayerVisit
 
@@ -31,7 +32,14 @@ class TransformersRuntime:
         self._folder = folder
         if _rounds_inputs(quantization(folder)):
             warn_without_vnni()
-        dtype = _dtype(folder)
+        settings = quantization(folder) or {}
+        # Exact in bfloat16, these weights are computed in float32 here, as all others are.
+        is_bfloat16 = settings.get("format") in BFLOAT16_FORMATS
+        dtype = torch.float32 if is_bfloat16 else _dtype(folder)
+        options = {}
+        if not _is_symmetric(settings):
+            # The library cannot load packed zero points into a model, but dequantizes them.
+            options["quantization_config"] = self._library.CompressedTensorsConfig(dequantize=True)
         with library_errors(folder, "transformers"), _quiet():
             self.model, loading_info = self._library.AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -39,10 +47,14 @@ class TransformersRuntime:
                 local_files_only=True,
                 ignore_mismatched_sizes=True,  # reported in the loading info instead
                 output_loading_info=True,
+                **options,
             )
             _check_loaded(folder, loading_info, strict)
             self.model.train(False)
-            self.logits(torch.zeros(1, 1, dtype=torch.int64))  # decompresses the weights
+            # The first forward decompresses the weights, and later hooks run after that.
+            widen = self.model.register_forward_pre_hook(lambda model, args: _widen(model, dtype))
+            self.logits(torch.zeros(1, 1, dtype=torch.int64))
+            widen.remove()
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -121,6 +133,11 @@ class TransformersRuntime:
         return [int(token) for token in out[0, len(tokens) :]]
 
 
+def _widen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert decompressed weights to the dtype of the other parameters."""
+    model.to(dtype)
+
+
 def _check_loaded(folder: Path, loading_info: Mapping[str, Any], strict: bool) -> None:
     """Raise for missing tensors, which transformers initializes randomly, and unused ones."""
     for problem in ("mismatched", "missing", *(("unexpected",) if strict else ())):
@@ -136,6 +153,13 @@ def _rounds_inputs(settings: Mapping[str, Any] | None) -> bool:
     groups = (settings or {}).get("config_groups")
     values = groups.values() if isinstance(groups, Mapping) else ()
     return any(isinstance(group, Mapping) and group.get("input_activations") for group in values)
+
+
+def _is_symmetric(settings: Mapping[str, Any]) -> bool:
+    groups = settings.get("config_groups")
+    values = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [group.get("weights") for group in values if isinstance(group, Mapping)]
+    return all(args.get("symmetric", True) for args in weights if isinstance(args, Mapping))
 
 
 def _dtype(folder: Path) -> torch.dtype:

@@ -1,8 +1,9 @@
 """Write compressed-tensors folders in Hugging Face format, for transformers and vLLM.
 
-Weights are `pack-quantized`: the codes of a row plus 2^(bits-1) form a bit stream in int32 words,
-lowest bits first. Weights with 8 bits and rounded inputs are `int-quantized`.
-Source: compressed-tensors, `pack_to_int32` and `QuantizationConfig`.
+Integer codes are `pack-quantized`: the codes of a row plus 2^(bits-1) form a bit stream in int32
+words, lowest bits first. With 8 bits and rounded inputs they are `int-quantized`, one per byte. So
+are E4M3 codes; two E2M1 codes share a byte, the first one in its low half. E8M0 scales are bytes.
+Source: compressed-tensors, `pack_to_int32`, `pack_fp4_to_uint8` and `QuantizationConfig`.
 """
 
 import json
@@ -24,12 +25,17 @@ from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantization.layers import prepared_layers
 from ms_compress.quantization.rounding import QuantizedWeight
-from ms_compress.quantization.scheme import Activations, Scheme
+from ms_compress.quantization.scheme import E2M1, Activations, Scheme
 from ms_compress.targets.ct import llama4_experts
 from ms_compress.targets.ct.cpu import warn_without_vnni
 from ms_compress.targets.target import Assets
 
 FILE = "model.safetensors"
+INTEGER_FORMATS = ("pack-quantized", "int-quantized")
+BFLOAT16_FORMATS = ("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
+"""Formats that compressed-tensors dequantizes to bfloat16, which has the exact values."""
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of E2M1 in the order of their bits."""
 
 
 def check(model: WholeModel, assets: Assets) -> None:
@@ -100,10 +106,12 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
             tensors = _tensors(entry, value, model.config)
             for tensor in stored:
                 file.write(tensor.name, tensors[tensor.name])
-    # With a narrower dtype, transformers would round the float32 scales to it.
     dtype_key = "torch_dtype" if "torch_dtype" in model.config else "dtype"
     quantization = _quantization(model)
-    config = {**model.config, dtype_key: "float32", "quantization_config": quantization}
+    # With a narrower dtype, transformers would round float32 scales to it; with a wider one, its
+    # layers would reject weights that are dequantized to bfloat16.
+    dtype = "bfloat16" if quantization["format"] in BFLOAT16_FORMATS else "float32"
+    config = {**model.config, dtype_key: dtype, "quantization_config": quantization}
     text = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
     write_synced(folder / "config.json", text)
     sync_folder(folder)
@@ -118,6 +126,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 32)))
     words = np.packbits(flat, axis=-1, bitorder="little").view("<i4")
     return torch.from_numpy(words.astype(np.int32))
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Pack E2M1 codes (N, K) of any floating-point dtype into (N, K / 2) uint8."""
+    values = codes.float()
+    bits = torch.bucketize(values.abs(), torch.tensor(E2M1_VALUES)) + 8 * values.signbit()
+    return (bits[:, ::2] | (bits[:, 1::2] << 4)).to(torch.uint8)
 
 
 def _passes(model: WholeModel) -> Iterator[tuple[WholeTensor, list[TensorEntry]]]:
@@ -141,14 +156,27 @@ def _stored(entry: WholeTensor, config: Mapping[str, Any]) -> Iterator[TensorEnt
         yield TensorEntry(name=entry.name, shape=entry.shape, dtype=entry.dtype)
         return
     rows, features = entry.shape
-    if _is_packed(entry):
-        packed = (rows, -(-features * entry.scheme.bits // 32))
-        yield TensorEntry(name=f"{entry.module}.weight_shape", shape=(2,), dtype=torch.int64)
-        yield TensorEntry(name=f"{entry.module}.weight_packed", shape=packed, dtype=torch.int32)
+    prefix, scheme, storage = f"{entry.module}.weight", entry.scheme, _format(entry)
+    if storage == "pack-quantized":
+        packed = (rows, -(-features * scheme.num_bits // 32))
+        yield TensorEntry(name=f"{prefix}_shape", shape=(2,), dtype=torch.int64)
+        yield TensorEntry(name=f"{prefix}_packed", shape=packed, dtype=torch.int32)
+    elif scheme.element is E2M1:
+        yield TensorEntry(name=f"{prefix}_packed", shape=(rows, features // 2), dtype=torch.uint8)
     else:
-        yield TensorEntry(name=entry.name, shape=entry.shape, dtype=torch.int8)
-    scales = (rows, features // entry.scheme.group_of(features))
-    yield TensorEntry(name=f"{entry.module}.weight_scale", shape=scales, dtype=entry.scheme.dtype)
+        yield TensorEntry(name=entry.name, shape=entry.shape, dtype=scheme.code_dtype)
+    scale_shape = scheme.scale_shape(rows, features)
+    scale_dtype = torch.uint8 if scheme.dtype == torch.float8_e8m0fnu else scheme.dtype
+    yield TensorEntry(
+        name=f"{prefix}_scale",
+        shape=(1,) if scheme.strategy == "tensor" else scale_shape,
+        dtype=scale_dtype,
+    )
+    if not scheme.symmetric:
+        zeros = (-(-rows * scheme.num_bits // 32), scale_shape[1])
+        yield TensorEntry(name=f"{prefix}_zero_point", shape=zeros, dtype=torch.int32)
+    if scheme.strategy == "tensor_group":
+        yield TensorEntry(name=f"{prefix}_global_scale", shape=(1,), dtype=torch.float32)
 
 
 def _tensors(
@@ -159,13 +187,24 @@ def _tensors(
     if isinstance(value, Tensor):
         return {entry.name: value}
     assert entry.scheme is not None
-    if not _is_packed(entry):
-        return {f"{entry.module}.weight_scale": value.scales, entry.name: value.codes}
-    return {
-        f"{entry.module}.weight_shape": torch.tensor(entry.shape),
-        f"{entry.module}.weight_packed": pack(value.codes, entry.scheme.bits),
-        f"{entry.module}.weight_scale": value.scales,
-    }
+    prefix, scheme, storage = f"{entry.module}.weight", entry.scheme, _format(entry)
+    scales = value.scales.flatten() if scheme.strategy == "tensor" else value.scales
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    tensors = {f"{prefix}_scale": scales}
+    if storage == "pack-quantized":
+        tensors[f"{prefix}_shape"] = torch.tensor(entry.shape)
+        tensors[f"{prefix}_packed"] = pack(value.codes, scheme.num_bits)
+    elif scheme.element is E2M1:
+        tensors[f"{prefix}_packed"] = pack_e2m1(value.codes)
+    else:
+        tensors[entry.name] = value.codes
+    if value.zeros is not None:
+        # Zero points are packed along the rows of the weight.
+        tensors[f"{prefix}_zero_point"] = pack(value.zeros.t().contiguous(), scheme.num_bits).t()
+    if value.global_scale is not None:
+        tensors[f"{prefix}_global_scale"] = value.global_scale
+    return tensors
 
 
 def _quantization(model: WholeModel) -> dict[str, Any]:
@@ -181,43 +220,55 @@ def _quantization(model: WholeModel) -> dict[str, Any]:
     if model.is_tied:
         # A tied head is an nn.Linear as well, but the file has no codes for it.
         ignored.append(HEAD)
+    storage = _format(first)
+    group = {
+        "targets": ["Linear"],
+        "weights": _arguments(scheme),
+        "input_activations": first.activations and _arguments(first.activations),
+        "output_activations": None,
+    }
+    if storage not in INTEGER_FORMATS or scheme.format is not None:
+        group["format"] = storage  # otherwise the library infers it
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized" if _is_packed(first) else "int-quantized",
+        "format": storage,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
         "ignore": ignored,
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": _arguments(scheme),
-                "input_activations": first.activations and _arguments(first.activations),
-                "output_activations": None,
-            }
-        },
+        "config_groups": {"group_0": group},
     }
 
 
-def _is_packed(entry: WholeTensor) -> bool:
-    """Return whether codes are packed; transformers needs rounded inputs for unpacked codes."""
+def _format(entry: WholeTensor) -> str:
+    """Return the library's name of the format in which a weight is stored."""
     assert entry.scheme is not None
-    return entry.scheme.bits < 8 or entry.activations is None
+    if entry.scheme.format is not None:
+        return entry.scheme.format
+    # transformers needs rounded inputs for unpacked integer codes.
+    packed = entry.scheme.num_bits < 8 or entry.activations is None
+    return "pack-quantized" if packed else "int-quantized"
 
 
 def _arguments(rule: Scheme | Activations) -> dict[str, Any]:
     """Return the library's `QuantizationArgs` for a weight or an input."""
-    dynamic = isinstance(rule, Activations)
-    by_row = "token" if dynamic else "channel"
-    return {
-        "num_bits": rule.bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": by_row if rule.group is None else "group",
-        "group_size": rule.group,
+    is_weight = isinstance(rule, Scheme)
+    dynamic = not is_weight
+    arguments = {
+        "num_bits": rule.num_bits,
+        "type": rule.type,
+        "symmetric": rule.symmetric if isinstance(rule, Scheme) else True,
+        "strategy": rule.strategy,
+        "group_size": rule.group_size,
         "dynamic": dynamic,
         "actorder": None,
-        "block_structure": None,
+        "block_structure": rule.block_structure if isinstance(rule, Scheme) else None,
         "observer": None if dynamic else "minmax",
         "observer_kwargs": {},
     }
+    # The library computes with E8M0 scales as uint8 exponents; other narrow dtypes have their name.
+    if rule.scale_dtype == "float8_e8m0fnu":
+        arguments["scale_dtype"] = "torch.uint8"
+    elif rule.scale_dtype == "float8_e4m3fn":
+        arguments["scale_dtype"] = "torch.float8_e4m3fn"
+    return arguments

@@ -9,8 +9,8 @@ from attrs import evolve
 from ms_compress.quantization.scheme import Activations, Scheme
 
 Q8_BLOCKS = Activations(
-    bits=8,
-    group=32,
+    num_bits=8,
+    group_size=32,
     low=-127,
     high=127,
     scale_dtype="float16",
@@ -19,8 +19,8 @@ Q8_BLOCKS = Activations(
 Q8_0 = Scheme(
     name="gguf.q8_0",
     target="gguf",
-    bits=8,
-    group=32,
+    num_bits=8,
+    group_size=32,
     groups=(32,),
     low=-127,
     high=127,
@@ -34,7 +34,7 @@ Q8_0 = Scheme(
 Q4_0 = evolve(
     Q8_0,
     name="gguf.q4_0",
-    bits=4,
+    num_bits=4,
     low=-8,
     high=7,
     signed_peak=True,

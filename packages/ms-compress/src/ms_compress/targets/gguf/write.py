@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from ms_compress.errors import ExportError
@@ -146,10 +147,10 @@ def _bytes(entry: WholeTensor, value: QuantizedWeight | Tensor, config: DecoderC
         return plain.contiguous().numpy()
     assert entry.scheme is not None
     if heads is not None:
-        value = QuantizedWeight(
-            codes=permuted(value.codes, heads), scales=permuted(value.scales, heads)
+        value = evolve(
+            value, codes=permuted(value.codes, heads), scales=permuted(value.scales, heads)
         )
-    return pack(value, entry.scheme.bits)
+    return pack(value, entry.scheme.num_bits)
 
 
 def _add_info(
@@ -160,7 +161,7 @@ def _add_info(
         writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * count)
         return
     types = gguf.GGMLQuantizationType
-    ggml_type = types.Q8_0 if entry.scheme.bits == 8 else types.Q4_0
+    ggml_type = types.Q8_0 if entry.scheme.num_bits == 8 else types.Q4_0
     block, size = gguf.GGML_QUANT_SIZES[ggml_type]
     rows, features = shape
     # The library needs the shape in bytes: `size` bytes for each block of weights.
@@ -188,7 +189,7 @@ def _add_metadata(writer: Any, gguf: Any, config: DecoderConfig, model: WholeMod
     file_types = gguf.LlamaFileType
     file_type = file_types.ALL_F32
     if schemes:
-        file_type = file_types.MOSTLY_Q8_0 if schemes[0].bits == 8 else file_types.MOSTLY_Q4_0
+        file_type = file_types.MOSTLY_Q8_0 if schemes[0].num_bits == 8 else file_types.MOSTLY_Q4_0
     writer.add_file_type(file_type)
     if config.linear_factor is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)

@@ -8,8 +8,8 @@ from ms_compress.quantization.scheme import Scheme
 MATMUL_NBITS = Scheme(
     name="ort.matmulnbits",
     target="ort",
-    bits=4,
-    group=32,
+    num_bits=4,
+    group_size=32,
     groups=(16, 32, 64, 128, 256),
     low=-8,
     high=7,
