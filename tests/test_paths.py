@@ -65,7 +65,8 @@ TEXT_FIELDS = {
     ),
     *("offload", "sharding", "save_dtype"),
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "ignore"),
-    *("start", "method", "title", "name", "target", "scale_dtype", "text_column", "decay"),
+    *("start", "method", "title", "name", "target", "scale_dtype", "format", "text_column"),
+    *("decay",),
     *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),
     *("device", "ops", "sample_prompt", "arguments", "metrics", "balance", "runtime"),
     *(

@@ -13,25 +13,42 @@ from compressed_tensors.quantization.utils import calculate_qparams, compute_dyn
 from models import decoder, llama, qwen3, tokens
 from torch import Tensor, nn
 
-from ms_compress import LayerError, SchemeError, export, gptq, qat, verify
+from ms_compress import (
+    ExportError,
+    LayerError,
+    SchemeError,
+    calibrate_inputs,
+    export,
+    gptq,
+    qat,
+    verify,
+)
 from ms_compress.models.logits import model_logits
 from ms_compress.quantization.layers import FACTOR, prepared_layers
-from ms_compress.quantization.rounding import quantize_weight, round_activations
+from ms_compress.quantization.rounding import (
+    calibrated_scale,
+    quantize_weight,
+    round_activations,
+)
 from ms_compress.quantization.scheme import Activations, Scheme
 from ms_compress.targets.ct.write import _arguments as library_arguments
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
+from ms_parallel.models import architecture, build_model
+from ms_parallel.weights import initialize
 
 NAMES = (
     "ct.w4a16_asym_g32",
     "ct.w4a16_asym_g128",
     "ct.w4afp8_g128",
+    "ct.fp8",
     "ct.fp8_dynamic",
     "ct.fp8_block",
     "ct.mxfp8",
     "ct.mxfp8a16",
     "ct.mxfp4",
     "ct.mxfp4a16",
+    "ct.nvfp4",
     "ct.nvfp4a16",
 )
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -58,7 +75,9 @@ def weights(size: float) -> Tensor:
 def library_parameters(weight: Tensor, rule: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:
     """Scales, zero points and global scale from the library, with our global scale."""
     arguments = QuantizationArgs(**library_arguments(rule))
-    if rule.block_structure is not None:
+    if rule.strategy == "tensor":
+        low, high = weight.min().view(1, 1), weight.max().view(1, 1)
+    elif rule.block_structure is not None:
         height, width = rule.block_structure
         padded = nn.functional.pad(weight, (0, -FEATURES % width, 0, -ROWS % height))
         cells = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
@@ -109,20 +128,41 @@ def test_codes_and_scales_of_weights_equal_the_library(name: str, size: float) -
         Activations(num_bits=8, type="float", group_size=128),
         Activations(num_bits=8, type="float", group_size=32, scale_dtype="float8_e8m0fnu"),
         Activations(num_bits=4, type="float", group_size=32, scale_dtype="float8_e8m0fnu"),
+        *(rule for name in ("ct.fp8", "ct.nvfp4") if (rule := scheme(name).activations)),
     ],
-    ids=["fp8 token", "fp8 group", "mxfp8", "mxfp4"],
+    ids=["fp8 token", "fp8 group", "mxfp8", "mxfp4", "fp8", "nvfp4"],
 )
 def test_inputs_are_rounded_as_in_the_library(rule: Activations, size: float) -> None:
-    """`compute_dynamic_scales_and_zp` and `fake_quantize`, bit for bit; a zero token too."""
+    """`compute_dynamic_scales_and_zp` and `fake_quantize`, bit for bit; a zero token too.
+
+    The calibration saw half of the largest input, so that static scales saturate.
+    """
     x = weights(size).view(4, 40, FEATURES)
+    peak = x.abs().max() / 2
+    stored = calibrated_scale(peak, rule) if rule.is_calibrated else None
+    global_scale = stored if rule.dynamic == "local" else None
     arguments = QuantizationArgs(**library_arguments(rule))
-    scales, zeros = compute_dynamic_scales_and_zp(x, arguments, nn.Linear(1, 1))
-    expected = fake_quantize(x=x, scale=scales, zero_point=zeros, args=arguments)
-    assert torch.equal(round_activations(x, rule), expected)
+    if rule.dynamic is False:
+        assert stored is not None
+        scales, zeros = stored, torch.zeros(1)
+    else:
+        scales, zeros = compute_dynamic_scales_and_zp(
+            x, arguments, nn.Linear(1, 1), global_scale=global_scale
+        )
+    expected = fake_quantize(
+        x=x, scale=scales, zero_point=zeros, args=arguments, global_scale=global_scale
+    )
+    assert torch.equal(round_activations(x, rule, None, peak), expected)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        *((name, "ms_parallel") for name in NAMES),
+        *((name, "llama tied") for name in ("ct.fp8", "ct.mxfp4", "ct.w4a16_asym_g128")),
+        *((name, "qwen3") for name in ("ct.fp8_dynamic", "ct.nvfp4")),
+    ],
+)
 def test_transformers_computes_the_same_logits(name: str, model: str, tmp_path: Path) -> None:
     """With learned scales after training, in float32: the difference is 0.0."""
     torch.manual_seed(1)
@@ -130,9 +170,34 @@ def test_transformers_computes_the_same_logits(name: str, model: str, tmp_path: 
     for parameter_name, parameter in prepared.named_parameters():
         if parameter_name.endswith(FACTOR):
             parameter.data.normal_(0, 0.05)
+    calibrate_inputs(prepared, [tokens(seed=3)])
     folder = export(prepared, tmp_path / "out", target=name, verify=True)
     expected = model_logits(prepared, tokens())
     assert torch.equal(open_runtime(folder, "ct").logits(tokens()), expected)
+
+
+def test_training_raises_calibrated_input_scales_and_evaluation_does_not() -> None:
+    """Inputs beyond the scale saturate in evaluation; those of training are observed."""
+    layer = qat(nn.Sequential(nn.Linear(128, 8)), "ct.fp8")
+    prepared = layer[0]
+    x = torch.randn(2, 3, 128)
+    layer.train()
+    layer(x)
+    assert float(prepared.input_peak) == float(x.abs().max())
+    layer.eval()
+    larger = layer(4 * x)
+    assert float(prepared.input_peak) == float(x.abs().max())
+    layer.train()
+    assert not torch.equal(layer(4 * x), larger)
+    assert float(prepared.input_peak) == float(4 * x.abs().max())
+
+
+def test_export_without_calibrated_inputs_is_rejected_in_one_line(tmp_path: Path) -> None:
+    """The message names the layer and the function that is missing; no folder is left."""
+    with pytest.raises(LayerError, match=r"ct\.fp8 needs a calibrated.*calibrate_inputs") as error:
+        export(qat(decoder(1), "ct.fp8"), tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["ct.fp8_dynamic", "ct.mxfp8", "ct.nvfp4a16"])
@@ -182,6 +247,19 @@ def test_a_layer_that_does_not_fit_is_rejected_in_one_line() -> None:
         assert type(model[0]) is nn.Linear
     with pytest.raises(SchemeError, match=r"unknown scheme 'ct\.fp8_dinamic'.*ct\.fp8_dynamic"):
         scheme("ct.fp8_dinamic")
+
+
+@pytest.mark.parametrize("name", ["ct.fp8", "ct.fp8_block", "ct.nvfp4a16"])
+def test_scales_over_rows_cannot_be_stored_for_fused_matrices(name: str, tmp_path: Path) -> None:
+    """Phi-3's folder has q, k and v in one tensor, whose scales would have to be common."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 64}
+    model = build_model(architecture("phi3", {**sizes, **heads}))
+    initialize(model, 0)
+    prepared = qat(model, name)
+    with pytest.raises(ExportError, match=r"common scales.*ct\.fp8_dynamic") as error:
+        export(prepared, tmp_path / "out")
+    assert "\n" not in str(error.value)
 
 
 def test_a_scheme_whose_fields_contradict_each_other_is_rejected() -> None:

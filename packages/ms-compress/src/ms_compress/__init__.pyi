@@ -12,6 +12,7 @@ from .errors import (
     VerifyError,
 )
 from .evaluation.perplexity import perplexity
+from .methods.calibration import calibrate_inputs
 from .methods.gptq import gptq
 from .methods.pruning import (
     GradualPruning,
@@ -50,6 +51,7 @@ __all__ = [
     "Tuning",
     "VerifyError",
     "__version__",
+    "calibrate_inputs",
     "cut_student",
     "distillation_loss",
     "export",

@@ -56,7 +56,8 @@ def _check_inputs(run: Any) -> None:
     if model is not None and (problem := missing_model(str(model))) is not None:
         raise ConfigError(f"model must be a local folder: {problem}")
     expected = "a folder of shards, conversations in JSON Lines, or a JSON list of tokens"
-    unread = getattr(run, "method", None) == "rtn"  # rounding to nearest does not read data
+    # Rounding to nearest reads no data, except for calibrated inputs.
+    unread = getattr(run, "method", None) == "rtn" and not run.has_calibrated_inputs
     if (
         dataset is not None
         and not unread

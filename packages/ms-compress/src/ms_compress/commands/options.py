@@ -135,7 +135,18 @@ class QuantizeRun(SchemeRun):
     by_loss: bool = field(default=False, validator=flag)
     """GPTQ weights errors by their effect on the model's predictions."""
 
+    @property
+    def has_calibrated_inputs(self) -> bool:
+        """Whether the scheme's input scales come from calibration tokens."""
+        inputs = self.scheme.activations if self.activations else None
+        return inputs is not None and inputs.is_calibrated
+
     def __attrs_post_init__(self) -> None:
+        if self.has_calibrated_inputs and self.dataset is None:
+            raise ConfigError(
+                f"scheme {self.scheme} needs calibration tokens for its input scales; set dataset,"
+                " or use a scheme without calibration such as ct.fp8_dynamic or ct.nvfp4a16"
+            )
         if self.method == "gptq" and (self.embeddings or self.head):
             raise ConfigError(
                 "method='gptq' quantizes only decoder layers; set embeddings and head to false"

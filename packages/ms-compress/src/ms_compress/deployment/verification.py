@@ -23,11 +23,11 @@ from ms_compress.errors import ExportError, VerifyError
 from ms_compress.files.tokenizer_source import TokenizerSource
 from ms_compress.files.untrusted import check_path
 from ms_compress.models.logits import model_logits, vocabulary_of
+from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.models.wrappers import unwrapped
 from ms_compress.quantization.layers import prepared_layers
 from ms_compress.quantization.rounding import QuantizedWeight, round_activations
-from ms_compress.quantization.scheme import Activations
 from ms_compress.targets.target import LayerRun, Reader, Target, TextRuntime, find_target
 from ms_compress.targets.tokenizer_json import encoder
 from ms_compress.text_ends import read_tokenizer, text_ends
@@ -179,7 +179,7 @@ def check_layers(
             else None
         )
         if isinstance(weight, QuantizedWeight):  # only rank 0 gets the weight, and compares
-            error = _layer_error(run, weight, bias, entry.activations)
+            error = _layer_error(run, weight, bias, entry)
             error_by_layer[run.name] = max(error_by_layer.get(run.name, 0.0), error)
             if not error <= 1.0:
                 raise VerifyError(
@@ -200,19 +200,20 @@ def check_layers(
     )
 
 
-def _layer_error(
-    run: LayerRun, weight: QuantizedWeight, bias: object, activations: Activations | None
-) -> float:
+def _layer_error(run: LayerRun, weight: QuantizedWeight, bias: object, entry: WholeTensor) -> float:
     """Return the largest difference of a layer's output, as a fraction of the allowed one."""
     x, w = run.x, weight.weight().double()
-    rounded = (x if activations is None else round_activations(x, activations)).double()
+    if entry.activations is not None:
+        peak = None if entry.input_peak is None else torch.tensor(entry.input_peak)
+        x = round_activations(x, entry.activations, None, peak)
+    rounded = x.double()
     expected = rounded @ w.T  # (..., N), in float64
     allowed = sum_bound(rounded, w)
     if isinstance(bias, Tensor) and run.has_bias:
         expected, allowed = expected + bias.double(), allowed + EPS * bias.double().abs()
     if run.input_group is not None:
         # Rounding to the nearest of 255 codes changes an input by at most half a step.
-        groups = x.double().abs().view(*x.shape[:-1], -1, run.input_group)
+        groups = run.x.double().abs().view(*x.shape[:-1], -1, run.input_group)
         half_step = (groups.amax(-1, keepdim=True) / 127 / 2).expand_as(groups).flatten(-2)
         allowed = allowed + half_step @ w.T.abs()
     difference = (run.out.double() - expected).abs()

@@ -1,14 +1,16 @@
 """`ms-compress quantize`: round a trained model without further training, and export it."""
 
+import torch
 from torch import nn
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import QuantizeRun
-from ms_compress.jobs.dataset import check_tokenizers
+from ms_compress.jobs.dataset import calibration_rows, check_tokenizers
 from ms_compress.jobs.finish import check_exportable, finish
 from ms_compress.jobs.loading import load
 from ms_compress.jobs.methods import prepare, round_by_gptq
 from ms_compress.jobs.output import run_output
+from ms_compress.methods.calibration import calibrate_inputs
 from ms_compress.methods.qat import fit_scales
 
 
@@ -35,5 +37,8 @@ def _round(model: nn.Module, options: QuantizeRun) -> None:
         )
         return
     prepare(model, options, learned_scales=options.fit_scales)
+    if options.has_calibrated_inputs:
+        rows = calibration_rows(options, model)
+        calibrate_inputs(model, torch.split(rows, options.tuning.batch_size))
     if options.fit_scales:
         fit_scales(model)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ms_compress.errors import CalibrationError
-from ms_compress.models.logits import check_tokens, evaluating
+from ms_compress.models.logits import check_tokens, evaluating, next_token_logits
 from ms_compress.models.selection import blocks_of
+from ms_compress.quantization.layers import prepared_layers
 
 Statistic = Callable[[Tensor | None, Tensor], Tensor]
 """Accumulate inputs (T, K) float32 into a layer's statistic (None for the first batch)."""
@@ -79,6 +80,46 @@ def walk(
             hidden = [_run(block, x, call) for x, call in zip(hidden, layer_calls, strict=True)]
         if progress is not None:
             progress(len(calls), len(calls))
+
+
+@torch.no_grad()
+def calibrate_inputs(model: nn.Module, batches: Sequence[Tensor]) -> None:
+    """Set the input scales of prepared layers from their largest inputs in the float model.
+
+    Only schemes with static inputs, such as `ct.fp8` and `ct.nvfp4`, have such scales; for others
+    nothing is computed. Larger inputs saturate. Training raises the scales to its largest inputs
+    too.
+
+    Args:
+        model: a complete prepared decoder from ms-parallel or transformers.
+        batches: tokens, (B, S) int64 each.
+
+    Raises:
+        CalibrationError: no tokens are given, or an input is NaN or infinite.
+        DataError: a token is outside the model's vocabulary.
+    """
+    layers = {name: layer for name, layer in prepared_layers(model) if layer.input_peak is not None}
+    if not layers:
+        return
+    check_calibration(model, batches, set(layers))
+    device = next(model.parameters()).device
+    for layer in layers.values():
+        layer.quantizing, layer.calibrating = False, True
+    try:
+        with evaluating(model):
+            for batch in batches:
+                next_token_logits(model, batch.to(device))
+    finally:
+        for layer in layers.values():
+            layer.quantizing, layer.calibrating = True, False
+    for name, layer in layers.items():
+        peak = layer.input_peak
+        if peak is not None and not bool(torch.isfinite(peak)):
+            peak.zero_()
+            raise CalibrationError(
+                f"{name}: its calibration input has NaN or infinite values; check the weights"
+                " before it, and the tokens"
+            )
 
 
 def check_calibration(model: nn.Module, batches: Sequence[Tensor], targets: Container[str]) -> None:

@@ -16,7 +16,7 @@ from attrs import field, frozen
 from torch import Tensor, nn
 
 from ms_compress.errors import CalibrationError
-from ms_compress.methods.calibration import check_calibration, walk
+from ms_compress.methods.calibration import calibrate_inputs, check_calibration, walk
 from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
 from ms_compress.methods.qat import qat
 from ms_compress.models.selection import select
@@ -86,6 +86,7 @@ def gptq(
     )
     check_calibration(model, batches, {name for name, _ in select(model, ignore)})
     qat(model, scheme_name, ignore=ignore, activations=activations, learned_scales=True)
+    calibrate_inputs(model, batches)
     targets = {name for name, layer in prepared_layers(model) if layer.scheme is not None}
     walk(model, batches, _add_outer, rounding.visit, targets, rounding.begin, progress)
 

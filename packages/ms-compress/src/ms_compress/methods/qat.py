@@ -209,7 +209,9 @@ class _HeadInput:
 
     def __call__(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         activations = self.head.rule.activations
-        return output if activations is None else fake_input(output, activations)
+        if activations is None:
+            return output
+        return fake_input(output, activations, self.head.observe(output))
 
 
 def _runs_as_is_in_transformers(model: nn.Module, name: str) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ExportError
 from ms_compress.models.wrappers import bare_name
-from ms_compress.quantization.layers import FACTOR, Prepared, local_part
+from ms_compress.quantization.layers import FACTOR, INPUT_PEAK, Prepared, local_part
 from ms_compress.quantization.scheme import Activations, Scheme
 
 
@@ -44,6 +44,8 @@ class WholeTensor:
     activations: Activations | None
     """Input rounding of the layer."""
     shards: tuple[Shard, ...]
+    input_peak: float | None = None
+    """Largest input magnitude of the layer, if its input scales are calibrated."""
 
     @property
     def module(self) -> str:
@@ -54,7 +56,8 @@ class WholeTensor:
 def local_tensors(stage: nn.Module) -> Iterator[tuple[WholeTensor, nn.Module, Tensor]]:
     """Yield a stage's local shards: description, layer and tensor.
 
-    These are parameters and persistent buffers, without learned scales, which files do not have.
+    These are parameters and persistent buffers, without learned scales and calibrated inputs, which
+    files have in another form.
     """
     for path, layer in stage.named_modules():
         prefix = bare_name(path)
@@ -64,7 +67,7 @@ def local_tensors(stage: nn.Module) -> Iterator[tuple[WholeTensor, nn.Module, Te
             if key not in layer._non_persistent_buffers_set
         )
         for key, tensor in (*layer.named_parameters(recurse=False), *persistent):
-            if key != FACTOR:
+            if key not in (FACTOR, INPUT_PEAK):
                 name = f"{prefix}.{key}" if prefix else key
                 yield _describe(name, layer, tensor), layer, tensor
 
@@ -80,6 +83,7 @@ def _describe(name: str, layer: nn.Module, tensor: Tensor) -> WholeTensor:
     layer_kinds = {nn.Linear: "linear", nn.Embedding: "embedding"}
     is_weight = name.rpartition(".")[2] == "weight"
     prepared = layer if isinstance(layer, Prepared) and is_weight else None
+    peak = None if prepared is None else prepared.input_peak
     return WholeTensor(
         name=name,
         shape=tuple(tensor.shape),
@@ -88,6 +92,7 @@ def _describe(name: str, layer: nn.Module, tensor: Tensor) -> WholeTensor:
         scheme=None if prepared is None else prepared.scheme,
         activations=None if prepared is None else prepared.activations,
         shards=(shard,),
+        input_peak=None if peak is None else float(peak),
     )
 
 
@@ -123,7 +128,11 @@ def merge(by_rank: list[dict[str, WholeTensor]]) -> dict[str, WholeTensor]:
                 f"{name}: the processes have {covered} of {torch.Size(first.shape).numel()} values;"
                 " export from every process of the layout"
             )
-        merged[name] = evolve(first, shards=tuple(shards.values()))
+        # Processes with other rows of a batch have observed other inputs.
+        peaks = [holder.input_peak for holder in holders if holder.input_peak is not None]
+        merged[name] = evolve(
+            first, shards=tuple(shards.values()), input_peak=max(peaks, default=None)
+        )
     return merged
 
 

@@ -75,14 +75,14 @@ class FakeInput(torch.autograd.Function):
     """Quantize the input of a linear layer, with a straight-through gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activations: Activations) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activations: Activations, input_peak: Tensor | None) -> Tensor:
         """Round (..., K) to the same shape."""
-        return round_activations(x, activations)
+        return round_activations(x, activations, None, input_peak)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Pass the gradient through."""
-        return gradient, None
+        return gradient, None, None
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -106,9 +106,12 @@ class FakeLinear(torch.autograd.Function):
         bias: Tensor | None,
         rule: Rule,
         reduce_max: Reduce | None,
+        input_peak: Tensor | None,
     ) -> Tensor:
         """Map (..., K) to (..., N)."""
-        rounded = x if rule.activations is None else _inputs.of(x, rule.activations, reduce_max)
+        rounded = x
+        if rule.activations is not None:
+            rounded = _inputs.of(x, rule.activations, reduce_max, input_peak)
         rounded = _autocast(rounded)
         ctx.save_for_backward(rounded, weight, factor, mask)
         ctx.rule = rule
@@ -130,7 +133,7 @@ class FakeLinear(torch.autograd.Function):
             grad_weight, grad_factor = gradients(product, weight, factor, mask, ctx.rule)
         if needs_grad[4]:
             grad_bias = flat.sum(0)
-        return grad_x, grad_weight, grad_factor, None, grad_bias, None, None
+        return grad_x, grad_weight, grad_factor, None, grad_bias, None, None, None
 
 
 class _Inputs:
@@ -143,11 +146,18 @@ class _Inputs:
         # One tuple, read and replaced atomically, as other threads have other inputs.
         self._last: tuple[weakref.ref[Tensor], tuple[object, ...], Tensor] | None = None
 
-    def of(self, x: Tensor, activations: Activations, reduce_max: Reduce | None) -> Tensor:
+    def of(
+        self,
+        x: Tensor,
+        activations: Activations,
+        reduce_max: Reduce | None,
+        input_peak: Tensor | None,
+    ) -> Tensor:
         """Return the rounded input, cached or new."""
-        # A compiler eliminates the repeated computation; inference tensors have no version.
-        if torch.compiler.is_compiling() or x.is_inference():
-            return round_activations(x, activations, reduce_max)
+        # A compiler eliminates the repeated computation; inference tensors have no version; and
+        # layers that share an input may be calibrated differently.
+        if torch.compiler.is_compiling() or x.is_inference() or activations.is_calibrated:
+            return round_activations(x, activations, reduce_max, input_peak)
         # An in-place change of the tensor raises its version.
         key = (x._version, activations, reduce_max is None)
         last = self._last
@@ -176,9 +186,9 @@ def max_over_group(group: dist.ProcessGroup) -> Reduce:
     return reduce_max
 
 
-def fake_input(x: Tensor, activations: Activations) -> Tensor:
+def fake_input(x: Tensor, activations: Activations, input_peak: Tensor | None = None) -> Tensor:
     """Quantize an input as the target does, with a straight-through gradient."""
-    return FakeInput.apply(x, activations)  # type: ignore[no-untyped-call,no-any-return]
+    return FakeInput.apply(x, activations, input_peak)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def fake_weight(
@@ -204,6 +214,7 @@ def fake_linear(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     reduce_max: Reduce | None = None,
+    input_peak: Tensor | None = None,
 ) -> Tensor:
     """Compute a linear layer as the target does, (..., K) to (..., N); see `fake_weight`.
 
@@ -215,5 +226,8 @@ def fake_linear(
         mask: (N, K) bool.
         bias: (N,).
         reduce_max: maximum over the processes, if a token's features are split over several.
+        input_peak: (), largest input magnitude of the calibration, if the rule uses one.
     """
-    return FakeLinear.apply(x, weight, factor, mask, bias, rule, reduce_max)  # type: ignore[no-untyped-call,no-any-return]
+    return FakeLinear.apply(  # type: ignore[no-untyped-call,no-any-return]
+        x, weight, factor, mask, bias, rule, reduce_max, input_peak
+    )

@@ -22,10 +22,15 @@ from ms_compress.quantization.fake_quantization import (
     fake_weight,
     max_over_group,
 )
+from ms_compress.quantization.rounding import Reduce
 from ms_compress.quantization.scheme import Activations, Scheme
 
 FACTOR = "scale_factor"
 """Parameter (R, G) whose exponential multiplies the scales, if scales are learned."""
+
+
+INPUT_PEAK = "input_amax"
+"""Buffer () with the largest magnitude of a layer's inputs, if their scales are calibrated."""
 
 
 class Prepared(nn.Module):
@@ -36,6 +41,8 @@ class Prepared(nn.Module):
     activations: Activations | None
     quantizing: bool
     """False during the float part of a float-then-quantized schedule."""
+    calibrating: bool
+    """Observe inputs in evaluation mode too."""
     layer_name: str
     local_mask: Tensor | None
     """The mask, on the device where it was last used. Not a buffer, so that it survives `to_empty`;
@@ -59,6 +66,20 @@ class Prepared(nn.Module):
     def factor(self) -> Tensor | None:
         """(R, G), or None if the scales are not learned."""
         return self._parameters.get(FACTOR)
+
+    @property
+    def input_peak(self) -> Tensor | None:
+        """() float32, 0 before the calibration; None if input scales need none."""
+        return self._buffers.get(INPUT_PEAK)
+
+    def observe(self, x: Tensor, reduce_max: Reduce | None = None) -> Tensor | None:
+        """Return the largest input magnitude, which inputs of training and calibration raise."""
+        peak = self.input_peak
+        if peak is not None and (self.training or self.calibrating):
+            largest = x.detach().abs().amax().float()
+            largest = largest if reduce_max is None else reduce_max(largest)
+            peak.copy_(torch.maximum(peak, largest))
+        return peak
 
     @property
     def mask(self) -> Tensor | None:
@@ -164,7 +185,13 @@ class PreparedLinear(Prepared, nn.Linear):
             return _split_linear(self, x)
         self.compute_dtype = self.weight.dtype
         return fake_linear(
-            x, self.weight, self.rule, factor=self.factor, mask=self.mask, bias=self.bias
+            x,
+            self.weight,
+            self.rule,
+            factor=self.factor,
+            mask=self.mask,
+            bias=self.bias,
+            input_peak=self.observe(x),
         )
 
 
@@ -211,9 +238,11 @@ def prepare_layer(
         layer.scheme = layer.activations = layer.local_mask = None  # type: ignore[assignment]
         layer.compute_dtype = layer.input_ndim = None  # type: ignore[assignment]
     assert isinstance(layer, Prepared)
-    layer.quantizing, layer.layer_name = True, name
+    layer.quantizing, layer.calibrating, layer.layer_name = True, False, name
     if scheme is not None:
         layer.scheme, layer.activations = scheme, activations
+        if activations is not None and activations.is_calibrated and layer.input_peak is None:
+            layer.register_buffer(INPUT_PEAK, torch.zeros((), device=weight.device))
         if learned_scales and layer.factor is None:
             layer.register_parameter(FACTOR, _factor(weight, scheme))
     return layer
@@ -387,6 +416,7 @@ def _split_linear(layer: PreparedLinear, x: Tensor) -> Tensor:
         mask=layer.mask,
         bias=local_bias,
         reduce_max=reduce_max,
+        input_peak=layer.observe(local_x, reduce_max),
     )
     output_placement = Partial() if by_columns else (Shard(x.ndim - 1) if by_rows else Replicate())
     result: Any = DTensor.from_local(out, mesh, [output_placement], run_check=False)

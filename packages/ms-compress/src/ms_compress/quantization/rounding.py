@@ -229,19 +229,30 @@ def scale_gradient(
 
 
 @torch.no_grad()
-def round_activations(x: Tensor, rule: Activations, reduce_max: Reduce | None = None) -> Tensor:
+def round_activations(
+    x: Tensor,
+    rule: Activations,
+    reduce_max: Reduce | None = None,
+    input_peak: Tensor | None = None,
+) -> Tensor:
     """Round an input to the target's values.
 
     Args:
         x: (..., K); the group divides K.
         rule: the target's activation rounding.
         reduce_max: maximum over the processes, if a token's features are split over several.
+        input_peak: () float32, largest input magnitude of the calibration; None if the rule does
+            not use one.
     """
     groups = _grouped(x.float(), rule.group_size)
     out = groups.abs()  # the only copy, reused below: each pass costs up to 3% of a matmul
-    peak = out.amax(-1, keepdim=True)  # (..., groups, 1)
-    if reduce_max is not None and rule.group_size is None:
-        peak = reduce_max(peak)
+    if rule.dynamic is False:
+        assert input_peak is not None
+        peak = input_peak
+    else:
+        peak = out.amax(-1, keepdim=True)  # (..., groups, 1)
+        if reduce_max is not None and rule.group_size is None:
+            peak = reduce_max(peak)
     divisor = torch.full_like(peak, rule.divisor)
     scale = peak / divisor
     if rule.by_inverse:
@@ -252,13 +263,31 @@ def round_activations(x: Tensor, rule: Activations, reduce_max: Reduce | None = 
         scale = power_of_two_scale(peak, rule.element)
         round_to_format(torch.div(groups, scale, out=out), rule.element)
     else:
-        scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+        if rule.dynamic == "local":
+            assert input_peak is not None
+            scale = _e4m3_scale(scale, calibrated_scale(input_peak, rule))
+        else:
+            scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
         torch.div(groups, scale, out=out)
         if rule.element is None:
             out.clamp_(rule.low, rule.high).round_()
         else:
             round_to_format(out, rule.element)
     return _cast(out.mul_(scale).view(x.shape), x.dtype)
+
+
+def calibrated_scale(input_peak: Tensor, rule: Activations) -> Tensor:
+    """Return the scale that is stored for inputs, (1,) float32, from their largest magnitude."""
+    if rule.dynamic == "local":
+        return _global_scale(input_peak, rule.high)
+    scale = (input_peak / torch.full_like(input_peak, rule.divisor)).reshape(1)
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def _e4m3_scale(step: Tensor, global_scale: Tensor) -> Tensor:
+    """Round scales to multiples of E4M3 values, in units of 1 / global_scale."""
+    local = round_to_format(step * global_scale, E4M3)
+    return torch.where(local == 0, EPS_E4M3, local) / global_scale
 
 
 def _round_to_dtype(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -304,20 +333,22 @@ def _from_cells(cells: Tensor, shape: torch.Size, scheme: Scheme) -> Tensor:
     """View (R, G, cell) as (N, K); the inverse of `_cells`."""
     if scheme.block_structure is None:
         return cells.reshape(shape)
-    blocks = cells.unflatten(2, scheme.block_structure).transpose(1, 2)  # (R, height, G, width)
-    return blocks.flatten(2).flatten(0, 1)[: shape[0], : shape[1]].contiguous()
+    height, width = scheme.block_structure
+    blocks = cells.view(*cells.shape[:2], height, width).transpose(1, 2)  # (R, height, G, width)
+    full = blocks.reshape(cells.shape[0] * height, -1)
+    return full[: shape[0], : shape[1]].contiguous()
 
 
 def _grid(cells: Tensor, scheme: Scheme, factor: Tensor | None) -> _Grid:
     """Compute the scales, and zero points if any, of a weight's cells (R, G, cell)."""
     peak = _peak(cells, scheme)
-    global_scale = _global_scale(peak, scheme) if scheme.strategy == "tensor_group" else None
+    is_nested = scheme.strategy == "tensor_group"
+    global_scale = _global_scale(peak, scheme.high) if is_nested else None
     step = _plain_step(peak, scheme, factor)
     if scheme.scale_dtype == "float8_e8m0fnu":
         scales = step if factor is None else round_to_power_of_two(step)
     elif global_scale is not None:
-        local = round_to_format(step * global_scale, E4M3)
-        scales = torch.where(local == 0, EPS_E4M3, local) / global_scale
+        scales = _e4m3_scale(step, global_scale)
     else:
         scales = _round_to_dtype(step, scheme.dtype)
     zeros = None if scheme.symmetric else _zeros(cells, scales, scheme)
@@ -341,14 +372,14 @@ def _plain_step(peak: Tensor, scheme: Scheme, factor: Tensor | None) -> Tensor:
     return step
 
 
-def _global_scale(peak: Tensor, scheme: Scheme) -> Tensor:
+def _global_scale(peak: Tensor, high: float) -> Tensor:
     """Return the factor, (1,), that maps a tensor's largest scale to the end of E4M3's range.
 
     It is rounded down to a power of two, which the format permits: the values of all codes are then
     exact in bfloat16, so that every runtime computes with the same weights.
     """
     largest = peak.amax().clamp_min(torch.finfo(torch.float32).tiny)
-    scale = binade((E4M3.high * scheme.high / largest).reshape(1))
+    scale = binade((E4M3.high * high / largest).reshape(1))
     return torch.where(scale.isfinite(), scale, 1.0)
 
 

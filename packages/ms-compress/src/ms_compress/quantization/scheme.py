@@ -41,7 +41,7 @@ class FloatFormat:
     @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal value; smaller values have the same spacing."""
-        return 2 - 2 ** (self.exponent_bits - 1)
+        return 2 - (1 << (self.exponent_bits - 1))
 
     @property
     def max_exponent(self) -> int:
@@ -58,13 +58,13 @@ FLOAT_FORMATS = {8: E4M3, 4: E2M1}
 
 def _default_high(rule: "Activations | Scheme") -> float:
     if rule.type == "int":
-        return 2 ** (rule.num_bits - 1) - 1
+        return (1 << (rule.num_bits - 1)) - 1
     # A scheme with another number of bits is rejected when all its fields are set.
     return FLOAT_FORMATS.get(rule.num_bits, E4M3).high
 
 
 def _default_low(rule: "Activations | Scheme") -> float:
-    return -(2 ** (rule.num_bits - 1)) if rule.type == "int" else -rule.high
+    return -(1 << (rule.num_bits - 1)) if rule.type == "int" else -rule.high
 
 
 @frozen(kw_only=True)
@@ -81,9 +81,25 @@ class Activations:
     high: float = Factory(_default_high, takes_self=True)
     """Largest code; by default, that of the element type."""
     low: float = Factory(_default_low, takes_self=True)
+    dynamic: bool | Literal["local"] = True
+    """Whether scales follow the input of each forward (True), come from calibration (False), or
+    follow the input in units of a calibrated scale ("local", for strategy `tensor_group`)."""
     scale_dtype: str = field(default="float32", validator=validators.in_(SCALE_DTYPES))
     by_inverse: bool = False
     """Codes are computed as value * (divisor / largest), not as value / scale."""
+
+    def __attrs_post_init__(self) -> None:
+        expected = {"tensor": False, "tensor_group": "local"}.get(self.strategy, True)
+        if self.dynamic != expected:
+            raise SchemeError(
+                f"inputs with strategy {self.strategy!r} must have dynamic={expected!r}, got"
+                f" {self.dynamic!r}"
+            )
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether scales need the largest input of a calibration."""
+        return self.dynamic is not True
 
     @property
     def element(self) -> FloatFormat | None:

@@ -84,6 +84,26 @@ NVFP4A16 = _scheme(
     scale_dtype="float8_e4m3fn",
     format="nvfp4-pack-quantized",
 )
+NVFP4 = evolve(
+    NVFP4A16,
+    name="ct.nvfp4",
+    activations=Activations(
+        num_bits=4,
+        type="float",
+        strategy="tensor_group",
+        group_size=16,
+        dynamic="local",
+        scale_dtype="float8_e4m3fn",
+    ),
+)
+FP8 = _scheme(
+    "fp8",
+    num_bits=8,
+    type="float",
+    strategy="tensor",
+    activations=Activations(num_bits=8, type="float", strategy="tensor", dynamic=False),
+    format="float-quantized",
+)
 MXFP8A16 = evolve(MXFP8, name="ct.mxfp8a16", activations=None)
 MXFP4A16 = evolve(MXFP4, name="ct.mxfp4a16", activations=None)
 SCHEMES = (
@@ -92,12 +112,14 @@ SCHEMES = (
     W8A8,
     W4A16_ASYM,
     W4AFP8,
+    FP8,
     FP8_DYNAMIC,
     FP8_BLOCK,
     MXFP8,
     MXFP8A16,
     MXFP4,
     MXFP4A16,
+    NVFP4,
     NVFP4A16,
 )
 GROUPED = {

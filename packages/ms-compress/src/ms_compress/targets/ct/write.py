@@ -24,7 +24,7 @@ from ms_compress.models.logits import evaluating
 from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantization.layers import prepared_layers
-from ms_compress.quantization.rounding import QuantizedWeight
+from ms_compress.quantization.rounding import QuantizedWeight, calibrated_scale
 from ms_compress.quantization.scheme import E2M1, Activations, Scheme
 from ms_compress.targets.ct import llama4_experts
 from ms_compress.targets.ct.cpu import warn_without_vnni
@@ -51,6 +51,13 @@ def check(model: WholeModel, assets: Assets) -> None:
             raise LayerError(
                 f"{entry.module}: compressed-tensors cannot store a quantized embedding that"
                 " transformers reads; prepare the model without embeddings, and untie the head"
+            )
+    for entry in model.tensors.values():
+        rule = entry.activations
+        if rule is not None and rule.is_calibrated and not entry.input_peak:
+            raise LayerError(
+                f"{entry.module}: {entry.scheme} needs a calibrated input scale, but no inputs were"
+                " observed; call calibrate_inputs(model, batches) or train the model first"
             )
     _check_input_shapes(model)
     quantized = [entry for entry in model.tensors.values() if entry.scheme is not None]
@@ -177,6 +184,8 @@ def _stored(entry: WholeTensor, config: Mapping[str, Any]) -> Iterator[TensorEnt
         yield TensorEntry(name=f"{prefix}_zero_point", shape=zeros, dtype=torch.int32)
     if scheme.strategy == "tensor_group":
         yield TensorEntry(name=f"{prefix}_global_scale", shape=(1,), dtype=torch.float32)
+    if entry.activations is not None and entry.activations.is_calibrated:
+        yield TensorEntry(name=_input_scale_name(entry), shape=(1,), dtype=torch.float32)
 
 
 def _tensors(
@@ -204,7 +213,16 @@ def _tensors(
         tensors[f"{prefix}_zero_point"] = pack(value.zeros.t().contiguous(), scheme.num_bits).t()
     if value.global_scale is not None:
         tensors[f"{prefix}_global_scale"] = value.global_scale
+    if entry.activations is not None and entry.input_peak is not None:
+        peak = torch.tensor(entry.input_peak)
+        tensors[_input_scale_name(entry)] = calibrated_scale(peak, entry.activations)
     return tensors
+
+
+def _input_scale_name(entry: WholeTensor) -> str:
+    assert entry.activations is not None
+    suffix = "input_global_scale" if entry.activations.dynamic == "local" else "input_scale"
+    return f"{entry.module}.{suffix}"
 
 
 def _quantization(model: WholeModel) -> dict[str, Any]:
@@ -221,7 +239,7 @@ def _quantization(model: WholeModel) -> dict[str, Any]:
         # A tied head is an nn.Linear as well, but the file has no codes for it.
         ignored.append(HEAD)
     storage = _format(first)
-    group = {
+    group: dict[str, Any] = {
         "targets": ["Linear"],
         "weights": _arguments(scheme),
         "input_activations": first.activations and _arguments(first.activations),
@@ -252,9 +270,8 @@ def _format(entry: WholeTensor) -> str:
 
 def _arguments(rule: Scheme | Activations) -> dict[str, Any]:
     """Return the library's `QuantizationArgs` for a weight or an input."""
-    is_weight = isinstance(rule, Scheme)
-    dynamic = not is_weight
-    arguments = {
+    dynamic = False if isinstance(rule, Scheme) else rule.dynamic
+    arguments: dict[str, Any] = {
         "num_bits": rule.num_bits,
         "type": rule.type,
         "symmetric": rule.symmetric if isinstance(rule, Scheme) else True,
@@ -263,7 +280,7 @@ def _arguments(rule: Scheme | Activations) -> dict[str, Any]:
         "dynamic": dynamic,
         "actorder": None,
         "block_structure": rule.block_structure if isinstance(rule, Scheme) else None,
-        "observer": None if dynamic else "minmax",
+        "observer": None if dynamic is True else "minmax",
         "observer_kwargs": {},
     }
     # The library computes with E8M0 scales as uint8 exponents; other narrow dtypes have their name.
