@@ -267,7 +267,7 @@ def test_a_scheme_whose_fields_contradict_each_other_is_rejected() -> None:
     fp8 = scheme("ct.fp8_dynamic")
     for changes, message in (
         ({"strategy": "group"}, "strategy must be 'group'"),
-        ({"block_structure": (128, 128)}, "block_structure must be set for strategy 'block'"),
+        ({"block_structure": (128, 128)}, "strategy must be 'block'"),
         ({"num_bits": 3}, "must be 4 or 8, got 3"),
     ):
         with pytest.raises(SchemeError, match=message):

@@ -92,8 +92,8 @@ class Activations:
         expected = {"tensor": False, "tensor_group": "local"}.get(self.strategy, True)
         if self.dynamic != expected:
             raise SchemeError(
-                f"inputs with strategy {self.strategy!r} must have dynamic={expected!r}, got"
-                f" {self.dynamic!r}"
+                f"dynamic must be {expected!r} for inputs with strategy {self.strategy!r}, got"
+                f" {self.dynamic!r}; use {expected!r}"
             )
 
     @property
@@ -159,7 +159,7 @@ class Scheme:
     def __attrs_post_init__(self) -> None:
         if self.type != "int" and self.num_bits not in FLOAT_FORMATS:
             raise SchemeError(
-                f"{self.name}: num_bits of type 'float' must be 4 or 8, got {self.num_bits}"
+                f"{self.name}: num_bits of type 'float' must be 4 or 8, got {self.num_bits}; use 8"
             )
         if self.type == "int" and self.high - self.low >= 2**self.num_bits:
             raise SchemeError(
@@ -176,13 +176,14 @@ class Scheme:
             )
         if (self.strategy in ("group", "tensor_group")) != (self.group_size is not None):
             raise SchemeError(
-                f"{self.name}: strategy must be 'group' or 'tensor_group' with a group_size and"
-                f" another one without, got {self.strategy!r} and {self.group_size}"
+                f"{self.name}: strategy must be 'group' or 'tensor_group' with a group_size, and"
+                f" another one without, got {self.strategy!r} and {self.group_size}; set both or"
+                " neither"
             )
         if (self.strategy == "block") != (self.block_structure is not None):
             raise SchemeError(
-                f"{self.name}: block_structure must be set for strategy 'block' only, got"
-                f" {self.strategy!r} and {self.block_structure}"
+                f"{self.name}: strategy must be 'block' with a block_structure, and another one"
+                f" without, got {self.strategy!r} and {self.block_structure}; set both or neither"
             )
 
     @property
