@@ -1,6 +1,5 @@
 """What is asked of a process of its own, and answered, is records: values, and nothing else."""
 
-import io
 import os
 import subprocess
 import sys
@@ -12,11 +11,11 @@ import pytest
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError, LayoutError, ParallelError
-from ms_parallel.planner import apart
-from ms_parallel.planner.apart import LIMIT_BYTES, call_in_subprocess
+from ms_parallel.planner import subprocess_call
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.record.history import History
 from ms_parallel.planner.refusal import REFUSAL, LayoutArguments
+from ms_parallel.planner.subprocess_call import CALL, RESULT, call_in_subprocess
 from ms_parallel.schedules import one_f_one_b
 from ms_parallel.training.options import Options
 from ms_parallel.training.planning.subprocesses import PlanArguments, RunRecord, ask_memory
@@ -75,53 +74,35 @@ def test_an_answer_of_another_kind_is_refused() -> None:
 
 
 def test_no_pickle_is_read_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that stands where a record should is refused, and nothing that it says is done."""
+    """A pickle in place of a record is refused, and its code does not run."""
     import pickle
 
     trap = tmp_path / "trapped"
-    loaded = pickle.dumps(_Trap(trap))
-    framed = len(loaded).to_bytes(apart.SIZE_BYTES, "big") + loaded
-    readable, writable = os.pipe()
-    asked = subprocess.run(
-        [sys.executable, "-c", apart.PROGRAM, str(writable)],
-        input=framed,
+    pickled = pickle.dumps(_Trap(trap))
+    (tmp_path / CALL).write_bytes(pickled)
+    subprocess_result = subprocess.run(
+        [sys.executable, "-c", subprocess_call.PROGRAM, str(tmp_path)],
         capture_output=True,
-        pass_fds=(writable,),
         check=False,
     )
-    os.close(writable)
-    with open(readable, "rb") as results:
-        assert results.read() == b""
-    assert asked.returncode
-    assert b"ParallelError: a call: " in asked.stderr
-    answering = f"import os, sys; os.write(int(sys.argv[1]), {framed!r})"
-    monkeypatch.setattr(apart, "PROGRAM", answering)
+    assert subprocess_result.returncode
+    assert b"ParallelError: a call: " in subprocess_result.stderr
+    assert not (tmp_path / RESULT).exists()
+    program = f"import sys; open(sys.argv[1] + '/{RESULT}', 'wb').write({pickled!r})"
+    monkeypatch.setattr(subprocess_call, "PROGRAM", program)
     with pytest.raises(ParallelError, match=f"{REFUSAL}: "):
         call_in_subprocess(REFUSAL, QUESTION, str | None)
     assert not trap.exists()
-    pickle.loads(loaded)  # noqa: S301 - to see that it would have
+    pickle.loads(pickled)  # noqa: S301 - shows that it would have run
     assert trap.exists()
 
 
-def test_sizes_are_checked_before_memory_is_taken() -> None:
-    """What announces more than any record has is not read; what ends too early is none."""
-
-    class Counted(io.BytesIO):
-        asked = 0
-
-        def read(self, size: int | None = -1, /) -> bytes:
-            self.asked = max(self.asked, size or 0)
-            return super().read(size)
-
-    endless = Counted((1 << 62).to_bytes(apart.SIZE_BYTES, "big") + b"x" * 64)
-    with pytest.raises(ParallelError, match="bytes; the maximum is"):
-        apart._read(endless)
-    assert endless.asked == apart.SIZE_BYTES
-    assert apart._read(io.BytesIO(LIMIT_BYTES.to_bytes(apart.SIZE_BYTES, "big") + b"x")) is None
-    assert apart._read(io.BytesIO(b"\0\0")) is None
-    long = LayoutArguments(model="m" * LIMIT_BYTES, layout=Layout(), options={})
-    with pytest.raises(ParallelError, match="bytes; the maximum is"):
-        call_in_subprocess(REFUSAL, long, str | None)
+def test_a_result_counts_only_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies while it writes has given no result."""
+    program = "import sys; open(sys.argv[1] + '/partial', 'wb').write(b'x'); print('out of memory')"
+    monkeypatch.setattr(subprocess_call, "PROGRAM", program)
+    with pytest.raises(ParallelError, match="refusal ended without a result: out of memory"):
+        call_in_subprocess(REFUSAL, QUESTION, str | None)
 
 
 EVERY_KIND = [

@@ -8,8 +8,8 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ParallelError
 from ms_parallel.models.registry import architecture
-from ms_parallel.planner.apart import call_in_subprocess
 from ms_parallel.planner.fake_cluster import fake_pipeline, in_process_group
+from ms_parallel.planner.subprocess_call import call_in_subprocess
 
 REFUSAL = "ms_parallel.planner.refusal:refusal"
 

@@ -11,11 +11,11 @@ from attrs import asdict, fields, has
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.mixed.devices import Devices
 from ms_parallel.cluster.rest import DATA, REST, PartialLayout
-from ms_parallel.planner.apart import call_in_subprocess
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.history import History
 from ms_parallel.planner.record.plan_file import Objective, Plan
+from ms_parallel.planner.subprocess_call import call_in_subprocess
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.settings.run_file import NOT_IN_FILES
 from ms_parallel.training.options import Options
