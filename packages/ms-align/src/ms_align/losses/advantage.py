@@ -1,7 +1,10 @@
-"""Advantage estimators: GAE per token, GRPO and RLOO per response.
+"""Advantage estimators: GAE and REINFORCE++ per token, GRPO and RLOO per response.
 
 Shapes: B responses, T response tokens. A mask is 1 at response tokens.
 """
+
+from functools import cache
+from math import comb
 
 import torch
 from torch import Tensor
@@ -133,6 +136,56 @@ def leave_one_out(rewards: Tensor, num_generations: int) -> Tensor:
     # (prompts, num_generations)
     mean = (groups.sum(dim=1, keepdim=True) - groups) / others.clamp(min=1)
     return torch.where(valid & (others > 0), groups - mean, 0.0).flatten()
+
+
+def best_of_k(rewards: Tensor, num_generations: int, k: int) -> Tensor:
+    """Compute each response's expected best reward in a random set of k responses of its group.
+
+    The set always includes the response itself. With these in place of rewards, GRPO and RLOO
+    maximize the best of k responses instead of the mean reward; with rewards of 0 and 1 this is
+    pass@k (Chen et al., 2025, "Pass@k Training", who divide by the deviation over sets instead of
+    responses). The expected gradient is that of the best of k, times (n - k)/(k·n) if the group's
+    mean is subtracted and n responses are averaged.
+
+    Args:
+        rewards: (B,) float; the responses of a group are adjacent. NaN rewards are ignored.
+        num_generations: responses per prompt, n; divides B.
+        k: size of the sets, at least 1. With k or fewer valid rewards in a group, all are equal.
+
+    Returns:
+        (B,); NaN where the reward is NaN.
+
+    Raises:
+        ValueError: `num_generations` does not divide B.
+    """
+    groups, valid = _groups(rewards, num_generations)
+    best = torch.full_like(groups, torch.nan)
+    for row, is_valid in enumerate(valid):
+        values, order = groups[row, is_valid].sort()
+        if len(values):
+            weights = values.new_tensor(_best_weights(len(values), min(k, len(values))))
+            best[row, is_valid] = torch.empty_like(values).scatter(0, order, weights @ values)
+    return best.flatten()
+
+
+@cache
+def _best_weights(count: int, k: int) -> list[list[float]]:
+    """Probability that sorted response j is the best of a set with response i, (count, count)."""
+    sets = comb(count - 1, k - 1)
+    return [
+        [
+            # i is the best if the k - 1 others are below it; j > i if k - 2 others are below j.
+            (comb(i, k - 1) if j == i else comb(j - 1, k - 2) if j > i and k > 1 else 0) / sets
+            for j in range(count)
+        ]
+        for i in range(count)
+    ]
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Sum the rewards (B, S) from each response token to the end of its row; 0 where masked."""
+    rewards = rewards * mask
+    return rewards.flip(1).cumsum(1).flip(1) * mask
 
 
 def has_baseline(rewards: Tensor, num_generations: int) -> Tensor:

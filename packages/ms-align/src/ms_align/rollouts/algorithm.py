@@ -26,3 +26,7 @@ class Algorithm(Protocol):
     @property
     def learns_from_groups(self) -> bool:
         """True if advantages are relative to the group, so equal rewards in it teach nothing."""
+
+    @property
+    def max_resample_times(self) -> int:
+        """Maximum number of batches of prompts that replace groups with equal rewards."""

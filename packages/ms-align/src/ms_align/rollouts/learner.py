@@ -21,6 +21,7 @@ from ms_align.rollouts.algorithm import Algorithm
 from ms_align.rollouts.experience import Experience, RewardScorer, shaped_scores
 from ms_align.rollouts.options import RolloutOptions
 from ms_align.rollouts.prompts import Prompt, PromptOrder
+from ms_align.rollouts.rollout import Rollout
 from ms_align.rollouts.rows import (
     gather_responses,
     gather_rows,
@@ -56,6 +57,8 @@ class RolloutLearner:
     kl_coeff: float = field(init=False)
     rollouts: int = 0
     """Number of rollouts so far."""
+    prompt_batches: int = 0
+    """Batches of prompts so far; more than rollouts if groups were replaced."""
     equal_in_a_row: int = 0
     buffer: dict[str, Tensor] = field(factory=dict)
     """Current rollout: rows of all data ranks, by column."""
@@ -130,6 +133,7 @@ class RolloutLearner:
             tensors |= {f"{prefix}.{name}": t for name, t in engine.state_dict().items()}
         facts = {
             "rollouts": self.rollouts,
+            "prompt_batches": self.prompt_batches,
             "equal_in_a_row": self.equal_in_a_row,
             "kl_coeff": self.kl_coeff,
             "order": self.minibatches,
@@ -144,6 +148,7 @@ class RolloutLearner:
         self.buffer = _with_prefix(state.tensors, "buffer")
         facts = state.facts
         self.rollouts, self.minibatches = facts["rollouts"], facts["order"]
+        self.prompt_batches = facts["prompt_batches"]
         self.equal_in_a_row, self.kl_coeff = facts["equal_in_a_row"], facts["kl_coeff"]
         self.metrics = facts["metrics"]
 
@@ -164,31 +169,10 @@ class RolloutLearner:
     def _collect_rollout(self, log: RunLog) -> None:
         """Generate, score and prepare responses, and split them into minibatches."""
         options = self.options
-        count = options.batch_size // options.num_generations
-        # The order is a function of seed and position, so that a resumed run needs no state for it.
-        order = PromptOrder(count=len(self.prompts), seed=self.seed)
-        prompts = [self.prompts[index] for index in order.take(self.rollouts * count, count)]
-        seed = seed_of(self.seed, self.rollouts, stride=SEED_STRIDE)
-        rank, ranks = self.policy.data_rank, self.policy.data_ranks
-        local = prompts[processes.rows_of_rank(count, rank, ranks)]
-        # Each data rank generates for its own prompts; scoring sees all of them.
-        responses = self._generate(local, count=options.num_generations, seed=seed)
-        # old and reference log-probs, values
-        rows = self._prepare(local, responses, max(len(prompt.tokens) for prompt in prompts))
+        rollout, resampled = self._resample(self._draw_rollout())
+        rows, all_responses = dict(rollout.rows), rollout.responses
         sampler_weights, sampler_metrics = self._compare_sampler(rows)
-        all_responses = gather_responses(self.policy, responses)
-        # (N,) = prompts x num_generations, like the responses
-        repeated = [prompt for prompt in prompts for _ in range(options.num_generations)]
-        scores, samples = self.scoring(repeated, all_responses)
-        # Every rank has the scores of all ranks, so group statistics need no further communication.
-        shaped = shaped_scores(
-            scores.total,
-            all_responses,
-            missing_eos_penalty=options.missing_eos_penalty,
-            length_penalty=options.length_penalty,
-            overlong=(options.max_new_tokens, options.soft_punish_cache),
-            clip=options.reward_clip,
-        )
+        scores, samples, shaped = rollout.scores, rollout.samples, rollout.shaped
         skipped = ~shaped.isfinite()  # (N,)
         # A response without a valid reward is masked out entirely.
         rows["targets"] = rows["targets"].masked_fill(skipped[:, None], IGNORED)
@@ -199,7 +183,8 @@ class RolloutLearner:
             values=rows.get("old_values"),
             scores=shaped,
         )
-        self._check_rollout(experience, log)
+        can_learn = bool(rollout.informative_groups(options.num_generations).any())
+        self._check_rollout(experience, can_learn, log)
         # Otherwise the loss has the KL term, and rewards are left alone.
         coefficient = self.kl_coeff if options.kl_in == "reward" else 0.0
         self.buffer = {**rows, **self.algorithm.advantages(experience, coefficient)}
@@ -208,7 +193,7 @@ class RolloutLearner:
             # term are left alone, as in TRL.
             self.buffer["advantages"] = self.buffer["advantages"] * sampler_weights
         self._log_rollout(
-            experience, all_responses, scores.total, scores.parts, sampler_metrics, log
+            experience, all_responses, scores.total, scores.parts, sampler_metrics, resampled, log
         )
         self._split_minibatches(experience)
         for failure in scores.failures:
@@ -223,6 +208,68 @@ class RolloutLearner:
                 self.kl_coeff, self.metrics["kl"], options.batch_size
             )
         self.rollouts += 1
+
+    def _draw_rollout(self) -> Rollout:
+        """Generate and score responses to the next batch of prompts."""
+        options = self.options
+        count = options.batch_size // options.num_generations
+        # The order is a function of seed and position, so that a resumed run needs no state for it.
+        order = PromptOrder(count=len(self.prompts), seed=self.seed)
+        indices = order.take(self.prompt_batches * count, count)
+        prompts = [self.prompts[index] for index in indices]
+        seed = seed_of(self.seed, self.prompt_batches, stride=SEED_STRIDE)
+        self.prompt_batches += 1
+        rank, ranks = self.policy.data_rank, self.policy.data_ranks
+        local = prompts[processes.rows_of_rank(count, rank, ranks)]
+        # Each data rank generates for its own prompts; scoring sees all of them.
+        responses = self._generate(local, count=options.num_generations, seed=seed)
+        # old and reference log-probs, values
+        rows = self._prepare(local, responses, max(len(prompt.tokens) for prompt in prompts))
+        all_responses = gather_responses(self.policy, responses)
+        # (N,) = prompts x num_generations, like the responses
+        repeated = [prompt for prompt in prompts for _ in range(options.num_generations)]
+        scores, samples = self.scoring(repeated, all_responses)
+        # Every rank has the scores of all ranks, so group statistics need no further communication.
+        shaped = shaped_scores(
+            scores.total,
+            all_responses,
+            missing_eos_penalty=options.missing_eos_penalty,
+            length_penalty=options.length_penalty,
+            overlong=(options.max_new_tokens, options.soft_punish_cache),
+            clip=options.reward_clip,
+        )
+        return Rollout(
+            rows=rows, responses=all_responses, scores=scores, samples=samples, shaped=shaped
+        )
+
+    def _resample(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
+        """Replace groups with equal rewards by groups of further prompts, as in DAPO.
+
+        Returns:
+            The rollout, and counts of what was generated and replaced; empty if disabled.
+        """
+        limit, size = self.algorithm.max_resample_times, self.options.num_generations
+        if not limit:
+            return rollout, {}
+        groups = len(rollout.shaped) // size
+        times, rewards = 0, [rollout.shaped.new_empty(0)]
+        while times < limit and not rollout.informative_groups(size).all():
+            times += 1
+            refilled, replaced = rollout.refill(self._draw_rollout(), size)
+            rewards.append(rollout.scores.total[replaced])
+            rollout = refilled
+        replaced_rewards = torch.cat(rewards)
+        counts = {
+            "resample_times": float(times),
+            "generated_groups": float(groups * (1 + times)),
+            "replaced_groups": float(len(replaced_rewards) // size),
+            "equal_groups": float((~rollout.informative_groups(size)).sum()),
+        }
+        if len(replaced_rewards):
+            # Near the highest reward, prompts that are too easy were replaced; near the lowest,
+            # those that are too hard.
+            counts["replaced_reward"] = _mean(replaced_rewards)
+        return rollout, counts
 
     def _generate(self, prompts: Sequence[Prompt], *, count: int, seed: int) -> Responses:
         self.engine.update_weights(self.version)
@@ -288,7 +335,7 @@ class RolloutLearner:
         metrics["sampler_clip_fraction"] = float(is_limited[mask].float().mean())
         return weights, metrics
 
-    def _check_rollout(self, experience: Experience, log: RunLog) -> None:
+    def _check_rollout(self, experience: Experience, can_learn: bool, log: RunLog) -> None:
         """Check that a rollout has response tokens and, for group baselines, unequal rewards."""
         if not experience.mask.any():
             raise NothingToLearnError(
@@ -298,14 +345,7 @@ class RolloutLearner:
         if not self.algorithm.learns_from_groups:
             return
         valid = experience.valid
-        groups = experience.scores.view(
-            -1, self.options.num_generations
-        )  # (groups, num_generations)
-        skipped = ~valid.view(groups.shape)
-        # Extremes over valid rewards; a group without any compares -inf > inf, which is False.
-        highest = groups.masked_fill(skipped, -torch.inf).amax(1)
-        lowest = groups.masked_fill(skipped, torch.inf).amin(1)
-        self.equal_in_a_row = 0 if bool((highest > lowest).any()) else self.equal_in_a_row + 1
+        self.equal_in_a_row = 0 if can_learn else self.equal_in_a_row + 1
         if self.equal_in_a_row:
             log.event("equal_rewards", {"rollout": self.rollouts, "in_a_row": self.equal_in_a_row})
         if self.equal_in_a_row >= self.options.equal_rewards_limit:
@@ -345,6 +385,7 @@ class RolloutLearner:
         scores: Tensor,
         parts: Mapping[str, Tensor],
         sampler_metrics: Mapping[str, float],
+        resampled: Mapping[str, float],
         log: RunLog,
     ) -> None:
         valid = experience.valid
@@ -365,6 +406,7 @@ class RolloutLearner:
             "stopped": float(responses.stopped.float().mean()),
             "truncated": int((~responses.stopped).sum()),
             "left_out": int((~valid).sum()),
+            **resampled,
         }
         if len(parts) > 1:
             fields |= {f"reward.{name}": _mean(part) for name, part in parts.items()}

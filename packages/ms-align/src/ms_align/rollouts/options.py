@@ -143,3 +143,27 @@ class RolloutOptions(Sampling):
         if self.kl_target is None:
             return None
         return AdaptiveKL(target=self.kl_target, horizon=self.kl_horizon)
+
+
+@frozen(kw_only=True, slots=False)
+class GroupOptions:
+    """Groups of responses to the same prompt."""
+
+    max_resample_times: int = field(default=0, validator=integer(minimum=0))
+    """DAPO's dynamic sampling: replace groups with equal rewards, which teach nothing, by groups of
+    other prompts. Maximum number of additional batches of prompts per rollout; 0: keep them."""
+    pass_at_k: int = field(default=1, validator=integer(minimum=1))
+    """Maximize the best reward of k responses instead of the mean reward; below
+    num_generations."""
+
+    def check_group_size(self, num_generations: int) -> None:
+        """Check that a group has more responses than `pass_at_k`.
+
+        Raises:
+            ConfigError: it has not, so all advantages would be 0.
+        """
+        if 1 < self.pass_at_k >= num_generations:
+            raise ConfigError(
+                f"pass_at_k must be below num_generations, {num_generations}, got "
+                f"{self.pass_at_k}; lower it or raise num_generations"
+            )

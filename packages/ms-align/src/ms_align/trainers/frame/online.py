@@ -51,7 +51,7 @@ def _prompts(instance: object, attribute: "Attribute[Any]", value: object) -> No
 class OnlineTrainer(RolloutOptions, Trainer):
     """Models and length of training."""
 
-    learns_from_groups = False
+    max_resample_times = 0
 
     policy_model: Any = field(validator=valid_path(objects=True))
     """Policy model to train: a folder; in Python also a torch.nn.Module or an Engine."""
@@ -183,6 +183,11 @@ class OnlineTrainer(RolloutOptions, Trainer):
 
         `kl_coeff` is 0 unless the KL penalty is in the reward.
         """
+
+    @property
+    def learns_from_groups(self) -> bool:
+        """True if advantages are relative to the group, so equal rewards in it teach nothing."""
+        return False
 
     def value_loss(self) -> Loss | None:
         """Build the loss of a separate value model, if the algorithm has one."""

@@ -1,0 +1,83 @@
+"""A scored rollout, and the replacement of its groups with equal rewards.
+
+Shapes: N responses, S positions, G groups of n responses to the same prompt, adjacent.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from ms_align.generation.responses import Responses
+from ms_align.losses.protocol import IGNORED
+from ms_align.rewards.scoring import Sample, Scores
+
+
+@frozen(kw_only=True)
+class Rollout:
+    """Responses of all data ranks, their training rows and scores."""
+
+    rows: Mapping[str, Tensor]
+    """Training rows by column, (N, S) each."""
+    responses: Responses
+    scores: Scores
+    samples: Sequence[Sample]
+    shaped: Tensor
+    """(N,) float32: scores after penalties; not finite for skipped responses."""
+
+    def informative_groups(self, num_generations: int) -> Tensor:
+        """Return True for groups with two different valid rewards, (G,) bool."""
+        groups = self.shaped.view(-1, num_generations)
+        skipped = ~groups.isfinite()
+        # Extremes over valid rewards; without any, -inf > inf is False.
+        highest = groups.masked_fill(skipped, -torch.inf).amax(1)
+        return highest > groups.masked_fill(skipped, torch.inf).amin(1)
+
+    def refill(self, other: "Rollout", num_generations: int) -> "tuple[Rollout, Tensor]":
+        """Replace groups with equal rewards by informative groups of another rollout, in order.
+
+        Returns:
+            The new rollout, and the responses of this one that were replaced, (r,) int64.
+        """
+        empty = (~self.informative_groups(num_generations)).nonzero()[:, 0]
+        usable = other.informative_groups(num_generations).nonzero()[:, 0]
+        count = min(len(empty), len(usable))
+        members = torch.arange(num_generations)
+        replaced = (empty[:count, None] * num_generations + members).flatten()
+        size = len(self.shaped)
+        index = torch.arange(size)  # into this rollout's rows, followed by the other's
+        index[replaced] = size + (usable[:count, None] * num_generations + members).flatten()
+
+        def select(first: Tensor, second: Tensor, padding: int = 0) -> Tensor:
+            if first.ndim == 2:  # the rollouts may differ in their longest rows
+                width = max(first.shape[1], second.shape[1])
+                first, second = (
+                    torch.nn.functional.pad(x, (0, width - x.shape[1]), value=padding)
+                    for x in (first, second)
+                )
+            return torch.cat((first, second))[index]
+
+        rollout = Rollout(
+            rows={
+                name: select(column, other.rows[name], IGNORED if name == "targets" else 0)
+                for name, column in self.rows.items()
+            },
+            responses=evolve(
+                self.responses,
+                tokens=select(self.responses.tokens, other.responses.tokens),
+                lengths=select(self.responses.lengths, other.responses.lengths),
+                stopped=select(self.responses.stopped, other.responses.stopped),
+            ),
+            scores=Scores(
+                total=select(self.scores.total, other.scores.total),
+                parts={
+                    name: select(part, other.scores.parts[name])
+                    for name, part in self.scores.parts.items()
+                },
+                failures=(*self.scores.failures, *other.scores.failures),
+            ),
+            samples=[[*self.samples, *other.samples][position] for position in index.tolist()],
+            shaped=select(self.shaped, other.shaped),
+        )
+        return rollout, replaced
