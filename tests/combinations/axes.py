@@ -70,6 +70,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "missing_eos_penalty": [0.0, 0.1],
         "length_penalty": [0.0, 0.1],
         "soft_punish_cache": [UNSET, 2],
+        "max_resample_times": [0, 1],
         "reward_clip": [UNSET, 0.5],
         "kl_estimator": ["k1", "k2", "k3"],
         "value_model": [UNSET, "copy"],
@@ -147,7 +148,8 @@ FIXED = {
     " balance_bias_rate mtp_weight beta desirable_weight undesirable_weight"
     " center_rewards_coefficient margin_scale gamma lam"
     " value_coeff value_clip"
-    " clip_low clip_high min_p kl_horizon reward_failure_penalty equal_rewards_limit decay_steps"
+    " clip_low clip_high pass_at_k min_p kl_horizon reward_failure_penalty"
+    " equal_rewards_limit decay_steps"
     " uncertainty_rate tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"
     " lora.rank lora.alpha lora.target_modules lora.use_rslora tasks.* layout.*",
     "only how much is saved or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
