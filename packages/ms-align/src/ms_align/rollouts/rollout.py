@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ms_align.generation.responses import Responses
 from ms_align.losses.protocol import IGNORED
-from ms_align.rewards.scoring import Sample, Scores
+from ms_align.rewards.scoring import BatchRewards, Sample
 
 
 @frozen(kw_only=True)
@@ -21,7 +21,7 @@ class Rollout:
     rows: Mapping[str, Tensor]
     """Training rows by column, (N, S) each."""
     responses: Responses
-    scores: Scores
+    scores: BatchRewards
     samples: Sequence[Sample]
     shaped: Tensor
     """(N,) float32: scores after penalties; not finite for skipped responses."""
@@ -69,7 +69,7 @@ class Rollout:
                 lengths=select(self.responses.lengths, other.responses.lengths),
                 stopped=select(self.responses.stopped, other.responses.stopped),
             ),
-            scores=Scores(
+            scores=BatchRewards(
                 total=select(self.scores.total, other.scores.total),
                 parts={
                     name: select(part, other.scores.parts[name])
