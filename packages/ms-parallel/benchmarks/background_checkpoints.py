@@ -1,7 +1,7 @@
-"""What a step costs that saves a checkpoint beside the training, against one that does not.
+"""Step time with a background checkpoint, relative to a step without one.
 
-In one process, steps of both kinds alternate; a save waits for the one before outside of what is
-timed, so that each is written whole while the steps behind it run.
+Steps of both kinds alternate in one process. Waiting for the previous save is not timed, so each
+checkpoint is written completely while the next steps run.
 
     python packages/ms-parallel/benchmarks/background_checkpoints.py --steps 12
 """
@@ -33,13 +33,13 @@ LIMIT = 1.05
 
 
 def main() -> int:
-    """Print the medians, and fail above the limit."""
+    """Print the medians, and exit with 1 above the limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="of each kind")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written")
+    parser.add_argument("--folder", type=Path, help="folder for checkpoints")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    engine = made()
+    engine = large_engine()
     batch = {"tokens": torch.randint(0, SIZES["vocab_size"], (ROWS, LENGTH))}
     batch["targets"] = batch["tokens"].roll(-1, 1)
 
@@ -49,22 +49,22 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         saver = BackgroundSaver(Path(name), 2)
         pairs = [alternate(step, saver, engine) for _ in range(arguments.steps + 2)][2:]
-        blocking = waits(Path(name) / "blocking", engine)
+        blocking = blocking_seconds(Path(name) / "blocking", engine)
         assert saver.rank_plan is not None
         size = sum(saver.rank_plan.part_bytes)
         saver.close()
     wall = median(saved[0] / plain[0] for plain, saved in pairs)
     processor = median(saved[1] / plain[1] for plain, saved in pairs)
-    took = median(plain[0] for plain, _ in pairs)
+    step_s = median(plain[0] for plain, _ in pairs)
     print(
-        f"file {size / 1e6:.0f} MB; step {took * 1e3:.0f} ms; with a save: wall {wall:.3f},"
+        f"file {size / 1e6:.0f} MB; step {step_s * 1e3:.0f} ms; with a save: wall {wall:.3f},"
         f" processor {processor:.3f} of one without; a save that blocks {blocking * 1e3:.0f} ms"
     )
     return int(max(wall, processor) > LIMIT)
 
 
-def made() -> Engine:
-    """A model whose checkpoint is above 100 MB."""
+def large_engine() -> Engine:
+    """An engine whose checkpoint is larger than 100 MB."""
     from ms_parallel.models import architecture
 
     return Engine(architecture("llama", SIZES), device="cpu")
@@ -73,7 +73,7 @@ def made() -> Engine:
 def alternate(
     step: Callable[[], None], saver: BackgroundSaver, engine: Engine
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Wall and processor seconds of a step without a save, and of one with it."""
+    """Wall-clock and CPU seconds of a step without a save, and of one with it."""
     plain = timed(step)
 
     def saved() -> None:
@@ -81,22 +81,22 @@ def alternate(
         saver.save(engine.step_count, engine.state_dict(), facts={}, note=lambda: None)
         saver.poll()
 
-    found = timed(saved)
+    with_save = timed(saved)
     while saver.job is not None:
         sleep(0.01)
         saver.poll()
-    return plain, found
+    return plain, with_save
 
 
 def timed(act: Callable[[], None]) -> tuple[float, float]:
-    """Wall and processor seconds of this process."""
+    """Wall-clock and CPU seconds of this process."""
     wall, processor = perf_counter(), process_time()
     act()
     return perf_counter() - wall, process_time() - processor
 
 
-def waits(folder: Path, engine: Engine) -> float:
-    """Wall seconds of a save that blocks."""
+def blocking_seconds(folder: Path, engine: Engine) -> float:
+    """Wall-clock seconds of a blocking save."""
     return timed(lambda: checkpoint.save(folder, engine.state_dict(), step=0, facts={}))[0]
 
 

@@ -1,10 +1,9 @@
-"""A training step of the engine against the same step of a plain, independent PyTorch loop.
+"""A training step of the engine compared with the same step of a plain PyTorch loop.
 
-The plain loop has a Llama of its own, written out below, torch's fused AdamW, torch's clipping and
-F.cross_entropy, and no data structure of ours. Both start from the same weights and see the same
-batches; their losses must agree before anything is timed. Steps alternate, so that a busy machine
-slows both; the figure is the median of the ratios of neighbors. On a CPU, processor time of the
-one thread is counted.
+The plain loop uses the Llama below, torch's fused AdamW and clipping, F.cross_entropy and nothing
+of ms-parallel. Both start with the same weights and batches, and their losses must agree before
+anything is timed. Steps alternate, so a busy machine slows both; the figure is the median ratio of
+neighboring steps. On a CPU, the CPU time of the one thread is measured.
 
     python packages/ms-parallel/benchmarks/bench.py --steps 40
 """
@@ -53,11 +52,11 @@ SIZES = {
         256,
     ),
 }
-"""Model, rows of a batch, sequence length."""
+"""Model, batch size, sequence length."""
 
 
 class PlainAttention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary embeddings."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class PlainAttention(nn.Module):
 
 
 class PlainFeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward network."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class PlainFeedForward(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """One pre-norm layer."""
+    """A pre-norm layer."""
 
     def __init__(self, c: DecoderConfig) -> None:
         super().__init__()
@@ -110,7 +109,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """The whole model; parameters bear Hugging Face's names."""
+    """The complete model, with Hugging Face's parameter names."""
 
     def __init__(self, c: DecoderConfig, length: int) -> None:
         super().__init__()
@@ -133,7 +132,7 @@ class PlainLlama(nn.Module):
 
 
 class PlainLoop:
-    """What a tutorial would write, at its fastest."""
+    """A tutorial's training loop with the fastest options."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -145,7 +144,7 @@ class PlainLoop:
         )
 
     def step(self, batch: dict[str, Tensor]) -> float:
-        """One update; the loss is read, as a loop that logs it does."""
+        """Take an update; the loss is read, as for logging."""
         logits = self.model(batch["tokens"])
         loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
         loss.backward()
@@ -158,17 +157,17 @@ class PlainLoop:
 def batches(
     vocabulary: int, rows: int, length: int, device: torch.device
 ) -> list[dict[str, Tensor]]:
-    """A few random batches in the device's memory."""
+    """A few random batches on the device."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    batches = []
     for _ in range(4):
         text = torch.randint(0, vocabulary, (rows, length + 1), generator=generator)
-        found.append({"tokens": text[:, :-1].to(device), "targets": text[:, 1:].to(device)})
-    return found
+        batches.append({"tokens": text[:, :-1].to(device), "targets": text[:, 1:].to(device)})
+    return batches
 
 
 def measure(size: str, steps: int, device: str) -> dict[str, float | str]:
-    """Check that both learn alike, then time them in turn."""
+    """Check that losses agree, then time both alternately."""
     config, rows, length = SIZES[size]
     engine = Engine(config, optimizer=AdamWConfig(), device=device)
     plain = PlainLlama(config, length).to(engine.device)
@@ -179,9 +178,9 @@ def measure(size: str, steps: int, device: str) -> dict[str, float | str]:
         ours, theirs = (engine.step(data[index % 4], loss).loss, loop.step(data[index % 4]))
         if abs(ours - theirs) > 1e-5 * theirs:
             raise SystemExit(f"step {index}: losses differ, {ours} and {theirs}")
-    # On one CPU thread its own time is what a step costs; the wall clock also counts neighbors.
+    # On one CPU thread, CPU time is the cost of a step; wall-clock time includes other load.
     clock = process_time if engine.device.type == "cpu" else perf_counter
-    ratios, own, other = [], [], []
+    ratios, engine_times, plain_times = [], [], []
     for index in range(steps):
         batch = data[index % 4]
         pair = [lambda: engine.step(batch, loss), lambda: loop.step(batch)]  # noqa: B023
@@ -190,36 +189,36 @@ def measure(size: str, steps: int, device: str) -> dict[str, float | str]:
             start = clock()
             pair[which]()
             times[which] = clock() - start
-        own.append(times[0])
-        other.append(times[1])
+        engine_times.append(times[0])
+        plain_times.append(times[1])
         ratios.append(times[0] / times[1])
     return {
         "size": size,
-        "engine_ms": 1e3 * median(own),
-        "plain_ms": 1e3 * median(other),
+        "engine_ms": 1e3 * median(engine_times),
+        "plain_ms": 1e3 * median(plain_times),
         "ratio": median(ratios),
     }
 
 
 def main() -> int:
-    """Print a line a size, and fail where the engine costs more than the limit."""
+    """Print a line per size; exit with 1 if the engine exceeds the limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of each")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps per side")
     parser.add_argument("--device", default="cpu", help="cpu, or an accelerator")
     parser.add_argument("--json", action="store_true", help="print facts as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = [measure(size, arguments.steps, arguments.device) for size in SIZES]
+    results = [measure(size, arguments.steps, arguments.device) for size in SIZES]
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
     else:
         print(f"torch {torch.__version__}, {platform.machine()}, device {arguments.device}")
-        for row in found:
+        for row in results:
             print(
                 f"{row['size']:8} engine {row['engine_ms']:8.2f} ms  plain {row['plain_ms']:8.2f} "
                 f"ms  ratio {row['ratio']:.3f} (limit {LIMIT})"
             )
-    return int(any(row["ratio"] > LIMIT for row in found))
+    return int(any(row["ratio"] > LIMIT for row in results))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Our mixture of experts beside transformers' with `grouped_mm`: router, experts, and back.
+"""Our mixture of experts compared with transformers' with `grouped_mm`.
 
     python packages/ms-parallel/benchmarks/experts.py --steps 30
 
-Both are the block of a Qwen3-MoE with the same weights on the same hidden states, forwards and
-backwards, in float32 on one thread. Results and gradients must agree before anything is timed.
-Turns alternate; the figure is the median ratio of neighbors, of the thread's processor time.
+Both are a Qwen3-MoE block, router and experts, with the same weights on the same hidden states,
+forward and backward, in float32 on one thread. Results and gradients must agree before anything is
+timed. Steps alternate; the figure is the median ratio of neighboring steps in CPU time.
 """
 
 import argparse
@@ -24,29 +24,29 @@ from ms_parallel.models.experts.mixture import MixtureOfExperts
 from ms_parallel.models.experts.router_config import RouterConfig
 
 LIMIT = 1.0
-"""Most that the median ratio may be..."""
+"""Limit of the median ratio..."""
 NOISE = 0.03
-"""...and by how much runs of one program on a shared machine differ."""
+"""...and the difference between runs of one program on a shared machine."""
 SIZES = {
     "many small": (1024, 256, 128, 32, 4),
     "few wide": (1024, 256, 704, 8, 2),
     "fine": (512, 128, 64, 64, 8),
 }
-"""Tokens, hidden size, width of an expert, experts, choices of a token."""
+"""Tokens, hidden size, expert width, number of experts, experts per token."""
 
 
-def blocks(hidden: int, inner: int, experts: int, chosen: int) -> tuple[nn.Module, nn.Module]:
-    """Theirs and ours, with the same weights."""
+def blocks(hidden: int, inner: int, experts: int, top_k: int) -> tuple[nn.Module, nn.Module]:
+    """The blocks of transformers and ours, with the same weights."""
     config = Qwen3MoeConfig(
         hidden_size=hidden,
         moe_intermediate_size=inner,
         num_experts=experts,
-        num_experts_per_tok=chosen,
+        num_experts_per_tok=top_k,
         norm_topk_prob=True,
         experts_implementation="grouped_mm",
     )
     theirs: Any = Qwen3MoeSparseMoeBlock(config)
-    choice = RouterConfig(num_experts=experts, num_experts_per_tok=chosen)
+    choice = RouterConfig(num_experts=experts, num_experts_per_tok=top_k)
     ours = MixtureOfExperts(choice, hidden, inner, operators)
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -59,7 +59,7 @@ def blocks(hidden: int, inner: int, experts: int, chosen: int) -> tuple[nn.Modul
 
 
 def step(block: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Result and gradients of one forward and backward."""
+    """Output and gradients of a forward and backward pass."""
     leaves = [x, *block.parameters()]
     for leaf in leaves:
         leaf.grad = None
@@ -69,33 +69,33 @@ def step(block: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
 
 
 def check(theirs: list[Tensor], ours: list[Tensor]) -> None:
-    """Results, and the gradient of hidden states, agree; so do all others, whose order differs."""
+    """Check that outputs and gradients agree; parameter gradients by their sorted norms."""
     for a, b in zip(theirs[:2], ours[:2], strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
-    norms = [sorted(float(g.norm()) for g in each[2:]) for each in (theirs, ours)]
+    norms = [sorted(float(g.norm()) for g in results[2:]) for results in (theirs, ours)]
     torch.testing.assert_close(torch.tensor(norms[0]), torch.tensor(norms[1]), rtol=1e-4, atol=0)
 
 
 def timed(block: nn.Module, x: Tensor, gradient: Tensor) -> float:
-    """Milliseconds of a step."""
-    began = process_time()
+    """CPU milliseconds of a step."""
+    start = process_time()
     step(block, x, gradient)
-    return 1e3 * (process_time() - began)
+    return 1e3 * (process_time() - start)
 
 
 def compare(name: str, steps: int) -> dict[str, Any]:
-    """Times and ratio of one size."""
-    tokens, hidden, *rest = SIZES[name]
+    """Times and ratio of a size."""
+    tokens, hidden, *sizes = SIZES[name]
     torch.manual_seed(0)
-    theirs, ours = blocks(hidden, *rest)
+    theirs, ours = blocks(hidden, *sizes)
     x = torch.randn(1, tokens, hidden, requires_grad=True)
     gradient = torch.randn(1, tokens, hidden)
     check(step(theirs, x, gradient), step(ours, x, gradient))
     pairs = []
     for turn in range(steps):
         order = (theirs, ours) if turn % 2 else (ours, theirs)
-        taken = {id(block): timed(block, x, gradient) for block in order}
-        pairs.append((taken[id(ours)], taken[id(theirs)]))
+        times = {id(block): timed(block, x, gradient) for block in order}
+        pairs.append((times[id(ours)], times[id(theirs)]))
     return {
         "size": name,
         "ours_ms": round(median(a for a, _ in pairs), 2),
@@ -105,7 +105,7 @@ def compare(name: str, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print each size's line, and 1 where ours is slower."""
+    """Print a line per size; exit with 1 if ours is slower."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()

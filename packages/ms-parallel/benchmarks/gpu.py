@@ -1,16 +1,16 @@
-"""Training speed on one GPU next to a plain compiled loop, on packed documents.
+"""Training speed on one GPU compared with a plain compiled loop, on packed documents.
 
     python benchmarks/gpu.py [--model llama-1b] [--variant NAME ...] [--seconds 300] [--out DIR]
     python benchmarks/gpu.py --tiny          # tiny sizes on the CPU: does the script work?
 
-Each variant runs in its own process, which takes 3 steps to warm up and 10 measured steps, and
-prints a row when it ends. Every variant trains on the same random tokens, cut into documents of
-about 800 tokens, with AdamW, float32 weights and bfloat16 compute. FLOPs count visible pairs of
-positions only. Needs msgspec, zstandard and rich besides torch; no network.
+Each variant runs in a separate process with 3 warmup and 10 measured steps, and prints a row at the
+end. All variants train on the same random tokens, split into documents of about 800 tokens, with
+AdamW, float32 weights and bfloat16 compute. FLOPs count only visible pairs of positions. Needs
+torch, msgspec, zstandard and rich, and no network.
 
 Variants:
-    plain               an ordinary model under autocast, compiled as a whole, with FlexAttention
-    default             ms-parallel as a user gets it who sets nothing but mixed_precision
+    plain               an ordinary model under autocast, fully compiled, with FlexAttention
+    default             ms-parallel with default settings and mixed_precision
     eager               the same with compile=False
     kernels             ms-parallel with ops=ms_kernels
     kernels-eager       the same with compile=False
@@ -106,7 +106,7 @@ def flops_per_step(model: dict[str, Any], batch: dict[str, Tensor]) -> float:
 
 
 class PlainBlock(nn.Module):
-    """A Llama block as one writes it by hand."""
+    """A hand-written Llama block."""
 
     def __init__(self, model: dict[str, Any]) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Plain(nn.Module):
-    """A Llama as one writes it by hand."""
+    """A hand-written Llama."""
 
     def __init__(self, model: dict[str, Any], length: int) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def run(variant: str, name: str, *, tiny: bool) -> dict[str, Any]:
     model = MODELS[name] | (TINY if tiny else {})
     batch = batch_of(model["vocab_size"], *((2, 128) if tiny else (ROWS, LENGTH)))
     device = "cpu" if tiny else "cuda"
-    began = time.perf_counter()
+    start = time.perf_counter()
     if variant == "plain":
         step = plain_step(model, batch, device)
     else:
@@ -253,7 +253,7 @@ def run(variant: str, name: str, *, tiny: bool) -> dict[str, Any]:
         "variant": variant,
         "model": name,
         "first_loss": round(first_loss, 5),
-        "build_s": round(built - began, 1),
+        "build_s": round(built - start, 1),
         "first_step_s": round(time.perf_counter() - built, 1),
     }
     for _ in range(WARM_UP):
@@ -262,11 +262,11 @@ def run(variant: str, name: str, *, tiny: bool) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(2 if tiny else STEPS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         step()
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds)
     result |= {
         "step_ms": round(median * 1e3, 1),
@@ -281,7 +281,7 @@ def run(variant: str, name: str, *, tiny: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure the variants one after the other, and print a row for each."""
+    """Measure the variants one after another, and print a row for each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -293,7 +293,7 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
-        print("gpu.py: there is no GPU here; --tiny checks the script on a CPU", file=sys.stderr)
+        print("gpu.py: needs a GPU; --tiny checks the script on a CPU", file=sys.stderr)
         return 2
     if options.here:
         print(json.dumps(run(options.variant[0], options.model, tiny=options.tiny)), flush=True)
@@ -301,18 +301,18 @@ def main() -> int:
     variants = options.variant or [
         name for name in VARIANTS if name != "plain" or "num_experts" not in MODELS[options.model]
     ]
-    began, failed = time.monotonic(), False
+    start, failed = time.monotonic(), False
     print("variant        ms/step   tokens/s  TFLOP/s  peak GiB  first step s  first loss")
     for variant in variants:
-        left = options.seconds - (time.monotonic() - began)
-        if left < 10:
+        seconds_left = options.seconds - (time.monotonic() - start)
+        if seconds_left < 10:
             print(f"{variant:14} not run: {options.seconds:.0f} s are over")
             continue
         command = [sys.executable, __file__, "--here", "--variant", variant]
         command += ["--model", options.model, *(["--tiny"] if options.tiny else [])]
         try:
             ended = subprocess.run(
-                command, capture_output=True, text=True, timeout=left, env={**os.environ}
+                command, capture_output=True, text=True, timeout=seconds_left, env={**os.environ}
             )
         except subprocess.TimeoutExpired:
             print(f"{variant:14} not finished: {options.seconds:.0f} s are over")

@@ -1,17 +1,16 @@
-"""Whole updates beside transformers' Trainer and a loop over torch's FSDP2, on the same text.
+"""Complete updates compared with transformers' Trainer and a loop over torch's FSDP2.
 
     python packages/ms-parallel/benchmarks/peers_training.py            # two processes
     python packages/ms-parallel/benchmarks/peers_training.py --steps 30 --size small
 
-One Llama with the same weights, the same rows of the running Python's own source, AdamW with
-clipping at 1, in float32 on one thread a process. The Trainer does what it does by default on two
-processes (DistributedDataParallel), beside our engine with `sharding="replicate"`; transformers'
-model under `fully_shard`, block by block, as torch's own example has it, beside our engine with
-what it chooses by itself, which shards too. Losses of all updates must agree. In one run all take
-turns within the same processes, in another order each time, so that a busy machine slows all alike;
-a figure is the median ratio of neighbors, ours over theirs, of the wall clock between two barriers
-and of the processor time of all processes. Memory is the most that a process of its own held,
-beyond what it held with everything imported.
+One Llama with the same weights on the same rows of Python's source code, AdamW with clipping at 1,
+in float32 with one thread per process. The Trainer with its default on two processes
+(DistributedDataParallel) is compared with our engine with `sharding="replicate"`, and transformers'
+model under `fully_shard` per block, as in torch's example, with our engine's default, which also
+shards. The losses of all updates must agree. All alternate within the same processes in changing
+order, so a busy machine slows all equally. A figure is the median ratio of neighboring updates,
+ours over theirs, of the wall-clock time between two barriers and of the CPU time of all processes.
+Memory is the peak of a separate process beyond its memory after imports.
 """
 
 import argparse
@@ -41,20 +40,20 @@ from ms_parallel.engine.optimizers.adamw import AdamWConfig
 
 PROCESSES = 2
 LIMIT = 1.0
-"""Most that the median ratio to the fastest may be..."""
+"""Limit of the median ratio to the peer..."""
 NOISE = 0.02
-"""...and by how much it may be above."""
+"""...and tolerance above it."""
 SIZES = {"small": (4, 128, 4096, 128, 8), "medium": (8, 256, 8192, 256, 4)}
-"""Layers, hidden size, vocabulary, positions, rows a process."""
+"""Layers, hidden size, vocabulary, positions, rows per process."""
 RATE = 1e-3
-RIVALS = {"replicate": "trainer", "shard": "fsdp2"}
-"""Ours by how it shares out weights, and who does the same."""
-SIDES = (*RIVALS, *RIVALS.values())
+PEERS = {"replicate": "trainer", "shard": "fsdp2"}
+"""Our sharding, and the peer with the same one."""
+SIDES = (*PEERS, *PEERS.values())
 WARM = 3
 
 
 def model_config(size: str) -> LlamaConfig:
-    """Settings of the size's model."""
+    """Config of a size's model."""
     layers, hidden, vocabulary, positions, _ = SIZES[size]
     return LlamaConfig(
         vocab_size=vocabulary,
@@ -69,7 +68,7 @@ def model_config(size: str) -> LlamaConfig:
 
 
 def batches(size: str, count: int, rank: int) -> list[Tensor]:
-    """Rows (rows, positions + 1) of this process for each update: pairs of bytes of source."""
+    """Rows (rows, positions + 1) of this process for each update: byte pairs of source code."""
     _, _, vocabulary, positions, rows = SIZES[size]
     needed = count * PROCESSES * rows * (positions + 1)
     text = b""
@@ -81,7 +80,7 @@ def batches(size: str, count: int, rank: int) -> list[Tensor]:
 
 
 class Ours:
-    """The engine, sharing out weights over the data axis or not."""
+    """The engine with a sharding."""
 
     def __init__(self, folder: str, updates: list[Tensor], sharding: str) -> None:
         groups = connect(Layout(data=PROCESSES), device="cpu", timeout_s=120)
@@ -90,14 +89,14 @@ class Ours:
         self.updates, self.loss = updates, NextTokenLoss()
 
     def step(self, index: int) -> float:
-        """One update; the loss."""
+        """Take an update and return the loss."""
         rows = self.updates[index]
         update = self.engine.step({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.loss)
         return float(update.loss)
 
 
 class Sharded:
-    """torch's FSDP2 in a loop."""
+    """A loop over torch's FSDP2."""
 
     def __init__(self, folder: str, updates: list[Tensor]) -> None:
         self.model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -109,7 +108,7 @@ class Sharded:
         self.updates = updates
 
     def step(self, index: int) -> float:
-        """One update; the loss."""
+        """Take an update and return the loss."""
         rows = self.updates[index]
         logits = self.model(rows[:, :-1]).logits
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
@@ -123,53 +122,53 @@ class Sharded:
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]
-    """Times the Trainer's updates, and lets the others make theirs before them or after."""
+    """Times the Trainer's updates, and runs the others' updates before or after them."""
 
     def __init__(self, others: dict[str, Any]) -> None:
         self.others, self.index = others, 0
-        self.began = (0.0, 0.0)
+        self.start = (0.0, 0.0)
         self.walls: dict[str, list[float]] = {name: [] for name in SIDES}
         self.works: dict[str, list[float]] = {name: [] for name in SIDES}
         self.losses: dict[str, list[float]] = {name: [] for name in SIDES}
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Those whose turn comes before, then the clock."""
-        self._let(list(self.others)[: self.index % (1 + len(self.others))])
+        """Run the others that come before, then start the clock."""
+        self._run_others(list(self.others)[: self.index % (1 + len(self.others))])
         dist.barrier()
-        self.began = (time.perf_counter(), time.process_time())
+        self.start = (time.perf_counter(), time.process_time())
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """The clock, then those whose turn comes after."""
-        spent = time.process_time() - self.began[1]
+        """Stop the clock, then run the others that come after."""
+        spent = time.process_time() - self.start[1]
         dist.barrier()
-        self._note("trainer", time.perf_counter() - self.began[0], spent)
-        self._let(list(self.others)[self.index % (1 + len(self.others)) :])
+        self._record("trainer", time.perf_counter() - self.start[0], spent)
+        self._run_others(list(self.others)[self.index % (1 + len(self.others)) :])
         self.index += 1
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """The loss that the Trainer tells."""
+        """Record the loss that the Trainer logs."""
         if "loss" in logs:
             self.losses["trainer"].append(float(logs["loss"]))
 
-    def _let(self, names: list[str]) -> None:
+    def _run_others(self, names: list[str]) -> None:
         for name in names:
             dist.barrier()
-            began, spent = time.perf_counter(), time.process_time()
+            start, cpu_start = time.perf_counter(), time.process_time()
             loss = self.others[name].step(self.index)
-            spent = time.process_time() - spent
+            spent = time.process_time() - cpu_start
             dist.barrier()
-            self._note(name, time.perf_counter() - began, spent)
+            self._record(name, time.perf_counter() - start, spent)
             self.losses[name].append(loss)
 
-    def _note(self, name: str, wall: float, work: float) -> None:
+    def _record(self, name: str, wall: float, work: float) -> None:
         self.walls[name].append(wall)
         self.works[name].append(work)
 
 
 def trainer_of(folder: str, size: str, updates: list[Tensor], callback: Any) -> Trainer:
-    """Transformers' Trainer over the same rows, in their order."""
-    # Its sampler deals batches out to processes in turn; each here knows its own alone. It counts
-    # as targets all labels but a row's first.
+    """The transformers Trainer on the same rows in the same order."""
+    # Its sampler distributes batches over processes, and each process here only has its own rows.
+    # The Trainer counts all labels except a row's first as targets.
     items = [
         {"input_ids": row[:-1], "labels": row}
         for update in updates
@@ -207,40 +206,40 @@ def trainer_of(folder: str, size: str, updates: list[Tensor], callback: Any) -> 
 
 
 def side_of(name: str, folder: str, updates: list[Tensor]) -> Any:
-    """Whoever makes an update when told."""
+    """Build a side, which takes one update per call of `step`."""
     if name == "fsdp2":
         return Sharded(folder, updates)
     return Ours(folder, updates, "auto" if name == "shard" else name)
 
 
 def compare(folder: str, size: str, steps: int) -> dict[str, Any]:
-    """Let all take turns; times, and how far the losses are apart."""
+    """Alternate all sides; return times, and differences of the losses."""
     updates = batches(size, steps + WARM, int(os.environ["RANK"]))
     others = {name: side_of(name, folder, updates) for name in SIDES if name != "trainer"}
     turns = Turns(others)
     trainer_of(folder, size, updates, turns).train()
     works = torch.tensor([turns.works[name] for name in SIDES], dtype=torch.float64)
     dist.all_reduce(works)
-    found: dict[str, Any] = {"size": size, "updates": steps}
+    results: dict[str, Any] = {"size": size, "updates": steps}
     for name, work in zip(SIDES, works.tolist(), strict=True):
-        found[f"{name}_ms"] = 1e3 * median(turns.walls[name][WARM:])
-        found[f"{name}_processor_ms"] = 1e3 * median(work[WARM:])
+        results[f"{name}_ms"] = 1e3 * median(turns.walls[name][WARM:])
+        results[f"{name}_processor_ms"] = 1e3 * median(work[WARM:])
     work_of = dict(zip(SIDES, works.tolist(), strict=True))
-    for ours, name in RIVALS.items():
+    for ours, name in PEERS.items():
         walls = zip(turns.walls[ours], turns.walls[name], strict=True)
-        found[f"wall_{ours}_to_{name}"] = median([a / b for a, b in walls][WARM:])
-        both = zip(work_of[ours], work_of[name], strict=True)
-        found[f"processor_{ours}_to_{name}"] = median([a / b for a, b in both][WARM:])
+        results[f"wall_{ours}_to_{name}"] = median([a / b for a, b in walls][WARM:])
+        ratios = zip(work_of[ours], work_of[name], strict=True)
+        results[f"processor_{ours}_to_{name}"] = median([a / b for a, b in ratios][WARM:])
         pairs = list(zip(turns.losses[ours], turns.losses[name], strict=True))
-        apart = max(abs(a - b) / b for a, b in pairs)
-        if apart > 1e-3:  # float32 sums in other orders, grown over the updates
-            raise SystemExit(f"losses of {ours} and {name} are {apart:.1e} apart: {pairs}")
-        found[f"losses_{ours}_to_{name}"] = apart
-    return found
+        difference = max(abs(a - b) / b for a, b in pairs)
+        if difference > 1e-3:  # float32 sums in different orders, amplified over the updates
+            raise SystemExit(f"losses of {ours} and {name} are {difference:.1e} apart: {pairs}")
+        results[f"losses_{ours}_to_{name}"] = difference
+    return results
 
 
-def weigh(folder: str, size: str, name: str) -> dict[str, Any]:
-    """Most bytes that a process held in four updates of one side, beyond what imports took."""
+def peak_memory(folder: str, size: str, name: str) -> dict[str, Any]:
+    """Peak bytes of a process in four updates of a side, beyond its memory after imports."""
     updates = batches(size, 4, int(os.environ["RANK"]))
     connect(Layout(data=PROCESSES), device="cpu", timeout_s=120)
     before = torch.tensor(_resident(), dtype=torch.float64)
@@ -261,47 +260,47 @@ def _resident() -> int:
 
 
 def launch(*arguments: str) -> dict[str, Any]:
-    """Run this file on all processes; what the first told."""
+    """Run this file on all processes and return the results of rank 0."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(PROCESSES), __file__, *arguments]
-    told = subprocess.run(
+    completed = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    (line,) = (line for line in told.stdout.splitlines() if line.startswith('{"'))
-    found: dict[str, Any] = json.loads(line)
-    return found
+    (line,) = (line for line in completed.stdout.splitlines() if line.startswith('{"'))
+    results: dict[str, Any] = json.loads(line)
+    return results
 
 
 def main() -> int:
-    """Print what was found, and fail where ours is slower or larger than the best of the others."""
+    """Print the results; exit with 1 if ours is slower or larger than its peer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20, help="timed updates of each")
+    parser.add_argument("--steps", type=int, default=20, help="timed updates per side")
     parser.add_argument("--size", choices=SIZES, default="medium")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--weigh", choices=SIDES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     if "RANK" in os.environ:
         torch.set_num_threads(1)
-        made = (
-            weigh(given.folder, given.size, given.weigh)
-            if given.weigh
-            else compare(given.folder, given.size, given.steps)
+        results = (
+            peak_memory(options.folder, options.size, options.weigh)
+            if options.weigh
+            else compare(options.folder, options.size, options.steps)
         )
         if os.environ["RANK"] == "0":
-            print(json.dumps(made), flush=True)
+            print(json.dumps(results), flush=True)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        LlamaForCausalLM(model_config(given.size)).save_pretrained(folder)
-        common = ("--size", given.size, "--steps", str(given.steps), "--folder", folder)
-        found = launch(*common)
+        LlamaForCausalLM(model_config(options.size)).save_pretrained(folder)
+        common = ("--size", options.size, "--steps", str(options.steps), "--folder", folder)
+        times = launch(*common)
         print(f"torch {torch.__version__}, {platform.machine()}, {PROCESSES} processes")
-        print(json.dumps(found))
-        held = {name: launch(*common, "--weigh", name)["mib"] for name in SIDES}
-    print(json.dumps({"mib": held}))
-    slow = any(found[f"processor_{a}_to_{b}"] > LIMIT + NOISE for a, b in RIVALS.items())
-    return int(slow or any(held[a] > held[b] * (LIMIT + NOISE) for a, b in RIVALS.items()))
+        print(json.dumps(times))
+        memory = {name: launch(*common, "--weigh", name)["mib"] for name in SIDES}
+    print(json.dumps({"mib": memory}))
+    slow = any(times[f"processor_{a}_to_{b}"] > LIMIT + NOISE for a, b in PEERS.items())
+    return int(slow or any(memory[a] > memory[b] * (LIMIT + NOISE) for a, b in PEERS.items()))
 
 
 if __name__ == "__main__":

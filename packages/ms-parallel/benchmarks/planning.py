@@ -1,14 +1,13 @@
-"""Holds plans against every split of drawn models, measured: time, order, and memory.
+"""Compare plans with measurements of every layout of random models: time, order and memory.
 
     OMP_NUM_THREADS=1 python packages/ms-parallel/benchmarks/planning.py --json planning.json
 
-A pair is a model, a batch and a budget of memory, on a few gloo processes of this machine, whose
-links and rates are measured first. A plan finds the best settings of every layout with every size
-of microbatches that fits; all of these are then run by real processes, one start of them for each
-layout, twice, there and back again, short steps more often than long ones; the fastest of its steps
-counts, as a busy machine only ever adds.
-Printed are how much longer the chosen one takes than the best of all, the rank correlation of
-predicted and measured steps, and what the tensors of the chosen one hold beside its budget.
+A case is a model, a batch and a memory budget, on a few gloo processes of this machine, whose links
+and rates are measured first. A plan finds the best settings of every layout with every microbatch
+size that fits. All these settings are run by real processes, started once per layout, in order and
+again in reverse order, with more steps if they are short. The fastest step counts, as other load
+only adds time. The script prints how much slower the chosen layout is than the best, the rank
+correlation of predicted and measured steps, and the memory of the chosen layout with its budget.
 """
 
 import argparse
@@ -52,97 +51,97 @@ from ms_parallel.training.planning.auto_layout import measured_cluster
 from ms_parallel.training.planning.plan import plan
 
 SLOW = 2.5
-"""Times the best of all beyond which layouts are not run again."""
-LEAST_STEPS, MOST_STEPS, TURN_S = 2, 24, 0.6
-"""Steps of a turn: as many as are predicted to take so long together."""
+"""Layouts slower than the best by this factor are not run again."""
+MIN_STEPS, MAX_STEPS, TURN_S = 2, 24, 0.6
+"""Steps of a turn: between the two limits, for about `TURN_S` seconds."""
 UPDATES = 4
-"""Whose memory is counted."""
-PATIENCE_S = 900
+"""Updates whose memory is counted."""
+TIMEOUT_S = 900
 PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_profile.doctor.cluster"]
 GIB = 1 << 30
 ALL = 1000
 ROOMS = (None, 1.5, 1.1)
-"""Memory that may be taken, in what rows one by one need where as many data ranks as divide the
-batch shard all; None: any."""
+"""Memory budgets, as multiples of the need of single rows with everything sharded over data ranks;
+None: no limit."""
 
 
 def draw(seed: int, processes: Sequence[int]) -> dict[str, Any]:
-    """A model, its batch, and how many processes and splits there are room for."""
-    drawn = random.Random(seed)
-    hidden = drawn.choice((128, 192, 256))
+    """A random model, its batch, and the number of processes."""
+    rng = random.Random(seed)
+    hidden = rng.choice((128, 192, 256))
     model = {
         "hidden_size": hidden,
-        "intermediate_size": drawn.choice((2, 3)) * hidden,
-        "num_hidden_layers": drawn.choice((4, 6, 8)),
+        "intermediate_size": rng.choice((2, 3)) * hidden,
+        "num_hidden_layers": rng.choice((4, 6, 8)),
         "num_attention_heads": 8,
-        "num_key_value_heads": drawn.choice((4, 8)),
-        "vocab_size": drawn.choice((512, 2048, 8192)),
+        "num_key_value_heads": rng.choice((4, 8)),
+        "vocab_size": rng.choice((512, 2048, 8192)),
     }
     return {
-        "processes": drawn.choice(processes),
+        "processes": rng.choice(processes),
         "model": model,
-        "batch_size": drawn.choice((4, 8)),
-        "sequence_length": drawn.choice((64, 128)),
-        "room": drawn.choice(ROOMS),
+        "batch_size": rng.choice((4, 8)),
+        "sequence_length": rng.choice((64, 128)),
+        "room": rng.choice(ROOMS),
     }
 
 
 def run_workers(processes: int, target: Callable[..., Any], *arguments: Any) -> Any:
-    """What rank 0 of so many fresh processes answers, forked from one that has imported torch."""
+    """Result of rank 0 of a group of processes, which are forked after torch was imported."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload([*PRELOADED, "__main__"])
-    answers = forks.Queue()
-    group = (processes, store.port, answers)
+    results = forks.Queue()
+    group = (processes, store.port, results)
     ranks = [
         forks.Process(target=work, args=(rank, *group, target, *arguments))
         for rank in range(processes)
     ]
     for rank in ranks:
         rank.start()
-    answer: Any = None
-    began = perf_counter()
+    result: Any = None
+    start = perf_counter()
     while any(rank.is_alive() for rank in ranks):
         with contextlib.suppress(queue.Empty):
-            answer = answers.get(timeout=0.05)
-        late = perf_counter() - began > PATIENCE_S
-        if late or any(rank.exitcode for rank in ranks):
+            result = results.get(timeout=0.05)
+        timed_out = perf_counter() - start > TIMEOUT_S
+        if timed_out or any(rank.exitcode for rank in ranks):
             break
     with contextlib.suppress(queue.Empty):
-        answer = answers.get(timeout=0.05) if answer is None else answer
+        result = results.get(timeout=0.05) if result is None else result
     codes = [rank.exitcode for rank in ranks]
     for rank in ranks:
         rank.kill()
         rank.join()
     if any(codes) or None in codes:
         raise ConfigError(f"ranks ended with {codes}: {arguments}")
-    return answer
+    return result
 
 
 def work(
     rank: int,
     processes: int,
     port: int,
-    answers: "multiprocessing.Queue[Any]",
+    results: "multiprocessing.Queue[Any]",
     target: Callable[..., Any],
     *arguments: Any,
 ) -> None:
-    """One process's part."""
+    """Run the target as one process."""
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.init_process_group("gloo")
-    answer = target(*arguments)
+    result = target(*arguments)
     if rank == 0:
-        answers.put(answer)
+        results.put(result)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(path: str) -> bool:
-    """Write the file of the cluster that these processes are."""
+    """Measure these processes as a cluster and write its file."""
     cluster = measured_cluster(torch.device("cpu"))
     if cluster is not None:
         write_cluster(Path(path), cluster)
@@ -150,46 +149,46 @@ def measure(path: str) -> bool:
 
 
 def timed(job: dict[str, Any], splits: list[dict[str, Any]], layout: Layout) -> list[list[float]]:
-    """Seconds of steps of each split of one layout."""
+    """Seconds of steps of each candidate of a layout."""
     groups = connect(layout, device="cpu")
     return [
         steps(
             job,
             split["settings"],
             groups,
-            min(MOST_STEPS, max(LEAST_STEPS, int(TURN_S / split["predicted"]))),
+            min(MAX_STEPS, max(MIN_STEPS, int(TURN_S / split["predicted"]))),
         )
         for split in splits
     ]
 
 
 def measured(job: dict[str, Any], splits: list[dict[str, Any]]) -> list[list[float]]:
-    """Each split's seconds of steps, there and back again; once if all its layout's are `SLOW`.
+    """Seconds of steps of each candidate, in order and in reverse; once if a layout is `SLOW`.
 
-    Each layout has processes of its own: threads of gloo's groups that nobody uses wake a hundred
-    times a second, and take from those that do.
+    Layouts run in separate processes, as threads of unused gloo groups wake up a hundred times per
+    second and disturb others.
     """
     layouts: dict[Layout, list[int]] = {}
-    for number, split in enumerate(splits):
-        layouts.setdefault(Layout(**split["layout"]), []).append(number)
+    for index, split in enumerate(splits):
+        layouts.setdefault(Layout(**split["layout"]), []).append(index)
     times: list[list[float]] = [[] for _ in splits]
-    for layout, numbers in [*layouts.items(), *reversed(layouts.items())]:
-        if times[numbers[0]]:
-            best = min(min(each) for each in times)
-            if min(min(times[number]) for number in numbers) > SLOW * best:
+    for layout, indices in [*layouts.items(), *reversed(layouts.items())]:
+        if times[indices[0]]:
+            best = min(min(seconds) for seconds in times)
+            if min(min(times[index]) for index in indices) > SLOW * best:
                 continue
-            numbers = numbers[::-1]
-        chosen = [splits[number] for number in numbers]
-        found = run_workers(job["processes"], timed, job, chosen, layout)
-        for number, each in zip(numbers, found, strict=True):
-            times[number] += each
+            indices = indices[::-1]
+        of_layout = [splits[index] for index in indices]
+        results = run_workers(job["processes"], timed, job, of_layout, layout)
+        for index, seconds in zip(indices, results, strict=True):
+            times[index] += seconds
     return times
 
 
 def started(
     job: dict[str, Any], settings: dict[str, Any], groups: Groups
 ) -> tuple[Engine, dict[str, torch.Tensor]]:
-    """An engine, and its rows."""
+    """An engine and its batch."""
     config = architecture("llama", job["model"])
     engine = Engine(config, groups=groups, **settings)
     generator = torch.Generator().manual_seed(0)
@@ -201,68 +200,68 @@ def started(
 
 
 def steps(job: dict[str, Any], settings: dict[str, Any], groups: Groups, count: int) -> list[float]:
-    """Seconds of steps, after one that is not timed."""
+    """Seconds of steps, after an untimed one."""
     engine, batch = started(job, settings, groups)
     times = []
     for _ in range(1 + count):
         dist.barrier()
-        began = perf_counter()
+        start = perf_counter()
         engine.step(batch, NextTokenLoss())
         dist.barrier()
-        times.append(perf_counter() - began)
+        times.append(perf_counter() - start)
     del engine
     gc.collect()
     return times[1:]
 
 
-def most_held(job: dict[str, Any], split: dict[str, Any]) -> dict[str, int]:
-    """Bytes of the process that holds most in an update: tensors, and all its memory.
+def peak_memory(job: dict[str, Any], split: dict[str, Any]) -> dict[str, int]:
+    """Peak bytes of an update in the process that holds most: tensors, and all memory.
 
-    Tensors are what torch has taken since before it built an engine; what it and gloo take for
-    themselves is in the process's own memory alone. Gloo's thread, whose frees the profiler does
-    not see, may free a pipeline's messages: the update that grows least counts.
+    Tensors are allocations of torch since before the engine was built; its own and gloo's needs are
+    only in the process memory. The profiler does not see frees in gloo's thread, so the update that
+    grows least counts.
     """
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         groups = connect(Layout(**split["layout"]), device="cpu")
         engine, batch = started(job, split["settings"], groups)
-        with freed_here():
+        with keep_reduced_tensors():
             engine.step(batch, NextTokenLoss())
             for _ in range(UPDATES):
                 with record_function("update"):
                     engine.step(batch, NextTokenLoss())
-    events = watched.profiler.kineto_results.events()
-    taken = [(each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"]
-    taken += [(each.start_ns(), 0) for each in events if each.name() == "update"]
-    now, peaks, bases = 0, [0], list[int]()
-    for _, size in sorted(taken):
-        if size == 0:
-            bases.append(now)
-            peaks.append(now)
-        now += size
-        peaks[-1] = max(peaks[-1], now)
-    grown = min(peak - base for peak, base in zip(peaks[1:], bases, strict=True))
-    held = torch.tensor([min(bases) + grown, status("VmHWM") - before])
-    dist.all_reduce(held, op=dist.ReduceOp.MAX)
-    return dict(zip(("tensors", "process"), map(int, held), strict=True))
+    events = record.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    changes += [(event.start_ns(), 0) for event in events if event.name() == "update"]
+    current, peaks, bases = 0, [0], list[int]()
+    for _, size in sorted(changes):
+        if size == 0:  # the start of an update
+            bases.append(current)
+            peaks.append(current)
+        current += size
+        peaks[-1] = max(peaks[-1], current)
+    growth = min(peak - base for peak, base in zip(peaks[1:], bases, strict=True))
+    totals = torch.tensor([min(bases) + growth, status("VmHWM") - before])
+    dist.all_reduce(totals, op=dist.ReduceOp.MAX)
+    return dict(zip(("tensors", "process"), map(int, totals), strict=True))
 
 
 @contextlib.contextmanager
-def freed_here() -> Iterator[None]:
-    """Have this thread be the last that has what is summed.
+def keep_reduced_tensors() -> Iterator[None]:
+    """Keep reduced tensors alive in this thread until the next all-reduce.
 
-    The profiler does not see what gloo's own thread frees, which is the last at times.
+    The profiler does not see frees in gloo's thread, which sometimes holds the last reference.
     """
-    send, kept = dist.all_reduce, deque[torch.Tensor](maxlen=1)
+    send, last = dist.all_reduce, deque[torch.Tensor](maxlen=1)
 
-    def keep(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        sent = send(tensor, *arguments, **options)
-        kept.append(tensor)
-        return sent
+    def all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        result = send(tensor, *arguments, **options)
+        last.append(tensor)
+        return result
 
-    dist.all_reduce = keep
+    dist.all_reduce = all_reduce
     try:
         yield
     finally:
@@ -270,106 +269,105 @@ def freed_here() -> Iterator[None]:
 
 
 def status(name: str) -> int:
-    """Bytes of this process's memory."""
+    """Bytes of this process, from /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
-def planned(drawn: dict[str, Any], cluster: Cluster) -> Plan:
-    """Every split of a drawn model, within its budget."""
-    asked = Options(
+def planned(case: dict[str, Any], cluster: Cluster) -> Plan:
+    """A plan of all layouts of a random model within its budget."""
+    options = Options(
         "llama",
-        model_config=drawn["model"],
-        batch_size=drawn["batch_size"],
-        sequence_length=drawn["sequence_length"],
+        model_config=case["model"],
+        batch_size=case["batch_size"],
+        sequence_length=case["sequence_length"],
         device="cpu",
     )
-    if drawn["room"] is not None:
-        sharded = evolve(asked, microbatch_size=1, sharding="zero3")
-        ranks = math.gcd(drawn["processes"], drawn["batch_size"])
+    if case["room"] is not None:
+        sharded = evolve(options, microbatch_size=1, sharding="zero3")
+        ranks = math.gcd(case["processes"], case["batch_size"])
         (rank,) = run_memory(sharded, Layout(data=ranks))
-        asked = evolve(asked, memory_gib=drawn["room"] * rank.total / GIB)
-    return plan(asked, cluster, best=ALL, every=True, history=History())
+        options = evolve(options, memory_gib=case["room"] * rank.total / GIB)
+    return plan(options, cluster, best=ALL, every=True, history=History())
 
 
-def compared(seed: int, drawn: dict[str, Any], found: Plan) -> dict[str, Any]:
-    """A plan beside what its splits take."""
-    predicted = [each.step.total for each in found.best]
+def compared(seed: int, case: dict[str, Any], candidates: Plan) -> dict[str, Any]:
+    """A plan and the measurements of its candidates."""
+    predicted = [candidate.step.total for candidate in candidates.best]
     splits = [
-        {"layout": one.layout, "settings": one.settings, "predicted": seconds}
-        for one, seconds in zip(found.best, predicted, strict=True)
+        {"layout": candidate.layout, "settings": candidate.settings, "predicted": seconds}
+        for candidate, seconds in zip(candidates.best, predicted, strict=True)
     ]
-    held = run_workers(drawn["processes"], most_held, drawn, splits[0])
-    times = [min(each) for each in measured(drawn, splits)]
+    memory = run_workers(case["processes"], peak_memory, case, splits[0])
+    times = [min(seconds) for seconds in measured(case, splits)]
     return {
         "seed": seed,
-        **drawn,
+        **case,
         "splits": len(splits),
         "over_best": times[0] / min(times) - 1,
         "rank_correlation": correlation(predicted, times),
         "predicted_over_measured": median(p / t for p, t in zip(predicted, times, strict=True)),
-        "budget_gib": found.limit_bytes / USABLE / GIB,
-        "predicted_gib": found.best[0].peak_bytes / GIB,
-        "held_gib": held["tensors"] / GIB,
-        "process_gib": held["process"] / GIB,
-        "chosen": str(Layout(**found.best[0].layout)),
+        "budget_gib": candidates.limit_bytes / USABLE / GIB,
+        "predicted_gib": candidates.best[0].peak_bytes / GIB,
+        "held_gib": memory["tensors"] / GIB,
+        "process_gib": memory["process"] / GIB,
+        "chosen": str(Layout(**candidates.best[0].layout)),
         "each": [
-            {"layout": str(Layout(**one.layout)), **one.settings, "predicted": p, "measured": t}
-            for one, p, t in zip(found.best, predicted, times, strict=True)
+            {"layout": str(Layout(**c.layout)), **c.settings, "predicted": p, "measured": t}
+            for c, p, t in zip(candidates.best, predicted, times, strict=True)
         ],
     }
 
 
-def timed_plan(drawn: dict[str, Any], path: Path) -> tuple[Plan | ConfigError, float]:
-    """A plan, or what is wrong, and the seconds that it took."""
+def timed_plan(case: dict[str, Any], path: Path) -> tuple[Plan | ConfigError, float]:
+    """A plan or its error, and the seconds it took."""
     torch.set_num_threads(1)
-    began = perf_counter()
+    start = perf_counter()
     try:
-        found: Plan | ConfigError = planned(drawn, read_cluster(path))
+        result: Plan | ConfigError = planned(case, read_cluster(path))
     except ConfigError as error:
-        found = error
-    return found, perf_counter() - began
+        result = error
+    return result, perf_counter() - start
 
 
 def pairs(
     seeds: Sequence[int], processes: Sequence[int], at_once: int, folder: Path
 ) -> Iterator[dict[str, Any]]:
-    """Pairs, planned so many at once and measured one by one; a line for each that there is not.
+    """Cases, planned `at_once` in parallel and measured one after another; errors are printed.
 
-    A plan counts the time of its own process, so that those beside it do not matter while each has
-    a core.
+    Planning is timed per process, so parallel plans do not disturb it while each has a core.
     """
     context = multiprocessing.get_context("spawn")
     for first in range(0, len(seeds), at_once):
-        some = [(seed, draw(seed, processes)) for seed in seeds[first : first + at_once]]
-        paths = [folder / f"{drawn['processes']}.toml" for _, drawn in some]
-        for path, (_, drawn) in zip(paths, some, strict=True):
+        cases = [(seed, draw(seed, processes)) for seed in seeds[first : first + at_once]]
+        paths = [folder / f"{case['processes']}.toml" for _, case in cases]
+        for path, (_, case) in zip(paths, cases, strict=True):
             if not path.exists():
-                run_workers(drawn["processes"], measure, str(path))
+                run_workers(case["processes"], measure, str(path))
         with ProcessPoolExecutor(at_once, mp_context=context) as pool:
-            plans = list(pool.map(timed_plan, [drawn for _, drawn in some], paths))
-        for (seed, drawn), (found, seconds) in zip(some, plans, strict=True):
+            plans = list(pool.map(timed_plan, [case for _, case in cases], paths))
+        for (seed, case), (planned_case, seconds) in zip(cases, plans, strict=True):
             try:
-                if isinstance(found, ConfigError):
-                    raise found
-                yield {**compared(seed, drawn, found), "planning_s": seconds}
+                if isinstance(planned_case, ConfigError):
+                    raise planned_case
+                yield {**compared(seed, case, planned_case), "planning_s": seconds}
             except ConfigError as error:
                 print(f"{seed}: {error}", flush=True)
 
 
-def correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's: of the places of numbers in their orders."""
-    if len(one) < 3:
+def correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's rank correlation."""
+    if len(first) < 3:
         return 1.0
-    places = [sorted(range(len(each)), key=each.__getitem__) for each in (one, other)]
-    ranks = torch.zeros(2, len(one), dtype=torch.float64)
-    for row, order in zip(ranks, places, strict=True):
-        row[torch.tensor(order)] = torch.arange(len(one), dtype=torch.float64)
+    orders = [sorted(range(len(values)), key=values.__getitem__) for values in (first, second)]
+    ranks = torch.zeros(2, len(first), dtype=torch.float64)
+    for row, order in zip(ranks, orders, strict=True):
+        row[torch.tensor(order)] = torch.arange(len(first), dtype=torch.float64)
     return float(torch.corrcoef(ranks)[0, 1])
 
 
 def main() -> int:
-    """Print a line for each pair, and all in all."""
+    """Print a line per case and a summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--first", type=int, default=0, help="seed of the first pair")
@@ -382,25 +380,28 @@ def main() -> int:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         seeds = range(options.first, options.first + options.pairs)
-        for one in pairs(seeds, options.processes, options.at_once, Path(folder)):
-            results.append(one)
+        for case in pairs(seeds, options.processes, options.at_once, Path(folder)):
+            results.append(case)
             print(
-                f"{one['seed']:>3}  {one['processes']} processes, {one['splits']:>3} splits: chosen"
-                f" {one['chosen']}, {100 * one['over_best']:.1f}% over the best; rank correlation"
-                f" {one['rank_correlation']:.3f}; predicted {one['predicted_over_measured']:.2f}"
-                f" of measured; holds {one['held_gib']:.4f} (predicted {one['predicted_gib']:.4f})"
-                f" of {one['budget_gib']:.4f} GiB;"
-                f" planned in {one['planning_s']:.0f} s",
+                f"{case['seed']:>3}  {case['processes']} processes, {case['splits']:>3} splits:"
+                f" chosen {case['chosen']}, {100 * case['over_best']:.1f}% over the best; rank"
+                f" correlation {case['rank_correlation']:.3f}; predicted"
+                f" {case['predicted_over_measured']:.2f} of measured; holds"
+                f" {case['held_gib']:.4f} (predicted {case['predicted_gib']:.4f})"
+                f" of {case['budget_gib']:.4f} GiB;"
+                f" planned in {case['planning_s']:.0f} s",
                 flush=True,
             )
             if options.json is not None:
                 options.json.write_text(json.dumps(results, indent=1))
-    within = sum(one["over_best"] <= 0.05 for one in results)
-    fits = sum(one["held_gib"] <= one["budget_gib"] for one in results)
-    middle = median(one["rank_correlation"] for one in results) if results else math.nan
+    near_best = sum(case["over_best"] <= 0.05 for case in results)
+    fits = sum(case["held_gib"] <= case["budget_gib"] for case in results)
+    median_correlation = (
+        median(case["rank_correlation"] for case in results) if results else math.nan
+    )
     print(
-        f"{len(results)} pairs: {within} within 5% of the best, {fits} within their memory; median"
-        f" rank correlation {middle:.3f}"
+        f"{len(results)} pairs: {near_best} within 5% of the best, {fits} within their memory;"
+        f" median rank correlation {median_correlation:.3f}"
     )
     return 0
 

@@ -1,10 +1,10 @@
-"""Step times that the roofline predicts, beside published ones.
+"""Step times predicted by the roofline, compared with published ones.
 
     python packages/ms-parallel/benchmarks/published_runs.py          # the tables of published.md
-    python packages/ms-parallel/benchmarks/published_runs.py --fit    # the constants, found anew
-    python packages/ms-parallel/benchmarks/published_runs.py --swap   # halves the other way round
+    python packages/ms-parallel/benchmarks/published_runs.py --fit    # fit the constants again
+    python packages/ms-parallel/benchmarks/published_runs.py --swap   # with the halves swapped
 
-Seconds of one core. Every other row of each source calibrates; the others judge.
+Takes seconds on one core. Every second row of each source calibrates; the others are evaluated.
 """
 
 import argparse
@@ -55,58 +55,59 @@ GUESSES: Mapping[str, tuple[float, float]] = {
     "eager": (3.0, 0.3),
     "torch_npu": (2.0, 0.1),
 }
-"""Each constant as guessed beforehand, and how far its logarithm may well lie from that."""
+"""Prior of each constant: guess, and standard deviation of the logarithm."""
 SPREAD = 0.07
-"""Spread of the logarithm of predicted over measured that is left, for the same weighing."""
+"""Standard deviation of the logarithm of predicted over measured time, for the same weighting."""
 ROUNDS, DAMPING = 25, 1e-3
 
 
 @frozen(kw_only=True)
 class Constants:
-    """All constants, by name."""
+    """All constants by name."""
 
     values: Mapping[str, float]
 
     @property
     def passes(self) -> dict[str, float]:
-        """Passes over memory of element-wise steps, by how they run."""
+        """Passes over memory of element-wise operators, by execution."""
         return {"fused": 1.0, "eager": self.values["eager"], "torch_npu": self.values["torch_npu"]}
 
     def of(self, family: str) -> Efficiency:
-        """The constants of a family."""
-        found, ascend = self.values, "ascend " if family.startswith("ascend") else ""
-        half = found.get(f"{family} products", found["h100 products"])
-        attention = found[f"{family} attention"]
+        """Constants of a family of chips."""
+        values, ascend = self.values, "ascend " if family.startswith("ascend") else ""
+        half = values.get(f"{family} products", values["h100 products"])
+        attention = values[f"{family} attention"]
         return Efficiency(
             products={
                 "bfloat16": half,
                 "float16": half,
-                "float8": found.get(f"{family} float8", half),
+                "float8": values.get(f"{family} float8", half),
             },
             attention=attention,
             attention_backward=BACKWARD_SHARE * attention,
-            memory=found[f"{ascend}memory"],
-            traffic=found[f"{ascend}traffic"],
-            node=found[f"{ascend}node"],
-            hidden=min(1.0, found[f"{ascend}hidden"]),
-            network=found["network"],
-            waiting=found["waiting"],
-            step_ms=found["step_ms"],
+            memory=values[f"{ascend}memory"],
+            traffic=values[f"{ascend}traffic"],
+            node=values[f"{ascend}node"],
+            hidden=min(1.0, values[f"{ascend}hidden"]),
+            network=values["network"],
+            waiting=values["waiting"],
+            step_ms=values["step_ms"],
         )
 
 
 def predict(run: Run, efficiency: Efficiency, passes: Mapping[str, float] = PASSES) -> StepTime:
-    """The time of a published run's step."""
+    """Predicted step time of a published run."""
     settings = evolve(run.settings, passes=passes[run.operators])
     return step_time(run.sizes, run.layout, settings, run.cluster, efficiency)
 
 
 def residuals(logarithms: np.ndarray, runs: Sequence[Run]) -> np.ndarray:
-    """What is left of each row, and of each guess, in their spreads."""
+    """Normalized residuals of all rows and all guesses."""
     constants = Constants(values=dict(zip(GUESSES, np.exp(logarithms).tolist(), strict=True)))
-    known = {family: constants.of(family) for family in FAMILIES}
+    efficiencies = {family: constants.of(family) for family in FAMILIES}
     rows = [
-        log(predict(run, known[run.efficiency], constants.passes).total / run.seconds) / SPREAD
+        log(predict(run, efficiencies[run.efficiency], constants.passes).total / run.seconds)
+        / SPREAD
         for run in runs
     ]
     guesses = [
@@ -117,77 +118,82 @@ def residuals(logarithms: np.ndarray, runs: Sequence[Run]) -> np.ndarray:
 
 
 def fit(runs: Sequence[Run]) -> Constants:
-    """Constants of the least squares, by Gauss and Newton's steps from the guesses."""
+    """Least-squares constants, by Gauss-Newton steps from the guesses."""
     at = np.log([guess for guess, _ in GUESSES.values()])
     for _ in range(ROUNDS):
-        left = residuals(at, runs)
-        slopes = np.stack(
-            [(residuals(at + step, runs) - left) / 1e-4 for step in 1e-4 * np.eye(len(at))], axis=1
+        current = residuals(at, runs)
+        jacobian = np.stack(
+            [(residuals(at + step, runs) - current) / 1e-4 for step in 1e-4 * np.eye(len(at))],
+            axis=1,
         )
-        normal = slopes.T @ slopes + DAMPING * np.eye(len(at))
-        at = at - np.linalg.solve(normal, slopes.T @ left)
+        normal = jacobian.T @ jacobian + DAMPING * np.eye(len(at))
+        at = at - np.linalg.solve(normal, jacobian.T @ current)
     return Constants(values=dict(zip(GUESSES, np.exp(at).tolist(), strict=True)))
 
 
 def errors(
-    runs: Sequence[Run], known: Mapping[str, Efficiency], passes: Mapping[str, float] = PASSES
+    runs: Sequence[Run],
+    efficiencies: Mapping[str, Efficiency],
+    passes: Mapping[str, float] = PASSES,
 ) -> list[float]:
-    """Predicted by measured, less one, of each run."""
-    return [predict(run, known[run.efficiency], passes).total / run.seconds - 1 for run in runs]
+    """Relative error of each run: predicted over measured, minus one."""
+    return [
+        predict(run, efficiencies[run.efficiency], passes).total / run.seconds - 1 for run in runs
+    ]
 
 
-def summary(title: str, found: Sequence[float]) -> str:
-    """A line of a table: how many, the median, the worst, and how many are beyond a quarter."""
-    sizes = [abs(each) for each in found]
-    beyond = sum(each > 0.25 for each in sizes)
-    return f"| {title} | {len(found)} | {median(sizes):.1%} | {max(sizes):.1%} | {beyond} |"
+def summary(title: str, run_errors: Sequence[float]) -> str:
+    """A table row: number of runs, median, maximum, and number of errors above 25%."""
+    sizes = [abs(error) for error in run_errors]
+    outliers = sum(size > 0.25 for size in sizes)
+    return f"| {title} | {len(run_errors)} | {median(sizes):.1%} | {max(sizes):.1%} | {outliers} |"
 
 
 def tables(
     runs: Sequence[tuple[Run, bool]],
-    known: Mapping[str, Efficiency],
+    efficiencies: Mapping[str, Efficiency],
     passes: Mapping[str, float] = PASSES,
 ) -> None:
-    """Print how well each half and source is met, and each row."""
+    """Print the errors of each half and source, and each row."""
     print("| | rows | median | worst | beyond 25% |\n|---|---|---|---|---|")
-    for title, half in (("calibrating", True), ("judging", False)):
-        chosen = [run for run, calibrates in runs if calibrates is half]
-        print(summary(title, errors(chosen, known, passes)))
-        for source in dict.fromkeys(run.source for run in chosen):
-            ours = [run for run in chosen if run.source == source]
-            print(summary(f"{title}: {source}", errors(ours, known, passes)))
-    parts = [each.name for each in fields(StepTime)]
+    for title, half in (("calibration", True), ("evaluation", False)):
+        of_half = [run for run, calibrates in runs if calibrates is half]
+        print(summary(title, errors(of_half, efficiencies, passes)))
+        for source in dict.fromkeys(run.source for run in of_half):
+            of_source = [run for run in of_half if run.source == source]
+            print(summary(f"{title}: {source}", errors(of_source, efficiencies, passes)))
+    parts = [field.name for field in fields(StepTime)]
     print("\n| row | half | measured s | predicted s | error | shares of the prediction |")
     print("|---|---|---|---|---|---|")
     for run, calibrates in runs:
-        found = predict(run, known[run.efficiency], passes)
-        shares = {part: getattr(found, part) / found.total for part in parts}
+        predicted = predict(run, efficiencies[run.efficiency], passes)
+        shares = {part: getattr(predicted, part) / predicted.total for part in parts}
         shown = ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.01)
-        half = "calibrates" if calibrates else "judges"
+        half = "calibration" if calibrates else "evaluation"
         print(
-            f"| {run.label} | {half} | {run.seconds:.4g} | {found.total:.4g}"
-            f" | {found.total / run.seconds - 1:+.1%} | {shown} |"
+            f"| {run.label} | {half} | {run.seconds:.4g} | {predicted.total:.4g}"
+            f" | {predicted.total / run.seconds - 1:+.1%} | {shown} |"
         )
     print("\n| not predicted | why |\n|---|---|")
-    for what, why in excluded().items():
-        print(f"| {what} | {why} |")
+    for row, reason in excluded().items():
+        print(f"| {row} | {reason} |")
 
 
 def main() -> None:
-    """Print tables, or constants found anew."""
+    """Print tables, or fit the constants."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fit", action="store_true", help="find the constants anew, print them")
-    parser.add_argument("--swap", action="store_true", help="find them on the other half, judge")
-    chosen = parser.parse_args()
-    runs = [(run, half is not chosen.swap) for run, half in halves(read_runs())]
-    if not chosen.fit and not chosen.swap:
+    parser.add_argument("--fit", action="store_true", help="fit the constants and print them")
+    parser.add_argument("--swap", action="store_true", help="fit on the other half")
+    options = parser.parse_args()
+    runs = [(run, half is not options.swap) for run, half in halves(read_runs())]
+    if not options.fit and not options.swap:
         tables(runs, FAMILIES)
         return
-    found = fit([run for run, calibrates in runs if calibrates])
-    for name, value in found.values.items():
+    constants = fit([run for run, calibrates in runs if calibrates])
+    for name, value in constants.values.items():
         print(f"{name} = {value:.4g}")
-    known = {family: found.of(family) for family in FAMILIES}
-    tables(runs, known, found.passes)
+    efficiencies = {family: constants.of(family) for family in FAMILIES}
+    tables(runs, efficiencies, constants.passes)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What `reproducible=True` costs: a step with it, against one without, of one model and batch.
+"""Cost of `reproducible=True`: a step with it relative to a step without it.
 
     python packages/ms-parallel/benchmarks/reproducible.py --steps 20
     torchrun --standalone --nproc-per-node 2 packages/ms-parallel/benchmarks/reproducible.py
 
-Two engines in the same processes take steps by turns; the figure is the median ratio of neighbors,
-by the processor time of this process and by the clock. With several processes they stand on the
-data axis, and rank 0 tells.
+Steps of two engines with the same model and batch alternate in the same processes. The figure is
+the median ratio of neighboring steps, in CPU time of this process and in wall-clock time. Several
+processes are data ranks, and rank 0 prints the figures.
 """
 
 import argparse
@@ -25,11 +25,11 @@ SIZES = {
     "6 layers of 256, 4 rows of 256": (256, 6, 8192, 4, 256),
     "4 layers of 512, 4 rows of 512": (512, 4, 8192, 4, 512),
 }
-"""Width, layers and vocabulary; rows of a process and their length."""
+"""Hidden size, layers, vocabulary, rows per process, sequence length."""
 
 
 def steps(size: str, ranks: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A step without, and a step with it."""
+    """A step without it, and a step with it."""
     width, layers, vocabulary, rows, length = SIZES[size]
     config = architecture(
         "llama",
@@ -45,35 +45,35 @@ def steps(size: str, ranks: int) -> tuple[Callable[[], None], Callable[[], None]
     generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
     tokens = torch.randint(0, vocabulary, (rows, length), generator=generator)
     batch = {"tokens": tokens, "targets": tokens.roll(-1, 1)}
-    made = []
-    for asked in (False, True):
-        engine = Engine(config, Layout(data=ranks), reproducible=asked)
-        made.append(lambda engine=engine: engine.step(batch, NextTokenLoss()))
-    return made[0], made[1]
+    functions = []
+    for reproducible in (False, True):
+        engine = Engine(config, Layout(data=ranks), reproducible=reproducible)
+        functions.append(lambda engine=engine: engine.step(batch, NextTokenLoss()))
+    return functions[0], functions[1]
 
 
 def timed(act: Callable[[], None]) -> tuple[float, float]:
-    """Processor and wall seconds."""
+    """CPU and wall-clock seconds."""
     wall, processor = perf_counter(), process_time()
     act()
     return process_time() - processor, perf_counter() - wall
 
 
 def main() -> None:
-    """Print a line a model."""
+    """Print a line per model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="of each kind")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for size in SIZES:
-        plain, fixed = steps(size, ranks)
-        pairs = [(timed(plain), timed(fixed)) for _ in range(arguments.steps + 2)][2:]
-        ratios = [median(two[i] / one[i] for one, two in pairs) for i in range(2)]
-        took = median(one[1] for one, _ in pairs)
+        plain, reproducible = steps(size, ranks)
+        pairs = [(timed(plain), timed(reproducible)) for _ in range(arguments.steps + 2)][2:]
+        ratios = [median(b[i] / a[i] for a, b in pairs) for i in range(2)]
+        plain_s = median(a[1] for a, _ in pairs)
         if dist.get_rank() == 0:
             print(
-                f"{size}, data={ranks}: a step {took * 1e3:.1f} ms; reproducible: processor"
+                f"{size}, data={ranks}: a step {plain_s * 1e3:.1f} ms; reproducible: CPU time"
                 f" {ratios[0]:.3f}, wall {ratios[1]:.3f} times",
                 flush=True,
             )

@@ -1,16 +1,16 @@
-"""Bubble and peak activations of every schedule and of `search`, beside torch's own schedules.
+"""Bubbles and peak activations of every schedule and of `search`, compared with torch's schedules.
 
     python packages/ms-parallel/benchmarks/schedules.py              # all, ten minutes
-    python packages/ms-parallel/benchmarks/schedules.py --ranks 2 4  # a part of the cells
+    python packages/ms-parallel/benchmarks/schedules.py --ranks 2 4  # only these sizes
     python packages/ms-parallel/benchmarks/schedules.py --ranks      # published figures and speed
 
-Every model is given as 2p small stages; schedules of one stage a rank see them in pairs. Memory is
-in microbatches of a whole rank, so 1F1B holds p. "Bubble" is the makespan beyond the busiest rank's
-work, as a share of the makespan. A search's cell gives bubble (peak), placement, the proved gap to
-any schedule of any placement tried, and the best named schedule within the cap with its makespan
-over ours. torch's schedules are read from torch.distributed.pipelining as
-CSV and played by `simulate` like ours; no process is started. The exit code is 1 where a named
-schedule that fits is shorter than what the search finds, or a published figure is not met.
+A model has 2p small stages; schedules with one stage per rank join them in pairs. Memory is in
+microbatches of a full rank, so 1F1B holds p. The bubble is the makespan beyond the busiest rank's
+work, relative to the makespan. A search's cell has bubble (peak), placement, the proved gap to any
+schedule with the tried placements, and the best named schedule within the cap with its makespan
+over ours. torch's schedules are read as CSV from torch.distributed.pipelining and simulated like
+ours; no process is started. The exit code is 1 if a named schedule that fits is shorter than the
+search's, or a published figure is not reached.
 """
 
 import argparse
@@ -47,11 +47,11 @@ COLUMNS = (
     "GPipe", "1F1B", "interleaved", "breadth-first", "ZB1P", "ZB2P", "torch interleaved ZB",
     "ZB-V", "V-Half", "V-Min", "DualPipeV",
 )  # fmt: skip
-"""Columns of the table of named schedules; torch's others equal ours of the same kind."""
+"""Columns of the table of named schedules; torch's other schedules equal ours of the same name."""
 
 
 def factors(ranks: int, equal: bool) -> list[Fraction]:
-    """Size of each small stage; unequal: an embedding in front, a head behind, layers left over."""
+    """Sizes of the small stages; unequal ones have an embedding, a head, and uneven layers."""
     if equal:
         return [HALF] * (2 * ranks)
     sizes = [HALF * (Fraction(11, 10) if stage % 3 == 1 else 1) for stage in range(2 * ranks)]
@@ -72,13 +72,13 @@ def costs_of(sizes: Sequence[Fraction], equal: bool, share: Fraction) -> Costs:
     )
 
 
-def whole(sizes: Sequence[Fraction]) -> list[Fraction]:
-    """Stages of one a rank: neighboring small stages joined."""
+def join_pairs(sizes: Sequence[Fraction]) -> list[Fraction]:
+    """Sizes with one stage per rank: neighboring small stages joined."""
     return [sizes[i] + sizes[i + 1] for i in range(0, len(sizes), 2)]
 
 
 def bubble(makespan: Fraction, costs: Costs, ranks: int, placement: Sequence[int], m: int) -> float:
-    """Makespan beyond the busiest rank's work, as a share."""
+    """Makespan beyond the busiest rank's work, relative to the makespan."""
     work = [Fraction(0)] * ranks
     for stage, rank in enumerate(placement):
         work[rank] += costs.forward[stage] + costs.backward_input[stage]
@@ -87,7 +87,7 @@ def bubble(makespan: Fraction, costs: Costs, ranks: int, placement: Sequence[int
 
 
 def torch_schedules(ranks: int, microbatches: int) -> dict[str, Schedule]:
-    """Torch's own, from the classes that plan without processes; stages are stand-ins."""
+    """Schedules of torch, from the classes that plan without processes, on stand-in stages."""
     from torch.distributed.pipelining import schedules
 
     def stages(count: int) -> list[SimpleNamespace]:
@@ -99,8 +99,8 @@ def torch_schedules(ranks: int, microbatches: int) -> dict[str, Schedule]:
             for index in range(count)
         ]  # fmt: skip
 
-    made = {}
-    for name, kind, count in (
+    by_name = {}
+    for name, schedule_class, count in (
         ("interleaved 1F1B", schedules.ScheduleInterleaved1F1B, 2),
         ("looped BFS", schedules.ScheduleLoopedBFS, 2),
         ("interleaved ZB", schedules.ScheduleInterleavedZeroBubble, 2),
@@ -108,20 +108,20 @@ def torch_schedules(ranks: int, microbatches: int) -> dict[str, Schedule]:
         ("DualPipeV", schedules.ScheduleDualPipeV, 2),
     ):
         try:
-            order = kind(stages(count), microbatches).pipeline_order
+            order = schedule_class(stages(count), microbatches).pipeline_order
         except ValueError as refusal:
-            words = f"torch {name} refuses p={ranks} m={microbatches}: {refusal}"
-            print(words, file=sys.stderr)
+            message = f"torch {name} refuses p={ranks} m={microbatches}: {refusal}"
+            print(message, file=sys.stderr)
             continue
         text = "\n".join(
             ",".join(str(a or "") for a in order[rank]).strip(",") for rank in range(ranks)
         )
-        made[f"torch {name}"] = Schedule.from_csv(text, name=f"torch {name}")
-    return made
+        by_name[f"torch {name}"] = Schedule.from_csv(text, name=f"torch {name}")
+    return by_name
 
 
 def named(ranks: int, m: int, pair_costs: Costs) -> dict[str, Schedule]:
-    """Our generators."""
+    """Schedules of our generators."""
     makers: dict[str, Callable[[], Schedule]] = {
         "GPipe": lambda: gpipe(ranks, m),
         "1F1B": lambda: one_f_one_b(ranks, m),
@@ -139,29 +139,29 @@ def named(ranks: int, m: int, pair_costs: Costs) -> dict[str, Schedule]:
 
 
 def sized(schedule: Schedule, ranks: int, equal: bool) -> Costs:
-    """The costs that a schedule sees: its own order of stages decides which are joined."""
+    """Costs for a schedule, with joined stages if it has one per rank."""
     sizes = factors(ranks, equal)
     if schedule.stages == ranks:
-        return costs_of(whole(sizes), equal, Fraction(1))
+        return costs_of(join_pairs(sizes), equal, Fraction(1))
     return costs_of(sizes, equal, HALF)
 
 
 def searched(ranks: int, m: int, cap: Fraction, equal: bool, effort: float) -> tuple[Found, Costs]:
-    """The best over all placements, with the least bound of all of them."""
+    """The best schedule over all placements, with the smallest bound of all."""
     sizes = factors(ranks, equal)
     small = costs_of(sizes, equal, HALF)
-    joined = costs_of(whole(sizes), equal, Fraction(1))
+    joined = costs_of(join_pairs(sizes), equal, Fraction(1))
     tries = [(search(small, cap, microbatches=m, ranks=ranks, effort=effort), small)]
     if cap >= 1:
         tries.append((search(joined, cap, microbatches=m, effort=effort / 2), joined))
-    found, costs = min(tries, key=lambda each: each[0].makespan)
-    return evolve(found, lower_bound=min(each.lower_bound for each, _ in tries)), costs
+    best, costs = min(tries, key=lambda result: result[0].makespan)
+    return evolve(best, lower_bound=min(result.lower_bound for result, _ in tries)), costs
 
 
 def block(ranks: int, m: int, equal: bool, effort: float) -> tuple[str, str]:
-    """A line of the table of the search, and one of that of named schedules."""
+    """A row of the search's table, and a row of the table of named schedules."""
     fastest: dict[str, tuple[Fraction, str]] = {}
-    pair = costs_of(whole(factors(ranks, equal)), equal, Fraction(1))
+    pair = costs_of(join_pairs(factors(ranks, equal)), equal, Fraction(1))
     caps = {"p/2+1": Fraction(ranks, 2) + 1, "p": Fraction(ranks), "2p": Fraction(2 * ranks)}
     figures = {}
     for name, schedule in {**named(ranks, m, pair), **torch_schedules(ranks, m)}.items():
@@ -173,32 +173,32 @@ def block(ranks: int, m: int, equal: bool, effort: float) -> tuple[str, str]:
         figures[name] = f"{share:.4f} ({float(peak):g})"
         for cap_name, cap in caps.items():
             if peak <= cap:
-                known = fastest.get(cap_name, (line.makespan, name))
-                fastest[cap_name] = min(known, (line.makespan, name))
-    kind = "equal" if equal else "unequal"
-    head = f"| {ranks} | {m} | {kind} |"
+                current = fastest.get(cap_name, (line.makespan, name))
+                fastest[cap_name] = min(current, (line.makespan, name))
+    costs_text = "equal" if equal else "unequal"
+    head = f"| {ranks} | {m} | {costs_text} |"
     cells = []
     for cap_name, cap in caps.items():
-        begun = time.process_time()
-        found, costs = searched(ranks, m, cap, equal, effort)
-        spent = time.process_time() - begun
-        verify(found.schedule)
-        share = bubble(found.makespan, costs, ranks, found.schedule.placement, m)
-        gap = 100 * float(found.gap)
+        start = time.process_time()
+        result, costs = searched(ranks, m, cap, equal, effort)
+        spent = time.process_time() - start
+        verify(result.schedule)
+        share = bubble(result.makespan, costs, ranks, result.schedule.placement, m)
+        gap = 100 * float(result.gap)
         where = {one_a_rank(ranks): "line", vee(ranks): "V"}
         other = fastest.get(cap_name)
         versus = "nothing fits"
         if other:
-            versus = f"{other[1]} {float(other[0] / found.makespan):.3f}x"
-            if found.makespan > other[0]:
+            versus = f"{other[1]} {float(other[0] / result.makespan):.3f}x"
+            if result.makespan > other[0]:
                 versus += " WORSE"
         cells.append(
-            f"{share:.4f} ({float(max(found.peak_memory)):g}), "
-            f"{where.get(found.schedule.placement, 'loop')}, "
-            f"{'optimal' if found.proved else f'≤ {gap:.1f}% off'}; {versus}; {spent:.1f} s"
+            f"{share:.4f} ({float(max(result.peak_memory)):g}), "
+            f"{where.get(result.schedule.placement, 'loop')}, "
+            f"{'optimal' if result.proved else f'≤ {gap:.1f}% off'}; {versus}; {spent:.1f} s"
         )
-    known = " | ".join(figures.get(name, "—") for name in COLUMNS)
-    return f"{head} {' | '.join(cells)} |", f"{head} {known} |"
+    named_cells = " | ".join(figures.get(name, "—") for name in COLUMNS)
+    return f"{head} {' | '.join(cells)} |", f"{head} {named_cells} |"
 
 
 PUBLISHED: tuple[tuple[str, tuple[float, float, float], float, int, int, float], ...] = (
@@ -213,16 +213,16 @@ PUBLISHED: tuple[tuple[str, tuple[float, float, float], float, int, int, float],
     ("search, V", (1, 1.3, 0.7), 0.1, 4, 8, 0.1128),
     ("search, V", (1, 1.6, 0.9), 0.1, 4, 16, 0.0564),
 )
-"""Schedule, F/I/W of a rank, latency, ranks, microbatches, and the bubble that others tell: torch's
-and sail-sg's own; of a V in 1F1B's memory the least that sail-sg or an annealing reached."""
+"""Schedule, F/I/W of a rank, latency, ranks, microbatches, and the published bubble: of torch's and
+sail-sg's schedules; for a V with 1F1B's memory the best of sail-sg or an annealing."""
 
 
 def published() -> bool:
-    """Print ours beside them; whether the named ones are equal and the search is no worse."""
+    """Print our bubbles with published ones; return whether all are reached."""
     print("\n| schedule | F/I/W/latency | p | m | published | here |\n|---|---|---|---|---|---|")
-    held = True
-    for name, times, latency, ranks, m, told in PUBLISHED:
-        halves = [Fraction(str(each)) / 2 for each in times]
+    reached = True
+    for name, times, latency, ranks, m, expected in PUBLISHED:
+        halves = [Fraction(str(time)) / 2 for time in times]
         small = Costs.uniform(
             2 * ranks, forward=halves[0], backward_input=halves[1], backward_weight=halves[2],
             latency=latency, activation=HALF,
@@ -232,32 +232,32 @@ def published() -> bool:
             latency=latency,
         )  # fmt: skip
         if name == "search, V":
-            found = search(small, ranks, microbatches=m, placement=vee(ranks))
-            ours = 1 - sum(halves) * 2 * m / found.makespan
+            result = search(small, ranks, microbatches=m, placement=vee(ranks))
+            ours = 1 - sum(halves) * 2 * m / result.makespan
         else:
             schedule = named(ranks, m, pair)[name]
             ours = simulate(schedule, pair if schedule.stages == ranks else small).bubble
-        here = round(float(ours), 4)
-        held &= here <= told if name == "search, V" else here == told
-        words = "/".join(f"{each:g}" for each in (*times, latency))
-        print(f"| {name} | {words} | {ranks} | {m} | {told:.4f} | {here:.4f} |", flush=True)
-    return held
+        actual = round(float(ours), 4)
+        reached &= actual <= expected if name == "search, V" else actual == expected
+        text = "/".join(f"{value:g}" for value in (*times, latency))
+        print(f"| {name} | {text} | {ranks} | {m} | {expected:.4f} | {actual:.4f} |", flush=True)
+    return reached
 
 
 def speed() -> None:
-    """Processor seconds of the heuristic at its full effort on long pipelines."""
-    print("\n| p | m | stages a rank | bubble | proved distance | processor s |")
+    """CPU seconds of the search with full effort on long pipelines."""
+    print("\n| p | m | stages per rank | bubble | proved gap | CPU s |")
     print("|---|---|---|---|---|---|")
-    for ranks, m, each in ((16, 64, 1), (16, 64, 2), (64, 512, 1), (64, 512, 2)):
+    for ranks, m, stages in ((16, 64, 1), (16, 64, 2), (64, 512, 1), (64, 512, 2)):
         costs = Costs.uniform(
-            each * ranks, backward_input=1.3, backward_weight=0.7, latency=Fraction(each, 10)
+            stages * ranks, backward_input=1.3, backward_weight=0.7, latency=Fraction(stages, 10)
         )
-        begun = time.process_time()
-        found = search(costs, each * ranks, microbatches=m, ranks=ranks)
-        spent = time.process_time() - begun
-        share = bubble(found.makespan, costs, ranks, found.schedule.placement, m)
+        start = time.process_time()
+        result = search(costs, stages * ranks, microbatches=m, ranks=ranks)
+        spent = time.process_time() - start
+        share = bubble(result.makespan, costs, ranks, result.schedule.placement, m)
         print(
-            f"| {ranks} | {m} | {each} | {share:.4f} | {100 * float(found.gap):.1f}% "
+            f"| {ranks} | {m} | {stages} | {share:.4f} | {100 * float(result.gap):.1f}% "
             f"| {spent:.1f} |", flush=True,
         )  # fmt: skip
 
@@ -273,15 +273,15 @@ def main() -> int:
     for ranks in options.ranks:
         for m in (ranks, 2 * ranks, 4 * ranks):
             for equal in (True, False):
-                found, known = block(ranks, m, equal, options.effort)
-                print(found, flush=True)
-                worse |= "WORSE" in found
-                named_lines.append(known)
+                search_line, named_line = block(ranks, m, equal, options.effort)
+                print(search_line, flush=True)
+                worse |= "WORSE" in search_line
+                named_lines.append(named_line)
     print(f"\n| p | m | costs | {' | '.join(COLUMNS)} |\n|{'---|' * (3 + len(COLUMNS))}")
     print("\n".join(named_lines))
-    met = published()
+    published_reached = published()
     speed()
-    return int(worse or not met)
+    return int(worse or not published_reached)
 
 
 if __name__ == "__main__":

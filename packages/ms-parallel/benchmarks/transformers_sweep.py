@@ -1,14 +1,14 @@
 """Compare every causal language model of the installed transformers with our engine.
 
-Each class is built at a small size with random weights. Everything that the engine takes is
-compared with transformers in float32. Checks run in forked processes, several in each; one that
-ends its process or hangs is one cell of the table, and the rest run in the next process. Run it
-with `nox -s sweep`, or for some rows:
+Each class is built at a small size with random weights, and every class that the engine accepts is
+compared with transformers in float32. Several checks run in a forked process. If a check crashes or
+hangs, its cell of the table says so, and the remaining checks run in the next process. Run it with
+`nox -s sweep`, or for some rows:
 
     python benchmarks/transformers_sweep.py llama qwen3_next --checks logits gradients
 """
 
-# ruff: noqa: RUF001 - one of its pages is Chinese
+# ruff: noqa: RUF001 - writes a Chinese page
 
 import argparse
 import json
@@ -50,7 +50,7 @@ from ms_parallel.proof.worker import run_case
 ROWS, LENGTHS, LAYERS = 2, ((17, 7), (5, 19)), 4
 """Rows of a batch, and the documents packed into each."""
 TOLERANCE = 1e-5
-"""Allowed difference, as a share of the largest value, at least 1."""
+"""Allowed difference, relative to the maximum value or 1."""
 MARGIN = 3
 """Allowed difference as a multiple of transformers' own rounding error, against float64."""
 SPREAD = 0.2
@@ -58,12 +58,12 @@ SPREAD = 0.2
 RATE, UPDATES = 0.01, 2
 NEW_TOKENS = 6
 LONGEST = 600
-"""Characters of a refusal."""
+"""Maximum number of characters of a refusal."""
 TIMEOUT_S = 240.0
 LAYOUTS = ("data=2", "tensor=2", "pipeline=2", "context=2", "data=2,expert=2")
 PROCESSES = 2
 BY_FOLDER = ("load_model", "align", "explain", "prove")
-"""Checks of functions that choose the code by the folder or the name."""
+"""Checks of functions that select the implementation by folder or name."""
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "cohere_compass_text": {
@@ -75,7 +75,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
             }
         }
     },
-    "phi4_multimodal": {  # towers for pictures and sound, which text does not reach
+    "phi4_multimodal": {  # vision and audio towers, which text does not use
         "vision_config": {
             "hidden_size": 32,
             "intermediate_size": 48,
@@ -97,13 +97,13 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
     },
 }
-"""Settings without which transformers' own default does not run, or is not small."""
+"""Settings needed because transformers' defaults do not run or are not small."""
 VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("gemma4_text", {"num_kv_shared_layers": 10}),
     ("deepseek_v3", {"q_lora_rank": None}),
     ("phi", {"tie_word_embeddings": True}),
 )
-"""Settings of published models that differ in kind from a type's defaults."""
+"""Settings of published models with other features than the type's defaults."""
 REFUSALS = (ParallelError, ms_align.AlignError)
 COARSE = ("engine", "logits", "packed", "gradients", "load_model", "save", "generate", "align")
 SGD = {
@@ -120,40 +120,47 @@ class Row:
     """A model of the table."""
 
     label: str
-    kind: str
+    model_type: str
     """Its `model_type`."""
     settings: Mapping[str, Any] = {}
     """Settings other than the type's defaults."""
-    own: bool = False
-    """Run ms-parallel's own code of this family, as `Engine(folder)` does, not transformers'."""
+    native: bool = False
+    """Run ms-parallel's implementation of the family, as `Engine(folder)` does."""
 
     by_folder: bool = True
-    """Whether a function that is given the folder runs this code."""
+    """Whether a function that gets the folder runs this implementation."""
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """Checks that apply: some always run ms-parallel's code where it has the family."""
+        """Checks that apply; some always run ms-parallel's implementation if the family has one."""
         return tuple(name for name in CHECKS if self.by_folder or name not in BY_FOLDER)
 
 
 def all_rows() -> dict[str, Row]:
     """List the rows of the table by label."""
-    own = {family.name for family in families()}
+    native = {family.name for family in families()}
     rows = []
-    for kind in causal_classes():
-        rows.append(Row(label=kind, kind=kind, settings=SETTINGS.get(kind, {}), own=kind in own))
-        if kind in own:
-            label = f"{kind} (code of transformers)"
-            rows.append(Row(label=label, kind=kind, by_folder=False))
-    for kind, settings in VARIANTS:
+    for model_type in causal_classes():
+        rows.append(
+            Row(
+                label=model_type,
+                model_type=model_type,
+                settings=SETTINGS.get(model_type, {}),
+                native=model_type in native,
+            )
+        )
+        if model_type in native:
+            label = f"{model_type} (code of transformers)"
+            rows.append(Row(label=label, model_type=model_type, by_folder=False))
+    for model_type, settings in VARIANTS:
         (text,) = (f"{name}={value}" for name, value in settings.items())
-        rows.append(Row(label=f"{kind} ({text})", kind=kind, settings=settings))
+        rows.append(Row(label=f"{model_type} ({text})", model_type=model_type, settings=settings))
     return {row.label: row for row in sorted(rows, key=lambda row: row.label)}
 
 
 @frozen(kw_only=True)
 class Cell:
-    """Result of one check of one class."""
+    """Result of a check of a class."""
 
     state: str
     """`right`, `refused`, `wrong`, `raw` (a foreign exception) or `unchecked` (no reference)."""
@@ -162,31 +169,31 @@ class Cell:
 
 
 Check = Callable[[Row, Path], float]
-"""Returns the largest difference; raises `WrongError`, or the error that refuses the model."""
+"""Returns the maximum difference; raises `WrongError` or a refusal."""
 
 
 class WrongError(Exception):
     """A value differs from the reference."""
 
 
-def near(name: str, found: Tensor, expected: Tensor, rounding: float = 0.0) -> float:
-    """Return the difference, as a share of the largest expected value or 1.
+def near(name: str, actual: Tensor, expected: Tensor, rounding: float = 0.0) -> float:
+    """Return the maximum difference, relative to the maximum expected value or 1.
 
     Args:
         name: name of the value in messages.
-        found: value of ms-parallel.
+        actual: value of ms-parallel.
         expected: value of transformers in float32.
-        rounding: difference of transformers' float32 from its float64, as such a share.
+        rounding: relative difference of transformers' float32 from its float64.
 
     Raises:
-        WrongError: it is above the tolerance, and above `MARGIN` times the rounding.
+        WrongError: the difference exceeds the tolerance and `MARGIN` times the rounding.
     """
-    if found.shape != expected.shape:
-        raise WrongError(f"{name} has shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    if actual.shape != expected.shape:
+        raise WrongError(f"{name} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     if not expected.numel():
         return 0.0
     scale = max(1.0, float(expected.abs().max()))
-    apart = float((found.float() - expected.float()).abs().max()) / scale
+    apart = float((actual.float() - expected.float()).abs().max()) / scale
     if not apart <= max(TOLERANCE, MARGIN * rounding):
         raise WrongError(f"{name} differs by {apart:.1e}")
     return apart
@@ -196,7 +203,7 @@ def near(name: str, found: Tensor, expected: Tensor, rounding: float = 0.0) -> f
 
 
 def batch_of(vocabulary: int) -> dict[str, Tensor]:
-    """Draw two packed rows, (B, S)."""
+    """Two packed rows (B, S) of random tokens."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, vocabulary, (ROWS, sum(LENGTHS[0])), generator=generator)
     positions = [torch.cat([torch.arange(n) for n in row]) for row in LENGTHS]
@@ -215,8 +222,8 @@ def batch_of(vocabulary: int) -> dict[str, Tensor]:
     }
 
 
-def alone(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Compute logits (B, S, V) of each document of a batch by itself."""
+def separate_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Compute logits (B, S, V) from a separate forward of each document."""
     rows = []
     for tokens, lengths in zip(batch["tokens"], LENGTHS, strict=True):
         parts = [
@@ -228,17 +235,17 @@ def alone(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def mean_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Compute the mean loss over all targets, each document alone."""
-    return cross_entropy(alone(model, batch).flatten(0, 1), batch["targets"].flatten())
+    """Compute the mean loss over all targets, from separate documents."""
+    return cross_entropy(separate_logits(model, batch).flatten(0, 1), batch["targets"].flatten())
 
 
 @torch.no_grad()
 def scatter(model: Any, seed: int) -> None:
-    """Draw all weights and buffers that count, so that each of them shows in the logits."""
+    """Randomize all weights and persistent buffers, so that they all affect the logits."""
     generator = torch.Generator().manual_seed(seed)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        path, _, own = name.rpartition(".")
-        if own in model.get_submodule(path)._non_persistent_buffers_set:
+        path, _, buffer_name = name.rpartition(".")
+        if buffer_name in model.get_submodule(path)._non_persistent_buffers_set:
             continue
         if not value.is_floating_point():
             continue
@@ -251,12 +258,12 @@ def scatter(model: Any, seed: int) -> None:
 
 def small_config(row: Row) -> TransformersModel:
     """Return the small configuration of a row."""
-    document = {"model_type": row.kind, **row.settings}
+    document = {"model_type": row.model_type, **row.settings}
     return small_model(TransformersModel(document), layers=LAYERS, spread=SPREAD)
 
 
 def random_model(row: Row) -> Any:
-    """Build transformers' own small model of a row with random weights."""
+    """Build transformers' small model of a row with random weights."""
     settings = small_config(row).settings
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
@@ -274,19 +281,19 @@ def prepare_weights(row: Row, folder: Path) -> float:
 
 
 def prepare_reference(row: Row, folder: Path) -> float:
-    """Write what transformers computes from the weights of `begin`."""
+    """Write results of transformers with the weights of `begin`."""
     model = random_model(row)
     batch = batch_of(model.config.get_text_config().vocab_size)
-    kept: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     with torch.no_grad():
-        kept["logits"] = model(batch["tokens"], use_cache=False, return_dict=True).logits
-        kept["packed"] = alone(model, batch)
+        results["logits"] = model(batch["tokens"], use_cache=False, return_dict=True).logits
+        results["packed"] = separate_logits(model, batch)
         text = batch["tokens"][:1, :7]
         for _ in range(NEW_TOKENS):
             logits = model(text, use_cache=False, return_dict=True).logits
             text = torch.cat((text, logits[:, -1:].argmax(-1)), 1)
-        kept["generated"] = text[0, 7:]
-    weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
+        results["generated"] = text[0, 7:]
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     losses = []
     for step in range(UPDATES):
         model.zero_grad()
@@ -298,15 +305,15 @@ def prepare_reference(row: Row, folder: Path) -> float:
                 total = sum(
                     (p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None
                 )
-                kept["norm"] = torch.as_tensor(total).sqrt()
+                results["norm"] = torch.as_tensor(total).sqrt()
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(RATE * parameter.grad)
-    kept["losses"] = torch.stack(losses)
+    results["losses"] = torch.stack(losses)
     model.save_pretrained(folder / "after")
-    kept["rounding"] = torch.tensor(rounding_of(random_model(row), batch))
-    save_file({name: each.contiguous() for name, each in kept.items()}, folder / "reference")
-    # Gradients by the names of tensors on disk: write them as if they were the weights.
+    results["rounding"] = torch.tensor(rounding_of(random_model(row), batch))
+    save_file({name: value.contiguous() for name, value in results.items()}, folder / "reference")
+    # Gradients by tensor name on disk: save them as if they were weights.
     model.load_state_dict(weights)
     model.zero_grad()
     mean_loss(model, batch).backward()
@@ -328,7 +335,7 @@ def rounding_of(model: Any, batch: Mapping[str, Tensor]) -> list[float]:
             model = model.to(dtype)
             model.load_state_dict(begin)
             with torch.no_grad():
-                values = [[alone(model, batch).double()]]
+                values = [[separate_logits(model, batch).double()]]
             for step in range(UPDATES):
                 model.zero_grad()
                 mean_loss(model, batch).backward()
@@ -339,7 +346,7 @@ def rounding_of(model: Any, batch: Mapping[str, Tensor]) -> list[float]:
                     for parameter in trained:
                         parameter.sub_(RATE * parameter.grad)
             results.append([*values, [p.detach().double() for p in trained]])
-    except RuntimeError:  # some models cannot run in float64; then the plain tolerance holds
+    except RuntimeError:  # some models cannot run in float64 and get the plain tolerance
         return [0.0, 0.0, 0.0]
     finally:
         torch.set_default_dtype(default)
@@ -351,7 +358,7 @@ def rounding_of(model: Any, batch: Mapping[str, Tensor]) -> list[float]:
 
 
 def reference(folder: Path) -> dict[str, Tensor]:
-    """Read what transformers computed."""
+    """Read the results of transformers."""
     return load_file(folder / "reference")
 
 
@@ -364,19 +371,19 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     }
 
 
-# The checks, each in a process of its own.
+# The checks, in separate processes.
 
 
 def engine_of(row: Row, folder: Path, **options: Any) -> Engine:
     """Start an engine from the small folder."""
     begin = folder / "begin"
-    model = begin if row.own else TransformersModel(begin)
-    # A balance loss or bias of experts is not part of transformers' forward.
+    model = begin if row.native else TransformersModel(begin)
+    # transformers' forward has no balance loss or bias update.
     return Engine(model, device="cpu", optimizer=SGD, balance="none", **options)
 
 
 def plain(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave the documents out."""
+    """Leave out the documents."""
     return {name: batch[name] for name in ("tokens", "targets")}
 
 
@@ -386,19 +393,19 @@ def logits_of(engine: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def check_engine(row: Row, folder: Path) -> float:
-    """Build an engine: decides whether a class is taken."""
+    """Build an engine, which shows whether a class is accepted."""
     engine_of(row, folder)
     return 0.0
 
 
 def check_build(row: Row, folder: Path) -> float:
-    """Build an engine with fresh weights, where there is no folder."""
+    """Build an engine with initial weights instead of a folder."""
     Engine(small_config(row), device="cpu")
     return 0.0
 
 
 def check_logits(row: Row, folder: Path) -> float:
-    """Compare logits of whole rows."""
+    """Compare logits of full rows."""
     engine, expected = engine_of(row, folder), reference(folder)
     batch = plain(batch_of(engine.config.vocab_size))
     rounding = float(expected["rounding"][0])
@@ -406,7 +413,7 @@ def check_logits(row: Row, folder: Path) -> float:
 
 
 def check_packed(row: Row, folder: Path) -> float:
-    """Compare packed documents with each document alone."""
+    """Compare packed documents with separate ones."""
     engine, expected = engine_of(row, folder), reference(folder)
     batch = batch_of(engine.config.vocab_size)
     rounding = float(expected["rounding"][0])
@@ -417,29 +424,29 @@ def check_gradients(row: Row, folder: Path) -> float:
     """Compare the gradient of every weight."""
     engine = engine_of(row, folder)
     expected = tensors(folder / "gradients")
-    _, found = full_gradients(engine, batch_of(engine.config.vocab_size))
+    _, gradients = full_gradients(engine, batch_of(engine.config.vocab_size))
     rounding = float(reference(folder)["rounding"][1])
-    slices, most, seen = weight_slices(engine.config), 0.0, set[str]()
-    scale = max(float(each.abs().max()) for each in expected.values() if each.numel())
-    for name, gradient in found.items():
+    slices, maximum, seen = weight_slices(engine.config), 0.0, set[str]()
+    scale = max(float(value.abs().max()) for value in expected.values() if value.numel())
+    for name, gradient in gradients.items():
         for piece in slices[name]:
             part = piece.to_tensor(gradient[piece.box])
             right = expected[piece.tensor][piece.part]
             seen.add(piece.tensor)
-            apart = float((part - right).abs().max()) / max(1.0, scale)
-            most = max(most, apart)
-            if not apart <= max(TOLERANCE, MARGIN * rounding):
-                raise WrongError(f"the gradient of {name} differs by {apart:.1e}")
-    missing = [name for name, each in expected.items() if name not in seen and each.any()]
-    buffers = {piece.tensor for name in set(slices) - set(found) for piece in slices[name]}
+            difference = float((part - right).abs().max()) / max(1.0, scale)
+            maximum = max(maximum, difference)
+            if not difference <= max(TOLERANCE, MARGIN * rounding):
+                raise WrongError(f"the gradient of {name} differs by {difference:.1e}")
+    missing = [name for name, value in expected.items() if name not in seen and value.any()]
+    buffers = {piece.tensor for name in set(slices) - set(gradients) for piece in slices[name]}
     missing = [name for name in missing if name not in buffers]
     if missing:
         raise WrongError(f"no gradient of {missing[0]}")
-    return most
+    return maximum
 
 
 def check_updates(row: Row, folder: Path) -> float:
-    """Compare losses and weights of two updates, and what is saved."""
+    """Compare losses, weights and the saved folder of two updates."""
     return two_updates(engine_of(row, folder), folder, folder / "updated")
 
 
@@ -447,23 +454,25 @@ def two_updates(engine: Engine, folder: Path, saved: Path) -> float:
     """Take two updates on packed rows, save, and compare losses and every saved tensor."""
     batch, expected = batch_of(engine.config.vocab_size), reference(folder)
     rows = len(batch["tokens"]) // engine.data_ranks
-    own = slice(engine.data_rank * rows, (engine.data_rank + 1) * rows)
-    mine = {name: value[own] for name, value in batch.items()}
-    made = [engine.step(mine, NextTokenLoss()) for _ in range(UPDATES)]
-    most = near("loss", torch.tensor([each.loss for each in made]), expected["losses"])
-    norm = torch.tensor(made[0].grad_norm)
+    local_rows = slice(engine.data_rank * rows, (engine.data_rank + 1) * rows)
+    local = {name: value[local_rows] for name, value in batch.items()}
+    updates = [engine.step(local, NextTokenLoss()) for _ in range(UPDATES)]
+    difference = near("loss", torch.tensor([update.loss for update in updates]), expected["losses"])
+    norm = torch.tensor(updates[0].grad_norm)
     scale = max(1.0, float(expected["norm"]))
     rounding = float(expected["rounding"][1])
-    most = max(most, near("gradient norm", norm / scale, expected["norm"] / scale, rounding))
+    difference = max(
+        difference, near("gradient norm", norm / scale, expected["norm"] / scale, rounding)
+    )
     engine.save(saved)
     if engine.groups.mesh.get_rank():
-        return most
+        return difference
     found, right = tensors(saved), tensors(folder / "after")
     if found.keys() != right.keys():
         raise WrongError(f"saved tensors differ: {sorted(found.keys() ^ right.keys())[:2]}")
     rounding = float(expected["rounding"][2])
     return max(
-        [most, *(near(f"saved {name}", found[name], right[name], rounding) for name in right)]
+        [difference, *(near(f"saved {name}", found[name], right[name], rounding) for name in right)]
     )
 
 
@@ -478,7 +487,7 @@ def check_load_model(row: Row, folder: Path) -> float:
 
 
 def check_save(row: Row, folder: Path) -> float:
-    """Save, and open the folder in transformers."""
+    """Save, and load the folder in transformers."""
     engine_of(row, folder).save(folder / "saved")
     found, right = tensors(folder / "saved"), tensors(folder / "begin")
     if found.keys() != right.keys():
@@ -495,13 +504,15 @@ def check_save(row: Row, folder: Path) -> float:
 
 
 def check_generate(row: Row, folder: Path) -> float:
-    """Compare greedy tokens, which ours computes with a cache."""
+    """Compare greedy tokens; ours uses a cache."""
     engine = engine_of(row, folder)
     prompt = batch_of(engine.config.vocab_size)["tokens"][0, :7].tolist()
-    (made,) = engine.generate([prompt], max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token=None)
+    (tokens,) = engine.generate(
+        [prompt], max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token=None
+    )
     expected = reference(folder)["generated"].tolist()
-    if list(made) != expected:
-        raise WrongError(f"generated {list(made)}, transformers {expected}")
+    if list(tokens) != expected:
+        raise WrongError(f"generated {list(tokens)}, transformers {expected}")
     return 0.0
 
 
@@ -518,37 +529,37 @@ def check_align(row: Row, folder: Path) -> float:
 
 
 def check_fresh(row: Row, folder: Path) -> float:
-    """Train from fresh weights, which are distributed as transformers initializes them.
+    """Train from initial weights, which must have transformers' distribution.
 
-    What is the same in two of its models, such as constants, must be equal. Drawn matrices have
-    the same standard deviation, up to 8 standard errors.
+    Tensors that are equal in two models of transformers, such as constants, must be equal here.
+    Random matrices must have the same standard deviation within 8 standard errors.
     """
-    config = read_config(folder / "begin") if row.own else small_config(row)
+    config = read_config(folder / "begin") if row.native else small_config(row)
     engine = Engine(config, device="cpu", optimizer=SGD)
     engine.save(folder / "fresh")
     update = engine.step(batch_of(engine.config.vocab_size), NextTokenLoss())
     if not 0.0 < update.grad_norm < float("inf"):
         raise WrongError(f"the first gradient norm of fresh weights is {update.grad_norm}")
-    if row.own:  # its families have an initialization of their own
+    if row.native:  # ms-parallel's families have other initializations
         return 0.0
     found, auto = tensors(folder / "fresh"), transformers.AutoModelForCausalLM
-    drawn = []
+    samples = []
     for seed in range(2):
         torch.manual_seed(seed)
         auto.from_config(small_config(row).settings).save_pretrained(folder / f"fresh-{seed}")
-        drawn.append(tensors(folder / f"fresh-{seed}"))
-    for name, one in drawn[0].items():
-        if torch.equal(one, drawn[1][name]):
-            near(f"initial {name}", found[name], one)
-        elif one.numel() >= 256:
-            apart = abs(float(found[name].std() / one.std()) - 1.0)
-            if not apart <= 8 / one.numel() ** 0.5:
-                raise WrongError(f"the standard deviation of initial {name} is {apart:.0%} off")
+        samples.append(tensors(folder / f"fresh-{seed}"))
+    for name, sample in samples[0].items():
+        if torch.equal(sample, samples[1][name]):
+            near(f"initial {name}", found[name], sample)
+        elif sample.numel() >= 256:
+            error = abs(float(found[name].std() / sample.std()) - 1.0)
+            if not error <= 8 / sample.numel() ** 0.5:
+                raise WrongError(f"the standard deviation of initial {name} is {error:.0%} off")
     return 0.0
 
 
 def check_explain(row: Row, folder: Path) -> float:
-    """Ask of each layout whether it trains: a refusal is one line."""
+    """Explain each layout; a refusal must be one line."""
     for layout in LAYOUTS:
         refused = explain(layout, str(folder / "begin")).refused or ""
         if "\n" in refused or len(refused) > LONGEST:
@@ -557,27 +568,27 @@ def check_explain(row: Row, folder: Path) -> float:
 
 
 def check_prove(row: Row, folder: Path) -> float:
-    """Run the first cases of `prove`, in float64; by the model type's name where it is enough."""
+    """Run the first cases of `prove` in float32, by model type if that is sufficient."""
     cases = {
         0: Case(layout="data=1", processes=1),
         1: Case(layout="data=1", processes=1, microbatch_size=3),
     }
-    subject = str(folder / "begin") if row.settings else row.kind
+    subject = str(folder / "begin") if row.settings else row.model_type
     job = Job(subject=subject, seed=0, tolerance=2e-6, cases=cases)
     (folder / "prove").mkdir()
     torch.set_default_dtype(torch.float64)
-    for number, case in cases.items():
-        outcome = run_case(job, number, case, folder / "prove")
+    for index, case in cases.items():
+        outcome = run_case(job, index, case, folder / "prove")
         if outcome.refused:
             raise ParallelError(outcome.refused)
-        bad = [each.what for each in outcome.found if "no gradient reaches" not in each.what]
+        bad = [error.what for error in outcome.found if "no gradient reaches" not in error.what]
         if bad:
             raise WrongError(bad[0])
     return 0.0
 
 
 def check_layout(layout: str) -> Check:
-    """Return the check of two updates under a layout of two processes."""
+    """Return a check of two updates under a layout of two processes."""
 
     def check(row: Row, folder: Path) -> float:
         options = {"microbatch_size": 1} if "pipeline" in layout else {}
@@ -604,11 +615,11 @@ CHECKS: dict[str, Check] = {
 }
 
 
-# Processes, forked from one that has imported torch.
+# Processes, forked after torch was imported.
 
 
 def judge(check: Check, row: Row, folder: Path) -> Cell:
-    """Run a check and say how it ended."""
+    """Run a check and return its cell."""
     try:
         return Cell(state="right", apart=check(row, folder))
     except WrongError as error:
@@ -618,8 +629,8 @@ def judge(check: Check, row: Row, folder: Path) -> Cell:
         state = "refused" if "\n" not in line and len(line) < LONGEST else "raw"
         return Cell(state=state, why=line)
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)
-        ours = [at for at in place if "ms_" in at.filename] or place
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if "ms_" in frame.filename] or frames
         where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
         text = " ".join(str(error).split())[:160]
         return Cell(state="raw", why=f"{type(error).__name__}: {text} ({where})")
@@ -628,11 +639,11 @@ def judge(check: Check, row: Row, folder: Path) -> Cell:
 def start(
     checks: Mapping[str, Check], row: Row, folder: Path, environment: Mapping[str, str]
 ) -> tuple[int, Path]:
-    """Fork a process that runs checks in order and appends each cell to a file."""
-    answer = Path(tempfile.mkstemp(dir=folder, suffix=".cells")[1])
+    """Fork a process that runs checks in order and appends their cells to a file."""
+    results = Path(tempfile.mkstemp(dir=folder, suffix=".cells")[1])
     child = os.fork()
     if child:
-        return child, answer
+        return child, results
     try:
         os.setpgid(0, 0)
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -642,28 +653,28 @@ def start(
         torch.set_num_threads(1)
         for name, check in checks.items():
             cell = judge(check, row, folder)
-            with answer.open("a") as file:
+            with results.open("a") as file:
                 file.write(json.dumps([name, asdict(cell)]) + "\n")
     finally:
         os._exit(0)
 
 
 def collect(children: Sequence[tuple[int, Path]], limit_s: float) -> dict[str, Cell]:
-    """Wait for processes, and stop them when they write no cell for too long.
+    """Wait for processes, and kill them if they write no cell for too long.
 
     Returns:
         The worst cell of each check that all processes have finished.
     """
-    left, size, until = dict(children), 0, monotonic() + limit_s
-    while left and monotonic() < until:
-        for child in list(left):
+    running, size, until = dict(children), 0, monotonic() + limit_s
+    while running and monotonic() < until:
+        for child in list(running):
             if os.waitpid(child, os.WNOHANG)[0]:
-                del left[child]
+                del running[child]
         written = sum(answer.stat().st_size for _, answer in children)
         if written > size:
             size, until = written, monotonic() + limit_s
         sleep(0.02)
-    for child in left:
+    for child in running:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
     answers = [dict(map(json.loads, answer.read_text().splitlines())) for _, answer in children]
@@ -680,10 +691,10 @@ def collect(children: Sequence[tuple[int, Path]], limit_s: float) -> dict[str, C
 def run_checks(
     checks: Mapping[str, Check], row: Row, folder: Path, limit_s: float, processes: int = 1
 ) -> dict[str, Cell]:
-    """Run checks in one process, or in the ranks of one job, and restart after one that ends it."""
+    """Run checks in a process, or in the ranks of a job, and restart after a crash."""
     cells: dict[str, Cell] = {}
-    left = dict(checks)
-    while left:
+    remaining = dict(checks)
+    while remaining:
         environments: list[dict[str, str]] = [{}]
         if processes > 1:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -699,60 +710,64 @@ def run_checks(
                 }
                 for rank in range(processes)
             ]
-        cells |= collect([start(left, row, folder, each) for each in environments], limit_s)
-        left = {name: check for name, check in left.items() if name not in cells}
-        if left:
-            name = next(iter(left))
-            del left[name]
+        cells |= collect([start(remaining, row, folder, env) for env in environments], limit_s)
+        remaining = {name: check for name, check in remaining.items() if name not in cells}
+        if remaining:
+            name = next(iter(remaining))
+            del remaining[name]
             cells[name] = Cell(state="raw", why=f"the process died or was silent for {limit_s:g} s")
     return cells
 
 
-def load_class(kind: str) -> None:
-    """Import a model type's code, so that the processes of its checks need not."""
+def load_class(model_type: str) -> None:
+    """Import a model type's code once for the processes of all its checks."""
     try:
-        settings = transformers.AutoConfig.for_model(kind).get_text_config()
+        settings = transformers.AutoConfig.for_model(model_type).get_text_config()
         transformers.AutoModelForCausalLM._model_mapping[type(settings)]
-    except Exception:  # its checks meet it again, and report it
+    except Exception:  # the checks hit the same error and report it
         return
 
 
 def sweep_row(row: Row, checks: Sequence[str], limit_s: float) -> dict[str, Cell]:
-    """Run checks of one row."""
+    """Run the checks of a row."""
     torch.set_num_threads(1)
-    load_class(row.kind)
+    load_class(row.model_type)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
         def run(names: Mapping[str, Check], processes: int = 1) -> dict[str, Cell]:
             return run_checks(names, row, folder, limit_s, processes)
 
-        begun = run({"weights": prepare_weights, "engine": check_engine})
-        if begun["weights"].state != "right":
-            # Transformers has no small model to compare with; ours may still refuse it in a line.
+        prepared = run({"weights": prepare_weights, "engine": check_engine})
+        if prepared["weights"].state != "right":
+            # No small model of transformers as a reference; ours may still refuse with one line.
             built = run({"build": check_build})["build"]
-            unchecked = Cell(state="unchecked", why=begun["weights"].why)
+            unchecked = Cell(state="unchecked", why=prepared["weights"].why)
             return {"engine": unchecked if built.state == "right" else built}
-        cells = {"engine": begun["engine"]}
+        cells = {"engine": prepared["engine"]}
         if cells["engine"].state != "right":
             return cells
         computed = run({"reference": prepare_reference})["reference"]
         if computed.state != "right":
             return {"engine": Cell(state="unchecked", why=computed.why)}
-        chosen = [name for name in row.checks if name in checks and name != "engine"]
-        apart = [name for name in chosen if name in ("explain", "prove")]
-        many = [name for name in chosen if name in LAYOUTS]
-        alone = [name for name in chosen if name not in (*apart, *many)]
-        for names, processes in ((alone, 1), *(([name], 1) for name in apart), (many, PROCESSES)):
+        selected = [name for name in row.checks if name in checks and name != "engine"]
+        separate = [name for name in selected if name in ("explain", "prove")]
+        layouts = [name for name in selected if name in LAYOUTS]
+        together = [name for name in selected if name not in (*separate, *layouts)]
+        for names, processes in (
+            (together, 1),
+            *(([name], 1) for name in separate),
+            (layouts, PROCESSES),
+        ):
             cells |= run({name: CHECKS[name] for name in names}, processes)
         return {name: cells[name] for name in CHECKS if name in cells}
 
 
-# The results file, and the pages made from it.
+# The results file, and the pages written from it.
 
 
 def read_results(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Read cells of finished classes, by model type and check."""
+    """Read the cells of finished rows, by label and check."""
     if file is None or not file.exists():
         return {}
     document: dict[str, Any] = json.loads(file.read_text())
@@ -760,7 +775,7 @@ def read_results(file: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def write_results(file: Path, cells: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write cells with the versions that they were computed with."""
+    """Write cells with the versions of torch and transformers."""
     document = {
         "torch": torch.__version__.partition("+")[0],
         "transformers": transformers.__version__,
@@ -816,15 +831,15 @@ ALL_FOREIGN = ("all with the code `transformers`", "所有使用 `transformers` 
 """Names a list of all model types that transformers' code runs, in English and Chinese."""
 
 
-def plain_reason(kind: str, reason: str) -> str:
-    """Leave names of classes and layers out of a refusal, so that equal reasons can be grouped."""
+def plain_reason(model_type: str, reason: str) -> str:
+    """Remove names of classes and layers from a refusal, so that equal reasons can be grouped."""
     text = re.sub(r"\bmodel\.layers\.[\w.*]+", "a layer", reason)
     names = r"\b(?:[A-Z]\w*(?:ForCausalLM|HeadModel|Attention|MLP|Layer|Decoder)|Block|\w+Block)\b"
     text = re.sub(names, "this model", text)
     text = re.sub(
         r"(cannot split|cannot cut|not supported for) \w+\b(?! model)", r"\1 this model", text
     )
-    text = re.sub(rf"\b{re.escape(kind)}(_text)?\b", "this model", text)
+    text = re.sub(rf"\b{re.escape(model_type)}(_text)?\b", "this model", text)
     text = text.replace("this this model", "this model").replace("<", "&lt;").replace("|", "\\|")
     text = re.sub(r"\bits \d+ layers", "its layers", text)
     return text if re.match(r"[\w.]+[=.]", text) else text[0].upper() + text[1:]
@@ -836,8 +851,8 @@ def reasons_table(
     """Group refusals (label, check, reason) by reason; return cells of reasons and of labels."""
     groups: dict[tuple[str, str], list[str]] = {}
     for label, check, reason in refusals:
-        kind = rows[label].kind
-        groups.setdefault((check, plain_reason(kind, reason)), []).append(f"`{label}`")
+        model_type = rows[label].model_type
+        groups.setdefault((check, plain_reason(model_type, reason)), []).append(f"`{label}`")
     order = list(CHECKS)
     merged: dict[tuple[str, str], list[str]] = {}
     for (check, reason), labels in sorted(
@@ -856,7 +871,7 @@ def reasons_table(
 
 
 def write_pages(file: Path, page: Path) -> None:
-    """Write the English page of a results file, and the Chinese one next to it."""
+    """Write the English page of a results file, and the Chinese page next to it."""
     document = json.loads(file.read_text())
     rows = all_rows()
     cells: dict[str, dict[str, Any]] = {
@@ -867,16 +882,16 @@ def write_pages(file: Path, page: Path) -> None:
     other = {
         label: row for label, row in cells.items() if label not in taken and label not in refused
     }
-    ours = sum(rows[label].own for label in taken)
+    ours = sum(rows[label].native for label in taken)
     states = Counter(cell["state"] for row in cells.values() for cell in row.values())
     missing = sum(len(set(rows[label].checks) - set(row)) for label, row in taken.items())
     missing += len(rows) - len(cells)
     counts = (
-        (len({rows[label].kind for label in cells}), "model types", "模型类型"),
-        (len({rows[label].kind for label in taken}), "taken", "接受"),
-        (len({rows[label].kind for label in refused}), "refused", "拒绝"),
+        (len({rows[label].model_type for label in cells}), "model types", "模型类型"),
+        (len({rows[label].model_type for label in taken}), "taken", "接受"),
+        (len({rows[label].model_type for label in refused}), "refused", "拒绝"),
         (
-            len({rows[label].kind for label in other}),
+            len({rows[label].model_type for label in other}),
             "not compared: transformers runs no small model",
             "未比较：transformers 不能运行小模型",
         ),
@@ -914,14 +929,14 @@ def write_pages(file: Path, page: Path) -> None:
             layouts = ", ".join(name for name in LAYOUTS if name in right)
             others = sum(name not in LAYOUTS for name in right)
             total = sum(name not in LAYOUTS for name in row)
-            code = "ms-parallel" if rows[label].own else "transformers"
+            code = "ms-parallel" if rows[label].native else "transformers"
             lines.append(f"| `{label}` | {code} | {others} of {total} | {layouts} |")
         return lines
 
     def table(header: str, lines: Sequence[str]) -> list[str]:
         return [header, "|" + "---|" * (header.count("|") - 1), *lines]
 
-    theirs = ", ".join(f"`{label}`" for label in taken if not rows[label].own)
+    theirs = ", ".join(f"`{label}`" for label in taken if not rows[label].native)
 
     def grouped(refused_cells: list[tuple[str, str, str]], every: str) -> list[str]:
         return [
@@ -1013,7 +1028,7 @@ def write_pages(file: Path, page: Path) -> None:
 
 
 def main() -> int:
-    """Sweep, and print or write the table; exit code 1 if a cell is wrong or raw."""
+    """Sweep, and print or write the table; exit with 1 if a cell is wrong or raw."""
     rows = all_rows()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("labels", nargs="*", metavar="ROW", help="model types; all by default")

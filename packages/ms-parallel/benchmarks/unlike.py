@@ -42,33 +42,33 @@ ROWS, STEPS, COUNTED = 24, 24, 10
 LAYERS, MICROBATCHES = 8, 8
 
 
-def plant(kind: type[nn.Module], seconds: float) -> None:
+def plant(module_class: type[nn.Module], seconds: float) -> None:
     """Make every module of a type sleep for `seconds` per row in training."""
 
     def wait(module: nn.Module, inputs: Any) -> None:
-        if isinstance(module, kind) and torch.is_grad_enabled():
+        if isinstance(module, module_class) and torch.is_grad_enabled():
             time.sleep(seconds * inputs[0].shape[0])
 
     nn.modules.module.register_module_forward_pre_hook(wait)
 
 
 def shares(folder: Path, name: str, rank: int) -> dict[str, Any]:
-    """Train with `equal` or `measured` shares on two data ranks, or on one rank alone."""
-    alone = name.startswith("alone")
-    plant(StagedModel, ROW_S[int(name[-1]) if alone else rank])
+    """Train with "equal" or "measured" shares on two data ranks, or on one rank alone."""
+    is_single = name.startswith("alone")
+    plant(StagedModel, ROW_S[int(name[-1]) if is_single else rank])
     times: list[float] = []
     losses: list[float] = []
 
-    def listen(kind: str, fields: Any) -> None:
-        if kind == "step":
+    def on_event(event: str, fields: Any) -> None:
+        if event == "step":
             times.append(time.monotonic())
             losses.append(fields["loss"])
 
     trainer = DistributedTrainer(
         "llama",
-        {"data": 1 if alone else 2},
+        {"data": 1 if is_single else 2},
         sharding="replicate",
-        shares="equal" if alone else name,
+        shares="equal" if is_single else name,
         batch_size=ROWS,
         model_config={**SIZES, "num_hidden_layers": 2},
         sequence_length=64,
@@ -76,7 +76,7 @@ def shares(folder: Path, name: str, rank: int) -> dict[str, Any]:
         checkpoint_every=None,
         output_dir=folder / name,
         device="cpu",
-        on_event=listen,
+        on_event=on_event,
         progress=False,
     )
     shards = folder / "shards"
@@ -102,7 +102,7 @@ def stages(rank: int) -> dict[str, Any]:
         "placement": search.staged.schedule.placement,
         "slowness": search.costs["rank_slowness"],
     }
-    for name, schedule in (("equal", "1f1b"), ("found", search.staged)):
+    for name, schedule in (("equal", "1f1b"), ("searched", search.staged)):
         engine = Engine(config, groups=groups, schedule=schedule, microbatch_size=1)
         seconds = []
         for _ in range(1 + COUNTED):
@@ -148,7 +148,7 @@ def main() -> None:
         pairs = zip(runs["equal"]["losses"], runs["measured"]["losses"], strict=True)
         print(f"losses differ by at most {max(abs(a / b - 1) for a, b in pairs):.1e}")
         run = perform("stages", folder)
-        print(f"step with equal stages {run['equal']:.3f} s, with searched {run['found']:.3f} s:")
+        print(f"step with equal stages {run['equal']:.3f} s, searched {run['searched']:.3f} s:")
         print(f"layers {run['layers']} on ranks {run['placement']}, slowness {run['slowness']}")
 
 

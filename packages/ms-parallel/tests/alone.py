@@ -1,4 +1,4 @@
-"""Run by `nox -s alone` in a bare environment: the installed wheel, with nothing but its needs."""
+"""Check of the installed wheel with only its dependencies, run by `nox -s alone`."""
 
 import importlib.util
 import sys
@@ -15,13 +15,13 @@ from ms_parallel.schedules import one_f_one_b, verify
 
 
 def check(holds: bool, fact: str) -> None:
-    """End with status 1 where a fact does not hold."""
+    """Exit with status 1 if a fact does not hold."""
     if not holds:
         sys.exit(f"does not hold: {fact}")
 
 
 def main() -> None:
-    """A model trained, saved, loaded; a schedule proved; the command."""
+    """Verify a schedule, and train, save and load a model."""
     for sibling in ("ms_data", "ms_kernels", "ms_align", "ms_compress", "ms_profile"):
         check(importlib.util.find_spec(sibling) is None, f"{sibling} is absent here")
     check(verify(one_f_one_b(4, 8)).peak_activations == (4, 3, 2, 1), "1F1B is as published")
@@ -35,8 +35,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (model,) = engine.stages.values()
         save_model(model, Path(folder, "model"))
-        again = load_model(Path(folder, "model"))
-        check(torch.equal(again(tokens), model(tokens)), "a saved model loads equal")
+        loaded = load_model(Path(folder, "model"))
+        check(torch.equal(loaded(tokens), model(tokens)), "a saved model loads equal")
     print(f"ms-parallel {ms_parallel.__version__} works alone")
 
 

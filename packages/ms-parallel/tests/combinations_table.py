@@ -1,4 +1,4 @@
-"""The combinations that the oracle draws, as the table of `ms-parallel explain` and the docs.
+"""Tables of the combinations in `test_oracle.py`, for `ms-parallel explain` and the docs.
 
 python packages/ms-parallel/tests/combinations_table.py      # writes both
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 from runs import tiny
-from test_oracle import PARTS, drawn_jobs
+from test_oracle import PARTS, random_jobs
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.proof.combinations import TABLE, ProvedPairs, count_pairs, features_of, pair_name
@@ -21,26 +21,26 @@ BEGIN, END = "<!-- combinations: made by tests/combinations_table.py -->", "<!--
 
 
 def counted() -> ProvedPairs:
-    """The pairs of all that the oracle draws."""
-    jobs = [job for part in range(PARTS) for job in drawn_jobs(part)]
+    """Pairs of features in all random jobs."""
+    jobs = [job for part in range(PARTS) for job in random_jobs(part)]
     return count_pairs(
         features_of(Layout.parse(job["layout"]), tiny(**job["settings"]), job["options"])
         for job in jobs
     )
 
 
-def encoded(found: ProvedPairs) -> bytes:
-    """The file's content."""
-    return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+def encoded(pairs: ProvedPairs) -> bytes:
+    """Content of the file."""
+    return msgspec.json.format(msgspec.json.encode(pairs), indent=1) + b"\n"
 
 
-def table(found: ProvedPairs) -> str:
-    """The table of the page, in Markdown."""
-    features = {name for pair in found.pairs for name in pair.split(" x ")}
+def table(proved: ProvedPairs) -> str:
+    """Table of the page in Markdown."""
+    features = {name for pair in proved.pairs for name in pair.split(" x ")}
     rows = [*COLUMNS, *sorted(features - set(COLUMNS))]
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
     for row in rows:
-        counts = [found.pairs.get(pair_name(row, column), 0) for column in COLUMNS]
+        counts = [proved.pairs.get(pair_name(row, column), 0) for column in COLUMNS]
         cells = [
             "" if row == column else str(count or "none")
             for column, count in zip(COLUMNS, counts, strict=True)
@@ -50,19 +50,19 @@ def table(found: ProvedPairs) -> str:
 
 
 def between(text: str) -> str:
-    """A text between the marks of the page."""
+    """A text between the markers of the page."""
     return f"{BEGIN}\n{text}\n{END}"
 
 
 def page_table(text: str) -> str:
-    """The text between the marks of the page."""
-    found = re.search(re.escape(between("WHOLE")).replace("WHOLE", "(.*?)"), text, re.DOTALL)
-    assert found, f"{PAGE} has no marks of the table"
-    return found[1]
+    """The text between the markers of the page."""
+    match = re.search(re.escape(between("TABLE")).replace("TABLE", "(.*?)"), text, re.DOTALL)
+    assert match, f"{PAGE} has no markers of the table"
+    return match[1]
 
 
 if __name__ == "__main__":
-    made = counted()
-    FILE.write_bytes(encoded(made))
+    proved_pairs = counted()
+    FILE.write_bytes(encoded(proved_pairs))
     old = PAGE.read_text()
-    PAGE.write_text(old.replace(between(page_table(old)), between(table(made))))
+    PAGE.write_text(old.replace(between(page_table(old)), between(table(proved_pairs))))

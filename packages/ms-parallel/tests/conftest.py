@@ -1,4 +1,4 @@
-"""Text and shards that the tests of whole runs train on."""
+"""Fixtures: text and shards that whole runs train on."""
 
 import sys
 from pathlib import Path
@@ -18,13 +18,13 @@ settings.load_profile("untimed")
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text, once."""
+    """Raw text, written once per module."""
     return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 @pytest.fixture(scope="module")
 def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shards that one short run has built."""
+    """Shards built by one short run."""
     run = write_run(tmp_path_factory.mktemp("build") / "run.toml", corpus, steps=1)
     assert main(["train", str(run)]) == 0
     return run.with_suffix("") / "shards"

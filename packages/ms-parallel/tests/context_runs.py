@@ -1,4 +1,4 @@
-"""Rows shared out over the context axis; functions that `run_processes` calls."""
+"""Runs with rows split over the context axis, for `run_processes`."""
 
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,24 @@ ROWS, VOCABULARY = 4, 48
 
 
 def packed_batch(length: int, seed: int, lengths: list[int] | None = None) -> dict[str, Tensor]:
-    """Rows of documents of drawn lengths, from one token on; weights, and some targets left out.
+    """Rows of random documents with weights and some ignored targets.
 
     Args:
-        length: of a row.
-        seed: of the draw.
-        lengths: of the documents of the first row; drawn for the others.
+        length: length of a row.
+        seed: random seed.
+        lengths: lengths of the first row's documents; random for other rows.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def drawn(most: int) -> int:
-        return int(torch.randint(1, most + 1, (), generator=generator))
+    def random_size(limit: int) -> int:
+        return int(torch.randint(1, limit + 1, (), generator=generator))
 
     documents = torch.zeros(ROWS, length, dtype=torch.int32)
     positions = torch.zeros(ROWS, length, dtype=torch.int64)
     for row in range(ROWS):
-        at, given = 0, list(lengths or []) if row == 0 else []
+        at, fixed = 0, list(lengths or []) if row == 0 else []
         while at < length:
-            size = min(given.pop(0) if given else drawn(max(1, length // 2)), length - at)
+            size = min(fixed.pop(0) if fixed else random_size(max(1, length // 2)), length - at)
             documents[row, at : at + size] = int(documents[row].max()) + 1
             positions[row, at : at + size] = torch.arange(size)
             at += size
@@ -51,7 +51,7 @@ def packed_batch(length: int, seed: int, lengths: list[int] | None = None) -> di
 
 
 def engine_of(job: dict[str, Any]) -> Engine:
-    """An engine of a tiny model in float64."""
+    """Engine of a tiny model in float64."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
@@ -63,40 +63,40 @@ def engine_of(job: dict[str, Any]) -> Engine:
 
 
 def send_to_first(engine: Engine) -> None:
-    """Let the bias of each router choose the first experts for every token."""
+    """Set router biases so that all tokens go to the first experts."""
     for router in engine.balancer.names.values():
         bias = router.e_score_correction_bias
         bias.copy_(torch.arange(len(bias), 0, -1) * 10.0)
 
 
 def batch_of(job: dict[str, Any]) -> dict[str, Tensor]:
-    """The global batch of a job."""
+    """Global batch of a job."""
     return packed_batch(job["length"], job["seed"], job.get("lengths"))
 
 
 def references(jobs: list[dict[str, Any]], folder: str) -> None:
-    """Keep the loss and gradients of one process for each job."""
-    for number, job in enumerate(jobs):
+    """Save the loss and gradients of one process for each job."""
+    for index, job in enumerate(jobs):
         loss, gradients = full_gradients(engine_of(job), batch_of(job))
-        torch.save({"loss": loss, **gradients}, Path(folder, str(number)))
+        torch.save({"loss": loss, **gradients}, Path(folder, str(index)))
 
 
 def differences(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, float]]:
-    """How far each job's loss and gradients are from those kept, by name, as shares of the largest.
+    """Relative differences of each job's loss and gradients from the references, by name.
 
-    The gradient of a weight that this process has nothing of is missing.
+    A gradient is missing if this process has no part of its weight.
     """
-    found = []
+    results = []
     for job in jobs:
         expected = torch.load(Path(folder, str(job["reference"])))
         loss, gradients = full_gradients(engine_of(job), batch_of(job))
-        apart = {"loss": abs(loss / expected["loss"] - 1)}
+        errors = {"loss": abs(loss / expected["loss"] - 1)}
         for name, gradient in gradients.items():
             largest = float(expected[name].abs().max())
             assert largest > 0, name
-            apart[name] = float((gradient - expected[name]).abs().max()) / largest
-        found.append(apart)
-    return found
+            errors[name] = float((gradient - expected[name]).abs().max()) / largest
+        results.append(errors)
+    return results
 
 
 def _logits(engine: Engine, batch: dict[str, Tensor]) -> Tensor:
@@ -104,24 +104,24 @@ def _logits(engine: Engine, batch: dict[str, Tensor]) -> Tensor:
 
 
 def leaks(jobs: list[dict[str, Any]]) -> list[list[str]]:
-    """What moves by a bit that must not, when one token of a document is changed, for each job."""
-    found = []
+    """Logits that change but must not when a token of a document changes, for each job."""
+    results = []
     for job in jobs:
         engine, batch = engine_of(job), batch_of(job)
-        before, wrong = _logits(engine, batch), []
+        before, problems = _logits(engine, batch), []
         documents = batch["documents"]
-        for number in documents[0].unique().tolist():
-            own = documents == number
-            at = int(own[0].nonzero()[:, 0].median())
+        for document_id in documents[0].unique().tolist():
+            mask = documents == document_id
+            at = int(mask[0].nonzero()[:, 0].median())
             changed = {**batch, "tokens": batch["tokens"].clone()}
             changed["tokens"][0, at] = (changed["tokens"][0, at] + 1) % VOCABULARY
             moved = (_logits(engine, changed) != before).any(-1)
-            own[1:] = False
-            if bool(moved[~own].any()):
-                wrong.append(f"document {number} moves another")
+            mask[1:] = False
+            if bool(moved[~mask].any()):
+                problems.append(f"document {document_id} changes another")
             if bool(moved[0, :at].any()):
-                wrong.append(f"token {at} moves one before it")
+                problems.append(f"token {at} changes an earlier one")
             if not bool(moved[0, at]):
-                wrong.append(f"token {at} does not move itself")
-        found.append(wrong)
-    return found
+                problems.append(f"token {at} does not change its own")
+        results.append(problems)
+    return results

@@ -1,4 +1,4 @@
-"""What every engine and trainer does, on the best device of this process; see `test_device.py`."""
+"""Engine and trainer runs on the best device, for `test_device.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ SETTINGS = {"num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 48}
 
 
 def measured(layout: str) -> dict[str, Any]:
-    """A schedule that is searched by measuring, a step under it, and when it did what."""
+    """Search a schedule by measuring, and record a step with it."""
     groups = connect(Layout.parse(layout))
     rows = 4 * groups.layout.data
-    found = search_schedule(tiny(**SETTINGS), groups, rows=4, sequence_length=16, microbatch_size=1)
-    engine = build(SETTINGS, groups, schedule=found.staged, microbatch_size=1)
+    searched = search_schedule(
+        tiny(**SETTINGS), groups, rows=4, sequence_length=16, microbatch_size=1
+    )
+    engine = build(SETTINGS, groups, schedule=searched.staged, microbatch_size=1)
     batch = local_rows(global_batch(0, rows), groups)
     update, recorder = engine.record_step(batch, NextTokenLoss())
     step = recorded_step(recorder, groups, 0)
@@ -28,8 +30,8 @@ def measured(layout: str) -> dict[str, Any]:
     return {"loss": update.loss, "times": [len(times) for times in step.times_ns]}
 
 
-def own_model(layout: str) -> list[float]:
-    """Losses of a module of the user's own; its buffer and its weights move with it."""
+def custom_model(layout: str) -> list[float]:
+    """Losses of a custom module; its buffer and weights move with it."""
     groups = connect(Layout.parse(layout))
     plan = PLAN if groups.layout.tensor > 1 else None
     engine = Engine(Mine().to(groups.device), groups=groups, plan=plan, microbatch_size=2)
@@ -37,11 +39,11 @@ def own_model(layout: str) -> list[float]:
 
 
 def trained(corpus: str, output: str, layout: str) -> dict[str, Any]:
-    """A run of three steps in two parts: its losses, where its weights lie, what it generates."""
+    """Losses, final step and held-out loss of a run that is resumed once."""
     losses = []
 
-    def listen(kind: str, fields: Any) -> None:
-        if kind == "step":
+    def on_event(event: str, fields: Any) -> None:
+        if event == "step":
             losses.append(fields["loss"])
 
     settings = {
@@ -54,7 +56,7 @@ def trained(corpus: str, output: str, layout: str) -> dict[str, Any]:
         "mixed_precision": True,
         "progress": False,
     }
-    DistributedTrainer(**settings, on_event=listen).train(corpus, steps=1)
-    trainer = DistributedTrainer(**settings, on_event=listen)
+    DistributedTrainer(**settings, on_event=on_event).train(corpus, steps=1)
+    trainer = DistributedTrainer(**settings, on_event=on_event)
     result = trainer.train(corpus, steps=3)
     return {"losses": losses, "step": result.step, "held out": result.held_out_loss}

@@ -1,4 +1,4 @@
-"""Processes whose launchers count restarts otherwise; `run_processes` calls them."""
+"""Processes whose launchers count restarts differently, for `run_processes`."""
 
 import os
 
@@ -11,11 +11,11 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.watch import position
 
 
-def met_after_restarts(rounds: int) -> list[str]:
-    """Meet again and again over one store, each time as if agents had counted otherwise."""
+def names_after_restarts(rounds: int) -> list[str]:
+    """Connect several times over one store with a different restart count on each rank."""
     names = []
-    for number in range(rounds):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["RANK"]) * number)
+    for index in range(rounds):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["RANK"]) * index)
         connect(Layout(data=int(os.environ["WORLD_SIZE"])), device="cpu", timeout_s=60)
         total = torch.ones(())
         dist.all_reduce(total)
@@ -25,11 +25,11 @@ def met_after_restarts(rounds: int) -> list[str]:
     return names
 
 
-def leave_questions() -> str:
-    """Meet where rank 0 has found, and answered, what a dead rank 1 had asked."""
+def meet_after_dead_rank() -> str:
+    """Connect after rank 0 has answered a request of a dead rank 1."""
     rank = int(os.environ["RANK"])
     if rank == 1:
         store, _, _ = next(iter(rendezvous("env://", rank, 2)))
         store.set("ms-parallel/starts/asks-1", "of-the-dead")
         store.wait(["ms-parallel/starts/answer-of-the-dead"])
-    return met_after_restarts(1)[0]
+    return names_after_restarts(1)[0]

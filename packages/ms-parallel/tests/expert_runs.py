@@ -1,4 +1,4 @@
-"""How experts are loaded under every layout; called by `run_processes`."""
+"""Runs with experts under every layout: loads, balance gradients, checkpoints and exchanges."""
 
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,16 @@ from ms_parallel.split.part import gather_full_tensor
 ROWS, MANY = 4, 8
 
 
-class Nothing(NextTokenLoss):
-    """A loss of 0, so that a gradient is of the balance loss alone."""
+class ZeroLoss(NextTokenLoss):
+    """A loss of 0, so that only the balance loss has gradients."""
 
     def __call__(self, output: Output, batch: Batch) -> Tensor:
-        """No gradient but zeros."""
+        """Zero with zero gradients."""
         return super().__call__(output, batch) * 0
 
 
 def engine_of(job: dict[str, Any]) -> Engine:
-    """An engine of a tiny model with experts."""
+    """Engine of a tiny model with experts."""
     groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
     options = {"optimizer": OPTIMIZER, "microbatch_size": 2, **job.get("options", {})}
     model: Any = Path(job["folder"]) if "folder" in job else tiny(**job["settings"])
@@ -40,15 +40,15 @@ def engine_of(job: dict[str, Any]) -> Engine:
 
 
 def biases(engine: Engine) -> dict[str, list[float]]:
-    """Biases of the routers of this process, by name."""
+    """Biases of this process's routers by name."""
     state = engine.balancer.state
     return {name: bias.tolist() for name, bias in state.items() if name.endswith("bias")}
 
 
 def loads(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Losses, counts of each update, and the bias at the end, of each job."""
+    """Losses, expert counts and balance losses of each update, and the final bias, of each job."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         engine = engine_of(job)
         losses, counts, balance = [], [], []
@@ -59,16 +59,16 @@ def loads(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             losses.append(update.loss)
             counts.append(update.experts.counts.tolist())
             balance.append(update.experts.balance_loss)
-        found.append(
+        results.append(
             {"losses": losses, "counts": counts, "balance": balance, "bias": biases(engine)}
         )
-    return found
+    return results
 
 
 def balance_gradients(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The balance loss's gradient for the logits of each layer and row of the global batch."""
+    """Gradients of the balance loss by layer and row of the global batch, at the router logits."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         engine = engine_of(job)
         rows: dict[str, Any] = {}
@@ -77,58 +77,64 @@ def balance_gradients(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _watch(name, router, rows, first)
         counts = engine.balancer.counts
         counts.copy_(torch.arange(counts.numel()).view(counts.shape) % 7 + 1)
-        engine.step(local_rows(global_batch(0, rows=ROWS), engine.groups), Nothing())
-        found.append(rows)
-    return found
+        engine.step(local_rows(global_batch(0, rows=ROWS), engine.groups), ZeroLoss())
+        results.append(rows)
+    return results
 
 
 def _watch(name: str, router: Router, rows: dict[str, Any], first: int) -> None:
-    """Note the gradient of the logits of each forward's rows, which come in order."""
-    weights, seen = router._weights, [first]
+    """Record the gradients of the logits of each forward's rows, which come in order."""
+    weights, next_row = router._weights, [first]
 
     def watched(logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         if logits.requires_grad and not is_recomputing():
-            begin, seen[0] = seen[0], seen[0] + len(logits)
+            start, next_row[0] = next_row[0], next_row[0] + len(logits)
 
-            def keep(gradient: Tensor) -> None:
-                for row, values in enumerate(gradient.tolist(), begin):
+            def record(gradient: Tensor) -> None:
+                for row, values in enumerate(gradient.tolist(), start):
                     rows[f"{name} {row}"] = values
 
-            logits.register_hook(keep)
+            logits.register_hook(record)
         return weights(logits, scores, experts)
 
     router._weights = watched  # type: ignore[method-assign]
 
 
-def everything(jobs: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """The loads of the jobs that are called so, and the gradients of the others, in one start."""
+def loads_and_gradients(jobs: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Loads of the jobs named "loads", and balance gradients of all others."""
     functions = {name: loads if name == "loads" else balance_gradients for name in jobs}
     return {name: function(jobs[name]) for name, function in functions.items()}
 
 
-def interrupted(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
-    """Updates after a checkpoint, by who goes on and by who loads it under another layout."""
+def resume_jobs(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
+    """Result of an update after a checkpoint: uninterrupted, resumed, and under another layout."""
     torch.set_num_threads(1)
-    found = []
-    for number, job in enumerate(jobs):
+    results = []
+    for index, job in enumerate(jobs):
         engine = engine_of(job)
-        _more(engine, 0)
-        path = Path(folder, str(number))
+        _step(engine, 0)
+        path = Path(folder, str(index))
         checkpoint.save(path, engine.state_dict(), step=1, facts={})
-        engine.save(Path(folder, f"{number} model"))
-        read = engine_of({**job, "options": {**job["options"], "weights": "unset"}})
-        state = read.state_dict()
+        engine.save(Path(folder, f"{index} model"))
+        resumed = engine_of({**job, "options": {**job["options"], "weights": "unset"}})
+        state = resumed.state_dict()
         checkpoint.load(path, checkpoint.read_manifest(path), state)
-        read.load_state_dict(state)
+        resumed.load_state_dict(state)
         other = engine_of({**job, "layout": job["other"]})
         state = other.state_dict()
         checkpoint.load(path, checkpoint.read_manifest(path), state)
         other.load_state_dict(state)
-        found.append({"on": _more(engine, 1), "again": _more(read, 1), "other": _more(other, 1)})
-    return found
+        results.append(
+            {
+                "uninterrupted": _step(engine, 1),
+                "resumed": _step(resumed, 1),
+                "other": _step(other, 1),
+            }
+        )
+    return results
 
 
-def _more(engine: Engine, step: int, rows: int = ROWS) -> dict[str, Any]:
+def _step(engine: Engine, step: int, rows: int = ROWS) -> dict[str, Any]:
     update = engine.step(local_rows(global_batch(step, rows=rows), engine.groups), NextTokenLoss())
     assert update.experts is not None
     return {
@@ -140,71 +146,73 @@ def _more(engine: Engine, step: int, rows: int = ROWS) -> dict[str, Any]:
 
 
 def saved(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
-    """Two updates of each job, a checkpoint and a folder after them, and a third update."""
+    """Take two updates of each job, save a checkpoint and a folder, and take a third."""
     torch.set_num_threads(1)
-    found = {}
-    for number, job in jobs.items():
+    results = {}
+    for name, job in jobs.items():
         engine = engine_of(job)
         for step in range(2):
-            _more(engine, step, MANY)
+            _step(engine, step, MANY)
         place = engine.groups.place
         state = {
             name: gather_full_tensor(tensor).clone() for name, tensor in engine.state_dict().items()
         }
         if place.tensor == 0 and engine.groups.token_rank == 0:
-            torch.save(state, Path(folder, f"{number} whole {place.pipeline}"))
-        path = Path(folder, number)
+            torch.save(state, Path(folder, f"{name} whole {place.pipeline}"))
+        path = Path(folder, name)
         checkpoint.save(path, engine.state_dict(), step=2, facts={})
-        engine.save(Path(folder, f"{number} model"))
-        found[number] = _more(engine, 2, MANY)
-    return found
+        engine.save(Path(folder, f"{name} model"))
+        results[name] = _step(engine, 2, MANY)
+    return results
 
 
 def loaded(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
-    """What differs by a bit from what was `saved`, in the checkpoint and the folder; and go on."""
+    """Names that differ by a bit from the `saved` state, and the result of the next update."""
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     for number, job in jobs.items():
         engine = engine_of({**job, "options": {**job.get("options", {}), "seed": 7}})
         state, path = engine.state_dict(), Path(folder, number)
         checkpoint.load(path, checkpoint.read_manifest(path), state)
         engine.load_state_dict(state)
-        right: dict[str, Tensor] = {}
+        expected: dict[str, Tensor] = {}
         for part in Path(folder).glob(f"{number} whole *"):
-            right |= torch.load(part)
-        read = Engine(Path(folder, f"{number} model"), groups=engine.groups)
-        owners = {copy: owner for owner, copy in read.plan.tied}
-        wrong = [
+            expected |= torch.load(part)
+        reloaded = Engine(Path(folder, f"{number} model"), groups=engine.groups)
+        owners = {copy: owner for owner, copy in reloaded.plan.tied}
+        differing = [
             name
-            for name, tensor in [*engine.state_dict().items(), *read.parameters.items()]
-            if not torch.equal(gather_full_tensor(tensor.detach()), right[owners.get(name, name)])
+            for name, tensor in [*engine.state_dict().items(), *reloaded.parameters.items()]
+            if not torch.equal(
+                gather_full_tensor(tensor.detach()), expected[owners.get(name, name)]
+            )
         ]
-        found[number] = {
-            "wrong": wrong,
+        results[number] = {
+            "differing": differing,
             "compared": len(engine.state_dict()),
-            **_more(engine, 2, MANY),
+            **_step(engine, 2, MANY),
         }
-    return found
+    return results
 
 
 def exchanges(job: dict[str, Any]) -> dict[str, int]:
-    """How often an update counts and routes, and how often rows travel in its forward."""
+    """Number of counting exchanges and of row exchanges in an update's forward."""
     torch.set_num_threads(1)
-    engine, calls = engine_of(job), {"counted": 0, "travelled": 0}
+    engine, calls = engine_of(job), {"counted": 0, "exchanged": 0}
     counts, exchange = expert_parallel._counts, expert_parallel._Route._exchange
 
-    def counted(*given: Any) -> Tensor:
+    def counted(*args: Any) -> Tensor:
         calls["counted"] += 1
-        return counts(*given)
+        return counts(*args)
 
-    def travelled(*given: Any) -> Tensor:
-        calls["travelled"] += 1
-        return exchange(*given)
+    def exchanged(*args: Any) -> Tensor:
+        calls["exchanged"] += 1
+        return exchange(*args)
 
     expert_parallel._counts = counted
-    expert_parallel._Route._exchange = travelled  # type: ignore[method-assign]
+    expert_parallel._Route._exchange = exchanged  # type: ignore[method-assign]
     try:
-        _more(engine, 0)
+        _step(engine, 0)
     finally:
         expert_parallel._counts = counts
         expert_parallel._Route._exchange = exchange  # type: ignore[method-assign]

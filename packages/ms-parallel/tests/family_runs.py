@@ -1,4 +1,4 @@
-"""Gradients and generated text of every family under a layout; called by `run_processes`."""
+"""Runs of `test_families.py`: gradients and generated text of families under a layout."""
 
 from typing import Any
 
@@ -23,15 +23,15 @@ SIZES = {
 }
 
 
-def everything(layout: str, families: dict[str, str]) -> dict[str, Any]:
-    """The gradients of each family, and what it says after a prompt."""
+def gradients_and_text(layout: str, families: dict[str, str]) -> dict[str, Any]:
+    """Gradients of each family and its greedy continuations of two prompts."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=60)
-    found = {}
+    results = {}
     for name, model_type in families.items():
         config = architecture(model_type, {**SIZES, **FAMILIES.get(model_type, {})})
         engine = Engine(config, groups=groups, microbatch_size=1, optimizer=PLAIN)
         text = engine.generate([[1, 2, 3], [4, 5, 6, 7, 8, 9]], max_new_tokens=4, temperature=0)
-        found[name] = {"gradients": full_gradients(engine, 2), "text": text}
-    return found
+        results[name] = {"gradients": full_gradients(engine, 2), "text": text}
+    return results

@@ -1,4 +1,4 @@
-"""What processes do when something goes wrong, or must not; called by `run_processes`."""
+"""Runs in which something goes wrong, or must not."""
 
 import contextlib
 import hashlib
@@ -30,26 +30,26 @@ from ms_parallel.split.part import local_part
 
 
 def digests(layout: str) -> list[str]:
-    """A digest of all local state after each of two equal runs."""
+    """Digest of all local state after each of two equal runs."""
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=60)
-    found = []
+    results = []
     for _ in range(2):
         engine = build({"tie_word_embeddings": True}, groups)
         train(engine, 4)
         digest = hashlib.sha256()
         for name, tensor in sorted(engine.state_dict().items()):
             digest.update(name.encode() + local_part(tensor).contiguous().numpy().tobytes())
-        found.append(digest.hexdigest())
-    return found
+        results.append(digest.hexdigest())
+    return results
 
 
 class Faulty(NextTokenLoss):
-    """Fails in the second microbatch; only the last stage ever calls it."""
+    """Loss that fails in the second microbatch; only the last stage calls it."""
 
     calls = 0
 
     def __call__(self, output: Output, batch: Batch) -> Tensor:
-        """The first microbatch's loss."""
+        """Next-token loss of the first microbatch."""
         self.calls += 1
         if self.calls == 2:
             raise RuntimeError("a fault of this test")
@@ -57,13 +57,13 @@ class Faulty(NextTokenLoss):
 
 
 def raise_on_last_stage() -> None:
-    """The other stages must not wait for ever, though their own time-outs are far away."""
+    """Fail on the last stage; the others must not wait for their own timeout of 600 s."""
     engine = build({}, connect(Layout(pipeline=3), device="cpu", timeout_s=600))
     engine.step(global_batch(0), Faulty())
 
 
 class NotFinite(NextTokenLoss):
-    """A loss that is not a number."""
+    """A loss of NaN."""
 
     def __call__(self, output: Output, batch: Batch) -> Tensor:
         """NaN, with NaN gradients."""
@@ -75,12 +75,12 @@ def not_finite_on_last_stage() -> tuple[bool, bool]:
     engine = build({}, connect(Layout(pipeline=2), device="cpu", timeout_s=60))
     before = {name: p.detach().clone() for name, p in engine.parameters.items()}
     update = engine.step(global_batch(0), NotFinite())
-    same = all(torch.equal(before[name], p) for name, p in engine.parameters.items())
-    return update.skipped, same
+    unchanged = all(torch.equal(before[name], p) for name, p in engine.parameters.items())
+    return update.skipped, unchanged
 
 
 def split_loss_errors() -> list[float]:
-    """Greatest errors of losses and both gradients, for several sizes of chunks."""
+    """Maximum errors of losses and both gradients, for several chunk sizes."""
     groups = connect(Layout(tensor=2), device="cpu", timeout_s=60)
     group, rank = groups.group("tensor"), groups.place.tensor
     generator = torch.Generator().manual_seed(0)
@@ -89,43 +89,45 @@ def split_loss_errors() -> list[float]:
     targets = torch.randint(0, 24, (10,), generator=generator)
     targets[3] = -100
     factors = torch.rand(10, generator=generator)
-    whole_hidden, whole_weight = (x.clone().requires_grad_() for x in (hidden, weight))
-    whole = F.cross_entropy(whole_hidden @ whole_weight.T, targets, reduction="none")
-    (whole * factors).sum().backward()
+    full_hidden, full_weight = (x.clone().requires_grad_() for x in (hidden, weight))
+    expected = F.cross_entropy(full_hidden @ full_weight.T, targets, reduction="none")
+    (expected * factors).sum().backward()
     errors = []
     for limit_bytes in (1, 200, 2**20):
-        own_hidden = hidden.clone().requires_grad_()
-        own_weight = weight[rank * 12 :][:12].clone().requires_grad_()
-        losses = VocabularyParallelLoss.apply(own_hidden, own_weight, targets, group, limit_bytes)
+        local_hidden = hidden.clone().requires_grad_()
+        local_weight = weight[rank * 12 :][:12].clone().requires_grad_()
+        losses = VocabularyParallelLoss.apply(
+            local_hidden, local_weight, targets, group, limit_bytes
+        )
         (losses * factors).sum().backward()
-        dist.all_reduce(own_hidden.grad, group=group)
+        dist.all_reduce(local_hidden.grad, group=group)
         errors += [
-            float((losses - whole).abs().max()),
-            float((own_hidden.grad - whole_hidden.grad).abs().max()),
-            float((own_weight.grad - whole_weight.grad[rank * 12 :][:12]).abs().max()),
+            float((losses - expected).abs().max()),
+            float((local_hidden.grad - full_hidden.grad).abs().max()),
+            float((local_weight.grad - full_weight.grad[rank * 12 :][:12]).abs().max()),
         ]
     return errors
 
 
 def foreign_targets(wrong: int) -> list[str]:
-    """What a target that is no class of 24 comes to, with many chunks and with one."""
+    """Messages about a target outside the 24 classes, with many chunks and with one."""
     groups = connect(Layout(tensor=2), device="cpu", timeout_s=60)
     hidden, weight = torch.randn(4, 6), torch.randn(12, 6)
     targets = torch.tensor([0, -100, 23, wrong])
-    said = []
+    messages = []
     for limit_bytes in (1, 2**20):
         try:
             losses = VocabularyParallelLoss.apply(
                 hidden, weight, targets, groups.group("tensor"), limit_bytes
             )
-            said.append(f"losses {losses.tolist()}")
+            messages.append(f"losses {losses.tolist()}")
         except (IndexError, RuntimeError) as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def mixed(layouts: list[str]) -> list[list[float]]:
-    """Losses in mixed precision, with recomputation, under each layout."""
+    """Losses in mixed precision with recomputation, under each layout."""
     return [
         train(
             build(
@@ -141,11 +143,10 @@ def mixed(layouts: list[str]) -> list[list[float]]:
 
 
 def wait_for_rank_2(how: str) -> tuple[int, str]:
-    """Exit code and what was said where rank 2 of 3 does not come to a collective.
+    """Exit code and error output if rank 2 of 3 does not join a collective.
 
     Args:
-        how: rank 2 is `stopped`, `slow`, ends before as a `killed` process does, or calls `another`
-            collective in its place.
+        how: rank 2 is "stopped", "slow", "killed" before, or calls "another" collective.
     """
     connection.join(Layout(data=3), timeout_s=60)
     position.step, position.activity = 7, "update"
@@ -153,44 +154,44 @@ def wait_for_rank_2(how: str) -> tuple[int, str]:
     distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     if dist.get_rank() == 2 and how != "another":
         _stay_away(how)
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
         if dist.get_rank() == 2 and how == "another":
             dist.all_gather([torch.ones(1) for _ in range(3)], torch.ones(1))
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             code = exits.report_error(error)
         assert code is not None
-        named = re.search(r"process (\d+)", said.getvalue())
-        if named and how != "another":  # which may be this one, whose result would be lost
+        pid_match = re.search(r"process (\d+)", stderr.getvalue())
+        if pid_match and how != "another":  # there it may be this process, whose result is needed
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(named[1]), signal.SIGKILL)
-        return code, said.getvalue()
+                os.kill(int(pid_match[1]), signal.SIGKILL)
+        return code, stderr.getvalue()
     return 0, ""
 
 
 def _stay_away(how: str) -> None:
-    time.sleep(1.5)  # it has been heard of, and what it sent has arrived
+    time.sleep(1.5)  # so that its heartbeats and messages have arrived
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(60)  # ended by whoever names it
+    time.sleep(60)  # killed by the rank that names it
 
 
 def rank_0_stops_while_it_acts() -> str:
-    """Rank 0 acts for the others, who wait for as long as it takes; then it is stopped."""
+    """Rank 0 acts for the others, who wait without a timeout; then it is stopped."""
     connection.join(Layout(data=2), timeout_s=60)
     run_on_rank_zero(lambda: None)
     assert Heartbeat.running is not None
     Heartbeat.running.timeout_s = 2.0
     run_on_rank_zero(lambda: _stay_away("stopped"))
-    return "came back"
+    return "returned"
 
 
 def line_of_the_wait() -> int:
-    """Where `wait_for_rank_2` waits, for the test that looks for it."""
+    """Line where `wait_for_rank_2` waits."""
     lines, first = inspect.getsourcelines(wait_for_rank_2)
     waits = [number for number, line in enumerate(lines) if "dist.all_reduce" in line]
     return first + waits[-1]

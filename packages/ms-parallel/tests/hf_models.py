@@ -1,4 +1,4 @@
-"""Models of transformers as references: drawn small, and computing in float64 throughout."""
+"""Random small transformers models as references, computing in float64 throughout."""
 
 from pathlib import Path
 from random import Random
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ms_parallel.models.registry import weight_slices
 
-__all__ = ["InFloat64", "drawn_model", "expected_gradient", "folder_gradients"]
+__all__ = ["InFloat64", "expected_gradient", "folder_gradients", "random_model"]
 
 SIZES = {
     "vocab_size": 96,
@@ -29,62 +29,62 @@ SIZES = {
 }
 
 CORRECTION = "e_score_correction_bias"
-"""What experts' scores are corrected by when they are chosen: in the folder, and no parameter."""
+"""Correction of expert scores in routing; a buffer that is saved."""
 
 
-def drawn_model(family: Any, seed: int) -> Any:
-    """A model of transformers with random weights, biases and norms included.
+def random_model(family: Any, seed: int) -> Any:
+    """A transformers model with random weights, biases and norms.
 
     Args:
-        family: a module of `families/`: a MODEL_TYPE, and `draw` of its settings.
-        seed: of settings and weights.
+        family: module of `families/` with a MODEL_TYPE and a `draw` function for its settings.
+        seed: seed of settings and weights.
     """
     settings = {**SIZES, **family.draw(Random(seed))}
     config = transformers.AutoConfig.for_model(family.MODEL_TYPE, **settings)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        made: Any = transformers.AutoModelForCausalLM
-        model = made.from_config(config, attn_implementation="eager").eval()
+        auto_class: Any = transformers.AutoModelForCausalLM
+        model = auto_class.from_config(config, attn_implementation="eager").eval()
         model.set_experts_implementation("eager")
-        corrections = (each for name, each in model.named_buffers() if name.endswith(CORRECTION))
+        corrections = (value for name, value in model.named_buffers() if name.endswith(CORRECTION))
         for value in (*model.parameters(), *corrections):
             value.add_(0.1 * torch.randn(value.shape))
     return model
 
 
 class InFloat64(TorchFunctionMode):
-    """Computes in float64 where a model asks for float32, but for its angles.
+    """Compute in float64 where a model asks for float32, except for rotary angles.
 
     Args:
-        model: in float64 already.
+        model: model that is already in float64.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.turning = False
+        self.in_rotary = False
         for module in model.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):
-                module.register_forward_pre_hook(lambda *_: self._turn(True))
-                module.register_forward_hook(lambda *_: self._turn(False))
-            if hasattr(module, "scalar_embed_scale"):  # which was rounded to float32 when built
+                module.register_forward_pre_hook(lambda *_: self._set_in_rotary(True))
+                module.register_forward_hook(lambda *_: self._set_in_rotary(False))
+            if hasattr(module, "scalar_embed_scale"):  # rounded to float32 in the constructor
                 module.embed_scale.fill_(module.scalar_embed_scale)  # type: ignore[operator,union-attr]
 
-    def _turn(self, turning: bool) -> None:
-        self.turning = turning
+    def _set_in_rotary(self, in_rotary: bool) -> None:
+        self.in_rotary = in_rotary
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if not self.turning:
+        if not self.in_rotary:
             if func is Tensor.float:
                 func = Tensor.double
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
 
 def folder_gradients(model: Any, folder: Path) -> dict[str, Tensor]:
-    """The gradients of a model by names of its folder, where experts have tensors of their own."""
+    """Gradients of a model by tensor name of its folder, where experts are separate."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
@@ -92,9 +92,11 @@ def folder_gradients(model: Any, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def expected_gradient(config: Any, name: str, like: Tensor, theirs: dict[str, Tensor]) -> Tensor:
-    """The gradient of one of our parameters from those of the tensors that it is made of."""
-    whole = torch.zeros_like(like)
+def expected_gradient(
+    config: Any, name: str, like: Tensor, folder_grads: dict[str, Tensor]
+) -> Tensor:
+    """Gradient of a native parameter, assembled from gradients of the folder's tensors."""
+    grad = torch.zeros_like(like)
     for piece in weight_slices(config)[name]:
-        whole[piece.box] = piece.to_parameter(theirs[piece.tensor][piece.part])
-    return whole
+        grad[piece.box] = piece.to_parameter(folder_grads[piece.tensor][piece.part])
+    return grad

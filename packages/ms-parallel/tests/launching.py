@@ -1,4 +1,4 @@
-"""Real runs of the command in real processes: started, killed, and compared."""
+"""Runs of the command in real processes: started, killed and compared."""
 
 import json
 import os
@@ -31,9 +31,9 @@ RUN = {
     "device": "cpu",
 }
 IMPORTS = ("ms_parallel.training.trainer", "ms_parallel.cluster.endings", "ms_data", "ms_kernels")
-"""What a run imports, imported once for all."""
+"""Modules of a run that the fork server imports once."""
 IN_FILES = {"model_arch": "model", "dataset_path": "dataset"}
-"""What run files call arguments of the trainer."""
+"""Names in run files of the trainer's arguments."""
 MODEL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -45,7 +45,7 @@ MODEL = {
 
 
 def write_corpus(folder: Path) -> Path:
-    """A few modules of the running Python's library."""
+    """Copy a few modules of the standard library."""
     folder.mkdir(parents=True)
     library = Path(sysconfig.get_paths()["stdlib"])
     for module in MODULES:
@@ -54,7 +54,7 @@ def write_corpus(folder: Path) -> Path:
 
 
 def write_run(path: Path, dataset: Path, **settings: Any) -> Path:
-    """A run file beside its output folder."""
+    """Write a run file; its output folder has the same path without the suffix."""
     output = {"output_dir": str(path.with_suffix("")), "dataset_path": str(dataset)}
     values = {**RUN, **output, **settings}
     values = {IN_FILES.get(key, key): value for key, value in values.items()}
@@ -64,36 +64,42 @@ def write_run(path: Path, dataset: Path, **settings: Any) -> Path:
     return path
 
 
-def environment(**more: str) -> dict[str, str]:
-    """This process's own, with the packages on the path and one thread."""
+def environment(**overrides: str) -> dict[str, str]:
+    """Environment with the packages on the path and one thread, without launcher variables."""
     path = os.pathsep.join(part for part in sys.path if part)
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return {
+        **inherited,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **overrides,
+    }
 
 
 def words(run: Path, processes: int, *arguments: str, restarts: int = 0) -> list[str]:
-    """What a user types after `python`."""
+    """Arguments of `python` that start a run."""
     launcher = [*TORCHRUN, "--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
     return [*(launcher if processes > 1 else []), *TRAIN, str(run), *arguments]
 
 
 def command(run: Path, processes: int, *arguments: str) -> list[str]:
-    """What a user types."""
+    """Full command that starts a run."""
     return [sys.executable, *words(run, processes, *arguments)]
 
 
 def train(run: Path, processes: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run to the end."""
-    typed = words(run, processes, *arguments)
-    return run_command(typed, environment=environment(), imports=IMPORTS)
+    """Run until the end."""
+    command_words = words(run, processes, *arguments)
+    return run_command(command_words, environment=environment(), imports=IMPORTS)
 
 
 @contextmanager
 def training(run: Path, processes: int, *arguments: str, restarts: int = 0) -> Iterator[Command]:
-    """A run under way, whose processes are all gone at the end."""
-    typed = words(run, processes, *arguments, restarts=restarts)
+    """A running command; all its processes are killed at the end."""
+    command_words = words(run, processes, *arguments, restarts=restarts)
     log = run.with_suffix(".log")
-    started = Command(typed, environment=environment(), log=log, imports=IMPORTS)
+    started = Command(command_words, environment=environment(), log=log, imports=IMPORTS)
     try:
         yield started
     finally:
@@ -101,8 +107,8 @@ def training(run: Path, processes: int, *arguments: str, restarts: int = 0) -> I
 
 
 @contextmanager
-def training_from_nothing(run: Path, processes: int) -> Iterator["subprocess.Popen[str]"]:
-    """The same in new interpreters, which takes seconds more: where torch's agent is in play."""
+def training_in_new_interpreters(run: Path, processes: int) -> Iterator["subprocess.Popen[str]"]:
+    """The same in new interpreters, which takes seconds longer; needed if torch's agent matters."""
     with (run.with_suffix(".log")).open("w") as log:
         started = subprocess.Popen(
             command(run, processes), stdout=log, stderr=log, text=True, env=environment()
@@ -117,19 +123,19 @@ def training_from_nothing(run: Path, processes: int) -> Iterator["subprocess.Pop
 
 
 def workers(agent: int) -> list[int]:
-    """The processes that a launcher has started, by their order of starting."""
+    """Processes started by a launcher, in their order of start."""
     try:
         children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     except FileNotFoundError:
         return []
-    ours = (b"ms_parallel", b"nursery.py")  # and not what else the agent starts
+    ours = (b"ms_parallel", b"nursery.py")  # the agent also starts other processes
     return [
-        int(child) for child in children if any(own in command_line(int(child)) for own in ours)
+        int(child) for child in children if any(name in command_line(int(child)) for name in ours)
     ]
 
 
 def command_line(process: int) -> bytes:
-    """How a process was called; nothing if it is gone."""
+    """Command line of a process; empty if it is gone."""
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -145,32 +151,32 @@ def signal_process(process: int, number: int) -> None:
 
 
 def wait_for(condition: Callable[[], object], started: "Command | subprocess.Popen[str]") -> None:
-    """Until a condition holds, or the run has ended."""
+    """Wait until a condition holds or the run has ended."""
     deadline = time.monotonic() + 180
     while not condition():
         if started.poll() is not None:
             return
-        assert time.monotonic() < deadline, "the run did not come so far"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.001)
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    """All whole events of a kind that a run has told."""
+    """Complete events of a kind that a run has logged."""
     path = run.with_suffix("") / "events.jsonl"
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
-    told = [json.loads(line) for line in lines if line.endswith("\n") and line.startswith("{")]
-    return [event for event in told if event["kind"] == kind]
+    recorded = [json.loads(line) for line in lines if line.endswith("\n") and line.startswith("{")]
+    return [event for event in recorded if event["kind"] == kind]
 
 
 def losses(run: Path) -> dict[int, float]:
-    """The loss of each step; of a step that was made again, the last."""
+    """Loss of each step; of repeated steps, the last."""
     return {event["step"]: event["loss"] for event in events(run, "step")}
 
 
 def weights(run: Path) -> bytes:
-    """The trained model's bytes; under a pipeline every stage has written a file."""
+    """Bytes of the trained model; with a pipeline every stage writes a file."""
     files = sorted((run.with_suffix("") / "model").glob("*.safetensors"))
     assert files
     return b"".join(file.read_bytes() for file in files)
@@ -182,5 +188,5 @@ def partial_checkpoints(run: Path) -> list[Path]:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Checkpoints that are complete."""
+    """Complete checkpoints."""
     return sorted((run.with_suffix("") / "checkpoints").glob("step-????????/checkpoint.json"))

@@ -1,4 +1,4 @@
-"""Schedules searched by measurement; called by `run_processes`."""
+"""Schedules searched by measurement, for `run_processes`."""
 
 import hashlib
 import os
@@ -25,41 +25,43 @@ SETTINGS = {"num_hidden_layers": 6, "num_key_value_heads": 4, "vocab_size": 48}
 
 
 def searched(layout: str, steps: int) -> dict[str, Any]:
-    """What is found, the losses under it, and whether chance was left alone."""
+    """A searched schedule, results with it, and whether random state was left unchanged."""
     torch.set_num_threads(1)
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
     before = torch.random.get_rng_state()
-    found = search_schedule(tiny(**SETTINGS), groups, rows=4, sequence_length=16, microbatch_size=1)
-    untouched = torch.equal(before, torch.random.get_rng_state())
-    engine = build(SETTINGS, groups, schedule=found.staged, microbatch_size=1)
+    result = search_schedule(
+        tiny(**SETTINGS), groups, rows=4, sequence_length=16, microbatch_size=1
+    )
+    rng_unchanged = torch.equal(before, torch.random.get_rng_state())
+    engine = build(SETTINGS, groups, schedule=result.staged, microbatch_size=1)
     batches = (
         local_rows(global_batch(step, 4 * groups.layout.data), groups) for step in range(steps)
     )
     losses = [engine.step(batch, NextTokenLoss()).loss for batch in batches]
-    whole = engine.evaluate(
+    evaluated = engine.evaluate(
         local_rows(global_batch(9, 4 * groups.layout.data), groups), token_losses
     )
-    told = engine.generate([[3, 5, 7]], max_new_tokens=3, temperature=0.0)
+    generated = engine.generate([[3, 5, 7]], max_new_tokens=3, temperature=0.0)
     return {
-        "table": found.table,
-        "layers": found.layers,
-        "conditions": found.conditions,
-        "costs": {name: list(values) for name, values in found.costs.items()},
-        "digest": hashlib.sha256(repr(found).encode()).hexdigest(),
-        "untouched": untouched,
+        "table": result.table,
+        "layers": result.layers,
+        "conditions": result.conditions,
+        "costs": {name: list(values) for name, values in result.costs.items()},
+        "digest": hashlib.sha256(repr(result).encode()).hexdigest(),
+        "rng_unchanged": rng_unchanged,
         "losses": losses,
-        "evaluated": float(whole.sum()),
-        "generated": told,
+        "evaluated": float(evaluated.sum()),
+        "generated": generated,
     }
 
 
 def token_losses(output: Any, batch: Any) -> Any:
-    """What an evaluation asks for."""
+    """Token losses of a batch, for an evaluation."""
     return output.token_losses(batch["targets"])
 
 
 def one_process(rows: int, steps: int) -> list[float]:
-    """The losses of the same model on the same rows in one process."""
+    """Losses of the same model on the same rows in one process."""
     torch.set_num_threads(1)
     engine = build(SETTINGS, connect(Layout(), device="cpu"), microbatch_size=1)
     batches = (global_batch(step, rows) for step in range(steps))
@@ -80,7 +82,7 @@ def layer_facts(recompute: str) -> dict[str, list[float]]:
 
 
 def recorded(schedule: str, path: str, shift_ns: int) -> dict[str, Any]:
-    """One recorded update, the loss of the same one unrecorded, and how late a clock is found."""
+    """Times of a recorded update, whether its loss is unchanged, and the measured clock offset."""
     torch.set_num_threads(1)
     groups = connect(Layout(pipeline=2), device="cpu", timeout_s=60)
     engine = build(SETTINGS, groups, schedule=schedule, microbatch_size=2)
@@ -90,16 +92,16 @@ def recorded(schedule: str, path: str, shift_ns: int) -> dict[str, Any]:
     assert step is not None
     if groups.place.pipeline == 0:
         write_step(Path(path), step)
-    late = shift_ns if groups.place.pipeline else 0
+    delay = shift_ns if groups.place.pipeline else 0
     return {
-        "same": update.loss == plain,
+        "same loss": update.loss == plain,
         "times": [list(map(list, row)) for row in step.times_ns],
-        "offset": offset_ns(groups, lambda: time.monotonic_ns() - late),
+        "offset": offset_ns(groups, lambda: time.monotonic_ns() - delay),
     }
 
 
 def stopped_and_resumed(corpus: str, folder: str) -> dict[str, Any]:
-    """A run that was stopped and went on, and one that was not, under the first's schedule."""
+    """Compare a stopped and resumed run with an uninterrupted one under the same schedule."""
     torch.set_num_threads(1)
     connect(Layout(pipeline=2), device="cpu", timeout_s=120)
     settings: dict[str, Any] = {
@@ -110,29 +112,29 @@ def stopped_and_resumed(corpus: str, folder: str) -> dict[str, Any]:
         "record_every": 2,
         "progress": False,
     }
-    broken, whole = Path(folder, "broken"), Path(folder, "whole")
-    first = DistributedTrainer(**settings, output_dir=broken, on_event=_stop_at(3))
+    stopped, uninterrupted = Path(folder, "broken"), Path(folder, "uninterrupted")
+    first = DistributedTrainer(**settings, output_dir=stopped, on_event=_stop_at(3))
     assert not first.train(corpus, steps=6).finished
-    began_with = (broken / "schedule.json").read_bytes()
-    DistributedTrainer(**settings, output_dir=broken).train(corpus, steps=6)
+    first_schedule = (stopped / "schedule.json").read_bytes()
+    DistributedTrainer(**settings, output_dir=stopped).train(corpus, steps=6)
     if not dist.get_rank():
-        whole.mkdir()
-        (whole / "schedule.json").write_bytes(began_with)
+        uninterrupted.mkdir()
+        (uninterrupted / "schedule.json").write_bytes(first_schedule)
     dist.barrier()
-    DistributedTrainer(**settings, output_dir=whole).train(corpus, steps=6)
+    DistributedTrainer(**settings, output_dir=uninterrupted).train(corpus, steps=6)
     return {
-        "kept": (broken / "schedule.json").read_bytes() == began_with,
-        "same bits": _weights(broken) == _weights(whole),
-        "recordings": sorted(path.name for path in (whole / "timelines").iterdir()),
+        "same schedule": (stopped / "schedule.json").read_bytes() == first_schedule,
+        "same bits": _weights(stopped) == _weights(uninterrupted),
+        "recordings": sorted(path.name for path in (uninterrupted / "timelines").iterdir()),
     }
 
 
 def _stop_at(step: int) -> Any:
-    def listen(kind: str, fields: Any) -> None:
-        if kind == "step" and fields["step"] == step:
+    def on_event(event: str, fields: Any) -> None:
+        if event == "step" and fields["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return listen
+    return on_event
 
 
 def _weights(folder: Path) -> list[bytes]:

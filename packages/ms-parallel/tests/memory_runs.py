@@ -1,4 +1,4 @@
-"""What blocks keep for their backward; called by `run_processes` and by tests themselves."""
+"""Runs of `test_memory.py`: saved bytes, predicted and counted memory, offload and compilation."""
 
 import os
 import resource
@@ -34,11 +34,11 @@ from ms_parallel.split.part import gather_full_tensor, local_part
 
 
 class Alive(TorchDispatchMode):
-    """The memory that operators have taken while it lasts, and that is not given back yet."""
+    """Storages that operators allocate inside the context and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self.allocated: dict[int, tuple[StorageWeakRef, int, str]] = {}
 
     def __torch_dispatch__(
         self,
@@ -47,58 +47,59 @@ class Alive(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, and note the memory that is new in what it makes."""
+        """Run an operator and record the storages that its outputs add."""
         before = storages([args, kwargs])
-        made = func(*args, **(kwargs or {}))
-        for part in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(part, Tensor) and type(part) is Tensor:
-                memory = part.untyped_storage()
-                if memory._cdata not in before:
-                    kept = StorageWeakRef(memory), memory.nbytes(), part.device.type
-                    self.made[memory._cdata] = kept
-        return made
+        result = func(*args, **(kwargs or {}))
+        for output in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(output, Tensor) and type(output) is Tensor:
+                storage = output.untyped_storage()
+                if storage._cdata not in before:
+                    entry = StorageWeakRef(storage), storage.nbytes(), output.device.type
+                    self.allocated[storage._cdata] = entry
+        return result
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that are alive."""
-        return sum(size for memory, size, _ in self.made.values() if not memory.expired())
+        """Bytes of the storages that are alive."""
+        return sum(size for ref, size, _ in self.allocated.values() if not ref.expired())
 
     def on_bytes(self, device: str) -> int:
-        """Bytes that are alive on devices of a type."""
+        """Bytes of the storages that are alive on devices of one type."""
         return sum(
-            size for memory, size, at in self.made.values() if at == device and not memory.expired()
+            size for ref, size, at in self.allocated.values() if at == device and not ref.expired()
         )
 
 
 def states(jobs: list[dict[str, Any]], steps: int = 2) -> list[dict[str, Any]]:
-    """Whether losses and weights of each kind are those of `none`, for each layout and model.
+    """Compare the parameters of each recompute mode with "none", bit for bit.
 
-    A job gives `layout`, `settings`, `kinds`, and `options` of the engine.
+    A job has `layout`, `settings`, `modes`, and optionally `options` of the engine. The result maps
+    each mode to its equality, and "MODE peak" to the peak bytes of a budget.
     """
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
-        known: dict[str, Tensor] = {}
-        same: dict[str, Any] = {}
-        for kind in ("none", *job["kinds"]):
-            options = {**job.get("options", {}), "recompute": kind}
+        baseline: dict[str, Tensor] = {}
+        equal: dict[str, Any] = {}
+        for mode in ("none", *job["modes"]):
+            options = {**job.get("options", {}), "recompute": mode}
             engine = build(job["settings"], groups, **options)
             for step in range(steps):
                 batch = local_rows(global_batch(step, rows=8), groups)
                 engine.step(batch, NextTokenLoss())
-            state = {name: local_part(each).detach() for name, each in engine.parameters.items()}
-            known = known or {name: part.clone() for name, part in state.items()}
-            same[kind] = all(torch.equal(part, known[name]) for name, part in state.items())
+            state = {name: local_part(param).detach() for name, param in engine.parameters.items()}
+            baseline = baseline or {name: part.clone() for name, part in state.items()}
+            equal[mode] = all(torch.equal(part, baseline[name]) for name, part in state.items())
             if engine.runner.budget is not None:
-                same[f"{kind} kept"] = engine.runner.budget.peak_bytes
-        found.append(same)
-    return found
+                equal[f"{mode} peak"] = engine.runner.budget.peak_bytes
+        results.append(equal)
+    return results
 
 
-def kept_by_blocks(engine: Engine, batch: Mapping[str, Tensor]) -> list[int]:
-    """Bytes that each block's forward leaves alive, its output apart."""
-    found: list[int] = []
+def saved_bytes_by_block(engine: Engine, batch: Mapping[str, Tensor]) -> list[int]:
+    """Bytes that each block's forward leaves alive, including its input but not its output."""
+    sizes: list[int] = []
     handles = []
     for stage in engine.stages.values():
         plan = engine.plan
@@ -110,11 +111,11 @@ def kept_by_blocks(engine: Engine, batch: Mapping[str, Tensor]) -> list[int]:
             def enter(*_: Any, alive: Alive = alive) -> None:
                 alive.__enter__()
 
-            def leave(module: nn.Module, args: Any, made: Tensor, alive: Alive = alive) -> None:
+            def leave(module: nn.Module, args: Any, output: Tensor, alive: Alive = alive) -> None:
                 alive.__exit__(None, None, None)
                 # The next block, or the head, has its input counted.
-                found.append(alive.size_bytes - made.untyped_storage().nbytes())
-                found[-1] += args[0].untyped_storage().nbytes()
+                sizes.append(alive.size_bytes - output.untyped_storage().nbytes())
+                sizes[-1] += args[0].untyped_storage().nbytes()
 
             handles += [
                 block.register_forward_pre_hook(enter, prepend=True),
@@ -127,28 +128,28 @@ def kept_by_blocks(engine: Engine, batch: Mapping[str, Tensor]) -> list[int]:
     finally:
         for handle in handles:
             handle.remove()
-    assert found
-    return found
+    assert sizes
+    return sizes
 
 
-def kinds_of(engine: Engine) -> list[str]:
-    """How each block of this process is recomputed."""
+def block_modes(engine: Engine) -> list[str]:
+    """Recompute mode of each block of this process."""
     stages: Any = engine.stages.values()
     return [block.mode for stage in stages for block in recomputed_blocks(stage)]
 
 
 weightless = nn.Parameter(torch.empty(0))
-"""In place of a weight that was not gathered yet: it has no gradient."""
+"""Placeholder for a weight that is not gathered yet and has no gradient."""
 
 
 class CountingRuntime(Runtime):
-    """A runtime that counts what its stages keep for their backward, and what FSDP gathers."""
+    """Runtime that counts the bytes saved for backward passes and gathered by FSDP."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime.stages, runtime.groups, runtime.calls, runtime.sharding)
         self.mailbox = runtime.mailbox
-        self.kept: dict[Key, int] = {}
-        self.activations = self.buffers = self.whole = 0
+        self.saved_bytes: dict[Key, int] = {}
+        self.activations = self.buffers = self.unsharded_grads = 0
         states: list[Any] = [
             module._get_fsdp_state()
             for stage in self.stages.values()
@@ -156,12 +157,12 @@ class CountingRuntime(Runtime):
             if isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
         ]
         self.gathers = [state._fsdp_param_group for state in states]
-        self.sharded = [each for group in self.gathers for each in group.fsdp_params]
+        self.sharded = [param for group in self.gathers for param in group.fsdp_params]
 
     def _perform(self, action: Action, step: Step, schedule: Schedule) -> None:
         super()._perform(action, step, schedule)
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            del self.kept[action.stage, action.microbatch]
+            del self.saved_bytes[action.stage, action.microbatch]
         self._look_at_gradients()
 
     def _after_weight_gradients(self, key: Key, last: bool, step: Step) -> None:
@@ -181,68 +182,69 @@ class CountingRuntime(Runtime):
             del state._root_post_backward_final_callback
 
     def _look_at_gradients(self) -> None:
-        whole = [each.unsharded_accumulated_grad for each in self.sharded]
-        whole += [getattr(each, "_unsharded_param", weightless).grad for each in self.sharded]
-        slopes = sum(storages([each for each in whole if each is not None]).values())
-        # A share of them is there before it is summed: that counts as gradients.
-        share = sum(each._sharded_param_data.numel() * 4 for each in self.sharded)
-        self.whole = max(0, slopes - share)
+        grads = [param.unsharded_accumulated_grad for param in self.sharded]
+        grads += [getattr(param, "_unsharded_param", weightless).grad for param in self.sharded]
+        grad_bytes = sum(storages([grad for grad in grads if grad is not None]).values())
+        # The local shard is counted as "gradients", also before the reduction.
+        shard_bytes = sum(param._sharded_param_data.numel() * 4 for param in self.sharded)
+        self.unsharded_grads = max(0, grad_bytes - shard_bytes)
         self._look()
 
     def _look(self) -> None:
-        held = [getattr(each, "_unsharded_param", None) for each in self.sharded]
-        late = [each.comm_ctx.all_gather_state for each in self.gathers]
-        results = [each._all_gather_result for each in self.gathers]
-        results += [each.all_gather_result for each in late if each is not None]
-        held += [each.all_gather_output for each in results if each is not None]
-        weights = sum(storages([each for each in held if each is not None]).values())
-        self.buffers = max(self.buffers, weights + self.whole)
+        tensors = [getattr(param, "_unsharded_param", None) for param in self.sharded]
+        pending = [group.comm_ctx.all_gather_state for group in self.gathers]
+        results = [group._all_gather_result for group in self.gathers]
+        results += [state.all_gather_result for state in pending if state is not None]
+        tensors += [result.all_gather_output for result in results if result is not None]
+        weights = sum(storages([tensor for tensor in tensors if tensor is not None]).values())
+        self.buffers = max(self.buffers, weights + self.unsharded_grads)
 
     def _forward(self, key: Key, step: Step, schedule: Schedule) -> None:
-        kept: dict[int, int] = {}
+        saved_storages: dict[int, int] = {}
 
-        def keep(saved: Tensor) -> Tensor:
-            kept.update(storages([saved]))
+        def pack(saved: Tensor) -> Tensor:
+            saved_storages.update(storages([saved]))
             self._look()
             return saved.detach()
 
-        def look(saved: Tensor) -> Tensor:
+        def unpack(saved: Tensor) -> Tensor:
             self._look()
             return saved
 
-        def share(_: nn.Module, args: Any, kwargs: Any) -> None:
-            kept.update(storages([kwargs]))  # for a block that is computed again
+        def count_kwargs(_: nn.Module, args: Any, kwargs: Any) -> None:
+            saved_storages.update(storages([kwargs]))  # inputs of a recomputed block
 
         blocks = recomputed_blocks(self.stages[key[0]])
         hooks = [
-            each.block.register_forward_pre_hook(share, with_kwargs=True)
-            for each in blocks
-            if each.mode != "none"
+            block.block.register_forward_pre_hook(count_kwargs, with_kwargs=True)
+            for block in blocks
+            if block.mode != "none"
         ]
-        with saved_tensors_hooks(keep, look):
+        with saved_tensors_hooks(pack, unpack):
             super()._forward(key, step, schedule)
-        kept |= storages([step.inputs[key]] if key[0] else [])  # tokens are the batch's
+        # The inputs of stage 0 are tokens, which belong to the batch.
+        saved_storages |= storages([step.inputs[key]] if key[0] else [])
         for hook in hooks:
             hook.remove()
         for block in blocks:
-            kept |= storages(block.saved_results)
-        gathered = [getattr(each, "_unsharded_param", None) for each in self.sharded]
+            saved_storages |= storages(block.saved_results)
+        gathered = [getattr(param, "_unsharded_param", None) for param in self.sharded]
         weights = [*self.stages[key[0]].parameters(), *(g for g in gathered if g is not None)]
-        for place in storages(weights):
-            kept.pop(place, None)
-        self.kept[key] = sum(kept.values())
-        self.activations = max(self.activations, sum(self.kept.values()))
+        for storage in storages(weights):
+            saved_storages.pop(storage, None)
+        self.saved_bytes[key] = sum(saved_storages.values())
+        self.activations = max(self.activations, sum(self.saved_bytes.values()))
 
 
-def _evenly(self: Router, scores: Tensor, shares: Tensor, stats: Any) -> Tensor:
-    """Choose experts in turn, as predictions assume."""
+def _select_round_robin(self: Router, scores: Tensor, shares: Tensor, stats: Any) -> Tensor:
+    """Choose experts round-robin, as predictions assume."""
     tokens, count = scores.shape[0] * scores.shape[1], self.choice.num_experts_per_tok
     experts = torch.arange(tokens * count) % self.choice.num_experts
     return experts.view(*scores.shape[:2], count)
 
 
 def packed(rows: int, length: int, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """Documents and positions of rows that are all cut alike; by default one document a row."""
+    """Documents and positions of rows cut at the same places; one document per row by default."""
     sizes = torch.tensor(lengths or [length])
     documents = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     starts = (sizes.cumsum(0) - sizes)[documents]
@@ -251,31 +253,31 @@ def packed(rows: int, length: int, lengths: Sequence[int] | None) -> tuple[Tenso
 
 @contextmanager
 def sums_over_copies() -> Iterator[list[int]]:
-    """Bytes of the messages in which gradients are summed over copies."""
+    """Record the bytes of each gradient all-reduce over replicas."""
     sent: list[int] = []
-    send = Groups.all_reduce
+    all_reduce = Groups.all_reduce
 
-    def note(self: Groups, tensor: Tensor, axis: str | None = None, **more: Any) -> Tensor:
+    def recorded(self: Groups, tensor: Tensor, axis: str | None = None, **options: Any) -> Tensor:
         if axis == "replicas":
             sent.append(tensor.untyped_storage().nbytes())
-        return send(self, tensor, axis, **more)
+        return all_reduce(self, tensor, axis, **options)
 
-    Groups.all_reduce = note  # type: ignore[method-assign]
+    Groups.all_reduce = recorded  # type: ignore[method-assign]
     try:
         yield sent
     finally:
-        Groups.all_reduce = send  # type: ignore[method-assign]
+        Groups.all_reduce = all_reduce  # type: ignore[method-assign]
 
 
 def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
-    """What each process of a layout holds at its peak in the second update, by category.
+    """Count the bytes that a process holds at its peak in the second update, by category.
 
-    A job gives `layout`, `settings`, `rows` of a microbatch, `length`, `microbatches`, `options`,
-    and may give the `lengths` of the documents of a row.
+    A job has `layout`, `settings`, `rows` of a microbatch, `length`, `microbatches`, `options`, and
+    optionally the `lengths` of the documents of a row.
     """
     torch.set_num_threads(1)
-    Router._select = _evenly  # type: ignore[method-assign]
-    found = []
+    Router._select = _select_round_robin  # type: ignore[method-assign]
+    results = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
         options = {"optimizer": OPTIMIZER, **job["options"], "microbatch_size": job["rows"]}
@@ -284,36 +286,38 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         batch = global_batch(0, rows=rows, length=job["length"])
         batch["documents"], batch["positions"] = packed(rows, job["length"], job.get("lengths"))
         del batch["weights"]
-        mine = local_rows(batch, groups)
-        engine.step(mine, NextTokenLoss())
+        local = local_rows(batch, groups)
+        engine.step(local, NextTokenLoss())
         runtime = engine.runner.runtime = CountingRuntime(engine.runner.runtime)
         microbatches = [
-            {name: each.clone() for name, each in batch.items()}  # memory of its own
-            for batch in engine.runner.microbatches(mine)
+            {
+                name: tensor.clone() for name, tensor in batch.items()
+            }  # own storage for each microbatch
+            for batch in engine.runner.microbatches(local)
         ]
         engine.runner.forward_backward(microbatches, NextTokenLoss(), 1.0, engine.reduction)
         with sums_over_copies() as sent:
             engine.reduction.gradients()
-        weights = [local_part(each) for each in engine.parameters.values()]
-        gradients = [local_part(each.grad) for each in engine.parameters.values()]  # type: ignore[arg-type]
+        weights = [local_part(param) for param in engine.parameters.values()]
+        gradients = [local_part(param.grad) for param in engine.parameters.values()]  # type: ignore[arg-type]
         moments = [*engine.optimizer.moments.values(), *engine.optimizer.unsharded.values()]
-        found.append(
+        results.append(
             {
                 "pipeline": groups.place.pipeline,
-                "weights": sum(each.nbytes for each in weights),
-                "gradients": sum(each.nbytes for each in gradients),
-                "moments": sum(each.nbytes for moment in moments for each in moment.values()),
+                "weights": sum(tensor.nbytes for tensor in weights),
+                "gradients": sum(tensor.nbytes for tensor in gradients),
+                "moments": sum(tensor.nbytes for moment in moments for tensor in moment.values()),
                 "activations": runtime.activations,
                 "buffers": max(runtime.buffers, max(sent, default=0) - runtime.activations),
             }
         )
-    return found
+    return results
 
 
 def predicted(jobs: list[dict[str, Any]]) -> list[list[dict[str, int]]]:
-    """The same by prediction, for each pipeline rank of each job."""
+    """Predict the same for each pipeline rank of each job."""
     torch.set_num_threads(1)
-    found = []
+    predictions = []
     for job in jobs:
         ranks = predict_memory(
             tiny(**job["settings"]),
@@ -326,14 +330,14 @@ def predicted(jobs: list[dict[str, Any]]) -> list[list[dict[str, int]]]:
             else None,
             **{"optimizer": OPTIMIZER, "device": "cpu", **job["options"]},
         )
-        found.append([msgspec.structs.asdict(each) for each in ranks])
-    return found
+        predictions.append([msgspec.structs.asdict(rank) for rank in ranks])
+    return predictions
 
 
 def offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dict[str, Any]]:
-    """Losses and weights after two updates, and what a forward leaves on the device."""
+    """Losses and weight sums after two updates, and the peak bytes on the device in a forward."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device=device, timeout_s=120)
         engine = build(job["settings"], groups, **job["options"])
@@ -350,86 +354,87 @@ def offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dic
         runtime = engine.runner.runtime
         perform = runtime._perform
 
-        def watched(*given: Any, perform: Any = perform, alive: Any = alive) -> None:
-            if given[0].kind is Kind.FORWARD:
+        def measured(*args: Any, perform: Any = perform, alive: Any = alive) -> None:
+            if args[0].kind is Kind.FORWARD:
                 with alive:
-                    perform(*given)
+                    perform(*args)
                 on_device.append(alive.on_bytes(str(groups.device.type)))  # noqa: B023
             else:
-                perform(*given)
+                perform(*args)
 
-        runtime._perform = watched  # type: ignore[method-assign]
+        runtime._perform = measured  # type: ignore[method-assign]
         batch = local_rows(global_batch(3), groups)
         engine.runner.forward_backward(
             engine.runner.microbatches(batch), NextTokenLoss(), 1.0, engine.reduction
         )
         sums = {name: part.double().sum().item() for name, part in state.items()}
-        found.append({"losses": losses, "sums": sums, "on_device": max(on_device)})
-    return found
+        results.append({"losses": losses, "sums": sums, "on_device": max(on_device)})
+    return results
 
 
 def compiled(jobs: list[dict[str, Any]], backend: str | None = None) -> list[list[list[float]]]:
-    """Losses of three updates of each job, as it is and compiled."""
+    """Losses of three updates of each job, eager and compiled."""
     torch.set_num_threads(1)
-    if backend is not None:  # without a compiler of C++, which takes most of the time
+    if backend is not None:  # skip the C++ compiler, which takes most of the time
         compile_with = torch.compile
         torch.compile = lambda model: compile_with(model, backend=backend)  # type: ignore[assignment]
-    found = []
+    results = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=300)
-        both = []
-        for chosen in (False, True):
-            engine = build(job.get("settings", {}), groups, compile=chosen, **job["options"])
-            if chosen and job["options"].get("mixed_precision") and groups.layout.world_size == 1:
+        losses = []
+        for is_compiled in (False, True):
+            engine = build(job.get("settings", {}), groups, compile=is_compiled, **job["options"])
+            if (
+                is_compiled
+                and job["options"].get("mixed_precision")
+                and groups.layout.world_size == 1
+            ):
                 assert engine.module is not None  # plain weights
-                assert {each.dtype for each in engine.module.parameters()} == {torch.float32}
-            both.append(
+                assert {param.dtype for param in engine.module.parameters()} == {torch.float32}
+            losses.append(
                 [
                     engine.step(local_rows(global_batch(step), groups), NextTokenLoss()).loss
                     for step in range(3)
                 ]
             )
-        found.append(both)
-    return found
+        results.append(losses)
+    return results
 
 
-class Room:
-    """Lets the last rank take so many more bytes and the others any number, by `ulimit -d`.
+class MemoryLimit:
+    """Limit on the memory that the last rank may allocate, or all ranks, by `ulimit -d`."""
 
-    With `every` no rank may take more.
-    """
-
-    def __init__(self, more_bytes: int, *, every: bool = False) -> None:
-        self.last = every or int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-        self.more_bytes = more_bytes
+    def __init__(self, extra_bytes: int, *, every: bool = False) -> None:
+        self.limited = every or int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        self.extra_bytes = extra_bytes
 
     def __enter__(self) -> None:
-        if self.last:
-            _, most = resource.getrlimit(resource.RLIMIT_DATA)
-            limit = status_bytes("VmData") + self.more_bytes
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+        if self.limited:
+            _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+            limit = status_bytes("VmData") + self.extra_bytes
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
 
     def __exit__(self, *_: object) -> None:
-        if self.last:
-            _, most = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        if self.limited:
+            _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (hard_limit, hard_limit))
 
 
 def trained_in(room_bytes: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train in as much more memory; rows of a microbatch, the loss, or that memory ran out."""
+    """Train in limited memory; return the microbatch rows and the loss, or that memory ran out."""
     torch.set_num_threads(1)
     rows: list[int] = []
 
-    def listen(kind: str, fields: Mapping[str, Any]) -> None:
-        if kind == "microbatch":
+    def on_event(event: str, fields: Mapping[str, Any]) -> None:
+        if event == "microbatch":
             rows.append(int(fields["rows"]))
 
     layout = Layout.parse(settings.pop("layout"))
     trainer = DistributedTrainer(
-        **settings, output_dir=Path(folder) / "out", parallel_config=layout, on_event=listen
+        **settings, output_dir=Path(folder) / "out", parallel_config=layout, on_event=on_event
     )
     connect(layout, device="cpu", timeout_s=60)
-    with Room(room_bytes):
+    with MemoryLimit(room_bytes):
         try:
             loss = trainer.train(f"{folder}/shards", steps=2).loss
         except (MemoryError, RuntimeError) as error:

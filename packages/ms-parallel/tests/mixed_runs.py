@@ -1,4 +1,4 @@
-"""Engines and runs on unlike devices; `run_on_rig` calls them in processes."""
+"""Engines on mixed devices, for `run_on_rig`."""
 
 from typing import Any
 
@@ -28,11 +28,11 @@ def weights(
         device=Devices.of(devices),
         **{"optimizer": OPTIMIZER, "microbatch_size": 2, "sharding": "replicate", **options},
     )
-    if drift:  # as if each kind of device rounded in its own way
-        number = dist.get_rank()
+    if drift:  # as if device types rounded differently
+        rank = dist.get_rank()
         with torch.no_grad():
-            for each in engine.parameters.values():
-                each.mul_(1 + number * drift)
+            for param in engine.parameters.values():
+                param.mul_(1 + rank * drift)
         engine.state_dict()
     updates = [
         engine.step(local_rows(global_batch(step, rows), engine.groups), NextTokenLoss())
@@ -40,13 +40,13 @@ def weights(
     ]
     return {
         "device": str(engine.device),
-        "where": sorted({str(local_part(each).device) for each in engine.parameters.values()}),
+        "weight_devices": sorted({str(local_part(p).device) for p in engine.parameters.values()}),
         "wires": [
             str(engine.groups.link(peer).message_device) for peer in range(engine.tables.ranks)
         ],
         "losses": [update.loss for update in updates],
         "weights": {
-            name: local_part(each).detach().flatten().tolist()
-            for name, each in engine.parameters.items()
+            name: local_part(param).detach().flatten().tolist()
+            for name, param in engine.parameters.items()
         },
     }

@@ -1,4 +1,4 @@
-"""What each process does in the tests of model folders; see `test_huggingface.py`."""
+"""Runs of `test_huggingface.py`: load, initialize and save model folders under a layout."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from ms_parallel.weights import initialize, load_weights, save_model
 
 
 def stage_of(source: str, groups: Groups) -> StagedModel:
-    """This process's stage of the model of a folder, its weights not yet set."""
+    """This process's stage of the model in a folder, with unset weights."""
     config = architecture(source)
     layers = cut_layers(config.num_hidden_layers, groups.layout.pipeline, model_plan(config).cuts)
     return build_stage(
@@ -31,28 +31,28 @@ def stage_of(source: str, groups: Groups) -> StagedModel:
 
 
 def gather(stage: StagedModel) -> None:
-    """Leave the weights as a forward may leave them: whole, and in bfloat16."""
+    """Unshard the weights in bfloat16, as a forward pass may leave them."""
     assert isinstance(stage, FSDPModule)
     stage.unshard()
 
 
-def everything(
+def load_and_save_all(
     layout: str, copies: dict[str, str], fresh: dict[str, str], seed: int, no_folder: str
 ) -> dict[str, Any]:
-    """All that the tests ask of one layout, in one start of the processes.
+    """Run all checks of one layout in one set of processes.
 
     Args:
-        layout: Of the processes.
-        copies: Folders to read by parts, to folders to write again.
-        fresh: Folders whose configuration to build, to folders to write the fresh model to.
-        seed: Of the fresh models.
-        no_folder: A path where no folder can be made.
+        layout: Layout of the processes.
+        copies: Folders to load, mapped to the folders to save them to.
+        fresh: Folders with the configs of models to initialize, mapped to the folders to save to.
+        seed: Seed of the initialization.
+        no_folder: Path where no folder can be created.
 
     Returns:
-        How many numbers this process held of each copy, and the error of saving to `no_folder`.
+        The number of local elements of each copy, and the error of saving to `no_folder`.
     """
     groups = connect(Layout.parse(layout), device="cpu")
-    held = []
+    sizes = []
     for source, target in copies.items():
         stage = stage_of(source, groups)
         gather(stage)
@@ -60,7 +60,7 @@ def everything(
         gather(stage)
         save_model(stage, target, file_size_bytes=40_000)
         with torch.no_grad():
-            held.append(sum(part_of(parameter).local.numel() for parameter in stage.parameters()))
+            sizes.append(sum(part_of(parameter).local.numel() for parameter in stage.parameters()))
     for source, target in fresh.items():
         stage = stage_of(source, groups)
         initialize(stage, seed)
@@ -70,4 +70,4 @@ def everything(
         save_model(stage, no_folder)
     except ModelError as raised:
         error = str(raised)
-    return {"held": held, "error": error}
+    return {"sizes": sizes, "error": error}

@@ -1,4 +1,4 @@
-"""One rank of a run on a CPU and an NPU, the null runtime's; `test_npu_beside_cpu` starts it."""
+"""A rank of a run on a CPU and an NPU with the null runtime, started by `test_npu_beside_cpu`."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ RUNTIME = Path(__file__).parents[2] / "ms-kernels/tests/ascend"
 
 
 def main() -> None:
-    """Train as the first argument says, and write what was found where the second says."""
+    """Train with the settings of the first argument, and write the results to the second."""
     arguments, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     if arguments.pop("npu"):
         sys.path.insert(0, str(RUNTIME))

@@ -1,7 +1,7 @@
-"""Updates by planted gradients, which are the same under every layout; `run_processes` calls them.
+"""Runs of `test_optimizers.py`: updates by planted gradients.
 
-The gradients of a model differ in their last bits with the order of sums, which is none of an
-optimizer's doing; those planted here do not.
+A model's own gradients differ between layouts in their last bits, as sums are ordered differently.
+Planted gradients are equal under every layout.
 """
 
 import hashlib
@@ -24,60 +24,60 @@ RATE = 0.01
 
 
 def planted(name: str, step: int, shape: tuple[int, ...]) -> Tensor:
-    """A gradient that depends on nothing but its name and step."""
-    draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
-    return torch.randn(shape, generator=draw)
+    """Random gradient seeded by the parameter name and the step."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randn(shape, generator=generator)
 
 
 def gradients_of(engine: Engine, step: int) -> dict[str, Tensor]:
-    """This process's parts of the planted gradients of an update."""
+    """Local parts of the planted gradients of a step."""
     tied = {copy: owner for owner, copy in engine.plan.tied}
-    found = {}
+    grads = {}
     with torch.no_grad():
         for name, parameter in engine.parameters.items():
-            whole = planted(tied.get(name, name), step, tuple(parameter.shape))
-            found[name] = whole[part_of(parameter).box].contiguous()
-    return found
+            full_grad = planted(tied.get(name, name), step, tuple(parameter.shape))
+            grads[name] = full_grad[part_of(parameter).box].contiguous()
+    return grads
 
 
 def advance(engine: Engine, first: int, last: int) -> None:
-    """Updates number `first` up to, not including, `last`."""
+    """Take steps `first` to `last` - 1."""
     for step in range(first, last):
         engine.optimizer.step(gradients_of(engine, step), RATE)
 
 
 def digest(tensor: Tensor) -> str:
-    """Digest of the bytes of a tensor."""
+    """Digest of a tensor's bytes."""
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def whole_state(engine: Engine) -> dict[str, str]:
-    """A digest of each tensor of the state that this process has, gathered."""
+def state_digests(engine: Engine) -> dict[str, str]:
+    """Digests of the gathered tensors of this process's state."""
     return {
         name: digest(gather_full_tensor(tensor)) for name, tensor in engine.state_dict().items()
     }
 
 
-def stepped(jobs: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """The state after `steps` updates of each job, which gives layout, settings and optimizer."""
+def run_updates(jobs: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """State digests after `steps` updates of each job (layout, settings, optimizer)."""
     torch.set_num_threads(1)
-    found = []
+    states = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
         engine = build(job["settings"], groups, optimizer=job["optimizer"])
         advance(engine, 0, job["steps"])
-        found.append(whole_state(engine))
-    return found
+        states.append(state_digests(engine))
+    return states
 
 
-def handed_on(
-    saved: list[str], loaded: list[str], optimizers: list[str], settings: dict[str, Any], at: str
+def save_and_resume(
+    saved: list[str], loaded: list[str], optimizers: list[str], settings: dict[str, Any], root: str
 ) -> dict[str, dict[str, str]]:
-    """The state after three updates under a layout, saved, and two more under another."""
+    """State digests after three updates, a save, a load under another layout and two updates."""
     torch.set_num_threads(1)
-    found = {}
+    states = {}
     for optimizer in optimizers:
-        folder = Path(at, optimizer)
+        folder = Path(root, optimizer)
         for layout in saved:
             groups = connect(Layout.parse(layout), device="cpu")
             engine = build(settings, groups, optimizer=optimizer)
@@ -91,12 +91,12 @@ def handed_on(
                 checkpoint.load(source, checkpoint.read_manifest(source), state)
                 engine.load_state_dict(state)
                 advance(engine, 3, 5)
-                found[f"{optimizer} {source.name} {layout}"] = whole_state(engine)
-    return found
+                states[f"{optimizer} {source.name} {layout}"] = state_digests(engine)
+    return states
 
 
-def refused(layout: str) -> str:
-    """What is said of an optimizer that is not elementwise, under a layout."""
+def refusal(layout: str) -> str:
+    """Message that refuses an optimizer that is not elementwise under a layout."""
     groups = connect(Layout.parse(layout), device="cpu")
     try:
         build({}, groups, optimizer=TorchConfig(kind=torch.optim.Muon))
@@ -105,32 +105,32 @@ def refused(layout: str) -> str:
     return ""
 
 
-def with_z(jobs: list[dict[str, Any]], coefficient: float) -> list[dict[str, Any]]:
-    """Loss and gradient norm of one update with z-loss, for each layout and model."""
+def z_loss_updates(jobs: list[dict[str, Any]], coefficient: float) -> list[dict[str, Any]]:
+    """Loss and gradient norm of one update with z-loss, for each job."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
         engine = build(job["settings"], groups, **job.get("options", {}))
         update = engine.step(local_rows(global_batch(0), groups), NextTokenLoss(0.3, coefficient))
-        found.append({"loss": update.loss, "norm": update.grad_norm})
-    return found
+        results.append({"loss": update.loss, "norm": update.grad_norm})
+    return results
 
 
 def muon_seconds(data: int) -> float:
-    """Processor time of this process in the fastest of five updates of six million numbers.
+    """CPU seconds of this process in the fastest of five updates of six million parameters.
 
-    With fewer, what an update takes besides its products shows.
+    With fewer parameters, work other than matrix products shows.
     """
     torch.set_num_threads(1)
     groups = connect(Layout(data=data), device="cpu", timeout_s=120)
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     engine = build({**sizes, **heads}, groups, optimizer="muon")
-    took = []
+    seconds = []
     for step in range(6):
         gradients = gradients_of(engine, step)
-        began = process_time()
+        start = process_time()
         engine.optimizer.step(gradients, RATE)
-        took.append(process_time() - began)
-    return min(took[1:])
+        seconds.append(process_time() - start)
+    return min(seconds[1:])

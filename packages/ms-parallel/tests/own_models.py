@@ -1,4 +1,4 @@
-"""A language model that is nobody's but the user's, and runs of it; see `test_own_model.py`."""
+"""A custom language model and runs with it, for `test_own_model.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ WIDTH, HEADS = 32, 4
 
 
 class Attention(nn.Module):
-    """Plain attention whose heads are counted from the width that is there."""
+    """Plain attention; the number of heads follows from the local width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,19 +33,19 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps."""
+    """Two linear layers with GELU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, S, H) to the same."""
+        """(B, S, H) to (B, S, H)."""
         return self.down(F.gelu(self.up(hidden)))
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward, each after a norm."""
+    """Pre-norm attention and feed-forward network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class Layer(nn.Module):
         self.feed = FeedForward()
 
     def forward(self, hidden: Tensor, *, mask: Tensor) -> Tensor:
-        """(B, S, H) to the same."""
+        """(B, S, H) to (B, S, H)."""
         hidden = hidden + self.attention(self.attention_norm(hidden), mask=mask)
         return hidden + self.feed(self.inner_norm(hidden))
 
 
 class Mine(nn.Module):
-    """Has no positions but the mask's."""
+    """A custom model without position embeddings."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -111,15 +111,15 @@ PLAN = ModelPlan(
 )
 
 
-def curve(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Losses under each layout; each process draws other weights, and takes the first one's."""
+def train_jobs(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses of each job; processes initialize differently and get the weights of the first."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
-        mine = Mine(seed=groups.place.data)
+        model = Mine(seed=groups.place.data)
         engine = Engine(
-            mine,
+            model,
             groups=groups,
             plan=PLAN if job.get("plan") else None,
             optimizer=AdamWConfig(learning_rate=5e-3, warmup_steps=2, decay_steps=20),
@@ -136,16 +136,16 @@ def curve(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             losses.append(engine.step(local_rows(global_batch(step), groups), NextTokenLoss()).loss)
         rows = local_rows(global_batch(99), groups)
         answer = engine.evaluate(rows, lambda output, _: output.logits()[:, -1])
-        found.append({"losses": losses, "sum": float(answer.sum()), "data": groups.place.data})
-    return found
+        results.append({"losses": losses, "sum": float(answer.sum()), "data": groups.place.data})
+    return results
 
 
 def refusals(layouts: list[str]) -> list[str]:
-    """What each layout that cannot be says."""
-    said = []
+    """Messages of layouts that are refused."""
+    messages = []
     for layout in layouts:
         try:
             Engine(Mine(), Layout.parse(layout), device="cpu")
         except ParallelError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages

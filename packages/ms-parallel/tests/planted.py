@@ -1,4 +1,4 @@
-"""Faults planted in the engine or in a model, which a proof must find; run by `run_processes`."""
+"""Faults planted in the engine or a model that a proof must find; runs of `test_prove.py`."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -34,27 +34,27 @@ SEED, TOLERANCE = 0, 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault, and the case in which it shows."""
+    """A fault and the case that reveals it."""
 
     case: Case
     plant: Callable[[], AbstractContextManager[Any]]
     check: str
-    """What must be found not to hold."""
+    """Check that must fail."""
     subject: str = "llama"
     ratio: str = ""
-    """What a gradient must be found to be of the right one."""
+    """Expected ratio of the wrong gradient to the right one."""
     parameter: str = ""
-    """Part of the name of a weight that must be named."""
+    """Part of the parameter name that must be reported."""
 
 
 def tied() -> ModelConfig:
-    """A model whose head is its embedding."""
+    """Config of a model with tied embeddings."""
     return architecture("llama", {"tie_word_embeddings": True})
 
 
-ALONE = Case(layout="data=1", processes=1)
+SINGLE = Case(layout="data=1", processes=1)
 BY_ROWS = Case(layout="data=1", processes=1, microbatch_size=1)
-AGAIN = Case(layout="data=1", processes=1, recompute="full")
+RECOMPUTED = Case(layout="data=1", processes=1, recompute="full")
 DATA = Case(layout="data=2", processes=2)
 TENSOR = Case(layout="tensor=2", processes=2)
 PIPELINE = Case(layout="pipeline=2", processes=2, microbatch_size=1)
@@ -62,144 +62,146 @@ CONTEXT = Case(layout="context=2", processes=2, context_attention="all_gather")
 EXPERT = Case(layout="data=2,expert=2", processes=2)
 
 
-def no_sum(*_: Any, **__: Any) -> None:
-    """What should add up over processes does not."""
+def no_reduction(*_: Any, **__: Any) -> None:
+    """Replaces a reduction over processes by nothing."""
 
 
 def scaled(part: str, factor: float) -> Callable[[], Any]:
-    """The gradient of weights whose name has this part is multiplied."""
-    right = SummedReduction.gradients
+    """Multiply the gradients of parameters whose name contains `part`."""
+    original = SummedReduction.gradients
 
-    def wrong(self: SummedReduction) -> dict[str, Tensor]:
-        found = right(self)
-        return {name: g * factor if part in name else g for name, g in found.items()}
+    def faulty(self: SummedReduction) -> dict[str, Tensor]:
+        grads = original(self)
+        return {name: g * factor if part in name else g for name, g in grads.items()}
 
-    return lambda: patch.object(SummedReduction, "gradients", wrong)
+    return lambda: patch.object(SummedReduction, "gradients", faulty)
 
 
-def lost(part: str) -> Callable[[], Any]:
-    """No gradient comes to weights whose name has this part."""
+def zeroed(part: str) -> Callable[[], Any]:
+    """Zero the gradients of parameters whose name contains `part`."""
     return scaled(part, 0.0)
 
 
-def lost_expert() -> Any:
-    """No gradient comes to one expert of each layer."""
-    right = SummedReduction.gradients
+def zeroed_expert() -> Any:
+    """Zero the gradient of one expert in each layer."""
+    original = SummedReduction.gradients
 
-    def wrong(self: SummedReduction) -> dict[str, Tensor]:
-        found = right(self)
-        for name, gradient in found.items():
+    def faulty(self: SummedReduction) -> dict[str, Tensor]:
+        grads = original(self)
+        for name, gradient in grads.items():
             if "experts" in name:
                 gradient[1] = 0.0
-        return found
+        return grads
 
-    return patch.object(SummedReduction, "gradients", wrong)
-
-
-def moved(change: Callable[[Tensor], Tensor], *, where: str = "everywhere") -> Callable[[], Any]:
-    """Positions are changed: everywhere, or on later stages alone, or on rank 1 alone."""
-    right = Decoder.context
-
-    def wrong(self: Decoder, positions: Tensor, *rest: Any) -> Any:
-        hit = {"everywhere": True, "later": not self.first, "rank 1": dist.get_rank() == 1}
-        return right(self, change(positions) if hit[where] else positions, *rest)
-
-    return lambda: patch.object(Decoder, "context", wrong)
+    return patch.object(SummedReduction, "gradients", faulty)
 
 
-def uneven(positions: Tensor) -> Tensor:
-    """Odd positions one too high."""
+def shifted_positions(
+    change: Callable[[Tensor], Tensor], *, where: str = "everywhere"
+) -> Callable[[], Any]:
+    """Change positions: everywhere, only on later stages, or only on rank 1."""
+    original = Decoder.context
+
+    def faulty(self: Decoder, positions: Tensor, *args: Any) -> Any:
+        affected = {"everywhere": True, "later": not self.first, "rank 1": dist.get_rank() == 1}
+        return original(self, change(positions) if affected[where] else positions, *args)
+
+    return lambda: patch.object(Decoder, "context", faulty)
+
+
+def shift_odd_positions(positions: Tensor) -> Tensor:
+    """Increase odd positions by one."""
     return positions + positions % 2
 
 
 def leaking(
     change: Callable[[Tensor], Tensor | None], layers: tuple[int, ...] = (0, 1, 2, 3)
 ) -> Callable[[], Any]:
-    """Attention of some layers is given other documents than there are."""
-    right = Attention.forward
+    """Change the document ids that attention sees in some layers."""
+    original = Attention.forward
 
-    def wrong(self: Attention, hidden: Tensor, *, context: RotaryContext) -> Tensor:
+    def faulty(self: Attention, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         if self.layer in layers and context.documents is not None:
             context = replace(context, documents=change(context.documents), lengths=None)
-        return right(self, hidden, context=context)
+        return original(self, hidden, context=context)
 
-    return lambda: patch.object(Attention, "forward", wrong)
+    return lambda: patch.object(Attention, "forward", faulty)
 
 
-def one_late(documents: Tensor) -> Tensor:
-    """Each document begins a token later than it does."""
+def shift_documents(documents: Tensor) -> Tensor:
+    """Start each document one token late."""
     return torch.cat((documents[:, :1], documents[:, :-1]), 1)
 
 
 def looking_ahead(layer: int) -> Callable[[], Any]:
-    """A layer sees what comes after."""
-    right = Attention.forward
+    """Make attention of one layer non-causal."""
+    original = Attention.forward
 
-    def wrong(self: Attention, hidden: Tensor, *, context: RotaryContext) -> Tensor:
+    def faulty(self: Attention, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         if self.layer != layer:
-            return right(self, hidden, context=context)
-        with patch.object(parts, "attend", everything):
-            return right(self, hidden, context=context)
+            return original(self, hidden, context=context)
+        with patch.object(parts, "attend", attend_without_mask):
+            return original(self, hidden, context=context)
 
-    return lambda: patch.object(Attention, "forward", wrong)
+    return lambda: patch.object(Attention, "forward", faulty)
 
 
-def everything(
+def attend_without_mask(
     ops: Any, q: Tensor, k: Tensor, v: Tensor, context: RotaryContext, **_: Any
 ) -> Tensor:
-    """Attention to all of a document, what comes after included."""
+    """Non-causal attention within documents."""
     out: Tensor = ops.attention(q, k, v, causal=False, documents=context.documents)
     return out
 
 
 def unreduced_rows() -> Any:
-    """Sums over the processes that read other rows are left out."""
+    """Skip the sum over processes that read different rows."""
     return patch.object(reduction, "gather_over_rows", lambda numbers, groups: numbers[None])
 
 
 def unsummed_keys() -> Any:
-    """Each context rank keeps its own share of the gradients of keys and values."""
-    right = rows.all_gather_positions
+    """Keep the gradients of keys and values unsummed over context ranks."""
+    original = rows.all_gather_positions
     return patch.object(
         rows,
         "all_gather_positions",
-        lambda local, mesh, sum_grads: right(local, mesh, sum_grads=False),
+        lambda local, mesh, sum_grads: original(local, mesh, sum_grads=False),
     )
 
 
 def summed_losses() -> Any:
-    """Losses that every context rank has alike give it a gradient for each of them."""
-    right = rows.all_gather_positions
+    """Sum gradients of losses that are equal on all context ranks."""
+    original = rows.all_gather_positions
     return patch.object(
         rows,
         "all_gather_positions",
-        lambda local, mesh, sum_grads: right(local, mesh, sum_grads=True),
+        lambda local, mesh, sum_grads: original(local, mesh, sum_grads=True),
     )
 
 
 def cut_documents() -> Any:
-    """Attention sees a document from where a rank's piece of it begins."""
-    right = rows.query_ranges
+    """Make a document start at the beginning of a rank's chunk."""
+    original = rows.query_ranges
     return patch.object(
         rows,
         "query_ranges",
-        lambda *given: [evolve(each, first_key=each.start) for each in right(*given)],
+        lambda *args: [evolve(chunk, first_key=chunk.start) for chunk in original(*args)],
     )
 
 
 def unordered_rows() -> Any:
-    """Rows for experts stay in the order of the processes that sent them."""
-    right = expert_parallel._dispatch
+    """Leave the rows of experts in the order of the sending processes."""
+    original = expert_parallel._dispatch
 
-    def wrong(*given: Any) -> Any:
+    def faulty(*args: Any) -> Any:
         with patch.object(Tensor, "argsort", lambda key, **_: torch.arange(len(key))):
-            return right(*given)
+            return original(*args)
 
-    return patch.object(expert_parallel, "_dispatch", wrong)
+    return patch.object(expert_parallel, "_dispatch", faulty)
 
 
-def kept_gradients() -> Any:
-    """Gradients of tokens do not come back from the processes that have their experts."""
+def dropped_expert_gradients() -> Any:
+    """Drop the gradients of tokens that other processes' experts send back."""
     return patch.object(
         expert_parallel._Exchange,
         "backward",
@@ -214,47 +216,47 @@ def kept_gradients() -> Any:
     )
 
 
-def divided() -> Any:
-    """FSDP averages over the data ranks where it should add up."""
-    right = FSDPModule.set_gradient_divide_factor
+def averaged() -> Any:
+    """Make FSDP average over data ranks instead of summing."""
+    original = FSDPModule.set_gradient_divide_factor
     return patch.object(
-        FSDPModule, "set_gradient_divide_factor", lambda self, factor: right(self, 2.0 * factor)
+        FSDPModule, "set_gradient_divide_factor", lambda self, factor: original(self, 2.0 * factor)
     )
 
 
-def unsettled(what: str) -> Callable[[], Any]:
-    """The loss of a split vocabulary is settled without one of its collectives."""
-    right = dist.all_reduce
+def unreduced_loss(op_name: str) -> Callable[[], Any]:
+    """Skip one all-reduce of the vocabulary-parallel loss."""
+    original = dist.all_reduce
 
-    def wrong(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
-        skipped = (op == dist.ReduceOp.MAX) == (what == "max")
-        return None if skipped else right(tensor, op=op, group=group)
+    def faulty(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
+        skipped = (op == dist.ReduceOp.MAX) == (op_name == "max")
+        return None if skipped else original(tensor, op=op, group=group)
 
-    return lambda: patch.object(split_vocabulary.dist, "all_reduce", wrong)
+    return lambda: patch.object(split_vocabulary.dist, "all_reduce", faulty)
 
 
 def unsummed(keep: slice) -> Callable[[], Any]:
-    """Only some of the weights that each tensor rank has a share of are added up."""
-    right = engine_gradients.sum_over_tensor
+    """Sum only some of the gradients that tensor ranks must sum."""
+    original = engine_gradients.sum_over_tensor
 
-    def wrong(gradients: list[Tensor], groups: Groups) -> None:
-        right(list(gradients)[keep], groups)
+    def faulty(gradients: list[Tensor], groups: Groups) -> None:
+        original(list(gradients)[keep], groups)
 
-    return lambda: patch.object(engine_gradients, "sum_over_tensor", wrong)
+    return lambda: patch.object(engine_gradients, "sum_over_tensor", faulty)
 
 
 def saved(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[], Any]:
-    """Other weights are saved than those that there are."""
-    right = save.named_weights
+    """Change the weights that are saved."""
+    original = save.named_weights
 
-    def wrong(stage: Any) -> Any:
-        return change(dict(right(stage))).items()
+    def faulty(stage: Any) -> Any:
+        return change(dict(original(stage))).items()
 
-    return lambda: patch.object(save, "named_weights", wrong)
+    return lambda: patch.object(save, "named_weights", faulty)
 
 
-def turned(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One weight's rows in another order."""
+def reverse_rows(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Reverse the rows of one weight."""
     return {
         name: weight.detach().flip(0) if name.endswith("0.self_attn.o_proj.weight") else weight
         for name, weight in weights.items()
@@ -277,13 +279,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "ties unsummed": Fault(
         case=PIPELINE,
-        plant=lambda: patch.object(engine_gradients, "sum_tied", no_sum),
+        plant=lambda: patch.object(engine_gradients, "sum_tied", no_reduction),
         check="gradients",
         subject="planted:tied",
         parameter="embed_tokens",
     ),
-    "maxima unsettled": Fault(case=TENSOR, plant=unsettled("max"), check="loss"),
-    "sums unsettled": Fault(case=TENSOR, plant=unsettled("sum"), check="loss"),
+    "maxima unsettled": Fault(case=TENSOR, plant=unreduced_loss("max"), check="loss"),
+    "sums unsettled": Fault(case=TENSOR, plant=unreduced_loss("sum"), check="loss"),
     "weights of losses unsummed": Fault(case=DATA, plant=unreduced_rows, check="gradients"),
     "keys unsummed over context": Fault(case=CONTEXT, plant=unsummed_keys, check="gradients"),
     "losses summed over context": Fault(
@@ -298,7 +300,7 @@ FAULTS: dict[str, Fault] = {
         case=EXPERT, plant=unordered_rows, check="logits", subject="qwen3_moe"
     ),
     "gradients of experts' tokens kept": Fault(
-        case=EXPERT, plant=kept_gradients, check="gradients", subject="qwen3_moe"
+        case=EXPERT, plant=dropped_expert_gradients, check="gradients", subject="qwen3_moe"
     ),
     "documents cut between context ranks": Fault(case=CONTEXT, plant=cut_documents, check="logits"),
     "logits ungathered": Fault(
@@ -308,8 +310,8 @@ FAULTS: dict[str, Fault] = {
         ),
         check="logits",
     ),
-    # A share
-    "averaged over data": Fault(case=DATA, plant=divided, check="gradients", ratio="1/data"),
+    # A wrong factor
+    "averaged over data": Fault(case=DATA, plant=averaged, check="gradients", ratio="1/data"),
     "embedding halved": Fault(
         case=DATA, plant=scaled("embed", 0.5), check="gradients", ratio="1/data", parameter="embed"
     ),
@@ -330,7 +332,7 @@ FAULTS: dict[str, Fault] = {
         case=BY_ROWS, plant=scaled("down_proj", 0.25), check="gradients", ratio="1/microbatches"
     ),
     "recomputed twice": Fault(
-        case=AGAIN, plant=scaled("up_proj", 2.0), check="gradients", ratio="2"
+        case=RECOMPUTED, plant=scaled("up_proj", 2.0), check="gradients", ratio="2"
     ),
     "a sign": Fault(case=DATA, plant=scaled("gate_proj", -1.0), check="gradients", ratio="-1"),
     "a tenth too much": Fault(
@@ -341,48 +343,54 @@ FAULTS: dict[str, Fault] = {
     ),
     # A shifted position
     "positions of stages": Fault(
-        case=PIPELINE, plant=moved(uneven, where="later"), check="gradients"
+        case=PIPELINE,
+        plant=shifted_positions(shift_odd_positions, where="later"),
+        check="gradients",
     ),
     "positions of a rank": Fault(
-        case=TENSOR, plant=moved(uneven, where="rank 1"), check="gradients"
+        case=TENSOR, plant=shifted_positions(shift_odd_positions, where="rank 1"), check="gradients"
     ),
-    "positions of data": Fault(case=DATA, plant=moved(uneven, where="rank 1"), check="gradients"),
-    "positions of microbatches": Fault(case=BY_ROWS, plant=moved(uneven), check="gradients"),
+    "positions of data": Fault(
+        case=DATA, plant=shifted_positions(shift_odd_positions, where="rank 1"), check="gradients"
+    ),
+    "positions of microbatches": Fault(
+        case=BY_ROWS, plant=shifted_positions(shift_odd_positions), check="gradients"
+    ),
     "positions of recompute": Fault(
-        case=AGAIN, plant=moved(lambda p: p.clamp(max=3)), check="gradients"
+        case=RECOMPUTED, plant=shifted_positions(lambda p: p.clamp(max=3)), check="gradients"
     ),
     "positions doubled": Fault(
-        case=PIPELINE, plant=moved(lambda p: 2 * p, where="later"), check="gradients"
+        case=PIPELINE, plant=shifted_positions(lambda p: 2 * p, where="later"), check="gradients"
     ),
     "positions reversed": Fault(
-        case=DATA, plant=moved(lambda p: -p, where="rank 1"), check="gradients"
+        case=DATA, plant=shifted_positions(lambda p: -p, where="rank 1"), check="gradients"
     ),
     "positions of the first": Fault(
-        case=TENSOR, plant=moved(torch.zeros_like, where="rank 1"), check="gradients"
+        case=TENSOR, plant=shifted_positions(torch.zeros_like, where="rank 1"), check="gradients"
     ),
-    # A leak
-    "no documents": Fault(case=ALONE, plant=leaking(lambda d: None), check="leak"),
+    # A leak between documents or from later tokens
+    "no documents": Fault(case=SINGLE, plant=leaking(lambda d: None), check="leak"),
     "no documents in one layer": Fault(
-        case=ALONE, plant=leaking(lambda d: None, (2,)), check="leak"
+        case=SINGLE, plant=leaking(lambda d: None, (2,)), check="leak"
     ),
-    "documents a token late": Fault(case=ALONE, plant=leaking(one_late), check="leak"),
-    "documents in pairs": Fault(case=ALONE, plant=leaking(lambda d: d // 2), check="leak"),
+    "documents a token late": Fault(case=SINGLE, plant=leaking(shift_documents), check="leak"),
+    "documents in pairs": Fault(case=SINGLE, plant=leaking(lambda d: d // 2), check="leak"),
     "documents of a rank": Fault(case=TENSOR, plant=leaking(lambda d: d * 0), check="leak"),
     "documents of a stage": Fault(
         case=PIPELINE, plant=leaking(lambda d: d * 0, (3,)), check="leak"
     ),
-    "a layer looks ahead": Fault(case=ALONE, plant=looking_ahead(0), check="causality"),
+    "a layer looks ahead": Fault(case=SINGLE, plant=looking_ahead(0), check="causality"),
     "a late layer looks ahead": Fault(case=DATA, plant=looking_ahead(3), check="causality"),
-    # What is lost
+    # Something lost
     "a lost layer": Fault(
-        case=PIPELINE, plant=lost("layers.3.mlp"), check="gradients", ratio="0", parameter="3.mlp"
+        case=PIPELINE, plant=zeroed("layers.3.mlp"), check="gradients", ratio="0", parameter="3.mlp"
     ),
     "a lost bias of a norm": Fault(
-        case=DATA, plant=lost("layers.0.input_layernorm"), check="gradients", ratio="0"
+        case=DATA, plant=zeroed("layers.0.input_layernorm"), check="gradients", ratio="0"
     ),
     "a lost expert": Fault(
         case=TENSOR,
-        plant=lost_expert,
+        plant=zeroed_expert,
         check="gradients",
         subject="qwen3_moe",
         parameter="experts",
@@ -400,7 +408,7 @@ FAULTS: dict[str, Fault] = {
         plant=saved(lambda w: {n: v for n, v in w.items() if "layers.2.mlp.up" not in n}),
         check="folder",
     ),
-    "saved in another order": Fault(case=PIPELINE, plant=saved(turned), check="folder"),
+    "saved in another order": Fault(case=PIPELINE, plant=saved(reverse_rows), check="folder"),
     "saved with another's values": Fault(
         case=DATA,
         plant=saved(
@@ -412,26 +420,26 @@ FAULTS: dict[str, Fault] = {
 
 
 def reference(subjects: list[str], folder: str) -> list[list[str]]:
-    """What does not hold of each subject without a fault, in one process; keeps the references."""
-    return [_run(subject, 0, ALONE, folder) for subject in subjects]
+    """Failed checks of each subject without a fault, in one process; stores the references."""
+    return [_run(subject, 0, SINGLE, folder) for subject in subjects]
 
 
 def find(names: list[str], folder: str) -> list[list[str]]:
-    """What each fault is found to break: `check|parameter|ratio|what` of each counterexample."""
-    found = []
+    """Failed checks of each fault, as `check|parameter|ratio|what` per counterexample."""
+    failures = []
     for name in names:
         fault = FAULTS[name]
         with fault.plant():
-            found.append(_run(fault.subject, 1 + list(FAULTS).index(name), fault.case, folder))
-    return found
+            failures.append(_run(fault.subject, 1 + list(FAULTS).index(name), fault.case, folder))
+    return failures
 
 
 def _run(subject: str, number: int, case: Case, folder: str) -> list[str]:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    own = Path(folder) / subject.replace(":", "-")
-    own.mkdir(exist_ok=True)
+    subject_folder = Path(folder) / subject.replace(":", "-")
+    subject_folder.mkdir(exist_ok=True)
     job = Job(subject=subject, seed=SEED, tolerance=TOLERANCE, cases={number: case})
-    outcome = run_case(job, number, case, own)
+    outcome = run_case(job, number, case, subject_folder)
     assert not outcome.refused, outcome.refused
     return ["|".join((e.check, e.parameter, e.ratio, e.what)) for e in outcome.found]

@@ -1,7 +1,7 @@
-"""`ms_parallel.files.writing_process`, to which something happens at a write, sync or rename.
+"""`ms_parallel.files.writing_process` with a planted failure at a write, sync or rename.
 
-Called with what happens (`kill`, `kill both`, `full` or `nothing`), the number, a file that takes
-how many there were, and then the module's own arguments.
+Arguments: the failure (`kill`, `kill both`, `full` or `nothing`), the number of the operation, a
+file for the number of operations, and the module's own arguments.
 """
 
 import errno
@@ -19,9 +19,9 @@ done = 0
 
 
 def planted(act: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, unless it is its turn."""
+    """Wrap an operation with the failure."""
 
-    def instead(*arguments: Any, **named: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         global done
         done += 1
         Path(counts).write_text(str(done))
@@ -31,9 +31,9 @@ def planted(act: Callable[..., Any]) -> Callable[..., Any]:
             os.kill(int(parent), signal.SIGKILL)
         if done == point and how.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return act(*arguments, **named)
+        return act(*args, **kwargs)
 
-    return instead
+    return wrapped
 
 
 write_all = planted(durable.write_all)

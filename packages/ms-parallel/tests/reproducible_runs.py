@@ -1,4 +1,4 @@
-"""Runs that are to come to the same bits under other layouts; `run_processes` calls them."""
+"""Runs that must give the same bits under other layouts, for `run_processes`."""
 
 import hashlib
 from pathlib import Path
@@ -16,27 +16,27 @@ from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.split.part import gather_full_tensor
 
 ROWS = 12
-"""Rows of a batch: 1, 2, 3 and 4 divide it, and it is no power of two."""
+"""Rows of a batch: divisible by 1, 2, 3 and 4, and not a power of two."""
 
 
 def _digests(state: dict[str, Tensor]) -> dict[str, str]:
-    """Digest of each whole tensor of this process's stages, by name."""
-    found = {}
+    """Digest of each full tensor of this process's stages, by name."""
+    digests = {}
     for name in sorted(state):
-        whole = gather_full_tensor(state[name].detach()).cpu().contiguous()
-        data = whole.flatten().view(torch.uint8).numpy().tobytes()
-        found[name] = f"{whole.dtype} {tuple(whole.shape)} {hashlib.sha256(data).hexdigest()}"
-    return found
+        full = gather_full_tensor(state[name].detach()).cpu().contiguous()
+        data = full.flatten().view(torch.uint8).numpy().tobytes()
+        digests[name] = f"{full.dtype} {tuple(full.shape)} {hashlib.sha256(data).hexdigest()}"
+    return digests
 
 
 def _train(engine: Engine, first: int, last: int) -> list[list[str]]:
-    """Each update's loss and norm, to the bit."""
-    told = []
+    """Loss and norm of each update, as hexadecimal floats."""
+    updates = []
     for step in range(first, last):
         batch = local_rows(global_batch(step, ROWS), engine.groups)
         update = engine.step(batch, NextTokenLoss(z_loss_coefficient=1e-3))
-        told.append([each.hex() for each in (update.loss, update.grad_norm, *update.mtp_losses)])
-    return told
+        updates.append([x.hex() for x in (update.loss, update.grad_norm, *update.mtp_losses)])
+    return updates
 
 
 def _engine(job: dict[str, Any], device: str | None) -> Engine:
@@ -46,25 +46,25 @@ def _engine(job: dict[str, Any], device: str | None) -> Engine:
 
 
 def repeated(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict[str, Any]]:
-    """What the updates of each job told, and digests of what this process then holds."""
+    """Updates of each job, and digests of this process's final state."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         engine = _engine(job, device)
-        told = _train(engine, 0, job.get("steps", 3))
-        found.append({"told": told, "state": _digests(engine.state_dict())})
-    return found
+        updates = _train(engine, 0, job.get("steps", 3))
+        results.append({"updates": updates, "state": _digests(engine.state_dict())})
+    return results
 
 
 def resumed(
     jobs: list[dict[str, Any]], folder: str, first: int, last: int, device: str | None = "cpu"
 ) -> list[dict[str, Any]]:
-    """Each job goes on from the checkpoint of update `first`, to `last`, and saves that.
+    """Resume each job from the checkpoint of step `first`, train up to `last`, and save.
 
-    Jobs go on one from the other's checkpoint where they have the same `chain`.
+    Jobs with the same `chain` continue from each other's checkpoints.
     """
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         engine = _engine(job, device)
         if first:
@@ -72,9 +72,9 @@ def resumed(
             state = engine.state_dict()
             checkpoint.load(path, checkpoint.read_manifest(path), state)
             engine.load_state_dict(state)
-        told = _train(engine, first, last)
+        updates = _train(engine, first, last)
         state = engine.state_dict()
         path = Path(folder, f"{job['chain']}-{last}")
         checkpoint.save(path, state, step=last, facts={})
-        found.append({"told": told, "state": _digests(state)})
-    return found
+        results.append({"updates": updates, "state": _digests(state)})
+    return results

@@ -1,4 +1,4 @@
-"""Runs in little memory: called by `run_processes`, each in fresh processes."""
+"""Runs of `test_room.py` in limited memory, each in fresh processes."""
 
 import tempfile
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 from attrs import evolve
-from memory_runs import Room
+from memory_runs import MemoryLimit
 
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
@@ -34,38 +34,38 @@ from ms_parallel.training.planning.plan import plan
 
 UPDATES = 3
 GIB = 1 << 30
-LEAST = 1.02
-"""Times what one row needs that is drawn at least."""
+MIN_LIMIT = 1.02
+"""Minimum memory limit, as a multiple of what one row needs."""
 
 
-def foretold(layout: str, settings: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
-    """What each pipeline rank holds, by rows of a microbatch."""
+def predicted_memory(layout: str, settings: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
+    """Predicted memory of each pipeline rank, by rows of a microbatch."""
     options = Options("llama", device="cpu", **settings)
-    each = {rows: run_memory(options, Layout.parse(layout), None, rows) for rows in sizes}
-    return {str(rows): [msgspec.structs.asdict(rank) for rank in each[rows]] for rows in sizes}
+    memory = {rows: run_memory(options, Layout.parse(layout), None, rows) for rows in sizes}
+    return {str(rows): [msgspec.structs.asdict(rank) for rank in memory[rows]] for rows in sizes}
 
 
 def planned(
     processes: int, settings: dict[str, Any], bandwidth: float, share: float
 ) -> dict[str, Any]:
-    """The plan of a run on so many processes of this machine, in memory drawn by chance.
+    """Plan a run on processes of this machine within a memory limit.
 
     Args:
-        processes: of the cluster.
-        settings: of the run.
-        bandwidth: of the links between them, in 10⁹ bytes a second.
-        share: from 0 to 1: from little more than the smallest rows need to what the largest do.
+        processes: number of processes of the cluster.
+        settings: settings of the run.
+        bandwidth: bandwidth of the links, in 10⁹ bytes per second.
+        share: memory limit, from 0 (little more than one row needs) to 1 (the full batch fits).
 
     Returns:
-        `layout` and `settings` of the best; `rows` of its microbatch; `sizes` that there are, and
-        of them those that its plan takes to fit, `fits`; the `memory_bytes` that a rank may hold.
+        The best `layout` and `settings`, the `rows` of its microbatch, the possible `sizes`, those
+        that the plan says fit (`fits`), and the limit of a rank, `memory_bytes`.
     """
     options = Options("llama", device="cpu", **settings)
-    odd = options.batch_size % processes
-    spread = Layout(tensor=processes) if odd else Layout(data=processes)
+    uneven = options.batch_size % processes
+    spread = Layout(tensor=processes) if uneven else Layout(data=processes)
     rows = options.batch_size // spread.data_ranks
-    least, most = (_held(options, spread, each) for each in (1, rows))
-    memory = int(LEAST * least + share * max(0, most - LEAST * least))
+    minimum, maximum = (_bytes_held(options, spread, size) for size in (1, rows))
+    memory = int(MIN_LIMIT * minimum + share * max(0, maximum - MIN_LIMIT * minimum))
     cluster = Cluster(
         device="cpu",
         devices_per_node=processes,
@@ -74,38 +74,41 @@ def planned(
         peak_tflops={"float32": 0.05},
         links=ClusterLinks(node=Link(latency_us=100, bandwidth_gb_per_s=bandwidth)),
     )
-    asked = evolve(options, memory_gib=memory / GIB)
-    (best,) = plan(asked, cluster, best=1, history=History()).best
-    chosen = {name: value for name, value in best.settings.items() if name != "microbatch_size"}
+    limited = evolve(options, memory_gib=memory / GIB)
+    (best,) = plan(limited, cluster, best=1, history=History()).best
+    best_settings = {
+        name: value for name, value in best.settings.items() if name != "microbatch_size"
+    }
     layout = Layout(**best.layout)
     sizes = divisors(options.batch_size // layout.data_ranks)
-    told = evolve(options, **chosen)
+    final = evolve(options, **best_settings)
     return {
         "layout": str(layout),
-        "settings": chosen,
+        "settings": best_settings,
         "rows": best.settings["microbatch_size"],
         "sizes": sizes,
-        "fits": [each for each in sizes if _held(told, layout, each) <= memory],
+        "fits": [size for size in sizes if _bytes_held(final, layout, size) <= memory],
         "memory_bytes": memory,
     }
 
 
-def _held(options: Options, layout: Layout, rows: int) -> float:
-    """What a plan takes a rank of this machine to hold, with so many rows in a microbatch."""
+def _bytes_held(options: Options, layout: Layout, rows: int) -> float:
+    """Bytes that a plan assumes a rank of this machine to hold, with `rows` in a microbatch."""
     split = Split(layout=layout, rows=rows, microbatches=1)
     model = ModelSizes.of(fit_model(options, layout, None))
-    beside = working_bytes(split, model, options.sequence_length)
+    working = working_bytes(split, model, options.sequence_length)
     ranks = run_memory(options, layout, None, rows)
-    return max(max(rank.total / USABLE, rank.total + beside) for rank in ranks)
+    return max(max(rank.total / USABLE, rank.total + working) for rank in ranks)
 
 
-def kept_in_gaps(limited: bool) -> dict[str, float]:
-    """What a process holds of every second one of 64 tensors of 1 MiB, and a thread; in MiB."""
+def memory_overhead(limited: bool) -> dict[str, float]:
+    """MiB that a process holds for every second tensor of 64 (1 MiB each), and for a thread."""
     if limited:
         map_blocks()
         shrink_stacks()
     mib = 1 << 20
-    torch.empty(16 * mib, dtype=torch.uint8).fill_(0)  # whose end lets smaller ones into the heap
+    # Freeing a large block raises glibc's mmap threshold, so that smaller blocks go to the heap.
+    torch.empty(16 * mib, dtype=torch.uint8).fill_(0)
     before = status_bytes("VmData")
     tensors = [torch.ones(mib, dtype=torch.uint8) for _ in range(64)]
     del tensors[::2]
@@ -121,8 +124,8 @@ def kept_in_gaps(limited: bool) -> dict[str, float]:
 
 
 def measured_in(room_bytes: int) -> float:
-    """Memory in GiB of the cluster that this process is, which may take so much more."""
-    with Room(room_bytes):
+    """Measured memory in GiB of this process as a cluster, limited to `room_bytes`."""
+    with MemoryLimit(room_bytes):
         cluster = measured_cluster(torch.device("cpu"))
     assert cluster is not None  # this is the first process
     return cluster.memory_gib
@@ -133,45 +136,46 @@ def trained(
     layout: str,
     settings: dict[str, Any],
     size: int | str,
-    foretold: Mapping[str, Any],
+    predictions: Mapping[str, Any],
     updates: int = UPDATES,
     every: bool = False,
 ) -> dict[str, Any]:
-    """Train as `DistributedTrainer` begins a run, where the last rank has so much more memory.
+    """Train as `DistributedTrainer` starts a run, with limited memory on the last rank.
 
     Args:
-        room_bytes: that it may take.
-        layout: of the processes.
-        settings: of the run.
-        size: of microbatches.
-        foretold: what each size was predicted to hold.
-        updates: that are made.
-        every: whether no rank may take more.
+        room_bytes: memory that the rank may allocate.
+        layout: layout of the processes.
+        settings: settings of the run.
+        size: rows of a microbatch, or "auto".
+        predictions: predicted memory by size.
+        updates: number of updates.
+        every: limit all ranks.
 
     Returns:
-        `rows` of a microbatch; or why there are none, `refused`; or that memory ran out, `failed`.
+        `rows` of a microbatch, or the message of a refusal (`refused`) or of an out-of-memory error
+        (`failed`).
     """
     torch.set_num_threads(1)
     split = Layout.parse(layout)
     folder = tempfile.mkdtemp()
-    asked = Options(
+    run_options = Options(
         "llama", device="cpu", output_dir=Path(folder), microbatch_size=size, **settings
     )
-    config = fit_model(asked, split, None)
+    config = fit_model(run_options, split, None)
     groups = connect(split, device="cpu", timeout_s=60)
 
     def predict(rows: int) -> list[RankMemory]:
-        return [RankMemory(**rank) for rank in foretold[str(rows)]]
+        return [RankMemory(**rank) for rank in predictions[str(rows)]]
 
     generator = torch.Generator().manual_seed(0)
-    rows = asked.batch_size // split.data_ranks
-    shape = (rows, asked.sequence_length + 1)
+    rows = run_options.batch_size // split.data_ranks
+    shape = (rows, run_options.sequence_length + 1)
     text = torch.randint(0, config.vocab_size, shape, generator=generator)
-    with Room(room_bytes, every=every):
+    with MemoryLimit(room_bytes, every=every):
         try:
-            options = predict_microbatch_size(asked, split, predict)
+            options = predict_microbatch_size(run_options, split, predict)
             engine = Engine(config, groups=groups, **engine_settings(options, split, 8))
-            resolve_microbatch_size(engine, asked, split, predict)
+            resolve_microbatch_size(engine, run_options, split, predict)
             for _ in range(updates):
                 engine.step({"tokens": text[:, :-1], "targets": text[:, 1:]}, NextTokenLoss())
         except ConfigError as error:

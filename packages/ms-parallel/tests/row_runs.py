@@ -1,4 +1,4 @@
-"""Runs in which ranks are given the rows of others; functions that `run_processes` calls."""
+"""Runs in which ranks get the rows of other ranks, for `run_processes`."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def engine(layout: str, **options: Any) -> Engine:
     return build({"num_key_value_heads": 4}, groups, **options)
 
 
-def said(call: Callable[[], object]) -> str:
-    """Text of a refusal; empty if the call passes."""
+def refusal(call: Callable[[], object]) -> str:
+    """Message of a refusal; empty if the call passes."""
     try:
         call()
     except ConfigError as error:
@@ -44,7 +44,7 @@ def weights(model: Engine) -> list[Tensor]:
 def updates(
     layout: str, steps: list[list[int]], rows: int, *, copies: int = 1, **options: Any
 ) -> list[Any]:
-    """What each update says; `steps` gives each rank's batch number, one list per step.
+    """Update a model per step; `steps` has each rank's batch number, one list per step.
 
     Returns:
         A pair per step: the refusal, and whether the weights changed.
@@ -55,7 +55,7 @@ def updates(
         batch = global_batch(numbers[dist.get_rank()], rows=rows)
         batch = {name: value.repeat(copies, 1) for name, value in batch.items()}
         before = weights(model)
-        text = said(lambda batch=batch: model.step(batch, NextTokenLoss()))
+        text = refusal(lambda batch=batch: model.step(batch, NextTokenLoss()))
         changed = not all(map(torch.equal, before, weights(model)))
         results.append([text, changed])
     return results
@@ -67,26 +67,26 @@ def within(layout: str, **options: Any) -> dict[str, Any]:
     same = local_rows(global_batch(0), model.groups)
     other = local_rows(global_batch(dist.get_rank()), model.groups)
     results: dict[str, Any] = {
-        "first": said(lambda: model.step(other, NextTokenLoss())),
-        "same": said(lambda: model.step(same, NextTokenLoss())),
+        "first": refusal(lambda: model.step(other, NextTokenLoss())),
+        "same": refusal(lambda: model.step(same, NextTokenLoss())),
     }
     before = weights(model)
-    results["later"] = said(lambda: model.step(other, NextTokenLoss()))
-    results["evaluate"] = said(lambda: model.evaluate(other, token_losses))
+    results["later"] = refusal(lambda: model.step(other, NextTokenLoss()))
+    results["evaluate"] = refusal(lambda: model.evaluate(other, token_losses))
     prompts = [[5 + dist.get_rank()], [7]]
-    results["generate"] = said(lambda: model.generate(prompts, max_new_tokens=2))
+    results["generate"] = refusal(lambda: model.generate(prompts, max_new_tokens=2))
     results["unchanged"] = all(map(torch.equal, before, weights(model)))
     after = [
-        said(lambda: model.step(same, NextTokenLoss())),
-        said(lambda: model.evaluate(same, token_losses)),
-        said(lambda: model.generate([[5], [7]], max_new_tokens=2)),
+        refusal(lambda: model.step(same, NextTokenLoss())),
+        refusal(lambda: model.evaluate(same, token_losses)),
+        refusal(lambda: model.generate([[5], [7]], max_new_tokens=2)),
     ]
     results["after"] = after
     return results
 
 
 def streams(folder: str) -> list[str]:
-    """What first updates from a `TokenStream` say, without and with the data rank's place."""
+    """Refusals of first updates from a `TokenStream`, without and with the data rank's place."""
     results = []
     for placed in (False, True):
         model = engine("data=2")
@@ -95,7 +95,7 @@ def streams(folder: str) -> list[str]:
         rows = {name: np.asarray(value) for name, value in batch.items()}
         for name in ("tokens", "targets"):  # into the tiny model's vocabulary
             rows[name] = np.where(rows[name] < 0, rows[name], rows[name] % VOCABULARY)
-        results.append(said(lambda model=model, rows=rows: model.step(rows, NextTokenLoss())))
+        results.append(refusal(lambda model=model, rows=rows: model.step(rows, NextTokenLoss())))
     return results
 
 
@@ -115,12 +115,12 @@ def messages(layout: str, **options: Any) -> list[dict[str, int]]:
 
 
 def padded(layout: str) -> list[str]:
-    """What updates say whose rows are padding on all data ranks but the first, and on all."""
+    """Refusals of updates with only padding on all data ranks but the first, and on all."""
     model = engine(layout)
     results = []
     for empty in (model.data_rank > 0, True):
         batch = global_batch(0)
         if empty:
             batch["targets"].fill_(-100)
-        results.append(said(lambda batch=batch: model.step(batch, NextTokenLoss())))
+        results.append(refusal(lambda batch=batch: model.step(batch, NextTokenLoss())))
     return results

@@ -1,4 +1,4 @@
-"""Small training runs that every layout must repeat; functions that `run_processes` calls."""
+"""Small training runs that every layout must reproduce, for `run_processes`."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ms_parallel.proof.probes import probe_generation
 from ms_parallel.proof.records import Counterexample
 from ms_parallel.weights import save_model
 
-families()  # which are imported when first asked for: here once, and not in each process
+families()  # imports all families here once instead of lazily in every process
 ROWS, LENGTH, VOCABULARY = 4, 16, 48
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -75,11 +75,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 5,
     },
 }
-"""Everything else that a plan has to split."""
+"""All other features that a plan has to split."""
 
 
 def tiny(**settings: Any) -> ModelConfig:
-    """A model of three layers, so that two stages are unlike."""
+    """Config of a model with three layers, so that two stages differ."""
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -96,17 +96,17 @@ def tiny(**settings: Any) -> ModelConfig:
 
 
 def global_batch(step: int, rows: int = ROWS, length: int = LENGTH) -> dict[str, Tensor]:
-    """Two documents a row, cut at another place in each; rows differ in how many targets count."""
+    """Two documents per row with random boundaries; rows differ in the number of targets."""
     generator = torch.Generator().manual_seed(step)
     start = torch.randint(0, VOCABULARY, (rows, 1), generator=generator)
     stride = torch.randint(1, 4, (rows, 1), generator=generator)
-    text = (start + stride * torch.arange(length + 1)) % VOCABULARY  # learnable: a count by stride
+    text = (start + stride * torch.arange(length + 1)) % VOCABULARY  # learnable: counting by stride
     cut = torch.randint(3, length - 3, (rows, 1), generator=generator)
     at = torch.arange(length).expand(rows, length)
     targets = text[:, 1:].clone()
     targets[at == cut - 1] = -100
-    unread = torch.arange(rows)[:, None]  # later rows lack more targets
-    targets[at < unread] = -100
+    ignored = torch.arange(rows)[:, None]  # later rows lack more targets
+    targets[at < ignored] = -100
     return {
         "tokens": text[:, :-1].contiguous(),
         "targets": targets,
@@ -117,7 +117,7 @@ def global_batch(step: int, rows: int = ROWS, length: int = LENGTH) -> dict[str,
 
 
 def local_rows(batch: Batch, groups: Groups) -> dict[str, Tensor]:
-    """The rows of a global batch that this data rank reads."""
+    """Rows of a global batch that this data rank reads."""
     rows = len(batch["tokens"]) // groups.layout.data
     start = groups.place.data * rows
     return {name: value[start : start + rows] for name, value in batch.items()}
@@ -139,58 +139,58 @@ def train(engine: Engine, steps: int) -> tuple[list[float], list[float]]:
 
 
 def build(settings: dict[str, Any], groups: Groups, **options: Any) -> Engine:
-    """An engine of a tiny model with microbatches of one or two rows."""
+    """Engine of a tiny model with microbatches of one or two rows."""
     return Engine(
         tiny(**settings), groups=groups, **{"optimizer": OPTIMIZER, "microbatch_size": 2, **options}
     )
 
 
 def curves(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict[str, Any]]:
-    """Losses and gradient norms of each job, all in one set of processes.
+    """Losses and gradient norms of each job, in one set of processes.
 
-    A job gives `layout`, `settings` of the model, `steps`, and `options` of the engine.
+    A job has `layout`, model `settings`, `steps` and engine `options`.
     """
     torch.set_num_threads(1)
-    known: dict[str, Groups] = {}
-    found = []
+    groups_by_layout: dict[str, Groups] = {}
+    results = []
     for job in jobs:
         layout = job["layout"]
-        if layout not in known:
-            known[layout] = connect(Layout.parse(layout), device=device, timeout_s=120)
-        engine = build(job["settings"], known[layout], **job.get("options", {}))
+        if layout not in groups_by_layout:
+            groups_by_layout[layout] = connect(Layout.parse(layout), device=device, timeout_s=120)
+        engine = build(job["settings"], groups_by_layout[layout], **job.get("options", {}))
         losses, norms = train(engine, job["steps"])
-        found.append({"losses": losses, "norms": norms})
-    return found
+        results.append({"losses": losses, "norms": norms})
+    return results
 
 
 PROMPTS = [[5, 6, 7, 8], [11], [20, 22, 24, 26, 28], [3, 6, 9]]
 
 
 def probed(layout: str) -> list[str]:
-    """What the probe of generation checked in a model of four key-value heads."""
+    """Checks that passed in a generation probe of a model with four key-value heads."""
     torch.set_num_threads(1)
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
-    found = probe_generation(build({"num_key_value_heads": 4}, groups), global_batch(0))
-    return [found.what] if isinstance(found, Counterexample) else list(found)
+    outcome = probe_generation(build({"num_key_value_heads": 4}, groups), global_batch(0))
+    return [outcome.what] if isinstance(outcome, Counterexample) else list(outcome)
 
 
 def token_losses(output: Output, batch: Batch) -> Tensor:
-    """What an evaluation asks for; module-level, as every process asks the same."""
+    """Token losses of a batch; a module-level function, as all processes must pass the same one."""
     return output.token_losses(batch["targets"])
 
 
-def answers(engine: Engine) -> dict[str, Any]:
-    """Everything that is asked of a trained engine without changing it."""
+def evaluation_results(engine: Engine) -> dict[str, Any]:
+    """Results of evaluation and generation, which do not change an engine."""
     groups = engine.groups
-    mine = local_rows(global_batch(99), groups)
-    share = len(PROMPTS) // groups.layout.data
-    prompts = PROMPTS[groups.place.data * share :][:share]
-    logits = engine.evaluate(mine, lambda output, _: output.logits())
+    local = local_rows(global_batch(99), groups)
+    prompts_per_rank = len(PROMPTS) // groups.layout.data
+    prompts = PROMPTS[groups.place.data * prompts_per_rank :][:prompts_per_rank]
+    logits = engine.evaluate(local, lambda output, _: output.logits())
     return {
         "data": groups.place.data,
-        "losses": engine.evaluate(mine, token_losses).tolist(),
+        "losses": engine.evaluate(local, token_losses).tolist(),
         "from logits": torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).cpu(), mine["targets"].flatten(), reduction="none"
+            logits.flatten(0, 1).cpu(), local["targets"].flatten(), reduction="none"
         ).tolist(),
         "greedy": engine.generate(prompts, max_new_tokens=3, temperature=0.0),
         "sampled": engine.generate(
@@ -199,41 +199,43 @@ def answers(engine: Engine) -> dict[str, Any]:
     }
 
 
-def save_and_answer(
+def save_and_evaluate(
     layouts: list[str], settings: dict[str, Any], folder: str, device: str | None = "cpu"
 ) -> list[dict[str, Any]]:
-    """Train a little under each layout, save, and answer; the next loss shows the moments."""
+    """Train under each layout, save, and collect evaluation results and the next two losses."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for layout in layouts:
         engine = build(settings, connect(Layout.parse(layout), device=device, timeout_s=120))
         train(engine, 2)
         save_model(list(engine.stages.values()), Path(folder, f"{layout} model"))
         checkpoint.save(Path(folder, layout), engine.state_dict(), step=engine.step_count, facts={})
-        found.append({**answers(engine), "next": train(engine, 2)})
-    return found
+        results.append({**evaluation_results(engine), "next": train(engine, 2)})
+    return results
 
 
-def load_and_answer(
+def load_and_evaluate(
     jobs: list[tuple[str, str]], settings: dict[str, Any], folder: str, device: str | None = "cpu"
 ) -> list[dict[str, Any]]:
-    """Load what one layout saved under another, for each pair, and answer."""
+    """Load each saved checkpoint under another layout, and collect the same results."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for saved, layout in jobs:
         groups = connect(Layout.parse(layout), device=device, timeout_s=120)
         engine = build(settings, groups, seed=7)
         state, path = engine.state_dict(), Path(folder, saved)
         checkpoint.load(path, checkpoint.read_manifest(path), state)
         engine.load_state_dict(state)
-        read = Engine(Path(folder, f"{saved} model"), groups=groups)
-        read_losses = read.evaluate(local_rows(global_batch(99), groups), token_losses).tolist()
-        found.append(
+        reloaded = Engine(Path(folder, f"{saved} model"), groups=groups)
+        reloaded_losses = reloaded.evaluate(
+            local_rows(global_batch(99), groups), token_losses
+        ).tolist()
+        results.append(
             {
-                **answers(engine),
+                **evaluation_results(engine),
                 "step": engine.step_count,
                 "next": train(engine, 2),
-                "losses of the folder": read_losses,
+                "losses of the folder": reloaded_losses,
             }
         )
-    return found
+    return results

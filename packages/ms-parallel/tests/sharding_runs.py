@@ -1,4 +1,4 @@
-"""Models shared out over the data axis in each way; functions that `run_processes` calls."""
+"""Runs with each sharding over the data axis, for `run_processes`."""
 
 import gc
 import hashlib
@@ -18,34 +18,34 @@ from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.split.part import gather_full_tensor
 
 UNCLIPPED = evolve(OPTIMIZER, max_grad_norm=None)
-"""Without the norm, whose float32 sum has another order where shards are others."""
+"""No clipping: the float32 sum of the norm depends on the shards."""
 
 
 def engine_of(job: dict[str, Any], device: str | None = "cpu") -> Engine:
-    """An engine of a tiny model, whose processes may have met before."""
+    """An engine of a tiny model; its processes may already be connected."""
     groups = connect(Layout.parse(job["layout"]), device=device, timeout_s=120)
     return build(job.get("settings", {}), groups, **{"optimizer": UNCLIPPED, **job["options"]})
 
 
 def digest(state: dict[str, Tensor]) -> str:
-    """Digest of each whole tensor of this process's stages, by name."""
-    found = hashlib.sha256()
+    """Digest of the full tensors of this process's stages, by name."""
+    sha256 = hashlib.sha256()
     for name in sorted(state):
-        whole = gather_full_tensor(state[name].detach()).cpu().contiguous()
-        found.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-        found.update(whole.flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        full = gather_full_tensor(state[name].detach()).cpu().contiguous()
+        sha256.update(f"{name} {full.dtype} {tuple(full.shape)}".encode())
+        sha256.update(full.flatten().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def trained(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict[str, Any]]:
-    """Weights and moments after three updates of each job, and what the updates told."""
+    """Losses, norms, state digest and moments' devices after three updates of each job."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         engine = engine_of(job, device)
         losses, norms = train(engine, 3)
-        moments = [m for each in engine.optimizer.moments.values() for m in each.values()]
-        found.append(
+        moments = [m for moment in engine.optimizer.moments.values() for m in moment.values()]
+        results.append(
             {
                 "losses": losses,
                 "norms": norms,
@@ -53,62 +53,62 @@ def trained(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict
                 "moments": sorted({moment.device.type for moment in moments}),
             }
         )
-    return found
+    return results
 
 
 def resumed(jobs: list[dict[str, Any]], folder: str, device: str | None = "cpu") -> list[list[str]]:
-    """Digests of what each job saves, and of what its `other` way of sharing out reads of it."""
+    """Digests of the state that a job saves and its `other` job loads, and the next losses."""
     torch.set_num_threads(1)
-    found = []
-    for number, job in enumerate(jobs):
+    results = []
+    for index, job in enumerate(jobs):
         engine = engine_of(job, device)
         train(engine, 2)
-        path = Path(folder, str(number))
+        path = Path(folder, str(index))
         checkpoint.save(path, engine.state_dict(), step=2, facts={})
         other = engine_of({**job, **job["other"]}, device)
         state = other.state_dict()
         checkpoint.load(path, checkpoint.read_manifest(path), state)
         other.load_state_dict(state)
-        loads = [digest(each.state_dict()) for each in (engine, other)]
-        after = [round(train(each, 1)[0][0], 5) for each in (engine, other)]
-        found.append([*loads, *map(str, after)])
-    return found
+        digests = [digest(e.state_dict()) for e in (engine, other)]
+        after = [round(train(e, 1)[0][0], 5) for e in (engine, other)]
+        results.append([*digests, *map(str, after)])
+    return results
 
 
 def allocated_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
-    """Bytes of all tensors between two microbatches, and before any.
+    """Bytes of all tensors before an update and between two microbatches.
 
-    The least of three updates: a collective's thread may hold what it sent a moment longer.
+    The minimum of three updates, as a collective's thread may hold a sent tensor for a moment.
     """
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         engine = engine_of(job)
         train(engine, 2)
         counts, between = {"before": _bytes()}, []
         perform, calls = engine.runner.runtime._perform, [0]
 
-        def watched(*given: Any, perform: Any = perform, calls: Any = calls) -> None:
-            perform(*given)
+        def measured(*args: Any, perform: Any = perform, calls: Any = calls) -> None:
+            perform(*args)
             calls[0] += 1
-            if calls[0] == 2:  # a forward and a backward
+            if calls[0] == 2:  # one forward and one backward pass
                 between.append(_bytes())  # noqa: B023 - called before the next job
 
-        engine.runner.runtime._perform = watched  # type: ignore[method-assign]
+        engine.runner.runtime._perform = measured  # type: ignore[method-assign]
         for step in range(3, 6):
             calls[0] = 0
             engine.step(local_rows(global_batch(step), engine.groups), NextTokenLoss())
         counts["between"] = min(between)
-        del engine, perform, watched
-        found.append(counts)
-    return found
+        del engine, perform, measured
+        results.append(counts)
+    return results
 
 
 def _bytes() -> int:
-    """Bytes of the memory that all living tensors have, each counted once."""
+    """Bytes of the storages of all living tensors, without duplicates."""
     gc.collect()
-    known = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
-    # Python knows of a gradient once it is asked for.
-    known += [each.grad for each in known if each.is_leaf and type(each.grad) is Tensor]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in known}
+    tensors = [obj for obj in gc.get_objects() if type(obj) in (Tensor, torch.nn.Parameter)]
+    # A gradient has a Python object only once it is accessed.
+    tensors += [t.grad for t in tensors if t.is_leaf and type(t.grad) is Tensor]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())

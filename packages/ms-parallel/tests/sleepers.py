@@ -1,6 +1,6 @@
-"""Stages that sleep for their costs, so that a busy processor does not matter; for `run_processes`.
+"""Stages that sleep for their costs, which a busy processor does not affect; for `run_processes`.
 
-The runtime, the messages and the split of backwards are the real ones.
+The runtime, the messages and the split backward passes are the real ones.
 """
 
 import time
@@ -18,7 +18,7 @@ from ms_parallel.schedules import Schedule
 
 
 class Weight(nn.Parameter):
-    """Sleeps where a weight backward sets its gradient, and forgets it."""
+    """Sleeps when a weight backward sets its gradient, and discards the gradient."""
 
     length_s = 0.0
 
@@ -34,7 +34,7 @@ class Weight(nn.Parameter):
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps forwards and backwards, and changes nothing."""
+    """Sleeps in the forward and backward pass, and changes nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -51,30 +51,30 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage of so many seconds forwards, backwards of inputs and backwards of weights."""
+    """A stage that sleeps for given seconds in the forward, input and weight backward passes."""
 
     def __init__(self, forward_s: float, input_s: float, weight_s: float) -> None:
         super().__init__()
         self.lengths_s = (forward_s, input_s)
         self.weight = Weight(torch.eye(8))
         self.weight.length_s = weight_s
-        # A backward that is not split reaches the weight through autograd itself.
+        # A full backward pass reaches the weight through autograd.
         self.weight.register_post_accumulate_grad_hook(lambda _: time.sleep(weight_s))
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
-        """Tokens (B, S), or what a stage before has made, to (B, S, 8)."""
+        """Tokens (B, S), or the output of the previous stage, to (B, S, 8)."""
         if x.dim() == 2:
             x = x[..., None].float().expand(*x.shape, 8).contiguous().requires_grad_()
         return F.linear(Sleep.apply(x, *self.lengths_s), self.weight)  # type: ignore[no-untyped-call]
 
 
 def recorded(jobs: list[dict[str, Any]], tries: int) -> list[list[Any]]:
-    """For each job, `table` and `costs_ms` (three a stage), some recordings of its times.
+    """Recorded times of each job, which has a `table` and `costs_ms` (three per stage).
 
-    More than one, as whoever disturbs a sleeper only ever makes it later.
+    Several recordings, as disturbances only ever make a sleep longer.
     """
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         schedule = Schedule.from_csv(job["table"])
         groups = connect(Layout(pipeline=schedule.ranks), device="cpu", timeout_s=60)
@@ -85,10 +85,10 @@ def recorded(jobs: list[dict[str, Any]], tries: int) -> list[list[Any]]:
         runtime = Runtime(stages, groups)
         batch = [{"tokens": torch.zeros(1, 4)}] * schedule.microbatches
         runs = []
-        for turn in range(1 + tries):
-            runtime.recorder = ComputationRecorder(groups.device) if turn else None
+        for run in range(1 + tries):
+            runtime.recorder = ComputationRecorder(groups.device) if run else None
             runtime.run(schedule, batch, lambda _, hidden: hidden.sum())
             if runtime.recorder:
                 runs.append(gather_times(runtime.recorder, groups))
-        found.append(runs)
-    return found
+        results.append(runs)
+    return results

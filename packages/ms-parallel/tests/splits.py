@@ -1,4 +1,4 @@
-"""Gradients under every schedule; called by `run_processes`."""
+"""Gradients under every schedule, for `run_processes`."""
 
 from typing import Any
 
@@ -19,16 +19,16 @@ PLAIN = AdamWConfig(learning_rate=1e-3, max_grad_norm=None)
 
 
 def full_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
-    """The gradient of one update on `rows` rows, of each weight that this rank's stages have."""
-    found: dict[str, Tensor] = {}
+    """Gathered gradients of one update on `rows` rows, of the parameters of this rank's stages."""
+    grads: dict[str, Tensor] = {}
 
-    def keep(gradients: dict[str, Tensor] | None, norm: float, rate: float) -> None:
+    def record(gradients: dict[str, Tensor] | None, norm: float, rate: float) -> None:
         assert gradients is not None
         for name, gradient in gradients.items():
             parameter = engine.parameters[name]
-            whole = gradient
+            full = gradient
             if isinstance(parameter, DTensor):
-                whole = DTensor.from_local(
+                full = DTensor.from_local(
                     gradient,
                     parameter.device_mesh,
                     parameter.placements,
@@ -36,47 +36,47 @@ def full_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
                     shape=parameter.shape,
                     stride=parameter.stride(),
                 ).full_tensor()
-            found[name] = whole.clone()
+            grads[name] = full.clone()
 
-    engine.trained.apply = keep  # type: ignore[method-assign,assignment]
+    engine.trained.apply = record  # type: ignore[method-assign,assignment]
     engine.step(local_rows(global_batch(0, rows=rows), engine.groups), NextTokenLoss())
-    assert found.keys() == engine.parameters.keys()  # else nothing would be compared
-    return {name: gradient.flatten().tolist() for name, gradient in found.items()}
+    assert grads.keys() == engine.parameters.keys()  # otherwise nothing would be compared
+    return {name: gradient.flatten().tolist() for name, gradient in grads.items()}
 
 
 def gradients(jobs: list[dict[str, Any]], digits: str) -> list[dict[str, list[float]]]:
-    """Each job has `layout`, `settings` of the model, `rows`, `options` of the engine, `table`."""
+    """Gradients of each job, with `layout`, model `settings`, `rows`, `options` and `table`."""
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, digits))
-    found = []
+    results = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=60)
         options = {"microbatch_size": 1, "optimizer": PLAIN, **job.get("options", {})}
         if "table" in job:
             options["schedule"] = Schedule.from_csv(job["table"])
-        found.append(full_gradients(build(job["settings"], groups, **options), job["rows"]))
-    return found
+        results.append(full_gradients(build(job["settings"], groups, **options), job["rows"]))
+    return results
 
 
 class Operators(TorchDispatchMode):
-    """Notes the names of the operators that run."""
+    """Records the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the name, and run it."""
+        """Record the name and run the operator."""
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 def collectives(settings: dict[str, Any], table: str, rows: int) -> dict[str, Any]:
-    """The gradients under a table, and what each of its actions does in a second update.
+    """Gradients under a table, and the effects of each of its actions in a second update.
 
     Returns:
-        `gradients`; and `seen`: for each action, by its place in the row and its text, whether it
-        gathers, sums, leaves the stage sharded or its message under way.
+        `gradients`, and `seen`: for each action, by index and text, whether it gathers, sums,
+        leaves the stage sharded or leaves its message pending.
     """
     torch.set_num_threads(1)
     groups = connect(Layout.parse("data=2,pipeline=2"), device="cpu", timeout_s=60)
@@ -95,7 +95,7 @@ def collectives(settings: dict[str, Any], table: str, rows: int) -> dict[str, An
             "gathers": any("allgather" in name for name in operators.names),
             "sums": any("reduce_scatter" in name for name in operators.names),
             "sharded": all(isinstance(weight, DTensor) for weight in stage.parameters()),
-            "under way": any(sent[0] == action.microbatch for sent, *_ in _sent(runtime)),
+            "pending": any(sent[0] == action.microbatch for sent, *_ in _sent(runtime)),
         }
         seen[f"{len(seen)} {action}"] = [name for name, holds in facts.items() if holds]
 

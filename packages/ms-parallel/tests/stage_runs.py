@@ -1,6 +1,6 @@
-"""Pipelines of which one rank is slow; `run_processes` calls them.
+"""Pipelines with a slow rank, for `run_processes`.
 
-A rank is made slow by waiting in each block for each row, as in `share_runs`.
+A rank is slowed down by a sleep per block and row, as in `share_runs`.
 """
 
 import os
@@ -21,7 +21,7 @@ ROWS, LAYERS = 6, 8
 
 
 def plant(seconds: float) -> None:
-    """Make each block of this process take so much longer forwards, for each of its rows."""
+    """Make each block of this process sleep for `seconds` per row in the forward pass."""
 
     def wait(module: nn.Module, inputs: Any) -> None:
         if isinstance(module, Block):
@@ -31,20 +31,23 @@ def plant(seconds: float) -> None:
 
 
 def compared(slow: dict[str, float], steps: int) -> dict[str, Any]:
-    """Seconds of a step, and losses, with layers shared out equally and as a search finds."""
+    """Step time and losses with equal layers and with searched ones."""
     torch.set_num_threads(1)
     plant(slow[os.environ["RANK"]])
     groups = connect(Layout(pipeline=len(slow)), device="cpu", timeout_s=120)
     config = tiny(num_hidden_layers=LAYERS)
-    found = search_schedule(config, groups, rows=ROWS, sequence_length=16, microbatch_size=1)
-    told: dict[str, Any] = {"slowness": found.costs["rank_slowness"], "layers": found.layers}
-    told["ranks"] = found.staged.schedule.placement
-    for name, schedule in (("equal", "1f1b"), ("found", found.staged)):
+    searched = search_schedule(config, groups, rows=ROWS, sequence_length=16, microbatch_size=1)
+    results: dict[str, Any] = {
+        "slowness": searched.costs["rank_slowness"],
+        "layers": searched.layers,
+    }
+    results["ranks"] = searched.staged.schedule.placement
+    for name, schedule in (("equal", "1f1b"), ("searched", searched.staged)):
         engine = Engine(config, groups=groups, schedule=schedule, microbatch_size=1)
         losses, seconds = [], []
         for step in range(steps):
-            began = time.monotonic()
+            start = time.monotonic()
             losses.append(engine.step(global_batch(step, ROWS), NextTokenLoss()).loss)
-            seconds.append(time.monotonic() - began)
-        told[name] = {"losses": losses, "seconds": median(seconds[1:])}
-    return told
+            seconds.append(time.monotonic() - start)
+        results[name] = {"losses": losses, "seconds": median(seconds[1:])}
+    return results

@@ -1,4 +1,4 @@
-"""Counts collectives and host synchronizations of a step on the rig; see `test_step_counts.py`."""
+"""Counts of collectives and host synchronizations in a step, for `test_step_counts.py`."""
 
 from collections import Counter
 from typing import Any
@@ -26,7 +26,7 @@ COLLECTIVES = {
     "send": "send",
     "recv": "receive",
 }
-"""Collectives by torch's names of their operators; sums of each are what a step is known by."""
+"""Names of collectives by torch operator."""
 IGNORED = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
 
 
@@ -38,7 +38,7 @@ class StepCounter(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count an operator, and run it."""
+        """Count an operator and run it."""
         name = func.name()
         library, _, operator = name.partition(".")[0].partition("::")
         operator = operator.removesuffix("_")
@@ -51,8 +51,8 @@ class StepCounter(TorchDispatchMode):
 
 
 def is_sync(name: str, result: Any, args: Any) -> bool:
-    """Whether an operator needs values of the device on the host: a read, or a copy to the CPU."""
-    sources = [each for each in args if isinstance(each, Tensor) and each.device.type != "cpu"]
+    """Whether an operator needs device values on the host: a read, or a copy to the CPU."""
+    sources = [arg for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu"]
     if name in ("aten::_local_scalar_dense", "aten::nonzero"):
         return bool(sources)
     to_host = isinstance(result, Tensor) and result.device.type == "cpu"
@@ -60,8 +60,8 @@ def is_sync(name: str, result: Any, args: Any) -> bool:
 
 
 def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
-    """Counts of the second step under each layout, with a family and settings of the engine."""
-    found = []
+    """Counts of the second step of each job, which has a layout, a family and engine settings."""
+    results = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), timeout_s=60)
         engine = build(FAMILIES.get(job["family"], SETTINGS), groups, **job["engine"])
@@ -69,5 +69,5 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         engine.step(batches[0], NextTokenLoss())
         with StepCounter() as counter:
             assert engine.step(batches[1], NextTokenLoss()).skipped is None
-        found.append(dict(sorted(counter.counts.items())))
-    return found
+        results.append(dict(sorted(counter.counts.items())))
+    return results

@@ -1,4 +1,4 @@
-"""What is asked of a process of its own, and answered, is records: values, and nothing else."""
+"""Calls in a separate process exchange typed records and nothing else."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ QUESTION = LayoutArguments(model="llama", layout=Layout(tensor=3), options={})
 
 
 class _Trap:
-    """A value whose unpickling would do something."""
+    """A value whose unpickling has a side effect."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,33 +33,33 @@ class _Trap:
         return os.mkdir, (str(self.folder),)
 
 
-def test_a_question_is_answered_whatever_is_printed_beside_it(
+def test_output_of_the_process_does_not_disturb_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module may print when it is imported, to standard output too."""
+    """A module may print to standard output when it is imported."""
     (tmp_path / "sitecustomize.py").write_text("print('a line')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert "tensor=3 does not divide" in call_in_subprocess(REFUSAL, QUESTION, str | None)
 
 
 @pytest.mark.parametrize(
-    ("settings", "layout", "error", "says"),
+    ("settings", "layout", "error", "message"),
     [
         ({"batch_size": 9}, Layout(data=2), ConfigError, "batch_size=9 does not divide over"),
         ({"sequence_length": 510}, Layout(tensor=3), LayoutError, "tensor=3 does not divide"),
     ],
 )
-def test_an_error_comes_back_as_what_it_is(
-    settings: dict[str, Any], layout: Layout, error: type[ParallelError], says: str
+def test_an_error_keeps_its_class_and_message(
+    settings: dict[str, Any], layout: Layout, error: type[ParallelError], message: str
 ) -> None:
-    """Its class, so its exit code, and its text."""
-    with pytest.raises(error, match=says) as raised:
+    """With its class, which determines the exit code, and its message."""
+    with pytest.raises(error, match=message) as raised:
         ask_memory(Options("llama", device="cpu", **settings), layout, None, None)
     assert type(raised.value) is error
 
 
-def test_a_process_that_ends_says_why() -> None:
-    """The last that it has said: there is no such function, or it is none of this package."""
+def test_a_failed_process_reports_the_reason() -> None:
+    """With its last error, such as a missing function or a function of another package."""
     with pytest.raises(ParallelError, match=r"nowhere:no ended without a result: ModuleNotFound"):
         call_in_subprocess("ms_parallel.nowhere:no", QUESTION, str)
     for foreign in ("builtins:print", "os:system", "ms_parallel_other.module:function"):
@@ -67,45 +67,45 @@ def test_a_process_that_ends_says_why() -> None:
             call_in_subprocess(foreign, QUESTION, str)
 
 
-def test_an_answer_of_another_kind_is_refused() -> None:
-    """It is checked against the type that is waited for."""
+def test_an_answer_of_a_wrong_type_is_refused() -> None:
+    """It is validated against the expected type."""
     with pytest.raises(ParallelError, match=r"refusal:refusal: Expected `int`, got `str`"):
         call_in_subprocess(REFUSAL, QUESTION, int)
 
 
 def test_no_pickle_is_read_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle in place of a record is refused, and its code does not run."""
+    """A pickle instead of a record is refused and not executed."""
     import pickle
 
     trap = tmp_path / "trapped"
     pickled = pickle.dumps(_Trap(trap))
     (tmp_path / CALL).write_bytes(pickled)
-    subprocess_result = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", subprocess_call.PROGRAM, str(tmp_path)],
         capture_output=True,
         check=False,
     )
-    assert subprocess_result.returncode
-    assert b"ParallelError: a call: " in subprocess_result.stderr
+    assert process.returncode
+    assert b"ParallelError: a call: " in process.stderr
     assert not (tmp_path / RESULT).exists()
     program = f"import sys; open(sys.argv[1] + '/{RESULT}', 'wb').write({pickled!r})"
     monkeypatch.setattr(subprocess_call, "PROGRAM", program)
     with pytest.raises(ParallelError, match=f"{REFUSAL}: "):
         call_in_subprocess(REFUSAL, QUESTION, str | None)
     assert not trap.exists()
-    pickle.loads(pickled)  # noqa: S301 - shows that it would have run
+    pickle.loads(pickled)  # noqa: S301 - shows that the trap works
     assert trap.exists()
 
 
 def test_a_result_counts_only_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that dies while it writes has given no result."""
+    """A process that dies while writing has no result."""
     program = "import sys; open(sys.argv[1] + '/partial', 'wb').write(b'x'); print('out of memory')"
     monkeypatch.setattr(subprocess_call, "PROGRAM", program)
     with pytest.raises(ParallelError, match="refusal ended without a result: out of memory"):
         call_in_subprocess(REFUSAL, QUESTION, str | None)
 
 
-EVERY_KIND = [
+OPTION_CASES = [
     {},
     {"parallel_config": "auto", "microbatch_size": "auto", "memory_gib": 0.5},
     {"parallel_config": {"data": "rest", "tensor_parallel": 2}, "shares": [3, 1]},
@@ -118,46 +118,46 @@ EVERY_KIND = [
 ]
 
 
-@pytest.mark.parametrize("settings", EVERY_KIND)
-def test_options_are_the_same_behind_a_record(settings: dict[str, Any]) -> None:
-    """Options give the same options again, whatever kind a setting is of."""
+@pytest.mark.parametrize("settings", OPTION_CASES)
+def test_options_survive_encoding(settings: dict[str, Any]) -> None:
+    """Options survive a round trip for all types of settings."""
     options = Options("llama", output_dir="runs/it", **settings)
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(RunRecord.of(options)), type=RunRecord)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(RunRecord.of(options)), type=RunRecord)
     names = [name for name in dir(options) if not name.startswith("_")]
-    assert {name: getattr(told.options, name) for name in names} == {
+    assert {name: getattr(decoded.options, name) for name in names} == {
         name: getattr(options, name) for name in names
     }
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         ({"hidden_size": 2**70}, "serialize ints"),
         ({"hidden_size": object()}, "Encoding objects of type object"),
     ],
 )
-def test_what_no_record_holds_is_refused_in_one_line(config: dict[str, Any], says: str) -> None:
-    """Before a process begins."""
-    with pytest.raises(ParallelError, match=says) as raised:
+def test_options_that_cannot_be_encoded_are_refused(config: dict[str, Any], message: str) -> None:
+    """Before a process starts."""
+    with pytest.raises(ParallelError, match=message) as raised:
         ask_memory(Options("llama", model_config=config), Layout(), None, None)
     assert "\n" not in str(raised.value)
 
 
-def test_a_cluster_is_checked_as_its_file_is() -> None:
-    """By the process that is asked about it."""
+def test_a_cluster_is_validated_like_its_file() -> None:
+    """By the process that receives it."""
     rates = {"float32": 1.0}
-    here = Cluster(memory_gib=1.0, memory_bandwidth_gb_per_s=1.0, peak_tflops=rates)
-    asked = PlanArguments(
+    cluster = Cluster(memory_gib=1.0, memory_bandwidth_gb_per_s=1.0, peak_tflops=rates)
+    question = PlanArguments(
         run=RunRecord.of(Options("llama")),
-        cluster=here,
+        cluster=cluster,
         objective="fastest",
         best=1,
         every=False,
         shards=None,
         history=History(),
     )
-    content = msgspec.msgpack.decode(msgspec.msgpack.encode(asked))
-    assert msgspec.convert(content, PlanArguments).cluster == here
+    content = msgspec.msgpack.decode(msgspec.msgpack.encode(question))
+    assert msgspec.convert(content, PlanArguments).cluster == cluster
     content["cluster"]["memory_gib"] = -1.0
     with pytest.raises(msgspec.ValidationError, match="memory_gib must be"):
         msgspec.convert(content, PlanArguments)

@@ -1,4 +1,4 @@
-"""What the user can mend is told in one clear line, with exit code 2 and without a traceback."""
+"""User errors give one clear line and exit code 2, without a traceback."""
 
 import re
 import socket
@@ -18,7 +18,7 @@ from ms_parallel.training.options import Options
 
 
 def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
-    """The one line that a command in this process says, after checking its exit code."""
+    """The one line of error output of `train` in this process, after checking the exit code."""
     assert main(["train", str(run), *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -27,7 +27,7 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("sequence_lenght=64", "unknown key 'sequence_lenght'; did you mean 'sequence_length'"),
         ("hidden_size=64", "unknown key 'hidden_size'; did you mean 'model_config.hidden_size'"),
@@ -67,16 +67,16 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_named_with_its_remedy(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, said: str
+def test_an_invalid_setting_is_named_with_its_remedy(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
 ) -> None:
-    """The offending value and what to do instead stand in the line."""
+    """The line has the offending value and the remedy."""
     run = write_run(tmp_path / "run.toml", shards)
-    assert said in complaint(capsys, run, "--set", setting)
+    assert message in complaint(capsys, run, "--set", setting)
 
 
 def corpora(folder: Path) -> dict[str, Any]:
-    """Raw text that cannot be trained on."""
+    """Text folders that cannot be trained on."""
     for name in ("empty", "latin", "short"):
         (folder / name).mkdir()
     (folder / "latin" / "a.txt").write_bytes("déjà vu".encode("latin-1"))
@@ -85,7 +85,7 @@ def corpora(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("corpus_name", "said"),
+    ("corpus_name", "message"),
     [
         ("empty", "empty"),
         ("latin", "a.txt.*UTF-8"),
@@ -93,18 +93,18 @@ def corpora(folder: Path) -> dict[str, Any]:
         ("short", "tokens, fewer than one sequence of 32.*lower sequence_length"),
     ],
 )
-def test_a_corpus_that_cannot_be_used_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], corpus_name: str, said: str
+def test_an_unusable_corpus_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], corpus_name: str, message: str
 ) -> None:
-    """Empty, not text, not there, or too short for one sequence."""
+    """Empty, not UTF-8, missing, or shorter than one sequence."""
     run = write_run(tmp_path / "run.toml", corpora(tmp_path)[corpus_name], held_out_fraction=0.0)
-    assert re.search(said, complaint(capsys, run))
+    assert re.search(message, complaint(capsys, run))
 
 
-def test_a_run_file_that_is_not_toml_or_not_there_is_named(
+def test_a_missing_or_malformed_run_file_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file, and the line where it stops being TOML."""
+    """With the line where parsing failed."""
     (tmp_path / "bad.toml").write_text("steps = \n")
     assert "bad.toml: not TOML: " in complaint(capsys, tmp_path / "bad.toml")
     assert "none.toml: cannot be read: No such file" in complaint(capsys, tmp_path / "none.toml")
@@ -113,21 +113,21 @@ def test_a_run_file_that_is_not_toml_or_not_there_is_named(
 def test_a_checkpoint_of_another_model_is_refused(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first setting that differs is named, with both values; the checkpoint stays."""
+    """The message has the first changed setting with both values, and the checkpoint stays."""
     run = write_run(tmp_path / "run.toml", shards, steps=3)
     assert main(["train", str(run)]) == 0
     capsys.readouterr()
-    said = complaint(capsys, run, "--set", "model_config.num_hidden_layers=3")
-    assert "changed settings: model_config.num_hidden_layers is 3, was 2" in said
+    message = complaint(capsys, run, "--set", "model_config.num_hidden_layers=3")
+    assert "changed settings: model_config.num_hidden_layers is 3, was 2" in message
     assert "resume=false" in complaint(capsys, run, "--set", "resume=false")
     assert "sequence_length is 16, was 32" in complaint(capsys, run, "--set", "sequence_length=16")
     assert checkpoint.complete_steps(run.with_suffix("") / "checkpoints") == [3]
 
 
-def test_a_full_disk_leaves_the_checkpoints_before_it_whole(
+def test_a_full_disk_leaves_earlier_checkpoints_intact(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a small tmpfs the run stops with one line; after making room the same command resumes."""
+    """On a small tmpfs the run ends with one line; after freeing space it resumes."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
@@ -150,8 +150,8 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_whole(
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def by_hand(run: Path, rank: int, port: int) -> Command:
-    """One rank of two, started without torchrun."""
+def start_rank(run: Path, rank: int, port: int) -> Command:
+    """Start a single rank of two, without torchrun."""
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return Command(words(run, 1), environment=environment(**variables), imports=IMPORTS)
@@ -159,43 +159,43 @@ def by_hand(run: Path, rank: int, port: int) -> Command:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_a_port_in_use_is_named_with_the_remedy(shards: Path, tmp_path: Path, address: str) -> None:
-    """Rank 0 that cannot listen at MASTER_PORT says so and exits with 2."""
+    """Rank 0 exits with 2 if it cannot listen at MASTER_PORT."""
     run = write_run(tmp_path / "run.toml", shards)
-    with socket.create_server((address, 0)) as taken:
-        port = taken.getsockname()[1]
-        started = by_hand(run, 0, port)
-        _, said = started.communicate(timeout=120)
+    with socket.create_server((address, 0)) as occupied:
+        port = occupied.getsockname()[1]
+        started = start_rank(run, 0, port)
+        _, stderr = started.communicate(timeout=120)
     assert started.returncode == 2
-    assert f"ms-parallel: port {port} is in use" in said
-    assert "MASTER_PORT" in said
-    assert "Traceback" not in said
+    assert f"ms-parallel: port {port} is in use" in stderr
+    assert "MASTER_PORT" in stderr
+    assert "Traceback" not in stderr
 
 
-def test_a_rank_that_meets_nobody_gives_up_and_says_where(shards: Path, tmp_path: Path) -> None:
-    """Rank 1 alone ends after timeout_s with one line that names the address."""
+def test_a_lone_rank_times_out(shards: Path, tmp_path: Path) -> None:
+    """Rank 1 alone exits after timeout_s without a traceback."""
     run = write_run(tmp_path / "run.toml", shards, timeout_s=1)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    started = by_hand(run, 1, port)
-    _, said = started.communicate(timeout=120)
+    started = start_rank(run, 1, port)
+    _, stderr = started.communicate(timeout=120)
     assert started.returncode == 2
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
 
 
 def test_under_torchrun_the_line_comes_first_and_once(shards: Path, tmp_path: Path) -> None:
-    """One of two processes with the same mistake speaks, before torchrun's own report."""
+    """Only a single process prints it, before torchrun's report."""
     run = write_run(tmp_path / "run.toml", shards)
     done = train(run, 2, "--set", "parallel_config.tensor=3")
-    assert done.returncode == 1  # torchrun's own, whatever its workers' codes
-    said = done.stderr
-    assert said.count("ms-parallel: layout tensor=3 needs 3 processes, but 2 run") == 1
-    before = said[: said.index("ms-parallel: ")]
+    assert done.returncode == 1  # torchrun's code for any failed worker
+    stderr = done.stderr
+    assert stderr.count("ms-parallel: layout tensor=3 needs 3 processes, but 2 run") == 1
+    before = stderr[: stderr.index("ms-parallel: ")]
     assert "Traceback" not in before
-    assert "exitcode  : 2" in said
+    assert "exitcode  : 2" in stderr
 
 
-def test_under_torchrun_what_rank_0_finds_is_told_once(tmp_path: Path) -> None:
-    """Rank 0 alone reads the text; the other rank ends too, silently."""
+def test_under_torchrun_an_error_of_rank_0_is_printed_once(tmp_path: Path) -> None:
+    """Only rank 0 reads the text; the other rank exits silently."""
     run = write_run(tmp_path / "run.toml", corpora(tmp_path)["latin"])
     done = train(run, 2)
     assert done.returncode == 1
@@ -211,12 +211,12 @@ trainer.train("corpus", steps=1)
 
 
 def python(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    """`python WORDS` in a folder."""
+    """Run `python WORDS` in a folder."""
     return run_command(words, folder=folder, environment=environment(), imports=IMPORTS)
 
 
-def test_a_plain_script_says_what_to_type(tmp_path: Path) -> None:
-    """`python train.py` where torchrun is needed: the exact command, exit code 2, no traceback."""
+def test_a_script_without_torchrun_prints_the_command(tmp_path: Path) -> None:
+    """Where torchrun is needed: the command to type, exit code 2 and no traceback."""
     (tmp_path / "train.py").write_text(SCRIPT)
     done = python(tmp_path, "train.py", "--fast")
     assert done.returncode == 2
@@ -239,10 +239,10 @@ DistributedTrainer(
 """
 
 
-def test_a_plain_script_says_what_went_wrong_after_it_has_connected(
+def test_a_script_prints_one_line_for_an_error_after_connecting(
     shards: Path, tmp_path: Path
 ) -> None:
-    """Torch puts a hook of its own around ours then, which keeps what an exit cuts short."""
+    """The excepthook is then wrapped by torch's, which keeps output that an exit would cut off."""
     (tmp_path / "train.py").write_text(CONNECTED)
     assert python(tmp_path, "train.py", str(shards), "0").returncode == 0
     done = python(tmp_path, "train.py", str(shards), "1")
@@ -251,8 +251,8 @@ def test_a_plain_script_says_what_went_wrong_after_it_has_connected(
     assert "seed" in done.stderr
 
 
-def test_an_error_that_a_script_handles_stays_an_error(tmp_path: Path) -> None:
-    """Nothing is printed and nothing exits when the caller catches it."""
+def test_an_error_that_a_script_catches_is_not_printed(tmp_path: Path) -> None:
+    """If the caller catches it, nothing is printed and nothing exits."""
     handled = SCRIPT.replace("trainer.train", "try:\n    trainer.train")
     handled += "except Exception as error:\n    print(type(error).__name__)\n"
     (tmp_path / "train.py").write_text(handled)
@@ -261,14 +261,14 @@ def test_an_error_that_a_script_handles_stays_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda:300", "cuda:200", "cpu:200"])
-def test_a_device_number_that_torch_would_cut_is_refused(name: str) -> None:
-    """Torch keeps eight bits of it: cuda:300 would be cuda:44."""
+def test_a_device_number_that_torch_would_truncate_is_refused(name: str) -> None:
+    """Only eight bits are kept: cuda:300 would be cuda:44."""
     with pytest.raises(LaunchError, match="no machine has that many"):
         pick_device(name)
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "cuda:", "cuda:-1", "x" * 5000, 3])
-def test_what_names_no_device_is_refused_when_the_options_are_built(name: Any) -> None:
-    """Before processes are joined."""
+def test_an_invalid_device_is_refused_when_options_are_built(name: Any) -> None:
+    """Before processes are connected."""
     with pytest.raises(ConfigError, match="must be 'cpu' or an accelerator"):
         Options(model_arch="llama", device=name)

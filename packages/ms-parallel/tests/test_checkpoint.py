@@ -1,4 +1,4 @@
-"""Checkpoints: what is read is what was written, under any layout, or the damage is named."""
+"""Checkpoints are restored exactly under any layout, or the damage is named."""
 
 import json
 import random
@@ -23,7 +23,7 @@ FACTS = {"stream": {"consumed": 12}, "note": "déjà vu"}
 
 
 def sample_state() -> dict[str, Tensor]:
-    """Tensors of many dtypes and awkward shapes, the same at every call."""
+    """Tensors of many dtypes and odd shapes, the same at every call."""
     generator = torch.Generator().manual_seed(7)
     wide = torch.randn(7, 6, generator=generator)
     return {
@@ -36,12 +36,12 @@ def sample_state() -> dict[str, Tensor]:
 
 
 def blank(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the same kind that hold nothing of it."""
+    """Tensors of the same shapes and dtypes with other values."""
     return {name: torch.full_like(tensor, 1) for name, tensor in state.items()}
 
 
 def saved(root: Path, step: int = 3) -> Path:
-    """The folder of one small checkpoint."""
+    """Folder of a small checkpoint."""
     folder = checkpoint.step_folder(root, step)
     checkpoint.save(folder, sample_state(), step=step, facts=FACTS)
     return folder
@@ -54,42 +54,42 @@ def load(folder: Path) -> dict[str, Tensor]:
     return target
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
-    """Tensors, step and facts come back exactly, in one process without a group."""
+def test_a_load_restores_what_was_saved(tmp_path: Path) -> None:
+    """Tensors, step and facts, in one process without a process group."""
     folder = saved(tmp_path)
-    assert all(torch.equal(load(folder)[name], whole) for name, whole in sample_state().items())
+    assert all(torch.equal(load(folder)[name], saved) for name, saved in sample_state().items())
     manifest = checkpoint.read_manifest(folder)
     assert (manifest.step, manifest.facts) == (3, FACTS)
 
 
 def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
-    """Other tools can open them: the library of the format reads equal tensors."""
+    """The safetensors library reads equal tensors."""
     with safe_open(saved(tmp_path) / "rank-00000.safetensors", "pt") as file:
-        read = {name.partition("@")[0]: file.get_tensor(name) for name in list(file.keys())}
-    assert all(torch.equal(read[name], whole) for name, whole in sample_state().items())
+        tensors = {name.partition("@")[0]: file.get_tensor(name) for name in list(file.keys())}
+    assert all(torch.equal(tensors[name], saved) for name, saved in sample_state().items())
 
 
 @pytest.mark.parametrize("flips", [100, pytest.param(400, marks=pytest.mark.slow)])
 def test_any_flipped_bit_in_any_file_is_named(tmp_path: Path, flips: int) -> None:
-    """Every byte on disk is covered by a checksum: random flips are all found and named."""
+    """Checksums cover every byte on disk; random flips are detected."""
     folder = saved(tmp_path)
-    draw = random.Random(5)
+    rng = random.Random(5)
     for _ in range(flips):
-        path = draw.choice(sorted(folder.iterdir()))
-        whole = path.read_bytes()
-        content = bytearray(whole)
-        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path = rng.choice(sorted(folder.iterdir()))
+        original = path.read_bytes()
+        content = bytearray(original)
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
         with pytest.raises(DamageError, match=path.name):
             load(folder)
-        path.write_bytes(whole)
+        path.write_bytes(original)
     load(folder)
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "checkpoint.json"])
 @pytest.mark.parametrize("cut", [1, 200])
 def test_a_truncated_or_missing_file_is_named(tmp_path: Path, name: str, cut: int) -> None:
-    """A file that is too short, and one that is gone, are damage to that file."""
+    """Both count as damage to that file."""
     path = saved(tmp_path) / name
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(DamageError, match=name):
@@ -100,7 +100,7 @@ def test_a_truncated_or_missing_file_is_named(tmp_path: Path, name: str, cut: in
 
 
 def reseal(path: Path, old: str, new: str) -> None:
-    """Change a manifest's text and give it a checksum that fits, as an attacker would."""
+    """Change a manifest's text and update its checksum, as an attacker would."""
     text = path.read_text()
     content = text[text.index('"content":') + len('"content":') : -1].replace(old, new)
     path.write_text(f'{{"crc32":{zlib.crc32(content.encode())},"content":{content}}}')
@@ -118,24 +118,24 @@ def reseal(path: Path, old: str, new: str) -> None:
         ('"dtype":"F32"', '"dtype":"F99"'),
     ],
 )
-def test_a_manifest_that_lies_is_refused_before_memory_is_taken(
+def test_an_inconsistent_manifest_is_refused_before_allocation(
     tmp_path: Path, old: str, new: str
 ) -> None:
-    """Paths cannot leave the folder, and sizes must agree with one another, checksum or not."""
+    """Paths cannot leave the folder, and sizes must be consistent, even with a valid checksum."""
     folder = saved(tmp_path)
     reseal(folder / "checkpoint.json", old, new)
     with pytest.raises(DamageError):
         checkpoint.read_manifest(folder)
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    """What is not a tensor is refused at saving, so that no reader need ever unpickle."""
+def test_only_tensors_are_saved(tmp_path: Path) -> None:
+    """A save refuses values that are not tensors, so a load never needs pickle."""
     with pytest.raises(CheckpointError, match="'when' is not a tensor"):
         checkpoint.save(tmp_path / "step-00000001", {"when": "now"}, step=1, facts={})  # type: ignore[dict-item]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tensor_of_another_shape_is_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+def test_a_tensor_of_a_wrong_shape_is_refused(tmp_path: Path) -> None:
     """The message names the tensor and both shapes."""
     folder = saved(tmp_path)
     manifest = checkpoint.read_manifest(folder)
@@ -145,8 +145,8 @@ def test_a_tensor_of_another_shape_is_a_checkpoint_of_another_model(tmp_path: Pa
         checkpoint.load(folder, manifest, {"model.other": torch.zeros(7, 5)})
 
 
-def test_only_whole_checkpoints_count_and_leftovers_are_swept(tmp_path: Path) -> None:
-    """A folder without a manifest, or not yet renamed, is no checkpoint."""
+def test_incomplete_checkpoints_are_ignored_and_swept(tmp_path: Path) -> None:
+    """A folder without a manifest or with its temporary name is not a checkpoint."""
     for step in (1, 2, 3):
         saved(tmp_path, step)
     (tmp_path / "step-00000004.partial").mkdir()
@@ -164,12 +164,12 @@ def test_only_whole_checkpoints_count_and_leftovers_are_swept(tmp_path: Path) ->
 PLACEMENTS = {
     "rows": [Shard(0)],
     "columns": [Shard(1)],
-    "whole": [Replicate()],
+    "replicated": [Replicate()],
 }
 
 
-def _rank(rank: int, world: int, place: str, placement: str, folder: Path, saves: bool) -> None:
-    store = dist.FileStore(place, world)
+def _rank(rank: int, world: int, path: str, placement: str, folder: Path, saves: bool) -> None:
+    store = dist.FileStore(path, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
         mesh = init_device_mesh("cpu", (world,))
@@ -187,8 +187,8 @@ def _rank(rank: int, world: int, place: str, placement: str, folder: Path, saves
         else:
             checkpoint.load(folder, checkpoint.read_manifest(folder), state)
             for name, tensor in sample_state().items():
-                got = state[name]
-                assert torch.equal(got.full_tensor() if name in split else got, tensor), name
+                loaded = state[name]
+                assert torch.equal(loaded.full_tensor() if name in split else loaded, tensor), name
             assert state[f"model.stage-{rank}"].tolist() == [rank, rank]
     finally:
         dist.destroy_process_group()
@@ -196,27 +196,27 @@ def _rank(rank: int, world: int, place: str, placement: str, folder: Path, saves
 
 def in_processes(world: int, placement: str, folder: Path, saves: bool) -> None:
     """Save or load in `world` gloo processes."""
-    disconnect()  # an engine of an earlier test may have left a group, which a fork would inherit
-    with tempfile.TemporaryDirectory() as place:
-        arguments = (world, f"{place}/store", placement, folder, saves)
+    disconnect()  # a fork would inherit a process group left by an earlier test
+    with tempfile.TemporaryDirectory() as store_folder:
+        arguments = (world, f"{store_folder}/store", placement, folder, saves)
         mp.start_processes(_rank, arguments, nprocs=world, start_method="fork")
 
 
 @pytest.mark.parametrize("written", ["rows", "columns"])
-def test_what_three_ranks_saved_two_others_load(tmp_path: Path, written: str) -> None:
-    """Uneven shards of 3 gloo ranks come together under other splits; stages keep their own."""
+def test_a_checkpoint_of_three_ranks_loads_on_two(tmp_path: Path, written: str) -> None:
+    """Uneven shards of 3 gloo ranks are resharded; ranks have their own stage tensors."""
     folder = checkpoint.step_folder(tmp_path, 3)
     in_processes(3, written, folder, saves=True)
     in_processes(2, "columns", folder, saves=False)
-    in_processes(2, "whole", folder, saves=False)
+    in_processes(2, "replicated", folder, saves=False)
     files = json.loads((folder / "checkpoint.json").read_text())["content"]["files"]
     assert len(files) == 3
 
 
-def test_what_is_equal_on_all_ranks_is_written_once(tmp_path: Path) -> None:
-    """Replicas cost no space: the files of 2 ranks hold each byte of the state once."""
+def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:
+    """The files of 2 ranks contain each byte of the state once."""
     folder = checkpoint.step_folder(tmp_path, 3)
-    in_processes(2, "whole", folder, saves=True)
+    in_processes(2, "replicated", folder, saves=True)
     tensors = checkpoint.read_manifest(folder).tensors
-    whole = sum(tensor.nbytes for tensor in sample_state().values()) + 2 * 8
-    assert sum(chunk.size_bytes for t in tensors.values() for chunk in t.chunks) == whole
+    total = sum(tensor.nbytes for tensor in sample_state().values()) + 2 * 8
+    assert sum(chunk.size_bytes for t in tensors.values() for chunk in t.chunks) == total

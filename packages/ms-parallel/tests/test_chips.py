@@ -1,4 +1,4 @@
-"""Facts about the table of known chips."""
+"""The table of known chips."""
 
 import pytest
 
@@ -7,20 +7,20 @@ from ms_parallel.planner.roofline.chips import CHIPS, Chip, chip_named
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
-def test_each_chip_states_a_source_and_rates_that_fit_together(chip: Chip) -> None:
-    """No rate is one with sparsity: halves of a dtype's bits at most double its rate."""
+def test_every_chip_has_a_source_and_consistent_rates(chip: Chip) -> None:
+    """Rates are without sparsity: half the bits at most double a rate."""
     assert chip.source
     rates = chip.peak_tflops
     assert rates["float16"] > rates.get("tf32", rates.get("float32", 0))
     if "float8" in rates:
         assert rates["float8"] == pytest.approx(2 * rates["float16"], rel=2e-3)
-    # Between 50 and 400 operations for each byte of memory: every chip of this decade.
+    # 50 to 400 FLOPs per byte of memory bandwidth, as all chips of this decade.
     assert 50 < chip.peak("float16") / (chip.memory_gb_per_s * 1e9) < 400
     assert chip.link_gb_per_s < chip.memory_gb_per_s
 
 
-def test_names_and_dtypes_that_are_not_known_are_told_with_those_that_are() -> None:
-    """One line says what, and the nearest name."""
+def test_unknown_chips_and_dtypes_are_refused_with_suggestions() -> None:
+    """The one-line error suggests the nearest name."""
     with pytest.raises(ConfigError, match=r"unknown chip 'ascend-910d'.*ascend-910"):
         chip_named("ascend-910d")
     with pytest.raises(ConfigError, match="a100-80 has no float8 matrix products; use one of"):

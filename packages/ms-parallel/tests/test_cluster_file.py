@@ -1,4 +1,4 @@
-"""Cluster files: what they hold, what they refuse, and which link ranks talk over."""
+"""Cluster files: contents, refusals, and the links between ranks."""
 
 from pathlib import Path
 
@@ -38,13 +38,13 @@ def _file(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_cluster_file_says_what_ranks_talk_over(tmp_path: Path) -> None:
-    """Ranks that lie within a node have its link, and those further apart the network's."""
+def test_links_depend_on_the_distance_of_ranks(tmp_path: Path) -> None:
+    """Ranks within a node use its link, others the network."""
     cluster = read_cluster(_file(tmp_path, EXAMPLE))
     assert cluster.devices == 128
     assert cluster.link(8) == Link(latency_us=4, bandwidth_gb_per_s=450)
     assert cluster.link(9) == cluster.links.network
-    assert cluster.tflops("float16") == 989.4  # of the other half, where it is not given
+    assert cluster.tflops("float16") == 989.4  # defaults to bfloat16's
     assert cluster.slowdown(8) == 1.0
     with pytest.raises(ConfigError, match="129 devices exceed the cluster's 128"):
         cluster.link(129)
@@ -58,7 +58,7 @@ def test_a_cluster_file_says_what_ranks_talk_over(tmp_path: Path) -> None:
     latency=st.floats(0, 1e6),
     cores=st.none() | st.integers(1, 256),
 )
-def test_what_is_written_is_read_again(
+def test_a_cluster_survives_a_write_and_a_read(
     tmp_path_factory: pytest.TempPathFactory,
     nodes: int,
     groups: int,
@@ -67,7 +67,7 @@ def test_what_is_written_is_read_again(
     latency: float,
     cores: int | None,
 ) -> None:
-    """A cluster is equal to what its file says, to the last digit."""
+    """A cluster equals its file's contents, to the last digit."""
     link = Link(latency_us=latency, bandwidth_gb_per_s=rate)
     cluster = Cluster(
         device="cpu",
@@ -102,10 +102,10 @@ def test_what_is_written_is_read_again(
         ("measured = 1", "measured must be true or false, got 1"),
     ],
 )
-def test_a_wrong_cluster_file_is_refused_in_a_line(
+def test_an_invalid_cluster_file_is_refused_in_one_line(
     tmp_path: Path, change: str, message: str
 ) -> None:
-    """The line names the file, the key and what could stand there."""
+    """The line names the file, the key and valid values."""
     path = _file(tmp_path, EXAMPLE)
     with pytest.raises(ConfigError, match=message) as raised:
         read_cluster(path, [change])
@@ -114,14 +114,14 @@ def test_a_wrong_cluster_file_is_refused_in_a_line(
 
 
 def test_a_missing_number_is_named(tmp_path: Path) -> None:
-    """What has no default has to be given."""
+    """Values without a default are required."""
     text = EXAMPLE.replace("memory_gib = 80\n", "").replace('chip = "h100-sxm"\n', "")
     with pytest.raises(ConfigError, match="'memory_gib' is missing; add it"):
         read_cluster(_file(tmp_path, text))
 
 
 def test_processes_that_share_cores_are_slower() -> None:
-    """Four processes of two cores take twice as long as two do."""
+    """Four processes on two cores take twice as long as two."""
     link = Link(latency_us=1, bandwidth_gb_per_s=1)
     cluster = Cluster(
         device="cpu",
@@ -135,8 +135,8 @@ def test_processes_that_share_cores_are_slower() -> None:
     assert [cluster.slowdown(n) for n in (1, 2, 3, 4)] == [1.0, 1.0, 1.5, 2.0]
 
 
-def test_what_is_known_of_a_chip_need_not_be_given(tmp_path: Path) -> None:
-    """A file that names a chip holds what is built of it; what it gives itself counts."""
+def test_values_of_a_known_chip_are_optional(tmp_path: Path) -> None:
+    """A file that names a chip has the chip's values, and overrides them."""
     network = Link(latency_us=8, bandwidth_gb_per_s=50)
     text = "[links.network]\nlatency_us = 8\nbandwidth_gb_per_s = 50\n"
     cluster = read_cluster(_file(tmp_path, f'chip = "mi300x"\nnodes = 2\nmemory_gib = 1\n{text}'))
@@ -151,8 +151,8 @@ def test_what_is_known_of_a_chip_need_not_be_given(tmp_path: Path) -> None:
         read_cluster(_file(tmp_path, 'chip = "h1000"'))
 
 
-def test_a_measured_file_may_name_a_chip_by_its_driver(tmp_path: Path) -> None:
-    """`ms-profile doctor --measure` writes the driver's name, and every figure."""
+def test_a_measured_file_may_have_the_drivers_chip_name(tmp_path: Path) -> None:
+    """`ms-profile doctor --measure` writes the driver's name and all rates."""
     text = EXAMPLE.replace('"h100-sxm"', '"NVIDIA H100 80GB HBM3"')
     with pytest.raises(ConfigError, match="unknown chip"):
         read_cluster(_file(tmp_path, text))

@@ -1,4 +1,4 @@
-"""The command's frame: help without torch, a template that runs, one line and one exit code."""
+"""The command line: help without torch, the template, one-line errors and exit codes."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ from ms_parallel.run_template import key_groups, template
 
 
 def python(*words: str, **options: object) -> "subprocess.CompletedProcess[str]":
-    """Another Python with this one's packages."""
+    """Run a new interpreter with this one's packages."""
     return subprocess.run(  # type: ignore[call-overload,no-any-return]
         [sys.executable, *words],
         capture_output=True,
@@ -49,8 +49,8 @@ def python(*words: str, **options: object) -> "subprocess.CompletedProcess[str]"
     ],
     ids=" ".join,
 )
-def test_what_needs_no_model_imports_no_torch(words: list[str]) -> None:
-    """Help, version, templates and schedules answer without the seconds that torch takes."""
+def test_commands_without_a_model_do_not_import_torch(words: list[str]) -> None:
+    """Help, version, templates and schedules skip the seconds that importing torch takes."""
     script = (
         "import sys; from ms_parallel.cli import main\n"
         "try: code = main(sys.argv[1:])\n"
@@ -64,8 +64,8 @@ def test_what_needs_no_model_imports_no_torch(words: list[str]) -> None:
         assert "example: " in done.stdout
 
 
-def test_the_schedules_need_no_torch() -> None:
-    """Every module of the room, a search, a simulation and a picture, where torch is missing."""
+def test_schedules_work_without_torch() -> None:
+    """All modules of `schedules`, a search, a simulation and a drawing without torch."""
     script = """
 import sys
 sys.modules["torch"] = None
@@ -83,16 +83,16 @@ print(s.draw_text(s.simulate(found.schedule, costs)))
     assert done.returncode == 0, done.stderr
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    """`ms-parallel 0.1.0`."""
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as `ms-parallel 0.1.0`."""
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"ms-parallel {__version__}\n"
 
 
-def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the command's name before it, and exit code 2."""
+def test_an_unknown_option_gives_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the command's name, and exit code 2."""
     with pytest.raises(SystemExit) as ended:
         main(["schedule", "1f1b", "--jsn"])
     assert ended.value.code == 2
@@ -102,14 +102,14 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_help_of_train_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    """Grouped, with defaults; and no key is without a group."""
+    """Grouped, with defaults; every key has a group."""
     listed = [key.name for group in key_groups() for key in group.keys]
     assert sorted(listed) == sorted(known_keys())
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    said = capsys.readouterr().out
-    assert all(f"\n    {name}" in said for name in listed)
-    assert "learning_rate = 0.0003  Peak learning rate" in said
+    output = capsys.readouterr().out
+    assert all(f"\n    {name}" in output for name in listed)
+    assert "learning_rate = 0.0003  Peak learning rate" in output
 
 
 def test_the_template_trains_when_its_dataset_is_filled_in(
@@ -118,10 +118,10 @@ def test_the_template_trains_when_its_dataset_is_filled_in(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Every key stands in it; the dataset is filled in, and sizes are made small."""
+    """It has every key; here sizes are reduced as well."""
     monkeypatch.chdir(tmp_path)
     assert main(["init", "--out", "RUN.toml"]) == 0
-    assert main(["init", "--out", "RUN.toml"]) == 2  # what is there stays
+    assert main(["init", "--out", "RUN.toml"]) == 2  # existing files are not overwritten
     text = Path("RUN.toml").read_text()
     assert text == template()
     assert all(
@@ -140,18 +140,18 @@ def test_the_template_trains_when_its_dataset_is_filled_in(
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.0])
-def test_a_run_that_holds_too_little_out_says_so(
+def test_a_held_out_fraction_that_is_too_small_warns(
     corpus: Path, tmp_path: Path, share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was to measure a held-out loss and measures none; who asks for none hears nothing."""
+    """A warning, unless held_out_fraction is 0."""
     run = write_run(tmp_path / "run.toml", corpus, held_out_fraction=share, steps=1)
     assert main(["train", str(run), "--set", f"output_dir={tmp_path / 'out'}"]) == 0
-    said = "leaves too little text for a held-out loss" in caplog.text
-    assert said is (share > 0)
+    warned = "leaves too little text for a held-out loss" in caplog.text
+    assert warned is (share > 0)
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("model_arch=llama", "unknown key 'model_arch'; did you mean 'model'?"),
         ("dataset_path=x", "unknown key 'dataset_path'; did you mean 'dataset'?"),
@@ -159,18 +159,18 @@ def test_a_run_that_holds_too_little_out_says_so(
     ],
 )
 def test_old_spellings_are_refused_by_name(
-    override: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The word that is known now stands in the line."""
+    """The line has the current name."""
     run = write_run(tmp_path / "run.toml", tmp_path)
     assert main(["inspect", str(run), "--set", override]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_batch_beyond_any_memory_is_refused_before_its_rows_are_read(
+def test_an_absurd_batch_size_is_refused_before_reading_rows(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To say what it holds, its documents would be read for hours."""
+    """Reading its documents to inspect it would take hours."""
     run = write_run(tmp_path / "run.toml", shards, batch_size=1 << 20, sequence_length=32)
     assert main(["inspect", str(run), "--set", f"batch_size={1 << 32}"]) == 2
     assert "batch_size must be an integer" in capsys.readouterr().err
@@ -179,12 +179,12 @@ def test_a_batch_beyond_any_memory_is_refused_before_its_rows_are_read(
 
 
 @pytest.mark.parametrize("table", ["layout", "parallel_config"])
-def test_the_line_that_is_advised_works_as_it_is(table: str, corpus: Path, tmp_path: Path) -> None:
-    """One process of two is told what to type; typing it trains."""
+def test_the_suggested_command_works(table: str, corpus: Path, tmp_path: Path) -> None:
+    """A single process prints the command to type, and that command trains."""
     run = write_run(tmp_path / "a run.toml", corpus, steps=1)
-    alone = train(run, 1, "--set", f"{table}.data=2")
-    assert alone.returncode == 2
-    line = alone.stderr.splitlines()[-1]
+    single = train(run, 1, "--set", f"{table}.data=2")
+    assert single.returncode == 2
+    line = single.stderr.splitlines()[-1]
     assert "needs 2 processes and this is one; type: torchrun --standalone" in line
     advised = line.split("type: ")[1].replace("torchrun", "-m torch.distributed.run")
     words = subprocess.run(
@@ -196,21 +196,21 @@ def test_the_line_that_is_advised_works_as_it_is(table: str, corpus: Path, tmp_p
     assert begin["layout"] == "data=2"
 
 
-def test_no_host_is_asked_for_more_processes_than_it_has_room_for(
+def test_the_suggested_command_fits_the_hosts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """512 processes are so many hosts times as many as one has devices or cores."""
+    """The suggested command splits 512 processes over hosts."""
     run = write_run(tmp_path / "run.toml", tmp_path, batch_size=512)
     assert main(["train", str(run), "--set", "layout.data=512"]) == 2
-    said = capsys.readouterr().err
-    assert "--nproc-per-node 512" not in said
-    assert " hosts type: " in said
-    assert "--nnodes " in said
+    stderr = capsys.readouterr().err
+    assert "--nproc-per-node 512" not in stderr
+    assert " hosts type: " in stderr
+    assert "--nnodes " in stderr
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ctrl_c_saves_and_ends_with_one_line(processes: int, corpus: Path, tmp_path: Path) -> None:
-    """One process says it, without a traceback of ours; alone, the exit code is 130."""
+    """One process prints it, without a traceback; a single process exits with 130."""
     run = write_run(tmp_path / "run.toml", corpus, steps=100_000, checkpoint_every=None)
     with training(run, processes) as started:
         wait_for(lambda: events(run, "step"), started)
@@ -228,25 +228,25 @@ def test_ctrl_c_saves_and_ends_with_one_line(processes: int, corpus: Path, tmp_p
         assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
-def test_ctrl_c_before_the_first_step_is_one_line(corpus: Path, tmp_path: Path) -> None:
-    """While torch is imported, or the text is tokenized."""
+def test_ctrl_c_before_the_first_step_prints_one_line(corpus: Path, tmp_path: Path) -> None:
+    """During the import of torch, or tokenization."""
     run = write_run(tmp_path / "run.toml", corpus, steps=1)
 
-    def torch_is_there() -> bool:
+    def torch_is_loaded() -> bool:
         maps = Path(f"/proc/{started.pid}/maps")
         return maps.exists() and "libtorch" in maps.read_text()
 
-    for condition in (torch_is_there, run.with_suffix("").exists):
+    for condition in (torch_is_loaded, run.with_suffix("").exists):
         started = subprocess.Popen(
             command(run, 1), env=environment(), stderr=subprocess.PIPE, text=True
         )
         wait_for(condition, started)
         started.send_signal(signal.SIGINT)
-        _, said = started.communicate(timeout=60)
+        _, stderr = started.communicate(timeout=60)
         if started.returncode == 0:
-            continue  # it was done already
+            continue  # it had already finished
         assert started.returncode == 130
-        (line,) = said.splitlines()
+        (line,) = stderr.splitlines()
         assert line.startswith("ms-parallel: interrupted")
 
 
@@ -254,7 +254,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(corpus: Path, tmp_path: Path) 
 def test_doctor_names_the_command_of_ms_profile(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line and exit code 2, whatever the options were."""
+    """One line and exit code 2 for any options."""
     assert main(["doctor", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "`ms-profile doctor`" in line

@@ -1,4 +1,4 @@
-"""Whatever a file of a run holds, the command says one line: no traceback, no hang, no memory."""
+"""Damaged files of a run give one line: no traceback, no hang, no large allocation."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     capsys.readouterr()
     try:
         code: object = main(list(words))
-    except SystemExit as ended:  # by argparse, which names the subcommand too
+    except SystemExit as ended:  # from argparse, which also names the subcommand
         code = ended.code
     assert code == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -44,47 +44,47 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("kind", JSON)
-def test_a_recorded_step_that_is_none_is_one_line(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("damage", JSON)
+def test_a_damaged_recorded_step_gives_a_one_line_error(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file is named."""
+    """The line names the file."""
     path = tmp_path / "step.json"
-    path.write_bytes(JSON[kind])
+    path.write_bytes(JSON[damage])
     assert "step.json" in complaint(capsys, "schedule", str(path))
 
 
-@pytest.mark.parametrize("kind", JSON)
-def test_a_found_schedule_that_is_none_is_one_line(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("damage", JSON)
+def test_a_damaged_searched_schedule_gives_a_one_line_error(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The remedy is to restore it or to search again."""
     run = write_run(tmp_path / "run.toml", tmp_path, schedule="search")
     run.with_suffix("").mkdir()
-    (run.with_suffix("") / "schedule.json").write_bytes(JSON[kind])
+    (run.with_suffix("") / "schedule.json").write_bytes(JSON[damage])
     words = ("inspect", str(run), "--set", "layout.pipeline=2")
     assert "delete it to search again" in complaint(capsys, *words)
 
 
-def test_a_table_that_is_none_is_one_line(
+def test_a_damaged_schedule_table_gives_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bytes that are no text, overlaps in overlaps, numbers without end, rows cut short."""
+    """Not UTF-8, nested overlaps, huge numbers, and truncated rows."""
     path = tmp_path / "table.csv"
-    whole = zb_v(2, 4).to_csv().encode()
-    damaged = (b"\xff\xfe", b"(" * DEEP, b"9" * 9999 + b"F0", b"", b"\0", whole[: len(whole) // 2])
+    valid = zb_v(2, 4).to_csv().encode()
+    damaged = (b"\xff\xfe", b"(" * DEEP, b"9" * 9999 + b"F0", b"", b"\0", valid[: len(valid) // 2])
     for content in damaged:
         path.write_bytes(content)
         assert "table.csv" in complaint(capsys, "schedule", str(path))
 
 
-@pytest.mark.parametrize("kind", JSON)
-def test_a_manifest_that_is_none_is_damage(kind: str, tmp_path: Path) -> None:
-    """Also one whose checksum is right: whoever wrote it may mean ill."""
-    (tmp_path / "checkpoint.json").write_bytes(JSON[kind])
+@pytest.mark.parametrize("damage", JSON)
+def test_a_damaged_manifest_is_detected(damage: str, tmp_path: Path) -> None:
+    """Also with a valid checksum, as an attacker could write it."""
+    (tmp_path / "checkpoint.json").write_bytes(JSON[damage])
     with pytest.raises(DamageError, match=r"checkpoint\.json"):
         read_manifest(tmp_path)
-    content = JSON[kind] or b"{}"
+    content = JSON[damage] or b"{}"
     sealed = b'{"crc32":%d,"content":%s}' % (zlib.crc32(content), content)
     (tmp_path / "checkpoint.json").write_bytes(sealed)
     with pytest.raises(DamageError, match=r"checkpoint\.json"):
@@ -92,7 +92,7 @@ def test_a_manifest_that_is_none_is_damage(kind: str, tmp_path: Path) -> None:
 
 
 def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a manifest and give it the checksum of what it says now."""
+    """Change a manifest and update its checksum."""
     content = json.loads(path.read_bytes())["content"]
     change(content)
     text = json.dumps(content).encode()
@@ -103,7 +103,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_a_checkpoint_without_its_facts_is_set_aside(
     facts: object, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one before is taken, as where bytes have changed."""
+    """The previous one is used, as if bytes were damaged."""
     run = write_run(tmp_path / "run.toml", corpus, steps=6)
     assert main(["train", str(run)]) == 0
     checkpoints = run.with_suffix("") / "checkpoints"
@@ -115,10 +115,10 @@ def test_a_checkpoint_without_its_facts_is_set_aside(
     assert (checkpoints / "step-00000006.damaged-1").is_dir()
 
 
-def test_a_damaged_note_of_what_shards_are_of_is_one_line(
+def test_a_damaged_shards_source_gives_a_one_line_error(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the remedy; without shards it is simply written anew."""
+    """With the remedy; without shards it is simply rewritten."""
     run = write_run(tmp_path / "run.toml", corpus, steps=1)
     assert main(["train", str(run)]) == 0
     source = run.with_suffix("") / "shards-source.json"
@@ -130,10 +130,10 @@ def test_a_damaged_note_of_what_shards_are_of_is_one_line(
 
 
 @pytest.mark.parametrize("name", ["output_dir", "dataset", "model", "tokenizer"])
-def test_a_path_that_no_system_takes_is_one_line(
+def test_an_impossible_path_gives_a_one_line_error(
     name: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A NUL, a million characters, or links in a circle; the setting is named."""
+    """A NUL, a million characters or circular links; the setting is named."""
     run = write_run(tmp_path / "run.toml", corpus, steps=1)
     circle = tmp_path / "circle"
     circle.symlink_to(circle)
@@ -154,20 +154,20 @@ def test_a_path_that_no_system_takes_is_one_line(
     ],
     ids=["deep list", "deep table", "no UTF-8", "endless number", "NUL", "infinity"],
 )
-def test_a_run_file_that_is_none_is_one_line(
+def test_a_damaged_run_file_gives_a_one_line_error(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file is named."""
+    """The line names the file."""
     path = tmp_path / "run.toml"
     path.write_bytes(b'model = "llama"\ndataset = "x"\n' + content + b"\n")
     assert "run.toml" in complaint(capsys, "train", str(path))
 
 
 @pytest.mark.parametrize("command", ["train", "inspect"])
-def test_a_path_of_a_run_file_that_no_system_takes_is_one_line(
+def test_an_impossible_run_file_path_gives_a_one_line_error(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A NUL, too long a name."""
+    """A NUL, or a name that is too long."""
     for path in ("a\0b", "x" * 100_000):
         complaint(capsys, command, path)
         complaint(capsys, "schedule", f"{path}.csv")
@@ -195,10 +195,10 @@ def test_a_path_of_a_run_file_that_no_system_takes_is_one_line(
     ],
     ids=lambda setting: setting[:20],
 )
-def test_a_setting_beyond_all_measure_is_one_line(
+def test_an_absurd_setting_gives_a_one_line_error(
     setting: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before any memory is taken."""
+    """Before memory is allocated."""
     run = write_run(tmp_path / "run.toml", corpus)
     complaint(capsys, "train", str(run), "--set", setting)
 
@@ -219,8 +219,8 @@ def test_a_setting_beyond_all_measure_is_one_line(
     ],
     ids=lambda words: " ".join(words)[-30:],
 )
-def test_a_schedule_beyond_all_measure_is_one_line(
+def test_an_absurd_schedule_gives_a_one_line_error(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sizes and costs are checked before anything is made of them."""
+    """Sizes and costs are checked before anything is built."""
     complaint(capsys, "schedule", *words)

@@ -1,4 +1,4 @@
-"""The decoder: documents do not see one another, caches and stages change nothing."""
+"""The decoder: packed documents, caches, pipeline stages, initialization and losses."""
 
 from copy import deepcopy
 
@@ -20,7 +20,7 @@ from ms_parallel.models.decoder import Decoder
 from ms_parallel.operators import losses, plain
 from ms_parallel.weights import initialize
 
-# One float32 rounding is 6e-8 of a value; logits here reach 10 and pass some 50 roundings.
+# A float32 rounding is 6e-8 of a value; logits here reach 10 after about 50 roundings.
 TOLERANCE = 3e-5
 
 SMALL = {
@@ -32,7 +32,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }
-KINDS = {
+FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 5},
     "qwen2": {"sliding_window": 5, "sliding_layers": (2, 3)},
@@ -41,11 +41,11 @@ KINDS = {
 }
 
 
-def small(kind: str, layers: int = 4) -> StagedModel:
-    """A model of a few layers with weights that are not tiny."""
-    given = {**SMALL, **KINDS[kind], "num_hidden_layers": layers}
-    settings = {k: v for k, v in given.items() if v is not None}
-    model = build_model(architecture(kind, settings))
+def small(family: str, layers: int = 4) -> StagedModel:
+    """A model of a few layers with large enough weights."""
+    overrides = {**SMALL, **FAMILIES[family], "num_hidden_layers": layers}
+    settings = {k: v for k, v in overrides.items() if v is not None}
+    model = build_model(architecture(family, settings))
     initialize(model, 3)
     return model
 
@@ -55,8 +55,8 @@ def tokens(rows: int, count: int) -> Tensor:
     return torch.randint(64, (rows, count), generator=torch.Generator().manual_seed(1))
 
 
-def test_windows_that_a_familys_files_cannot_hold_are_refused() -> None:
-    """A model that is saved and read must see what it saw."""
+def test_windows_that_config_json_cannot_express_are_refused() -> None:
+    """A saved and loaded model must have the same windows."""
     with pytest.raises(ConfigError, match="'llama' does not support sliding_layers"):
         architecture("llama", {**SMALL, "sliding_layers": (1,)})
     for layers in ((4,), ("a",), "ab"):
@@ -64,19 +64,19 @@ def test_windows_that_a_familys_files_cannot_hold_are_refused() -> None:
             architecture("qwen2", {**SMALL, "sliding_window": 4, "sliding_layers": layers})
 
 
-def test_a_llama_that_transformers_would_not_open_is_refused() -> None:
-    """Its hidden size is a multiple of its heads there, whatever the heads' width."""
+def test_a_llama_that_transformers_cannot_load_is_refused() -> None:
+    """It requires a hidden size that is a multiple of the number of heads."""
     sizes = {**SMALL, "hidden_size": 36, "num_attention_heads": 8, "head_dim": 8}
     with pytest.raises(ConfigError, match=r"hidden_size of .* must be a multiple of"):
         architecture("llama", sizes)
     assert architecture("mistral", sizes).hidden_size == 36
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_a_deep_copy_is_a_model_of_its_own(kind: str) -> None:
-    """As a reference or an average of weights wants it; operators alone are shared."""
-    model, text = small(kind), tokens(2, 6)
+def test_a_deep_copy_is_independent(family: str) -> None:
+    """As needed for a reference model or averaged weights; only operators are shared."""
+    model, text = small(family), tokens(2, 6)
     before = model(text)
     copied = deepcopy(model)
     assert torch.equal(copied(text), before)
@@ -85,40 +85,40 @@ def test_a_deep_copy_is_a_model_of_its_own(kind: str) -> None:
     assert torch.equal(model(text), before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_packed_documents_give_the_logits_of_each_alone(kind: str) -> None:
-    """Three documents in a row: none is changed by its neighbors."""
-    model, lengths = small(kind), (7, 1, 12)
+def test_packed_documents_give_the_logits_of_each_alone(family: str) -> None:
+    """Three documents in a row do not affect one another."""
+    model, lengths = small(family), (7, 1, 12)
     row = tokens(1, sum(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].int()
     packed = model(row, positions=positions, documents=documents)
-    if kind == "transformer-xl":  # segments are cut where the row says, not the document
+    if family == "transformer-xl":  # segments are cut by row position, not by document
         first = model(row[:, :7])
         torch.testing.assert_close(packed[:, :7], first, atol=TOLERANCE, rtol=0)
         changed = row.clone()
         changed[:, :8] = (changed[:, :8] + 1) % 64
-        again = model(changed, positions=positions, documents=documents)
-        assert torch.equal(again[:, 8:], packed[:, 8:])
+        changed_logits = model(changed, positions=positions, documents=documents)
+        assert torch.equal(changed_logits[:, 8:], packed[:, 8:])
         return
     alone = [model(part) for part in row.split(lengths, 1)]
     torch.testing.assert_close(packed, torch.cat(alone, 1), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("with_documents", [False, True])
 @torch.no_grad()
-def test_decoding_with_a_cache_equals_the_whole_forward(kind: str, with_documents: bool) -> None:
-    """Tokens in parts of any size give the same logits, also after going back."""
-    model, row = small(kind), tokens(2, 20)
+def test_decoding_with_a_cache_equals_a_full_forward(family: str, with_documents: bool) -> None:
+    """Chunks of any size give the same logits, also after a rewind."""
+    model, row = small(family), tokens(2, 20)
     documents = positions = None
     if with_documents:
         documents = torch.tensor([[0] * 9 + [1] * 11, [0] * 3 + [1] * 17]).int()
         starts = torch.tensor([[0] * 9 + [9] * 11, [0] * 3 + [3] * 17])
         positions = torch.arange(20) - starts
 
-    def part(a: int, b: int, cache: KeyValueCache) -> Tensor:
+    def chunk(a: int, b: int, cache: KeyValueCache) -> Tensor:
         return model(
             row[:, a:b],
             positions=None if positions is None else positions[:, a:b],
@@ -126,49 +126,49 @@ def test_decoding_with_a_cache_equals_the_whole_forward(kind: str, with_document
             cache=cache,
         )
 
-    whole = model(row, positions=positions, documents=documents)
+    expected = model(row, positions=positions, documents=documents)
     cache = KeyValueCache()
-    got = [part(0, 6, cache), part(6, 15, cache)]
-    part(15, 18, cache)
+    chunks = [chunk(0, 6, cache), chunk(6, 15, cache)]
+    chunk(15, 18, cache)
     cache.rewind(15)
-    got += [part(i, i + 1, cache) for i in range(15, 20)]
-    torch.testing.assert_close(torch.cat(got, 1), whole, atol=TOLERANCE, rtol=0)
+    chunks += [chunk(i, i + 1, cache) for i in range(15, 20)]
+    torch.testing.assert_close(torch.cat(chunks, 1), expected, atol=TOLERANCE, rtol=0)
     assert cache.length == 20
 
 
 @torch.no_grad()
-def test_tokens_without_documents_go_on_with_the_last_one() -> None:
-    """A prompt of two documents is continued inside the second."""
+def test_tokens_without_documents_continue_the_last_document() -> None:
+    """A prompt of two documents is continued in the second."""
     model, row = small("llama"), tokens(1, 12)
     documents = torch.tensor([[0] * 5 + [1] * 7]).int()
     positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
-    whole = model(row, positions=positions, documents=documents)
+    expected = model(row, positions=positions, documents=documents)
     cache = KeyValueCache()
     model(row[:, :8], positions=positions[:, :8], documents=documents[:, :8], cache=cache)
-    rest = model(row[:, 8:], positions=positions[:, 8:], cache=cache)
-    torch.testing.assert_close(rest, whole[:, 8:], atol=TOLERANCE, rtol=0)
+    continued = model(row[:, 8:], positions=positions[:, 8:], cache=cache)
+    torch.testing.assert_close(continued, expected[:, 8:], atol=TOLERANCE, rtol=0)
 
 
-def test_a_cache_is_not_rewound_beyond_its_ends() -> None:
-    """It can only forget what it holds."""
+def test_a_cache_cannot_be_rewound_past_its_length() -> None:
+    """It cannot be rewound to more positions than it holds."""
     with pytest.raises(ModelError, match="cache of 0 positions to 1"):
         KeyValueCache().rewind(1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_stages_in_turn_equal_the_whole_model(kind: str, tied: bool) -> None:
-    """Two stages built apart have the whole model's weights and give its logits exactly."""
-    settings = {k: v for k, v in {**SMALL, **KINDS[kind]}.items() if v is not None}
-    config = architecture(kind, {**settings, "tie_word_embeddings": tied})
-    whole = build_model(config)
+def test_stages_in_sequence_equal_the_full_model(family: str, tied: bool) -> None:
+    """Two separately built stages have the full model's weights and give its exact logits."""
+    settings = {k: v for k, v in {**SMALL, **FAMILIES[family]}.items() if v is not None}
+    config = architecture(family, {**settings, "tie_word_embeddings": tied})
+    full_model = build_model(config)
     front = build_model(config, layers=range(3), last=False)
     back = build_model(config, layers=range(3, 4), first=False)
-    for model in (whole, front, back):
+    for model in (full_model, front, back):
         initialize(model, 5)
     row = tokens(2, 11)
-    assert torch.equal(back(front(row)), whole(row))
-    assert torch.equal(back.head_weight, whole.head_weight)
+    assert torch.equal(back(front(row)), full_model(row))
+    assert torch.equal(back.head_weight, full_model.head_weight)
     with pytest.raises(ModelError, match="last pipeline stage"):
         _ = front.head_weight
 
@@ -185,8 +185,8 @@ def test_a_tied_head_is_one_parameter() -> None:
     assert gradient.abs().sum(1).count_nonzero() == 64
 
 
-def test_fresh_weights_depend_on_seed_and_name_alone() -> None:
-    """The same seed gives the same model; another seed or name gives other values."""
+def test_initial_weights_depend_only_on_seed_and_name() -> None:
+    """Another seed or another name gives other values."""
     first, second = small("llama"), small("llama")
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, second.get_parameter(name))
@@ -200,71 +200,71 @@ def test_fresh_weights_depend_on_seed_and_name_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_nobody_initializes_depends_on_torchs_seed_alone(kind: str) -> None:
-    """No weight is whatever stood in memory."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_initialize_depends_only_on_torchs_seed(family: str) -> None:
+    """No weight is uninitialized memory."""
     built = []
     for junk in (1.0, 2.0):
-        # What is freed here is what an unset weight would hold.
-        spoiled = [torch.full((64, 32), junk) for _ in range(50)]
-        del spoiled
+        # Freed memory that an uninitialized weight would show.
+        junk_tensors = [torch.full((64, 32), junk) for _ in range(50)]
+        del junk_tensors
         torch.manual_seed(0)
-        settings = {k: v for k, v in {**SMALL, **KINDS[kind]}.items() if v is not None}
-        built.append(build_model(architecture(kind, settings)))
+        settings = {k: v for k, v in {**SMALL, **FAMILIES[family]}.items() if v is not None}
+        built.append(build_model(architecture(family, settings)))
     for name, parameter in built[0].named_parameters():
         assert torch.equal(parameter, built[1].get_parameter(name)), name
 
 
-def test_the_mask_of_documents_is_made_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layers, one mask; a change of the documents in place makes another."""
-    made: list[object] = []
+def test_the_document_mask_is_built_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers share one mask; changing the documents in place builds another."""
+    builds: list[object] = []
     build = plain._DocumentMasks._build
     monkeypatch.setattr(
-        plain._DocumentMasks, "_build", staticmethod(lambda *a: made.append(a) or build(*a))
+        plain._DocumentMasks, "_build", staticmethod(lambda *a: builds.append(a) or build(*a))
     )
     model, documents = small("llama"), torch.tensor([[0, 0, 1, 1]]).int()
     before = model(tokens(1, 4), documents=documents)
-    assert len(made) == 1
+    assert len(builds) == 1
     documents[0, 1] = 1
     after = model(tokens(1, 4), documents=documents)
-    assert len(made) == 2
+    assert len(builds) == 2
     assert not torch.equal(before, after)
-    other = torch.tensor([[0, 0, 1, 1]]).int()  # while the first documents still live
+    other = torch.tensor([[0, 0, 1, 1]]).int()  # the first documents are still alive
     assert torch.equal(model(tokens(1, 4), documents=other), before)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_long_documents_attended_to_alone_equal_the_mask(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_separate_attention_of_long_documents_equals_the_mask(
+    family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits and gradients of packed rows, with and without a window; and no mask is built."""
-    model, lengths = small(kind), (70, 90, 96, 64, 5, 187)
+    """Logits and gradients of packed rows, with and without a window."""
+    model, lengths = small(family), (70, 90, 96, 64, 5, 187)
     ids = torch.repeat_interleave(torch.tensor([0, 1, 2, 0, 3, 1]), torch.tensor(lengths))
     documents, text = ids.view(2, 256).int(), tokens(2, 256)
     assert spans.document_lengths(documents) == lengths
-    found = []
+    results = []
     for shortest in (64, 10_000):
         monkeypatch.setattr(spans, "SHORTEST_MEAN", shortest)
         logits = model(text, documents=documents)
-        found.append((logits, *torch.autograd.grad(logits.square().mean(), model.parameters())))
-    for alone, masked in zip(*found, strict=True):
-        torch.testing.assert_close(alone, masked, atol=TOLERANCE, rtol=0)
+        results.append((logits, *torch.autograd.grad(logits.square().mean(), model.parameters())))
+    for separate, masked in zip(*results, strict=True):
+        torch.testing.assert_close(separate, masked, atol=TOLERANCE, rtol=0)
 
 
-def test_documents_that_come_back_or_are_short_keep_their_mask() -> None:
-    """Document 0 goes on behind document 1; eight documents of 32; one document a row."""
-    back = torch.repeat_interleave(torch.tensor([0, 1, 0]), torch.tensor([80, 96, 80]))
-    assert spans.document_lengths(back[None].int()) is None
+def test_recurring_or_short_documents_use_the_mask() -> None:
+    """Document 0 continues after document 1; eight documents of 32; one document per row."""
+    returning = torch.repeat_interleave(torch.tensor([0, 1, 0]), torch.tensor([80, 96, 80]))
+    assert spans.document_lengths(returning[None].int()) is None
     assert spans.document_lengths(torch.arange(8).repeat_interleave(32)[None].int()) is None
     assert spans.document_lengths(torch.zeros(3, 256).int()) is None
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [0, 5, 21])
-def test_losses_in_chunks_equal_losses_at_once(
+def test_chunked_losses_equal_unchunked_ones(
     reduction: str, ignored: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients agree with the plain formula, also where targets are ignored."""
+    """Values and gradients equal the plain formula's, also with ignored targets."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 7, 16, generator=generator, requires_grad=True)
     weight = torch.randn(50, 16, generator=generator, requires_grad=True)
@@ -277,12 +277,12 @@ def test_losses_in_chunks_equal_losses_at_once(
         loss = ops.linear_cross_entropy(hidden, weight, targets, reduction=reduction)  # type: ignore[arg-type]
         results.append((loss, *torch.autograd.grad(loss.sum(), (hidden, weight))))
     for expected, chunked in zip(*results, strict=True):
-        # Sums of 21 terms of order 10, each rounded by 6e-8 of its size.
+        # Sums of 21 terms of order 10, with relative roundings of 6e-8.
         torch.testing.assert_close(chunked, expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("kind", "overrides", "message"),
+    ("family", "overrides", "message"),
     [
         ("llama", {"hiden_size": 64}, "did you mean 'hidden_size'"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads must divide .*, got 3"),
@@ -302,15 +302,15 @@ def test_losses_in_chunks_equal_losses_at_once(
     ],
 )
 def test_a_bad_architecture_is_refused_with_a_remedy(
-    kind: str, overrides: dict[str, object], message: str
+    family: str, overrides: dict[str, object], message: str
 ) -> None:
-    """The error names the setting and what would do, in one line."""
+    """The one-line error names the setting and valid values."""
     with pytest.raises(ConfigError, match=message) as caught:
-        architecture(kind, overrides)
+        architecture(family, overrides)
     assert "\n" not in str(caught.value)
 
 
-def test_operators_are_taken_from_the_namespace_given() -> None:
+def test_a_decoder_uses_the_given_operators() -> None:
     """A decoder calls the operators that it was built with."""
 
     class Loud:
@@ -328,10 +328,10 @@ def test_operators_are_taken_from_the_namespace_given() -> None:
     assert not torch.allclose(plain(tokens(1, 4)), loud(tokens(1, 4)))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "transformer-xl"])
-def test_a_whole_model_is_one_graph(kind: str) -> None:
-    """Under torch.compile no graph breaks, and the traced model's loss and gradients are equal."""
-    model, batch = small(kind, layers=2), tokens(2, 8)  # two segments
+@pytest.mark.parametrize("family", ["llama", "mistral", "transformer-xl"])
+def test_a_model_compiles_to_one_graph(family: str) -> None:
+    """torch.compile traces it without graph breaks, and loss and gradients are equal."""
+    model, batch = small(family, layers=2), tokens(2, 8)  # two segments
     documents = torch.arange(8).ge(5).int().expand(2, -1).contiguous()
     plain = model(batch, documents=documents)
     plain.square().mean().backward()

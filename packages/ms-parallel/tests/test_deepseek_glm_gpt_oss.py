@@ -1,7 +1,7 @@
-"""Latent attention, DeepSeek's mixtures and gpt-oss beside transformers, and beside plain loops.
+"""Latent attention, DeepSeek's experts and gpt-oss against transformers and against plain loops.
 
-The folders are those of tiny random models of transformers; the loops below are written from the
-papers, in float64, from the tensors of a folder by their names there.
+Model folders are saved by transformers from tiny random models. The plain loops follow the papers,
+compute in float64 and read the tensors of a folder by name.
 """
 
 import json
@@ -117,14 +117,14 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "truncate": False},
     },
 }
-ONE_EACH = ("deepseek_v3", "glm4_moe", "gpt_oss")
+ONE_PER_FAMILY = ("deepseek_v3", "glm4_moe", "gpt_oss")
 TOLERANCE = 1e-4
-"""Tolerance of logits up to about 6, in float32; both differ from float64 by some 1e-6."""
+"""For float32 logits up to about 6; both implementations differ from float64 by about 1e-6."""
 
 
 @cache
-def theirs(case: str) -> Any:
-    """A model of transformers with random weights, biases, sinks and corrections."""
+def hf_model(case: str) -> Any:
+    """A transformers model with random weights, biases, sinks and corrections."""
     settings = {**SIZES, **CASES[case]}
     config = transformers.AutoConfig.for_model(case.split("-")[0], **settings)
     config._experts_implementation = "eager"
@@ -140,24 +140,24 @@ def theirs(case: str) -> Any:
 
 
 def tokens(rows: int = 2, length: int = 24) -> Tensor:
-    """Random ones, always the same."""
+    """Random tokens, the same at every call."""
     return torch.randint(96, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path) -> None:
-    """We read its folder, it reads ours, and ours holds the same tensors byte for byte."""
-    model, x = theirs(case), tokens()
+def test_logits_equal_those_of_transformers_in_both_directions(case: str, tmp_path: Path) -> None:
+    """Each side reads the other's folder, and ours holds the same tensors byte for byte."""
+    model, x = hf_model(case), tokens()
     model.save_pretrained(tmp_path)
-    ours, wanted = load_model(tmp_path), model(x).logits
-    assert wanted.abs().max() > 1
-    torch.testing.assert_close(ours(x), wanted, rtol=0, atol=TOLERANCE)
+    ours, expected = load_model(tmp_path), model(x).logits
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(ours(x), expected, rtol=0, atol=TOLERANCE)
     save_model(ours, tmp_path / "again")
-    again = transformers.AutoModelForCausalLM.from_pretrained(
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "again", attn_implementation="eager"
     )
-    torch.testing.assert_close(again(x).logits, wanted, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(reloaded(x).logits, expected, rtol=0, atol=TOLERANCE)
     before, after = (
         load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again")
     )
@@ -171,39 +171,39 @@ def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path) -
         assert first.read_bytes() == second.read_bytes()
 
 
-class Slow:
-    """A decoder from the tensors of its folder, a head, a token and an expert at a time."""
+class ReferenceDecoder:
+    """Reference decoder in plain loops over heads, tokens and experts."""
 
     def __init__(self, model: StagedModel, tensors: dict[str, Tensor]) -> None:
         self.model, self.config, self.w = model, model.config, tensors
 
     def norm(self, x: Tensor, name: str, eps: float) -> Tensor:
-        """A root-mean-square norm."""
+        """RMS norm."""
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * self.w[name]
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """A linear map, with a bias where there is one."""
-        made = x @ self.w[f"{name}.weight"].T
-        return made + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else made
+        """Linear map, with a bias if the folder has one."""
+        y = x @ self.w[f"{name}.weight"].T
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
-    def turned(self, x: Tensor) -> Tensor:
-        """(S, D), its first dims turned by the positions."""
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotary embedding of (S, D), applied to the first dims."""
         config: Any = self.config
         context: Any = self.model.context(torch.arange(len(x))[None], None, None)
         cos, sin = (table[0].double() for table in context.tables[0])
         width = 2 * cos.shape[1]
         if config.rotary_interleaved:
             a, b = x[:, :width:2], x[:, 1:width:2]
-            made = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(1)
+            rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(1)
         else:
             a, b = x[:, : width // 2], x[:, width // 2 : width]
-            made = torch.cat((a * cos - b * sin, b * cos + a * sin), 1)
-        return torch.cat((made, x[:, width:]), 1)
+            rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), 1)
+        return torch.cat((rotated, x[:, width:]), 1)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, head: int, scale: float
     ) -> Tensor:
-        """One head's (S, D): causal, in a window, with a sink."""
+        """Causal attention of one head, (S, D), with a window and a sink."""
         scores = q @ k.T * scale
         ahead = torch.arange(len(q)) - torch.arange(len(q))[:, None]
         window = self.config.window(layer)  # type: ignore[attr-defined]
@@ -216,123 +216,130 @@ class Slow:
         return scores.softmax(1)[:, :-1] @ v
 
     def attention(self, x: Tensor, layer: int) -> Tensor:
-        """(S, H) to the same."""
+        """Grouped-query attention, (S, H) to (S, H)."""
         config: Any = self.config
-        at, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
+        prefix, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
         if hasattr(config, "kv_lora_rank"):
-            return self.latent(x, layer)
-        share = heads // config.num_key_value_heads
+            return self.latent_attention(x, layer)
+        group_size = heads // config.num_key_value_heads
         q, k, v = (
-            self.linear(x, f"{at}.{name}_proj").unflatten(-1, (-1, config.head_dim))
+            self.linear(x, f"{prefix}.{name}_proj").unflatten(-1, (-1, config.head_dim))
             for name in "qkv"
         )
         if config.query_key_norm:
-            q = self.norm(q, f"{at}.q_norm.weight", config.rms_norm_eps)
-            k = self.norm(k, f"{at}.k_norm.weight", config.rms_norm_eps)
+            q = self.norm(q, f"{prefix}.q_norm.weight", config.rms_norm_eps)
+            k = self.norm(k, f"{prefix}.k_norm.weight", config.rms_norm_eps)
         out = [
             self.attend(
-                self.turned(q[:, head]),
-                self.turned(k[:, head // share]),
-                v[:, head // share],
+                self.rotate(q[:, head]),
+                self.rotate(k[:, head // group_size]),
+                v[:, head // group_size],
                 layer,
                 head,
                 config.head_dim**-0.5,
             )
             for head in range(heads)
         ]
-        return self.linear(torch.cat(out, 1), f"{at}.o_proj")
+        return self.linear(torch.cat(out, 1), f"{prefix}.o_proj")
 
-    def latent(self, x: Tensor, layer: int) -> Tensor:
-        """(S, H) to the same."""
+    def latent_attention(self, x: Tensor, layer: int) -> Tensor:
+        """Multi-head latent attention, (S, H) to (S, H)."""
         config: Any = self.config
-        at, plain = f"model.layers.{layer}.self_attn", config.qk_nope_head_dim
-        q = self.norm(self.linear(x, f"{at}.q_a_proj"), f"{at}.q_a_layernorm.weight", 1e-6)
-        q = self.linear(q, f"{at}.q_b_proj").unflatten(1, (config.num_attention_heads, -1))
-        both = self.linear(x, f"{at}.kv_a_proj_with_mqa")
-        narrow, shared = both[:, : config.kv_lora_rank], self.turned(both[:, config.kv_lora_rank :])
-        made = self.linear(
-            self.norm(narrow, f"{at}.kv_a_layernorm.weight", 1e-6), f"{at}.kv_b_proj"
+        prefix, nope_dim = f"model.layers.{layer}.self_attn", config.qk_nope_head_dim
+        q = self.norm(self.linear(x, f"{prefix}.q_a_proj"), f"{prefix}.q_a_layernorm.weight", 1e-6)
+        q = self.linear(q, f"{prefix}.q_b_proj").unflatten(1, (config.num_attention_heads, -1))
+        compressed = self.linear(x, f"{prefix}.kv_a_proj_with_mqa")
+        latent_kv, k_rope = (
+            compressed[:, : config.kv_lora_rank],
+            self.rotate(compressed[:, config.kv_lora_rank :]),
         )
-        made = made.unflatten(1, (config.num_attention_heads, -1))
+        k_nope_v = self.linear(
+            self.norm(latent_kv, f"{prefix}.kv_a_layernorm.weight", 1e-6), f"{prefix}.kv_b_proj"
+        )
+        k_nope_v = k_nope_v.unflatten(1, (config.num_attention_heads, -1))
         out = [
             self.attend(
-                torch.cat((q[:, head, :plain], self.turned(q[:, head, plain:])), 1),
-                torch.cat((made[:, head, :plain], shared), 1),
-                made[:, head, plain:],
+                torch.cat((q[:, head, :nope_dim], self.rotate(q[:, head, nope_dim:])), 1),
+                torch.cat((k_nope_v[:, head, :nope_dim], k_rope), 1),
+                k_nope_v[:, head, nope_dim:],
                 layer,
                 head,
-                (plain + config.qk_rope_head_dim) ** -0.5,
+                (nope_dim + config.qk_rope_head_dim) ** -0.5,
             )
             for head in range(config.num_attention_heads)
         ]
-        return self.linear(torch.cat(out, 1), f"{at}.o_proj")
+        return self.linear(torch.cat(out, 1), f"{prefix}.o_proj")
 
     def feed_forward(self, x: Tensor, name: str) -> Tensor:
-        """SwiGLU."""
+        """SwiGLU feed-forward network."""
         gate, up = self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")
         return self.linear(F.silu(gate) * up, f"{name}.down_proj")
 
     def mlp(self, x: Tensor, layer: int) -> Tensor:
-        """(S, H) to the same: plain, or a mixture."""
-        at = f"model.layers.{layer}.mlp"
-        if f"{at}.gate_proj.weight" in self.w:
-            return self.feed_forward(x, at)
-        mixed = self.of_gpt_oss if f"{at}.router.weight" in self.w else self.of_deepseek
-        return torch.stack([mixed(token, at) for token in x])
+        """Dense feed-forward network or mixture of experts, (S, H) to (S, H)."""
+        prefix = f"model.layers.{layer}.mlp"
+        if f"{prefix}.gate_proj.weight" in self.w:
+            return self.feed_forward(x, prefix)
+        experts = (
+            self.gpt_oss_experts if f"{prefix}.router.weight" in self.w else self.deepseek_experts
+        )
+        return torch.stack([experts(token, prefix) for token in x])
 
-    def of_deepseek(self, x: Tensor, at: str) -> Tensor:
-        """One token (H,): sigmoids, groups, and a shared expert."""
+    def deepseek_experts(self, x: Tensor, prefix: str) -> Tensor:
+        """Sigmoid router with expert groups and a shared expert, for one token (H,)."""
         config: Any = self.config
-        scores = (self.w[f"{at}.gate.weight"] @ x).sigmoid()
-        ranked = (scores + self.w[f"{at}.gate.e_score_correction_bias"]).tolist()
+        scores = (self.w[f"{prefix}.gate.weight"] @ x).sigmoid()
+        corrected = (scores + self.w[f"{prefix}.gate.e_score_correction_bias"]).tolist()
         size = config.n_routed_experts // config.n_group
-        best = [sum(sorted(ranked[g * size :][:size])[-2:]) for g in range(config.n_group)]
-        groups = sorted(range(config.n_group), key=lambda g: -best[g])[: config.topk_group]
-        open_ = [e for e in range(config.n_routed_experts) if e // size in groups]
-        chosen = sorted(open_, key=lambda e: -ranked[e])[: config.num_experts_per_tok]
-        total = self.feed_forward(x, f"{at}.shared_experts")
-        for e in chosen:
-            weight = scores[e] / (scores[chosen].sum() + 1e-20) * config.routed_scaling_factor
-            total = total + weight * self.feed_forward(x, f"{at}.experts.{e}")
+        group_scores = [
+            sum(sorted(corrected[g * size :][:size])[-2:]) for g in range(config.n_group)
+        ]
+        groups = sorted(range(config.n_group), key=lambda g: -group_scores[g])[: config.topk_group]
+        candidates = [e for e in range(config.n_routed_experts) if e // size in groups]
+        experts = sorted(candidates, key=lambda e: -corrected[e])[: config.num_experts_per_tok]
+        total = self.feed_forward(x, f"{prefix}.shared_experts")
+        for e in experts:
+            weight = scores[e] / (scores[experts].sum() + 1e-20) * config.routed_scaling_factor
+            total = total + weight * self.feed_forward(x, f"{prefix}.experts.{e}")
         return total
 
-    def of_gpt_oss(self, x: Tensor, at: str) -> Tensor:
-        """One token (H,): the softmax of the chosen, clamped gates, biases."""
+    def gpt_oss_experts(self, x: Tensor, prefix: str) -> Tensor:
+        """Softmax over the selected experts, clamped gates and biases, for one token (H,)."""
         config: Any = self.config
-        logits = self.linear(x, f"{at}.router")
-        chosen = sorted(range(len(logits)), key=lambda e: -float(logits[e]))
-        chosen = chosen[: config.num_experts_per_tok]
-        shares, total = logits[chosen].softmax(0), torch.zeros_like(x)
-        for e, share in zip(chosen, shares, strict=True):
-            both = x @ self.w[f"{at}.experts.gate_up_proj"][e]
-            both = both + self.w[f"{at}.experts.gate_up_proj_bias"][e]
-            gate = both[::2].clamp(max=config.swiglu_limit)
-            up = both[1::2].clamp(-config.swiglu_limit, config.swiglu_limit)
+        logits = self.linear(x, f"{prefix}.router")
+        experts = sorted(range(len(logits)), key=lambda e: -float(logits[e]))
+        experts = experts[: config.num_experts_per_tok]
+        weights, total = logits[experts].softmax(0), torch.zeros_like(x)
+        for e, weight in zip(experts, weights, strict=True):
+            gate_up = x @ self.w[f"{prefix}.experts.gate_up_proj"][e]
+            gate_up = gate_up + self.w[f"{prefix}.experts.gate_up_proj_bias"][e]
+            gate = gate_up[::2].clamp(max=config.swiglu_limit)
+            up = gate_up[1::2].clamp(-config.swiglu_limit, config.swiglu_limit)
             inner = (up + 1) * gate * (1.702 * gate).sigmoid()
-            out = inner @ self.w[f"{at}.experts.down_proj"][e]
-            total = total + share * (out + self.w[f"{at}.experts.down_proj_bias"][e])
+            out = inner @ self.w[f"{prefix}.experts.down_proj"][e]
+            total = total + weight * (out + self.w[f"{prefix}.experts.down_proj_bias"][e])
         return total
 
     def __call__(self, row: Tensor) -> Tensor:
-        """Tokens (S,) to logits (S, V)."""
+        """Logits (S, V) of tokens (S,)."""
         x, eps = self.w["model.embed_tokens.weight"][row], self.config.rms_norm_eps  # type: ignore[attr-defined]
         for layer in range(self.config.num_hidden_layers):
-            at = f"model.layers.{layer}"
-            x = x + self.attention(self.norm(x, f"{at}.input_layernorm.weight", eps), layer)
-            x = x + self.mlp(self.norm(x, f"{at}.post_attention_layernorm.weight", eps), layer)
+            prefix = f"model.layers.{layer}"
+            x = x + self.attention(self.norm(x, f"{prefix}.input_layernorm.weight", eps), layer)
+            x = x + self.mlp(self.norm(x, f"{prefix}.post_attention_layernorm.weight", eps), layer)
         return self.norm(x, "model.norm.weight", eps) @ self.w["lm_head.weight"].T
 
 
-@pytest.mark.parametrize("case", ONE_EACH)
+@pytest.mark.parametrize("case", ONE_PER_FAMILY)
 def test_gradients_equal_a_loop_in_float64(case: str, tmp_path: Path) -> None:
-    """Logits and every tensor's gradient, under the names of the folder, within 1e-12."""
-    theirs(case).save_pretrained(tmp_path)
+    """Logits and all gradients, by tensor name of the folder, within 1e-12."""
+    hf_model(case).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype=torch.float64)
     save_model(model, tmp_path / "wide")
-    held = load_file(tmp_path / "wide/model.safetensors")
-    wide = {name: values.double().requires_grad_() for name, values in held.items()}
+    tensors = load_file(tmp_path / "wide/model.safetensors")
+    weights = {name: values.double().requires_grad_() for name, values in tensors.items()}
     row = tokens(1, 9)
-    logits, truth = model(row)[0], Slow(model, wide)(row[0])
+    logits, truth = model(row)[0], ReferenceDecoder(model, weights)(row[0])
     torch.testing.assert_close(
         logits, truth, rtol=0, atol=1e-12 * float(truth.detach().abs().max())
     )
@@ -344,35 +351,37 @@ def test_gradients_equal_a_loop_in_float64(case: str, tmp_path: Path) -> None:
             gradient = parameter.grad
             parameter.copy_(torch.zeros_like(parameter) if gradient is None else gradient)
     save_model(model, tmp_path / "gradients")
-    for name, found in load_file(tmp_path / "gradients/model.safetensors").items():
+    for name, actual in load_file(tmp_path / "gradients/model.safetensors").items():
         if name.endswith("e_score_correction_bias"):
-            assert wide[name].grad is None
+            assert weights[name].grad is None
             continue
-        expected = wide[name].grad
-        expected = torch.zeros_like(found) if expected is None else expected
-        assert float((found - expected).abs().max()) <= 1e-12 * float(expected.abs().max()), name
+        expected = weights[name].grad
+        expected = torch.zeros_like(actual) if expected is None else expected
+        assert float((actual - expected).abs().max()) <= 1e-12 * float(expected.abs().max()), name
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("length", [24, 160])
-def test_packed_documents_are_as_each_alone(case: str, length: int, tmp_path: Path) -> None:
-    """Also where attention goes document by document, as it does for long ones."""
-    theirs(case).save_pretrained(tmp_path)
+def test_packed_documents_give_the_logits_of_each_alone(
+    case: str, length: int, tmp_path: Path
+) -> None:
+    """Also for long documents, where attention runs per document."""
+    hf_model(case).save_pretrained(tmp_path)
     model, x = load_model(tmp_path), tokens(1, length)
     cut = length // 2 - 3
     documents = (torch.arange(length) >= cut).int()[None]
     positions = torch.cat((torch.arange(cut), torch.arange(length - cut)))[None]
     packed = model(x, positions=positions, documents=documents)
-    for own in (slice(0, cut), slice(cut, length)):
-        torch.testing.assert_close(packed[:, own], model(x[:, own]), rtol=0, atol=TOLERANCE)
+    for span in (slice(0, cut), slice(cut, length)):
+        torch.testing.assert_close(packed[:, span], model(x[:, span]), rtol=0, atol=TOLERANCE)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
-def test_a_cache_gives_the_logits_of_the_whole_text(case: str, tmp_path: Path) -> None:
-    """A prefix, then token by token, windows and sinks included."""
-    theirs(case).save_pretrained(tmp_path)
+def test_a_cache_gives_the_logits_of_the_full_text(case: str, tmp_path: Path) -> None:
+    """A prefix and then a few tokens at a time, windows and sinks included."""
+    hf_model(case).save_pretrained(tmp_path)
     model, x, cache = load_model(tmp_path), tokens(), KeyValueCache()
     parts = [model(part, cache=cache) for part in x.split([9, 1, 1, 2, *[1] * 11], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(x), rtol=0, atol=TOLERANCE)
@@ -380,59 +389,59 @@ def test_a_cache_gives_the_logits_of_the_whole_text(case: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2"])
 def test_split_gradients_equal_one_process_in_float64(layout: str) -> None:
-    """Within 1e-12 of each tensor's largest; one has queries straight from the hidden state."""
-    straight = {**FAMILIES["deepseek_v3"], "q_lora_rank": None}
-    every = [straight, *(FAMILIES[name] for name in ONE_EACH)]
-    jobs = [{"layout": layout, "settings": settings, "rows": 2} for settings in every]
-    many = run_processes(2, SPLITS, "gradients", jobs=jobs, digits="float64")
-    alone = [{**job, "layout": "data=1"} for job in jobs]
-    (one,) = run_processes(1, SPLITS, "gradients", jobs=alone, digits="float64")
-    for place, truth in enumerate(one):
-        assert set().union(*(ranks[place] for ranks in many)) == truth.keys()
-        for ranks in many:
-            for name, gradient in ranks[place].items():
-                apart = max(abs(a - b) for a, b in zip(gradient, truth[name], strict=True))
-                assert apart <= 1e-12 * max(map(abs, truth[name])), name
+    """Within 1e-12 of each tensor's maximum; one model has no query compression."""
+    uncompressed = {**FAMILIES["deepseek_v3"], "q_lora_rank": None}
+    all_settings = [uncompressed, *(FAMILIES[name] for name in ONE_PER_FAMILY)]
+    jobs = [{"layout": layout, "settings": settings, "rows": 2} for settings in all_settings]
+    split = run_processes(2, SPLITS, "gradients", jobs=jobs, digits="float64")
+    single_jobs = [{**job, "layout": "data=1"} for job in jobs]
+    (expected,) = run_processes(1, SPLITS, "gradients", jobs=single_jobs, digits="float64")
+    for index, truth in enumerate(expected):
+        assert set().union(*(ranks[index] for ranks in split)) == truth.keys()
+        for ranks in split:
+            for name, gradient in ranks[index].items():
+                error = max(abs(a - b) for a, b in zip(gradient, truth[name], strict=True))
+                assert error <= 1e-12 * max(map(abs, truth[name])), name
 
 
-def packed_fours(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Experts' matrices (E, columns, rows) as MXFP4 holds them: blocks and scales, rows first."""
+def to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert expert matrices (E, columns, rows) to MXFP4 blocks and scales, rows first."""
     grouped = values.transpose(1, 2).unflatten(-1, (-1, 32))
-    power = grouped.abs().amax(-1).clamp(min=1e-20).log2().floor() - 2
+    exponent = grouped.abs().amax(-1).clamp(min=1e-20).log2().floor() - 2
     table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    scaled = grouped / power.exp2()[..., None]
+    scaled = grouped / exponent.exp2()[..., None]
     code = (scaled.abs()[..., None] - table).abs().argmin(-1) + 8 * (scaled < 0)
     pairs = code.unflatten(-1, (-1, 2)).to(torch.uint8)
-    return pairs[..., 0] | (pairs[..., 1] << 4), (power + 127).to(torch.uint8)
+    return pairs[..., 0] | (pairs[..., 1] << 4), (exponent + 127).to(torch.uint8)
 
 
 @torch.no_grad()
-def test_a_gpt_oss_folder_in_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
-    """Every weight bit for bit, and the logits; saved again it is a plain folder."""
+def test_a_gpt_oss_folder_in_mxfp4_is_dequantized_as_in_transformers(tmp_path: Path) -> None:
+    """Weights equal bit for bit, and the logits too; a saved copy is a plain folder."""
     settings = {**SIZES, **CASES["gpt_oss"], "hidden_size": 64, "intermediate_size": 32}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model("gpt_oss", **settings)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    held = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]:
-        held[f"{name}_blocks"], held[f"{name}_scales"] = packed_fours(held.pop(name))
-    save_file(held, tmp_path / "model.safetensors", {"format": "pt"})
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = to_mxfp4(tensors.pop(name))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     path = tmp_path / "config.json"
     quantized = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
     path.write_text(json.dumps(json.loads(path.read_text()) | quantized))
     ours = load_model(tmp_path)
     save_model(ours, tmp_path / "plain")
-    from_theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path,
         attn_implementation="eager",
         dtype=torch.float32,
         quantization_config=transformers.Mxfp4Config(dequantize=True),
     )
     plain = load_file(tmp_path / "plain/model.safetensors")
-    for name, values in from_theirs.state_dict().items():
+    for name, values in reference.state_dict().items():
         assert torch.equal(plain[name], values.float()), name
-    torch.testing.assert_close(ours(tokens()), from_theirs(tokens()).logits, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(ours(tokens()), reference(tokens()).logits, rtol=0, atol=TOLERANCE)
 
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
@@ -458,11 +467,11 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("case", "change", "message"), REFUSED)
-def test_what_is_not_built_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     case: str, change: dict[str, object], message: str
 ) -> None:
-    """One line that says which setting, before a weight is read."""
-    document = {**theirs(case).config.to_dict(), **change}
+    """The one-line error names the setting, and no weight is read."""
+    document = {**hf_model(case).config.to_dict(), **change}
     with pytest.raises(ParallelError, match=message) as caught:
         from_document(document)
     assert "\n" not in str(caught.value)
@@ -480,9 +489,9 @@ FAULTS: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("case", "name", "message"), FAULTS)
-def test_a_lost_tensor_is_named(case: str, name: str, message: str, tmp_path: Path) -> None:
-    """An expert, a correction or a sink that is not there is not made up."""
-    theirs(case).save_pretrained(tmp_path)
+def test_a_missing_tensor_is_named(case: str, name: str, message: str, tmp_path: Path) -> None:
+    """A missing expert, correction or sink is not replaced by a default."""
+    hf_model(case).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -498,11 +507,11 @@ def test_a_lost_tensor_is_named(case: str, name: str, message: str, tmp_path: Pa
         (lambda x: x[:, :, 4:], r"shape \(6, 32, 84\).* \(6, 32, 88\); fix config.json"),
     ],
 )
-def test_experts_of_another_shape_are_named(
+def test_experts_of_a_wrong_shape_are_named(
     damage: Callable[[Tensor], Tensor], message: str, tmp_path: Path
 ) -> None:
-    """As another writer may leave them: turned, too few, or narrower."""
-    theirs("gpt_oss").save_pretrained(tmp_path)
+    """Transposed, too few, or narrower."""
+    hf_model("gpt_oss").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     tensors[name] = damage(tensors[name]).contiguous()

@@ -1,7 +1,7 @@
-"""Engines, trainers and checkpoints on a device that is not the CPU: no tensor of theirs is lost.
+"""Engines, trainers and checkpoints on an emulated accelerator keep all tensors on the device.
 
-The device computes as the CPU does; a tensor on the wrong one, or a collective on the wrong group,
-raises (see `tests/rig/` at the repository's top).
+The device computes like the CPU. A tensor on the wrong device or a collective on the wrong group
+raises an error (see `tests/rig/` of the repository).
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from ms_parallel.cluster.layout import Layout
 HERE = Path(__file__).parent
 RUNS, DEVICE_RUNS = HERE / "runs.py", HERE / "device_runs.py"
 LAYOUTS = {1: ["data=1"], 2: ["data=2", "tensor=2", "pipeline=2"]}
-# The operators are the CPU's but for attention, which is the plain formula: float32's rounding.
+# Operators are the CPU's, except for attention, which is the plain formula: float32 roundings.
 TOLERANCE = 1e-5
 OPTIONS = {"recompute": "full", "schedule": "gpipe"}
 
@@ -31,11 +31,11 @@ SAMPLE = {
     "tensor=2": ("biases", "mixtral", "glm4_moe"),
     "pipeline=2": ("qwen3", "qwen3_moe", "gpt_oss"),
 }
-"""The families that are trained under each layout by default: all on one device and on two."""
+"""Families trained under each layout by default: all on one device and all on two."""
 
 
 def jobs_of(layout: str, families: Iterable[str]) -> list[dict[str, Any]]:
-    """Families of models, and settings of the engine."""
+    """Jobs of the families, and one with other engine settings."""
     common = {"layout": layout, "steps": 2}
     jobs = [{**common, "settings": FAMILIES[name]} for name in families]
     return [*jobs, {**common, "settings": VARIANTS["tied grouped"], "options": OPTIONS}]
@@ -43,100 +43,100 @@ def jobs_of(layout: str, families: Iterable[str]) -> list[dict[str, Any]]:
 
 @cache
 def truth() -> list[dict[str, Any]]:
-    """What one process finds on the CPU, of each family and at last of other settings."""
-    (found,) = run_processes(1, RUNS, "curves", jobs=jobs_of("data=1", FAMILIES))
-    return found  # type: ignore[no-any-return]
+    """Results of one process on the CPU, for each family and for the other settings."""
+    (results,) = run_processes(1, RUNS, "curves", jobs=jobs_of("data=1", FAMILIES))
+    return results  # type: ignore[no-any-return]
 
 
 def check_training(layouts: dict[str, Iterable[str]]) -> None:
-    """Losses and gradient norms of two steps, of families under layouts of as many devices."""
+    """Compare losses and gradient norms of two steps with the CPU's, for families by layout."""
     expected = dict(zip([*FAMILIES, "settings"], truth(), strict=True))
     names = [name for families in layouts.values() for name in (*families, "settings")]
     jobs = [job for layout, families in layouts.items() for job in jobs_of(layout, families)]
     count = Layout.parse(next(iter(layouts))).world_size
-    for found in run_on_rig(count, RUNS, "curves", jobs=jobs, device=None):
-        for name, many in zip(names, found, strict=True):
-            for what in ("losses", "norms"):
-                assert many[what] == pytest.approx(expected[name][what], rel=TOLERANCE), name
+    for results in run_on_rig(count, RUNS, "curves", jobs=jobs, device=None):
+        for name, curves in zip(names, results, strict=True):
+            for key in ("losses", "norms"):
+                assert curves[key] == pytest.approx(expected[name][key], rel=TOLERANCE), name
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_engines_train_as_on_the_cpu(count: int) -> None:
-    """Every family on one device and on two, and each layout."""
+    """All families on one device and on two, and each layout."""
     check_training({layout: SAMPLE[layout] for layout in LAYOUTS[count]})
 
 
 @pytest.mark.slow
 def test_engines_train_every_family_under_every_layout_as_on_the_cpu() -> None:
-    """What the sample leaves to other layouts, too."""
+    """Including cases that the default sample leaves out."""
     check_training(dict.fromkeys(LAYOUTS[2], FAMILIES))
 
 
-def test_what_one_layout_saves_another_loads(tmp_path: Path) -> None:
-    """Checkpoints, model folders, evaluation and generation: each layout reads another's."""
+def test_checkpoints_load_under_other_layouts(tmp_path: Path) -> None:
+    """Checkpoints, model folders, evaluation and generation, for pairs of layouts."""
     settings, folder = VARIANTS["tied grouped"], str(tmp_path)
     for count, layouts in LAYOUTS.items():
         run_on_rig(
             count,
             RUNS,
-            "save_and_answer",
+            "save_and_evaluate",
             layouts=layouts,
             settings=settings,
             folder=folder,
             device=None,
         )
-    every = [layout for layouts in LAYOUTS.values() for layout in layouts]
-    before = dict(zip(every, [every[-1], *every], strict=False))
-    found = []
+    all_layouts = [layout for layouts in LAYOUTS.values() for layout in layouts]
+    before = dict(zip(all_layouts, [all_layouts[-1], *all_layouts], strict=False))
+    results = []
     for count, layouts in LAYOUTS.items():
         jobs = [(before[layout], layout) for layout in layouts]
         ranks = run_on_rig(
             count,
             RUNS,
-            "load_and_answer",
+            "load_and_evaluate",
             jobs=jobs,
             settings=settings,
             folder=folder,
             device=None,
         )
-        found += ranks[0]
-    for answer in found[1:]:
-        assert answer["next"][0] == pytest.approx(found[0]["next"][0], rel=TOLERANCE)
-        assert answer["greedy"][0] == found[0]["greedy"][0]
+        results += ranks[0]
+    for result in results[1:]:
+        assert result["next"][0] == pytest.approx(results[0]["next"][0], rel=TOLERANCE)
+        assert result["greedy"][0] == results[0]["greedy"][0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[2])
 def test_schedules_are_measured_and_steps_recorded(layout: str) -> None:
-    """Times are taken with the device's own events, and gathered over its own groups."""
+    """Times come from the device's events and are gathered over its groups."""
     first, second = run_on_rig(2, DEVICE_RUNS, "measured", layout=layout)
     assert first == second
     assert all(first["times"])
 
 
-def test_a_module_of_the_users_own_trains() -> None:
+def test_a_custom_module_trains() -> None:
     """Its weights and buffers move to the device and are split there."""
     for layout in ("data=2", "tensor=2"):
-        first, second = run_on_rig(2, DEVICE_RUNS, "own_model", layout=layout)
+        first, second = run_on_rig(2, DEVICE_RUNS, "custom_model", layout=layout)
         assert first == second
 
 
 @pytest.mark.parametrize("layout", ["data=1", *LAYOUTS[2]])
-def test_trainers_stop_and_go_on(layout: str, corpus: Path, tmp_path: Path) -> None:
-    """A run in two parts is one run: three steps, whose last loss is below the first."""
+def test_trainers_stop_and_resume(layout: str, corpus: Path, tmp_path: Path) -> None:
+    """A resumed run has three steps, and the last loss is below the first."""
     count = 1 if layout == "data=1" else 2
-    found = run_on_rig(
+    results = run_on_rig(
         count, DEVICE_RUNS, "trained", corpus=str(corpus), output=str(tmp_path), layout=layout
     )
-    assert [each["step"] for each in found] == [3] * count
-    losses = found[0]["losses"]  # the first process speaks for all
+    assert [result["step"] for result in results] == [3] * count
+    losses = results[0]["losses"]  # only the first process emits events
     assert len(losses) == 3
     assert losses[-1] < losses[0]
-    assert found[0]["held out"] is not None
+    assert results[0]["held out"] is not None
 
 
 def test_the_command_trains_on_the_best_device(corpus: Path, tmp_path: Path) -> None:
-    """Under torchrun, each process on a device of its own."""
+    """Under torchrun, with one device per process."""
     run = write_run(tmp_path / "run.toml", corpus, steps=2, device=None)
-    typed = words(run, 2, "--set", "parallel_config.data=2")
-    done = run_command_on_rig(typed, variables=environment(), imports=IMPORTS)
+    command_words = words(run, 2, "--set", "parallel_config.data=2")
+    done = run_command_on_rig(command_words, variables=environment(), imports=IMPORTS)
     assert done.returncode == 0, done.stderr

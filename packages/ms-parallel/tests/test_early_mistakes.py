@@ -39,7 +39,7 @@ print(code, "torch" in sys.modules)
 def test_a_mistake_is_reported_before_torch_is_imported(
     command: str, content: str | None, message: str, tmp_path: Path
 ) -> None:
-    """A missing file, an unknown key, a missing folder: one line and exit code 2."""
+    """A missing file, an unknown key or a missing folder: one line and exit code 2."""
     run_file = tmp_path / "RUN.toml"
     if content is not None:
         run_file.write_text(content)

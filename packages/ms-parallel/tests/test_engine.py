@@ -1,4 +1,4 @@
-"""One process's engine against a plain loop, and what an engine does when something is wrong."""
+"""The engine of one process against a plain loop, and its behavior when something goes wrong."""
 
 import math
 import os
@@ -44,12 +44,12 @@ FAULTS = Path(__file__).parent / "faults.py"
 
 @pytest.fixture(scope="module")
 def groups() -> Groups:
-    """A group of this process alone."""
+    """Groups of a single process."""
     return connect(Layout(), device="cpu")
 
 
 def plain_loop(settings: dict[str, Any], steps: int) -> tuple[list[float], list[float]]:
-    """The same training in plain PyTorch, whole batches, torch's own optimizer and clipping."""
+    """The same training in plain PyTorch: full batches, torch's optimizer and clipping."""
     model = build_model(tiny(**settings))
     initialize(model, seed=0)
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -64,11 +64,11 @@ def plain_loop(settings: dict[str, Any], steps: int) -> tuple[list[float], list[
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, OPTIMIZER)
         logits = model(batch["tokens"], positions=batch["positions"], documents=batch["documents"])
-        each = F.cross_entropy(
+        token_losses = F.cross_entropy(
             logits.flatten(0, 1), batch["targets"].flatten(), reduction="none"
         ).view_as(batch["targets"])
         counted = batch["weights"] * (batch["targets"] != -100)
-        loss = (each * counted).sum() / counted.sum()
+        loss = (token_losses * counted).sum() / counted.sum()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
@@ -79,15 +79,15 @@ def plain_loop(settings: dict[str, Any], steps: int) -> tuple[list[float], list[
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_the_engine_trains_as_a_plain_loop_does(groups: Groups, variant: str) -> None:
-    """Losses and gradient norms of ten steps; float32 sums in another order, hence 1e-5."""
+    """Losses and gradient norms of ten steps; 1e-5 allows for float32 sums in a different order."""
     losses, norms = plain_loop(VARIANTS[variant], 10)
-    found = train(build(VARIANTS[variant], groups), 10)
-    assert found[0] == pytest.approx(losses, rel=1e-5)
-    assert found[1] == pytest.approx(norms, rel=1e-5)
+    engine_losses_and_norms = train(build(VARIANTS[variant], groups), 10)
+    assert engine_losses_and_norms[0] == pytest.approx(losses, rel=1e-5)
+    assert engine_losses_and_norms[1] == pytest.approx(norms, rel=1e-5)
 
 
-def test_mixed_precision_keeps_float32_masters_and_falls_alike(groups: Groups) -> None:
-    """bfloat16 has 8 bits, so a loss near 4 is right to about 2%; the weights stay float32."""
+def test_mixed_precision_keeps_float32_weights_and_similar_losses(groups: Groups) -> None:
+    """bfloat16 has 8 bits, so a loss near 4 is exact to about 2%."""
     engine = build({}, groups, mixed_precision=True)
     losses, _ = train(engine, 20)
     expected, _ = train(build({}, groups), 20)
@@ -97,7 +97,7 @@ def test_mixed_precision_keeps_float32_masters_and_falls_alike(groups: Groups) -
 
 
 class NotFinite(NextTokenLoss):
-    """Makes the gradient of the first rows infinite or NaN."""
+    """Loss with an infinite or NaN gradient."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -108,10 +108,8 @@ class NotFinite(NextTokenLoss):
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(
-    groups: Groups, value: float
-) -> None:
-    """The update says that it was skipped; weights and moments keep their bits; the next works."""
+def test_a_nonfinite_gradient_changes_nothing(groups: Groups, value: float) -> None:
+    """Weights and moments keep their bits, and the next update works."""
     engine = build({}, groups)
     train(engine, 2)
     before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
@@ -123,8 +121,8 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(
     assert not engine.step(global_batch(0), NextTokenLoss()).skipped
 
 
-def test_a_gradient_that_is_not_finite_raises_if_asked(groups: Groups) -> None:
-    """The error names the update; weights are as before."""
+def test_a_nonfinite_gradient_raises_on_request(groups: Groups) -> None:
+    """The error names the update, and weights are unchanged."""
     engine = build({}, groups, on_nonfinite="raise")
     before = engine.parameters["model.norm.weight"].clone()
     with pytest.raises(ParallelError, match="update 0: loss nan"):
@@ -133,7 +131,7 @@ def test_a_gradient_that_is_not_finite_raises_if_asked(groups: Groups) -> None:
 
 
 def test_a_batch_without_targets_is_skipped(groups: Groups) -> None:
-    """No division by zero and no decay of weights."""
+    """No division by zero, and no weight decay."""
     engine = build({}, groups)
     batch = global_batch(0)
     batch["targets"].fill_(-100)
@@ -142,8 +140,8 @@ def test_a_batch_without_targets_is_skipped(groups: Groups) -> None:
     assert torch.equal(before, engine.parameters["lm_head.weight"])
 
 
-def test_batches_of_arrays_are_taken_too(groups: Groups) -> None:
-    """Arrays in, the same loss out."""
+def test_batches_may_be_numpy_arrays(groups: Groups) -> None:
+    """The loss is the same."""
     batch = global_batch(0)
     arrays = {name: value.numpy() for name, value in batch.items()}
     losses = [build({}, groups).step(b, NextTokenLoss()).loss for b in (batch, arrays)]
@@ -152,27 +150,27 @@ def test_batches_of_arrays_are_taken_too(groups: Groups) -> None:
 
 @pytest.mark.parametrize("number", [VOCABULARY, -1, 2**40])
 @pytest.mark.parametrize("name", ["tokens", "targets"])
-def test_a_number_that_is_no_token_of_the_model_is_refused_with_its_row(
+def test_an_out_of_range_token_is_refused_with_its_row(
     groups: Groups, name: str, number: int
 ) -> None:
-    """Updates, evaluations, prompts and modules of one's own; nothing is learnt of the batch."""
+    """In updates, evaluations, prompts and custom modules; weights stay unchanged."""
     engine = build({}, groups)
     before = engine.parameters["lm_head.weight"].clone()
     batch = global_batch(0)
     batch[name][2, 3] = number
-    says = f"{name} must be below the vocabulary size of {VOCABULARY}, got {number} in row 2"
-    for each in (engine, Engine(build_model(tiny()))):
-        with pytest.raises(ConfigError, match=says):
-            each.step(batch, NextTokenLoss())
-        with pytest.raises(ConfigError, match=says):
-            each.evaluate(batch, lambda output, rows: output.token_losses(rows["targets"]))
+    message = f"{name} must be below the vocabulary size of {VOCABULARY}, got {number} in row 2"
+    for candidate in (engine, Engine(build_model(tiny()))):
+        with pytest.raises(ConfigError, match=message):
+            candidate.step(batch, NextTokenLoss())
+        with pytest.raises(ConfigError, match=message):
+            candidate.evaluate(batch, lambda output, rows: output.token_losses(rows["targets"]))
         with pytest.raises(ConfigError, match=f"got {number} in row 1"):
-            each.generate([[1], [2, number]], max_new_tokens=2)
+            candidate.generate([[1], [2, number]], max_new_tokens=2)
     assert torch.equal(before, engine.parameters["lm_head.weight"])
 
 
-def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
-    """Rows, optimizer, schedule, recompute and layout each say what to change."""
+def test_invalid_settings_are_named(groups: Groups) -> None:
+    """Rows, optimizer, schedule, recompute and layout; each message gives the remedy."""
     with pytest.raises(ConfigError, match="at least one row per batch, got 0"):
         build({}, groups).step(global_batch(0, rows=0), NextTokenLoss())
     with pytest.raises(ConfigError, match="needs measured costs; call search_schedule first"):
@@ -191,8 +189,8 @@ def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
         Engine(tiny(), Layout(data=2), device="cpu")
 
 
-def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine() -> None:
-    """Peak at the end of the warm-up, half way between peak and floor in the middle, then flat."""
+def test_the_learning_rate_warms_up_linearly_and_decays_by_a_cosine() -> None:
+    """Peak after warmup, the mean of peak and floor halfway, then constant."""
     config = AdamWConfig(learning_rate=1.0, warmup_steps=10, decay_steps=110, final_ratio=0.2)
     assert [learning_rate(step, config) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
     assert learning_rate(10, config) == pytest.approx(1.0)
@@ -202,68 +200,68 @@ def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine() -> None:
 
 @pytest.mark.parametrize("layout", ["data=2", "tensor=2", "pipeline=2"])
 def test_the_same_layout_twice_gives_the_same_bits(layout: str) -> None:
-    """Four steps, every weight and moment of every process."""
+    """All weights and moments of every process after four steps."""
     twice = run_processes(2, FAULTS, "digests", layout=layout)
     assert all(first == second for first, second in twice)
 
 
-def test_a_stage_that_raises_ends_the_others_too() -> None:
-    """Each rank names the stage, rank and microbatch, also one that waits for one that waits."""
-    # run_processes ends what waits longer; the time-out of a message is 600 s.
-    for found in run_processes(3, FAULTS, "raise_on_last_stage", check=False, timeout_s=60):
-        said = found["failed"].strip().splitlines()[-1]
-        assert said.endswith(
+def test_a_failing_stage_ends_the_other_stages() -> None:
+    """All ranks, including indirect waiters, name the failed stage, rank and microbatch."""
+    # run_processes would time out after 60 s; the timeout of a message is 600 s.
+    for result in run_processes(3, FAULTS, "raise_on_last_stage", check=False, timeout_s=60):
+        message = result["failed"].strip().splitlines()[-1]
+        assert message.endswith(
             "StageError: stage 2 on rank 2 failed at 2F1, microbatch 1: RuntimeError: a fault of"
             " this test"
         )
 
 
 def test_an_error_of_a_stage_keeps_its_class_on_every_rank() -> None:
-    """`except ModelError` catches it, and it has the exit code of a ModelError."""
+    """`except ModelError` catches it, and the exit code is the same as for a ModelError."""
     error = StageError.of("ModelError", "stage 0 on rank 0 failed")
     assert isinstance(error, ModelError)
     assert isinstance(error, StageError)
     assert exit_code(error) == exit_code(ModelError())
-    again = copy(error)
-    assert isinstance(again, ModelError)
-    assert str(again) == "stage 0 on rank 0 failed"
+    copied = copy(error)
+    assert isinstance(copied, ModelError)
+    assert str(copied) == "stage 0 on rank 0 failed"
     for name in ("RuntimeError", "StageError", "Any", ""):
         assert type(StageError.of(name, "a text")) is StageError
     assert exit_code(StageError.of("RuntimeError", "a text")) == 1
 
 
-def test_every_process_skips_when_one_stage_is_not_finite() -> None:
-    """The decision is taken from the whole gradient, so no process steps alone."""
+def test_all_processes_skip_an_update_with_one_nonfinite_stage() -> None:
+    """The decision is based on the full gradient, so no process steps alone."""
     for skipped, unchanged in run_processes(2, FAULTS, "not_finite_on_last_stage"):
         assert skipped
         assert unchanged
 
 
-def test_split_losses_and_gradients_equal_torch_in_chunks_and_whole() -> None:
-    """The vocabulary-parallel loss against F.cross_entropy, with one chunk and with many."""
-    # float32 sums over 24 logits and 10 rows: 1e-6 is some ten roundings.
+def test_vocabulary_parallel_losses_and_gradients_equal_torch() -> None:
+    """The vocabulary-parallel loss against F.cross_entropy, in one chunk and in many."""
+    # float32 sums over 24 logits and 10 rows: 1e-6 is about ten roundings.
     assert all(max(errors) < 1e-6 for errors in run_processes(2, FAULTS, "split_loss_errors"))
 
 
 @pytest.mark.parametrize("wrong", [24, 10**6, -1, -101])
-def test_a_target_that_is_no_class_of_a_split_vocabulary_is_refused(wrong: int) -> None:
-    """On both processes, which would else take its logit for 0; one process refuses it too."""
+def test_an_out_of_range_target_of_a_split_vocabulary_is_refused(wrong: int) -> None:
+    """On both processes, which would otherwise read its logit as 0; one process refuses it too."""
     with pytest.raises((IndexError, RuntimeError)):
         linear_cross_entropy(torch.randn(1, 6), torch.randn(24, 6), torch.tensor([wrong]))
-    for said in run_processes(2, FAULTS, "foreign_targets", wrong=wrong):
-        assert [f"index {wrong} is out of bounds" in each for each in said] == [True, True], said
+    for messages in run_processes(2, FAULTS, "foreign_targets", wrong=wrong):
+        assert [f"index {wrong} is out of bounds" in m for m in messages] == [True, True], messages
 
 
 def test_mixed_precision_works_under_every_axis() -> None:
-    """Each layout of two processes follows one process's curve as far as bfloat16 can."""
-    (one,) = run_processes(1, FAULTS, "mixed", layouts=["data=1"])
-    for of_rank in run_processes(2, FAULTS, "mixed", layouts=["data=2", "tensor=2", "pipeline=2"]):
-        for losses in of_rank:
-            assert losses == pytest.approx(one[0], rel=0.02)
+    """Losses equal one process's within the precision of bfloat16."""
+    (expected,) = run_processes(1, FAULTS, "mixed", layouts=["data=1"])
+    for results in run_processes(2, FAULTS, "mixed", layouts=["data=2", "tensor=2", "pipeline=2"]):
+        for losses in results:
+            assert losses == pytest.approx(expected[0], rel=0.02)
 
 
-def test_a_started_process_ends_cleanly(tmp_path: Path) -> None:
-    """Under torchrun a script that only builds an engine exits with 0 and complains of nothing."""
+def test_a_launched_process_exits_cleanly(tmp_path: Path) -> None:
+    """Under torchrun a script that only builds an engine exits with 0 and without warnings."""
     script = tmp_path / "train.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(RUNS.parent)!r})\n"
@@ -276,8 +274,8 @@ def test_a_started_process_ends_cleanly(tmp_path: Path) -> None:
     assert "terminate called" not in done.stderr
 
 
-def test_a_plain_start_is_told_what_to_type(tmp_path: Path) -> None:
-    """`python train.py --x` where two processes are needed names the torchrun command."""
+def test_a_start_without_torchrun_prints_the_command(tmp_path: Path) -> None:
+    """`python train.py --x` prints the torchrun command if two processes are needed."""
     script = tmp_path / "train.py"
     script.write_text(
         "from ms_parallel.cluster.connection import connect\n"
@@ -288,8 +286,8 @@ def test_a_plain_start_is_told_what_to_type(tmp_path: Path) -> None:
     assert "torchrun --standalone --nproc-per-node 2 train.py --x" in done.stderr
 
 
-def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
-    """The error names the address and what to change."""
+def test_a_port_in_use_gives_a_one_line_error(tmp_path: Path) -> None:
+    """The error names the address and the remedy."""
     (tmp_path / "train.py").write_text(
         "from ms_parallel.errors import LaunchError\n"
         "from ms_parallel.cluster.connection import connect\n"
@@ -297,10 +295,10 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
         "try:\n    connect(Layout(), device='cpu')\n"
         "except LaunchError as error:\n    print(error)\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        variables = {**os.environ, **place, "MASTER_PORT": str(port)}
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
+        launch = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        variables = {**os.environ, **launch, "MASTER_PORT": str(port)}
         done = run_command(["train.py"], folder=tmp_path, environment=variables)
     (line,) = done.stdout.splitlines()
     assert f"127.0.0.1:{port}" in line

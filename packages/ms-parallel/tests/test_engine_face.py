@@ -1,4 +1,4 @@
-"""What trainers ask of an engine besides updates: statistics, heads, adapters, hooks and limits."""
+"""The engine's interface for trainers: statistics, heads, adapters, hooks and input checks."""
 
 import sys
 from contextlib import nullcontext
@@ -27,31 +27,31 @@ TEMPERATURE = 2.0
 
 @pytest.fixture(scope="module")
 def groups() -> Groups:
-    """A group of this process alone."""
+    """Groups of a single process."""
     return connect(Layout(), device="cpu")
 
 
 class WithStatistics:
-    """Token losses at a temperature, and beside them their entropies and a head's sum."""
+    """Token losses at a temperature, with entropies and the sum of a head as statistics."""
 
     statistics = ("loss", "entropy", "value")
 
     def weight(self, batch: Batch) -> float:
-        """Targets."""
+        """Number of targets."""
         return float((batch["targets"] >= 0).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Their sum, and the statistics."""
+        """Sum of the losses, and the statistics."""
         counted = batch["targets"] >= 0
         losses = output.token_losses(batch["targets"], temperature=TEMPERATURE)
         entropies = output.entropies(counted, temperature=TEMPERATURE)
         value = output.head("value").squeeze(-1) * counted
-        found = torch.stack([losses.sum(), entropies.sum(), value.sum()])
-        return losses.sum() + value.sum(), found.detach()
+        statistics = torch.stack([losses.sum(), entropies.sum(), value.sum()])
+        return losses.sum() + value.sum(), statistics.detach()
 
 
 def test_a_loss_logs_statistics_of_the_whole_batch(groups: Groups) -> None:
-    """Each is its sum over all microbatches by the weight; heads begin at zero, and learn."""
+    """Sums over all microbatches divided by the weight; heads start at zero and learn."""
     engine = build({}, groups, heads={"value": 1}, microbatch_size=3)
     batch = global_batch(0)
     model = engine.module
@@ -96,30 +96,30 @@ BATCH["targets"] = BATCH["tokens"]
         ({"tokens": "a text"}, "'tokens' as str, which is not an array of numbers"),
     ],
 )
-def test_a_batch_that_is_not_one_is_refused_in_one_line(
+def test_an_invalid_batch_is_refused_in_one_line(
     groups: Groups, change: dict[str, Any], problem: str
 ) -> None:
-    """It names what a batch has, and the keys, shapes and dtypes of this one."""
+    """It describes a valid batch, and the keys, shapes and dtypes of this one."""
     engine = build({}, groups)
     batch = {name: value for name, value in {**BATCH, **change}.items() if value is not None}
     with pytest.raises(ModelError) as refused:
         engine.step(batch, NextTokenLoss())
-    said = str(refused.value)
-    assert problem in said
-    assert "a batch has tokens (B, S) int64" in said
-    assert "\n" not in said
-    if "'tokens' as" not in said:
+    message = str(refused.value)
+    assert problem in message
+    assert "a batch has tokens (B, S) int64" in message
+    assert "\n" not in message
+    if "'tokens' as" not in message:
         for name, value in batch.items():
             shape = tuple(torch.as_tensor(value).shape)
-            assert f"{name} {shape} {str(torch.as_tensor(value).dtype)[6:]}" in said
+            assert f"{name} {shape} {str(torch.as_tensor(value).dtype)[6:]}" in message
     assert engine.step_count == 0
-    if "targets" in batch:  # which a function of the logits need not read
+    if "targets" in batch:  # a function of the logits does not need targets
         with pytest.raises(ModelError, match="a batch has tokens"):
             engine.evaluate(batch, lambda output, _: output.logits())
 
 
-def test_a_key_that_a_function_reads_and_the_batch_lacks_is_named(groups: Groups) -> None:
-    """Keys of other mappings stay a KeyError: that is a fault of the function."""
+def test_a_missing_batch_key_is_named(groups: Groups) -> None:
+    """A KeyError of another mapping is not converted, because it is a bug in the function."""
     engine = build({}, groups)
     with pytest.raises(ModelError, match="must have 'rewards', which the loss reads"):
         engine.evaluate(BATCH, lambda _, batch: batch["rewards"])
@@ -128,8 +128,8 @@ def test_a_key_that_a_function_reads_and_the_batch_lacks_is_named(groups: Groups
         engine.evaluate(BATCH, lambda *_: other["tokens"])
 
 
-def test_integers_of_any_width_are_tokens(groups: Groups) -> None:
-    """Arrays of a data loader are often uint16 or int32."""
+def test_tokens_may_be_integers_of_any_width(groups: Groups) -> None:
+    """Data loaders often return uint16 or int32 arrays."""
     engine = build({}, groups)
     expected = engine.evaluate(BATCH, lambda output, _: output.logits())
     for dtype in (torch.uint16, torch.int32, torch.uint8):
@@ -147,10 +147,10 @@ def test_integers_of_any_width_are_tokens(groups: Groups) -> None:
         ([[[1]]], r"prompt 0 must be .*a tensor \(1, 1\) int64"),
     ],
 )
-def test_prompts_that_are_not_rows_of_tokens_are_refused(
+def test_prompts_that_are_not_lists_of_token_ids_are_refused(
     groups: Groups, prompts: Any, message: str
 ) -> None:
-    """Texts above all, which have to be encoded first."""
+    """In particular texts, which must be encoded first."""
     with pytest.raises(ModelError, match=message):
         build({}, groups).generate(prompts, max_new_tokens=1)
 
@@ -166,14 +166,14 @@ def test_prompts_may_be_a_tensor(groups: Groups) -> None:
         engine.generate([[1]], max_new_tokens=1.5)  # type: ignore[arg-type]
 
 
-def test_a_head_that_was_not_asked_for_is_named(groups: Groups) -> None:
-    """With what would give one."""
+def test_a_missing_head_is_named(groups: Groups) -> None:
+    """The message shows how to build an engine with it."""
     with pytest.raises(ModelError, match=r"no head 'value'; build it with heads=\{'value': 1\}"):
         build({}, groups).evaluate(global_batch(0), lambda output, _: output.head("value"))
 
 
-def test_an_update_without_targets_says_so_and_has_no_numbers(groups: Groups) -> None:
-    """NaN, as a loss of zero would be a perfect one."""
+def test_an_update_without_targets_is_skipped_and_has_nan_metrics(groups: Groups) -> None:
+    """They are NaN, as a loss of 0 would look perfect."""
     batch = global_batch(0)
     batch["targets"].fill_(-100)
     update = build({}, groups, heads={"value": 1}).step(batch, WithStatistics())
@@ -183,9 +183,9 @@ def test_an_update_without_targets_says_so_and_has_no_numbers(groups: Groups) ->
 
 
 def test_hooks_on_torch_optimizers_see_each_update(groups: Groups) -> None:
-    """Profilers find steps and models by them: also a skipped one, and none without targets."""
-    seen: list[Any] = []
-    handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    """Profilers detect steps with them, skipped ones included, but not steps without targets."""
+    optimizers: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: optimizers.append(optimizer))
     try:
         engine = build({}, groups)
         engine.step(global_batch(0), NextTokenLoss())
@@ -195,14 +195,14 @@ def test_hooks_on_torch_optimizers_see_each_update(groups: Groups) -> None:
         engine.step(empty, NextTokenLoss())
     finally:
         handle.remove()
-    assert seen == [engine.optimizer] * 2
+    assert optimizers == [engine.optimizer] * 2
     (stage,) = engine.stages.values()
-    held = {id(parameter) for parameter in engine.optimizer.param_groups[0]["params"]}
-    assert held == {id(parameter) for parameter in stage.parameters()}
+    param_ids = {id(parameter) for parameter in engine.optimizer.param_groups[0]["params"]}
+    assert param_ids == {id(parameter) for parameter in stage.parameters()}
 
 
 class Shift(nn.Module):
-    """A norm, and beside it a vector that is added."""
+    """A norm and a vector added to its output."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -211,16 +211,16 @@ class Shift(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The norm's."""
+        """Weight of the norm."""
         return self.base.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., H) to the same."""
+        """(..., H) to (..., H)."""
         return self.base(x) + self.vector
 
 
 class Shifts:
-    """Adapters in the sense of the engine's Protocol."""
+    """Adapters that satisfy the engine's protocol."""
 
     def __init__(self, stages: Any) -> None:
         for stage in stages.values():
@@ -228,15 +228,15 @@ class Shifts:
             stage.model.norm = Shift(stage.model.norm)
 
     def disable_adapter(self) -> Any:
-        """Nothing to switch here."""
+        """No-op."""
         return nullcontext()
 
     def save_pretrained(self, folder: Path) -> None:
-        """Nothing to write here."""
+        """No-op."""
 
 
-def test_adapters_are_trained_and_nothing_else(groups: Groups) -> None:
-    """The model's own weights keep their bits; the state holds what is trained."""
+def test_only_adapters_are_trained(groups: Groups) -> None:
+    """The base weights keep their bits, and the state has only trained parameters."""
     engine = build({}, groups)
     before = {name: value.clone() for name, value in engine.parameters.items()}
     engine.adapt(Shifts)
@@ -251,29 +251,27 @@ def test_adapters_are_trained_and_nothing_else(groups: Groups) -> None:
 
 
 def test_limits_are_those_of_the_model(groups: Groups) -> None:
-    """Tokens that it knows and the longest row; no limit where a family has none."""
+    """Vocabulary size and context length; None for families without a limit."""
     engine = build({}, groups)
     assert (engine.vocabulary_size, engine.context) == (48, 4096)
     assert Engine(tiny(model_type="transformer-xl"), groups=groups).context is None
     assert (engine.data_rank, engine.data_ranks) == (0, 1)
 
 
-def test_weights_that_a_checkpoint_brings_are_not_drawn(
-    groups: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine with unset weights draws none, and trains on as the one that was saved."""
+def test_unset_weights_are_not_initialized(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights="unset", training continues like the engine that was saved."""
     first = build({}, groups)
     first.step(global_batch(0), NextTokenLoss())
     state = {name: value.clone() for name, value in first.state_dict().items()}
-    monkeypatch.setattr(assembly, "initialize", None)  # to call it would raise
+    monkeypatch.setattr(assembly, "initialize", None)  # a call would raise
     second = build({}, groups, weights="unset")
     second.load_state_dict(state)
     updates = [engine.step(global_batch(1), NextTokenLoss()) for engine in (first, second)]
     assert updates[0] == updates[1]
 
 
-def test_to_make_a_trainer_changes_nothing_in_the_process() -> None:
-    """The hook that ends scripts in one line is set where training begins."""
+def test_creating_a_trainer_does_not_change_the_process() -> None:
+    """The excepthook is installed only when training starts."""
     hook = sys.excepthook
     DistributedTrainer("llama", {"data": 1}, sequence_length=8)
     assert sys.excepthook is hook
@@ -291,16 +289,14 @@ def test_to_make_a_trainer_changes_nothing_in_the_process() -> None:
         ({"learning_rate": float("nan")}, "learning_rate must be a number of at least 0, got nan"),
     ],
 )
-def test_settings_of_the_optimizer_are_refused_as_a_run_files_are(
-    settings: dict[str, Any], message: str
-) -> None:
-    """One line, with what would do."""
+def test_invalid_optimizer_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    """The one-line error gives the remedy."""
     with pytest.raises(ConfigError, match=message):
         AdamWConfig(**settings)
 
 
-def test_every_decay_falls_from_the_peak_to_the_floor() -> None:
-    """A file in `decays/` is enough for one; each begins at 1, ends at 0 and never rises."""
+def test_every_decay_goes_from_the_peak_to_the_floor() -> None:
+    """Decays are registered by their file in `decays/`; none ever rises."""
     assert set(decays()) == {"cosine", "linear", "wsd"}
     for name in decays():
         config = AdamWConfig(learning_rate=1.0, decay=name, decay_steps=20, final_ratio=0.25)
@@ -312,8 +308,8 @@ def test_every_decay_falls_from_the_peak_to_the_floor() -> None:
     assert learning_rate(5, config) == pytest.approx(0.75)
 
 
-def test_axes_are_the_fields_of_a_layout_that_have_ranks() -> None:
-    """The mesh, places and readers all follow from them."""
+def test_mesh_axes_are_fields_of_a_layout() -> None:
+    """The mesh and each rank's place derive from them."""
     assert AXES == ("pipeline", "data", "context", "tensor")
     assert row_axes() == ("data",)
     place = Layout(data=3, tensor=2).place(3)

@@ -1,4 +1,4 @@
-"""Families with experts: folders, logits and texts against transformers; damage named."""
+"""Families with experts against transformers: folders, logits, generation and damage."""
 
 import re
 import shutil
@@ -54,12 +54,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True},
     ),
 }
-# Logits reach about 10; transformers' and ours differ by a few roundings, far below a choice.
+# Logits reach about 10; implementations differ by a few roundings, too little to change routes.
 TOLERANCE = 1e-4
 
 
-def theirs(case: str) -> Any:
-    """A model of transformers with random weights, its experts one after the other."""
+def hf_model(case: str) -> Any:
+    """A transformers model with random weights and eager experts."""
     family, settings = CASES[case]
     config = transformers.AutoConfig.for_model(family, **{**SIZES, **settings})
     with torch.random.fork_rng(), torch.no_grad():
@@ -78,9 +78,9 @@ def tokens() -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_folders_and_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """Theirs reads as ours, ours as theirs, name by name and bit for bit; logits agree."""
-    reference = theirs(case)
+def test_folders_and_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Each side loads the other's folder with equal tensors, and logits agree."""
+    reference = hf_model(case)
     reference.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     ours = load_model(tmp_path / "theirs")
     expected = reference(tokens()).logits
@@ -91,10 +91,10 @@ def test_folders_and_logits_are_those_of_transformers(case: str, tmp_path: Path)
     after = load_file(tmp_path / "ours/model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    again = transformers.AutoModelForCausalLM.from_pretrained(
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", experts_implementation="eager"
     )
-    assert torch.equal(again.eval()(tokens()).logits, expected)
+    assert torch.equal(reloaded.eval()(tokens()).logits, expected)
     save_model(load_model(tmp_path / "ours"), tmp_path / "twice")
     for name in ("model.safetensors", "config.json", "generation_config.json"):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
@@ -102,60 +102,60 @@ def test_folders_and_logits_are_those_of_transformers(case: str, tmp_path: Path)
 
 @pytest.mark.parametrize("case", ["mixtral-window", "qwen3_moe-some", "olmoe"])
 @torch.no_grad()
-def test_packed_documents_and_generated_texts_are_those_of_each_alone(
-    case: str, tmp_path: Path
-) -> None:
-    """Experts see tokens one by one; a cache changes nothing."""
-    reference = theirs(case)
+def test_packed_documents_and_generation_equal_separate_ones(case: str, tmp_path: Path) -> None:
+    """Experts process tokens independently, and a cache changes nothing."""
+    reference = hf_model(case)
     reference.save_pretrained(tmp_path)
     row = tokens()[:1]
     documents = torch.tensor([[0] * 15 + [1] * 25]).int()
     positions = torch.cat((torch.arange(15), torch.arange(25)))[None]
     packed = load_model(tmp_path)(row, positions=positions, documents=documents)
-    alone = [reference(row[:, :15]).logits, reference(row[:, 15:]).logits]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=TOLERANCE, rtol=0)
+    separate = [reference(row[:, :15]).logits, reference(row[:, 15:]).logits]
+    torch.testing.assert_close(packed, torch.cat(separate, 1), atol=TOLERANCE, rtol=0)
     prompts = [row[0, :6].tolist(), row[0, 9:12].tolist()]
-    written = Engine(tmp_path).generate(prompts, max_new_tokens=5, stop_token=None, temperature=0.0)
-    for prompt, new in zip(prompts, written, strict=True):
+    generated = Engine(tmp_path).generate(
+        prompts, max_new_tokens=5, stop_token=None, temperature=0.0
+    )
+    for prompt, new in zip(prompts, generated, strict=True):
         text = reference(torch.tensor([prompt + new])).logits[0].argmax(-1)
         assert text[len(prompt) - 1 : -1].tolist() == new
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sound folder to damage."""
-    where = tmp_path_factory.mktemp("sound")
-    theirs("qwen3_moe").save_pretrained(where)
-    return where
+    """An intact folder."""
+    path = tmp_path_factory.mktemp("sound")
+    hf_model("qwen3_moe").save_pretrained(path)
+    return path
 
 
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
 
 
-def lose(tensors: dict[str, Tensor]) -> None:
-    """One of an expert's three."""
+def remove_tensor(tensors: dict[str, Tensor]) -> None:
+    """Remove a single tensor of an expert."""
     del tensors[EXPERT.format(4, "up")]
 
 
-def lose_seven(tensors: dict[str, Tensor]) -> None:
-    """All but the first expert of all layers."""
+def remove_experts(tensors: dict[str, Tensor]) -> None:
+    """Remove all experts but the first in every layer."""
     for name in [n for n in tensors if re.search(r"experts\.[1-5]\.", n)]:
         del tensors[name]
 
 
-def add(tensors: dict[str, Tensor]) -> None:
-    """An expert too many."""
+def add_expert(tensors: dict[str, Tensor]) -> None:
+    """Add a tensor of an extra expert."""
     tensors[EXPERT.format(6, "up")] = tensors[EXPERT.format(5, "up")].clone()
 
 
-def turn(tensors: dict[str, Tensor]) -> None:
-    """One matrix the other way."""
+def transpose(tensors: dict[str, Tensor]) -> None:
+    """Transpose one matrix."""
     name = EXPERT.format(2, "down")
     tensors[name] = tensors[name].T.contiguous()
 
 
-def fuse(tensors: dict[str, Tensor]) -> None:
-    """All experts in one tensor, as transformers has them in memory."""
+def stack_experts(tensors: dict[str, Tensor]) -> None:
+    """Stack all experts in one tensor, as transformers has them in memory."""
     for layer in range(3):
         names = [f"model.layers.{layer}.mlp.experts.{e}.down_proj.weight" for e in range(6)]
         stack = torch.stack([tensors.pop(name) for name in names])
@@ -163,37 +163,43 @@ def fuse(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
-        (lose, r"lacks 1 of \d+ tensors, first 'model.layers.1.mlp.experts.4.up_proj.weight'"),
-        (lose_seven, r"lacks 45 of \d+ tensors, first 'model.layers.0.mlp.experts.1.down_proj"),
         (
-            add,
+            remove_tensor,
+            r"lacks 1 of \d+ tensors, first 'model.layers.1.mlp.experts.4.up_proj.weight'",
+        ),
+        (remove_experts, r"lacks 45 of \d+ tensors, first 'model.layers.0.mlp.experts.1.down_proj"),
+        (
+            add_expert,
             r"experts.6.up_proj.weight', which .*; it asks for model.layers.1.mlp.experts.0 to 5",
         ),
         (
-            turn,
+            transpose,
             r"experts.2.down_proj.weight' with shape \(20, 32\), .* \(32, 20\); it is transposed",
         ),
-        (fuse, r"lacks 18 of \d+ tensors, first 'model.layers.0.mlp.experts.0.down_proj.weight'"),
+        (
+            stack_experts,
+            r"lacks 18 of \d+ tensors, first 'model.layers.0.mlp.experts.0.down_proj.weight'",
+        ),
     ],
 )
-def test_a_folder_with_other_experts_is_refused_by_name(
-    damage: Callable[[dict[str, Tensor]], None], says: str, folder: Path, tmp_path: Path
+def test_a_folder_with_wrong_experts_is_refused_by_name(
+    damage: Callable[[dict[str, Tensor]], None], message: str, folder: Path, tmp_path: Path
 ) -> None:
-    """Missing, extra, transposed and fused ones: one line says which, and what fits."""
+    """The one-line error names missing, extra, transposed and fused tensors, and what fits."""
     shutil.copytree(folder, tmp_path / "damaged")
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)
     save_file(tensors, tmp_path / "damaged/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=says) as raised:
+    with pytest.raises(ModelError, match=message) as raised:
         load_model(tmp_path / "damaged")
     assert "\n" not in str(raised.value)
 
 
 @torch.no_grad()
-def test_a_model_that_has_lost_an_expert_is_not_saved(folder: Path, tmp_path: Path) -> None:
-    """Rather than a folder that nobody can read."""
+def test_a_model_without_an_expert_is_not_saved(folder: Path, tmp_path: Path) -> None:
+    """The folder could not be loaded."""
     model = load_model(folder)
     del model.model.layers["1"].mlp.experts.down_proj  # type: ignore[union-attr,index]
     with pytest.raises(ModelError, match=r"has 'model.layers.1.mlp.experts.0.down_proj.weight'"):
@@ -202,7 +208,7 @@ def test_a_model_that_has_lost_an_expert_is_not_saved(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "says"),
+    ("family", "settings", "message"),
     [
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most 8"),
         ("olmoe", {"num_experts": 0}, "num_experts"),
@@ -214,9 +220,9 @@ def test_a_model_that_has_lost_an_expert_is_not_saved(folder: Path, tmp_path: Pa
         ("qwen3_moe", {"router_aux_loss_coef": -1.0}, "router_aux_loss_coef"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused(
-    family: str, settings: dict[str, Any], says: str
+def test_invalid_expert_settings_are_refused(
+    family: str, settings: dict[str, Any], message: str
 ) -> None:
-    """By the setting's name."""
-    with pytest.raises(ConfigError, match=says):
+    """The message names the setting."""
+    with pytest.raises(ConfigError, match=message):
         architecture(family, settings)

@@ -1,4 +1,4 @@
-"""Experts shared out over processes train, are saved and are loaded as in one process."""
+"""Expert parallelism trains, saves and loads like one process."""
 
 import random
 from pathlib import Path
@@ -28,32 +28,32 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {**FAMILIES["glm4_moe"], "n_routed_experts": 4},
     "gpt_oss": {**FAMILIES["gpt_oss"], "num_local_experts": 4},
 }
-"""Every family with experts, of which there are as many as four ranks divide."""
-AGAIN: dict[str, Any] = {"recompute": "full"}
+"""All families with experts, whose number four ranks divide."""
+RECOMPUTED: dict[str, Any] = {"recompute": "full"}
 
 
-def test_gradients_with_experts_shared_out_are_those_of_one_process(tmp_path: Path) -> None:
-    """Shared experts and biases, recomputation, context, and a rank to which no token comes."""
-    idle = {"first_experts": True, "options": {"microbatch_size": 1, **AGAIN}}
+def test_expert_parallel_gradients_equal_one_process(tmp_path: Path) -> None:
+    """Shared experts and biases, recomputation, context, and a rank without tokens."""
+    idle = {"first_experts": True, "options": {"microbatch_size": 1, **RECOMPUTED}}
     check(
         [
             job("data=2,expert=2", MODELS["qwen3_moe"], options=SEQUENCE),
             job("data=2,expert=2", MODELS["deepseek_v3"], **idle),
-            job("context=2,expert=2", MODELS["gpt_oss"], options=AGAIN),
+            job("context=2,expert=2", MODELS["gpt_oss"], options=RECOMPUTED),
         ],
         tmp_path,
     )
 
 
-def test_gradients_of_experts_that_are_sharded_further_are_those_of_one_process(
+def test_gradients_of_sharded_experts_equal_one_process(
     tmp_path: Path,
 ) -> None:
-    """Over data ranks that have the same experts, by whole ones or not; and over tensor ranks."""
-    three = {**FAMILIES["qwen3_moe"], "num_experts": 6}
+    """Sharded over data ranks with the same experts, evenly or not, and over tensor ranks."""
+    six_experts = {**FAMILIES["qwen3_moe"], "num_experts": 6}
     check(
         [
             job("data=4,expert=2", MODELS["qwen3_moe"], options={"microbatch_size": 1}),
-            job("data=4,expert=2", three, options={"microbatch_size": 1, **AGAIN}),
+            job("data=4,expert=2", six_experts, options={"microbatch_size": 1, **RECOMPUTED}),
             job("data=2,tensor=2,expert=2", MODELS["gpt_oss"]),
             job("data=2,pipeline=2,expert=2", MODELS["glm4_moe"], options={"microbatch_size": 1}),
         ],
@@ -79,104 +79,104 @@ LAYOUTS = (
 
 
 @pytest.mark.slow
-def test_gradients_of_every_family_and_layout_are_those_of_one_process(tmp_path: Path) -> None:
-    """Drawn layouts, families, schedules, recomputation, microbatches, lengths and documents."""
-    chance = random.Random(0)
+def test_gradients_of_all_families_and_layouts_equal_one_process(tmp_path: Path) -> None:
+    """Random layouts, families, schedules, recomputation, microbatches, lengths and documents."""
+    rng = random.Random(0)
     jobs = []
-    for number in range(72):
-        layout, family = LAYOUTS[number % len(LAYOUTS)], chance.choice(list(MODELS))
+    for index in range(72):
+        layout, family = LAYOUTS[index % len(LAYOUTS)], rng.choice(list(MODELS))
         rows = 4 // Layout.parse(layout).data_ranks
         pipeline = "pipeline" in layout
         options = {
-            "recompute": chance.choice(("none", "full")),
-            "microbatch_size": 1 if pipeline else chance.choice(range(1, rows + 1)),
-            **(SEQUENCE if chance.random() < 0.5 else {}),
+            "recompute": rng.choice(("none", "full")),
+            "microbatch_size": 1 if pipeline else rng.choice(range(1, rows + 1)),
+            **(SEQUENCE if rng.random() < 0.5 else {}),
         }
         if pipeline:
-            options["schedule"] = chance.choice(("1f1b", "zb-h1"))
-        length = 4 * chance.choice((3, 4, 6))  # short rows have gradients that cancel
-        idle = MODELS[family].get("n_routed_experts") is not None and chance.random() < 0.5
+            options["schedule"] = rng.choice(("1f1b", "zb-h1"))
+        length = 4 * rng.choice((3, 4, 6))  # gradients of shorter rows cancel out
+        idle = MODELS[family].get("n_routed_experts") is not None and rng.random() < 0.5
         jobs.append(
             job(
                 layout,
                 MODELS[family],
                 options=options,
                 length=length,
-                seed=number % 3,
+                seed=index % 3,
                 first_experts=idle,
-                lengths=[chance.randint(1, length) for _ in range(3)],
+                lengths=[rng.randint(1, length) for _ in range(3)],
             )
         )
     check(jobs, tmp_path)
 
 
 def curves(jobs: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
-    """Losses and gradient norms of each job, the same from every process."""
+    """Losses and gradient norms of each job, checked to be equal on all processes."""
     count = Layout.parse(jobs[0]["layout"]).world_size
-    of_ranks = run_processes(count, TRAINED, "curves", jobs=jobs)
-    assert all(found == of_ranks[0] for found in of_ranks)
-    found: list[dict[str, list[float]]] = of_ranks[0]
-    return found
+    ranks = run_processes(count, TRAINED, "curves", jobs=jobs)
+    assert all(rank == ranks[0] for rank in ranks)
+    results: list[dict[str, list[float]]] = ranks[0]
+    return results
 
 
 def test_norms_count_each_expert_once() -> None:
-    """Clipped by one process's norm, so that losses are its own; also in bfloat16."""
-    plain = [{"settings": MODELS[each], "steps": 4} for each in ("qwen3_moe", "deepseek_v3")]
+    """Clipping uses the norm of one process, so losses are equal; also in bfloat16."""
+    plain = [{"settings": MODELS[name], "steps": 4} for name in ("qwen3_moe", "deepseek_v3")]
     jobs = [*plain, {**plain[0], "options": {"mixed_precision": True}}]
-    one = curves([{**each, "layout": "data=1"} for each in jobs])
-    many = curves([{**each, "layout": "data=2,expert=2"} for each in jobs])
-    for alone, shared, tolerance in zip(one, many, (1e-5, 1e-5, 2e-2), strict=True):
-        assert max(alone["norms"]) > 1.0, "nothing is clipped"
-        for what in ("losses", "norms"):
-            assert shared[what] == pytest.approx(alone[what], rel=tolerance)
+    single = curves([{**job, "layout": "data=1"} for job in jobs])
+    parallel = curves([{**job, "layout": "data=2,expert=2"} for job in jobs])
+    for expected, actual, tolerance in zip(single, parallel, (1e-5, 1e-5, 2e-2), strict=True):
+        assert max(expected["norms"]) > 1.0, "nothing is clipped"
+        for key in ("losses", "norms"):
+            assert actual[key] == pytest.approx(expected[key], rel=tolerance)
 
 
-def test_a_recomputation_neither_routes_nor_counts_again() -> None:
-    """What it takes over are the counts; rows travel once more, each way."""
+def test_a_recomputation_reuses_routes_and_counts() -> None:
+    """It reuses the counts; rows are exchanged once more in each direction."""
     plain = {"layout": "data=2,expert=2", "settings": MODELS["mixtral"]}
-    layers, ways = 3, 2
-    once = {"counted": layers, "travelled": 2 * layers * ways}
-    again = {"counted": layers, "travelled": 3 * layers * ways}
-    for options, right in (({}, once), (AGAIN, again)):
-        found = run_processes(2, EXPERTS, "exchanges", job={**plain, "options": options})
-        assert found == [right, right]
+    layers, directions = 3, 2
+    once = {"counted": layers, "exchanged": 2 * layers * directions}
+    recomputed = {"counted": layers, "exchanged": 3 * layers * directions}
+    for options, expected in (({}, once), (RECOMPUTED, recomputed)):
+        calls = run_processes(2, EXPERTS, "exchanges", job={**plain, "options": options})
+        assert calls == [expected, expected]
 
 
-def go_through(pairs: list[tuple[str, str, str]], folder: Path) -> None:
+def save_and_load_pairs(pairs: list[tuple[str, str, str]], folder: Path) -> None:
     """Train and save under the first layout of each pair, and load under the second."""
     jobs = {
-        str(number): {
+        str(index): {
             "settings": {**MODELS[family], "num_hidden_layers": 3},
             "options": {"microbatch_size": 1},
-            "from": one,
-            "to": other,
+            "from": source,
+            "to": target,
         }
-        for number, (family, one, other) in enumerate(pairs)
+        for index, (family, source, target) in enumerate(pairs)
     }
     results: dict[str, dict[str, Any]] = {}
-    for way, function in (("from", "saved"), ("to", "loaded")):
+    for end, function in (("from", "saved"), ("to", "loaded")):
         for count in (1, 2, 4, 8):
-            chosen = {
-                number: {**each, "layout": each[way]}
-                for number, each in jobs.items()
-                if Layout.parse(each[way]).world_size == count
+            subset = {
+                key: {**job, "layout": job[end]}
+                for key, job in jobs.items()
+                if Layout.parse(job[end]).world_size == count
             }
-            ranks = run_processes(count, EXPERTS, function, jobs=chosen, folder=str(folder))
-            for number in chosen:
-                found = [rank[number] for rank in ranks]
-                if way == "from":
-                    results[number] = found[0]
+            ranks = run_processes(count, EXPERTS, function, jobs=subset, folder=str(folder))
+            for key in subset:
+                rank_results = [rank[key] for rank in ranks]
+                if end == "from":
+                    results[key] = rank_results[0]
                     continue
-                for rank in found:
-                    assert rank["wrong"] == [], pairs[int(number)]
-                    assert rank["compared"] > 20
-                    assert rank["counts"] == results[number]["counts"]
-                    assert rank["loss"] == pytest.approx(results[number]["loss"], rel=1e-5)
+                for result in rank_results:
+                    assert result["differing"] == [], pairs[int(key)]
+                    assert result["compared"] > 20
+                    assert result["counts"] == results[key]["counts"]
+                    assert result["loss"] == pytest.approx(results[key]["loss"], rel=1e-5)
 
 
-def test_what_is_saved_with_experts_shared_out_is_loaded_under_any_layout(tmp_path: Path) -> None:
-    """Weights and moments to the bit, from the checkpoint and the folder; the next update too."""
-    go_through(
+def test_expert_parallel_checkpoints_load_under_any_layout(tmp_path: Path) -> None:
+    """Weights and moments to the bit, from checkpoint and folder; the next update too."""
+    save_and_load_pairs(
         [
             ("qwen3_moe", "data=2,expert=2", "data=1"),
             ("deepseek_v3", "data=1", "data=2,expert=2"),
@@ -187,22 +187,22 @@ def test_what_is_saved_with_experts_shared_out_is_loaded_under_any_layout(tmp_pa
 
 
 @pytest.mark.slow
-def test_what_any_layout_saves_any_other_loads(tmp_path: Path) -> None:
-    """Fifty drawn pairs, of up to eight processes, with four expert ranks of two data ranks."""
-    chance = random.Random(1)
+def test_checkpoints_load_between_random_layouts(tmp_path: Path) -> None:
+    """Fifty random pairs on up to eight processes, also four expert ranks over two data ranks."""
+    rng = random.Random(1)
     plain = ("data=1", "data=2", "pipeline=2", "data=4", "tensor=2", "data=2,pipeline=2")
-    most = "data=8,expert=4"
-    pairs = [("qwen3_moe", most, other) for other in ("data=1", "data=2,expert=2", "pipeline=2")]
-    one = (*LAYOUTS[:9], *LAYOUTS[10:12])
-    for number in range(47):
-        ends = [chance.choice(one), chance.choice((*LAYOUTS[:9], *plain))]
-        chance.shuffle(ends)
-        pairs.append((list(MODELS)[number % len(MODELS)], *ends))
-    go_through(pairs, tmp_path)
+    largest = "data=8,expert=4"
+    pairs = [("qwen3_moe", largest, other) for other in ("data=1", "data=2,expert=2", "pipeline=2")]
+    sharded = (*LAYOUTS[:9], *LAYOUTS[10:12])
+    for index in range(47):
+        ends = [rng.choice(sharded), rng.choice((*LAYOUTS[:9], *plain))]
+        rng.shuffle(ends)
+        pairs.append((list(MODELS)[index % len(MODELS)], *ends))
+    save_and_load_pairs(pairs, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "why"),
+    ("model", "layout", "reason"),
     [
         ("llama", Layout(data=2, expert=2), "needs a mixture of experts, and llama is dense"),
         (
@@ -218,17 +218,17 @@ def test_what_any_layout_saves_any_other_loads(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_share_out_experts_is_refused_with_the_reason(
-    model: Any, layout: Layout, why: str
+def test_unsupported_expert_parallelism_is_refused_with_the_reason(
+    model: Any, layout: Layout, reason: str
 ) -> None:
-    """Before a process is asked for."""
-    with pytest.raises((LayoutError, ConfigError), match=why) as caught:
+    """Before the processes are needed."""
+    with pytest.raises((LayoutError, ConfigError), match=reason) as caught:
         Engine(model, layout)
     assert "\n" not in str(caught.value)
 
 
-def test_experts_of_transformers_are_refused() -> None:
-    """Its modules hold all of them."""
+def test_expert_parallelism_of_transformers_models_is_refused() -> None:
+    """Its modules hold all experts."""
     from transformers import MixtralConfig
 
     config = MixtralConfig(vocab_size=48, hidden_size=32, num_hidden_layers=1, num_local_experts=4)
@@ -242,8 +242,8 @@ def test_experts_of_transformers_are_refused() -> None:
     ("shape", "parts", "dim"),
     [((4, 2, 6, 8), 2, 0), ((3, 2, 6, 8), 2, 1), ((3, 2, 6, 8), 3, 0), ((2, 9, 8), 4, 2)],
 )
-def test_experts_are_sharded_whole_or_along_a_dim_that_divides(
+def test_experts_are_sharded_along_dim_0_or_a_dim_that_divides(
     shape: tuple[int, ...], parts: int, dim: int
 ) -> None:
-    """As shards of another dim than the first cannot be uneven."""
+    """FSDP supports uneven shards only along dim 0."""
     assert shard_dim(torch.empty(shape), parts) == dim

@@ -1,4 +1,4 @@
-"""Every family of `families/`: transformers' logits and gradients, folders, documents, layouts."""
+"""Every family in `families/`: logits, gradients, folders, documents and layouts."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import InFloat64, drawn_model, expected_gradient, folder_gradients
+from hf_models import InFloat64, expected_gradient, folder_gradients, random_model
 from processes import run_processes
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,15 +26,15 @@ from ms_parallel.weights import load_model, save_model
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
-ROOM = Path(__file__).parent / "families"
+FAMILIES_FOLDER = Path(__file__).parent / "families"
 FAMILIES: dict[str, ModuleType] = {
     name: importlib.import_module(f"families.{name}")
-    for _, name, _ in pkgutil.iter_modules([str(ROOM)])
+    for _, name, _ in pkgutil.iter_modules([str(FAMILIES_FOLDER)])
 }
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
 CHILD = Path(__file__).with_name("family_runs.py")
 DRAWS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))]
-# Logits reach about 10 here, so one rounding is 1e-6; some 50 of them are passed.
+# Logits reach about 10 here, so one rounding is 1e-6, and about 50 roundings add up.
 TOLERANCE = 1e-4
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -42,50 +42,50 @@ every_draw = pytest.mark.parametrize("seed", DRAWS)
 
 
 def tokens(count: int = 40) -> Tensor:
-    """Rows longer than any window here, without the padding, which has no gradient there."""
+    """Rows longer than any window here, without padding tokens, which have no gradient."""
     return torch.randint(1, 96, (2, count), generator=torch.Generator().manual_seed(1))
 
 
-def check_equal(found: dict[str, Any], truths: dict[str, Tensor]) -> None:
+def check_equal(grads: dict[str, Any], expected_grads: dict[str, Tensor]) -> None:
     """Check gradients by their norms.
 
-    A bias of keys that do not turn changes no softmax, so that its gradient is rounding alone: the
-    smallest size that counts is a thousandth of the whole gradient's.
+    The bias of keys without rotation does not affect a softmax, so its gradient is pure rounding
+    error. The minimum norm is therefore a thousandth of the norm of all gradients.
     """
-    whole = torch.stack([truth.norm() for truth in truths.values()]).norm()
-    for name, gradient in found.items():
-        error, size = (gradient - truths[name]).norm(), truths[name].norm()
-        assert error <= 1e-12 * max(size, 1e-3 * whole), name
+    total_norm = torch.stack([expected.norm() for expected in expected_grads.values()]).norm()
+    for name, gradient in grads.items():
+        error, norm = (gradient - expected_grads[name]).norm(), expected_grads[name].norm()
+        assert error <= 1e-12 * max(norm, 1e-3 * total_norm), name
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The content of each file of a folder."""
+    """Content of each file in a folder."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @every_family
 @every_draw
 @torch.no_grad()
-def test_folders_of_transformers_compute_alike_and_survive_a_save(
+def test_folders_of_transformers_give_equal_logits_and_survive_a_save(
     family: str, seed: int, tmp_path: Path
 ) -> None:
-    """Logits, names and values of tensors, the configuration, and each byte of a second save."""
-    reference = drawn_model(FAMILIES[family], seed)
+    """Equal logits, tensors and config, and a second save writes the same bytes."""
+    reference = random_model(FAMILIES[family], seed)
     reference.save_pretrained(tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")
     expected = reference(tokens()).logits
     torch.testing.assert_close(ours(tokens()), expected, atol=TOLERANCE, rtol=0)
     save_model(ours, tmp_path / "ours")
-    before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("theirs", "ours"))
+    before, after = (load_file(tmp_path / at / "model.safetensors") for at in ("theirs", "ours"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    again = transformers.AutoModelForCausalLM.from_pretrained(
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    assert torch.equal(again(tokens()).logits, expected)
-    read = load_model(tmp_path / "ours")
-    assert read.config == ours.config
-    save_model(read, tmp_path / "again")
+    assert torch.equal(reloaded(tokens()).logits, expected)
+    reloaded_ours = load_model(tmp_path / "ours")
+    assert reloaded_ours.config == ours.config
+    save_model(reloaded_ours, tmp_path / "again")
     assert files_of(tmp_path / "ours") == files_of(tmp_path / "again")
 
 
@@ -94,37 +94,39 @@ def test_folders_of_transformers_compute_alike_and_survive_a_save(
 def test_gradients_equal_those_of_transformers_in_float64(
     family: str, seed: int, tmp_path: Path
 ) -> None:
-    """Gradients agree within 1e-12 of their size: sums of some 10,000 roundings of 1e-16."""
-    reference = drawn_model(FAMILIES[family], seed)
+    """Within 1e-12 of their norm: sums of about 10,000 roundings of 1e-16."""
+    reference = random_model(FAMILIES[family], seed)
     reference.save_pretrained(tmp_path / "weights")
     ours = load_model(tmp_path / "weights", dtype=torch.float64)
     weight = torch.randn(2, 20, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     with InFloat64(reference.double()):
         expected = reference(tokens(20)).logits
     (expected * weight).sum().backward()
-    found = ours(tokens(20))
-    (found * weight).sum().backward()
-    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-12)
-    theirs = folder_gradients(reference, tmp_path / "gradients")
-    truths = {
-        name: expected_gradient(ours.config, name, parameter, theirs)
+    logits = ours(tokens(20))
+    (logits * weight).sum().backward()
+    torch.testing.assert_close(logits, expected, atol=1e-11, rtol=1e-12)
+    folder_grads = folder_gradients(reference, tmp_path / "gradients")
+    expected_grads = {
+        name: expected_gradient(ours.config, name, parameter, folder_grads)
         for name, parameter in ours.named_parameters()
     }
-    check_equal({name: p.grad for name, p in ours.named_parameters()}, truths)
+    check_equal({name: p.grad for name, p in ours.named_parameters()}, expected_grads)
 
 
 @every_family
 @every_draw
 @torch.no_grad()
-def test_documents_and_caches_change_nothing(family: str, seed: int, tmp_path: Path) -> None:
-    """Packed documents give the logits of each alone, and tokens in parts those of the whole."""
-    drawn_model(FAMILIES[family], seed).save_pretrained(tmp_path)
+def test_packed_documents_and_caches_do_not_change_logits(
+    family: str, seed: int, tmp_path: Path
+) -> None:
+    """Packed documents equal separate ones, and decoding in chunks equals a full forward."""
+    random_model(FAMILIES[family], seed).save_pretrained(tmp_path)
     model, lengths, row = load_model(tmp_path), (7, 1, 24, 8), tokens()[:1]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None].int()
     packed = model(row, positions=positions, documents=documents)
-    alone = torch.cat([model(part) for part in row.split(lengths, 1)], 1)
-    torch.testing.assert_close(packed, alone, atol=TOLERANCE, rtol=0)
+    separate = torch.cat([model(part) for part in row.split(lengths, 1)], 1)
+    torch.testing.assert_close(packed, separate, atol=TOLERANCE, rtol=0)
     rows, cache = tokens(16), KeyValueCache()
     cuts = [0, 6, 11, *range(12, 17)]
     parts = [model(rows[:, a:b], cache=cache) for a, b in pairwise(cuts)]
@@ -132,26 +134,26 @@ def test_documents_and_caches_change_nothing(family: str, seed: int, tmp_path: P
 
 
 @cache
-def ran(layout: str, *families: str) -> list[dict[str, Any]]:
-    """What each process of a layout found, of these families in one start."""
+def layout_results(layout: str, *families: str) -> list[dict[str, Any]]:
+    """Results of each process of a layout for these families, in one set of processes."""
     names = {name: FAMILIES[name].MODEL_TYPE for name in families}
     return run_processes(
-        Layout.parse(layout).world_size, CHILD, "everything", layout=layout, families=names
+        Layout.parse(layout).world_size, CHILD, "gradients_and_text", layout=layout, families=names
     )
 
 
 OVER_ROWS = ("gemma2", "granite")
-"""What is split over data ranks by default: rows are cut alike for all families."""
-ELSEWHERE = {
+"""Families tested over data ranks by default: rows are split the same way for all."""
+TESTED_ELSEWHERE = {
     "llama",
     "mistral",
     "qwen2",
     "qwen3",
     *("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"),
 }
-"""Families whose splits other tests hold by default: layouts, experts, latent attention."""
-OWN = tuple(name for name in FAMILIES if name not in ELSEWHERE)
-SPLITS = {"data=2": OVER_ROWS, "tensor=2": OWN, "pipeline=2": OWN}
+"""Families whose layouts other tests cover by default."""
+TESTED_HERE = tuple(name for name in FAMILIES if name not in TESTED_ELSEWHERE)
+SPLITS = {"data=2": OVER_ROWS, "tensor=2": TESTED_HERE, "pipeline=2": TESTED_HERE}
 
 
 @pytest.mark.parametrize(
@@ -165,26 +167,26 @@ SPLITS = {"data=2": OVER_ROWS, "tensor=2": OWN, "pipeline=2": OWN}
 def test_every_layout_gives_the_gradients_and_the_text_of_one_process(
     family: str, layout: str
 ) -> None:
-    """In float64 within 1e-12 of each gradient's size; and the same tokens by greedy choice."""
-    (alone,) = ran("data=1", *FAMILIES)
-    together = SPLITS[layout] if family in SPLITS[layout] else tuple(FAMILIES)
-    for process in ran(layout, *together):
-        found = process[family]
-        assert found["text"] == alone[family]["text"]
-        assert found["gradients"]
-        truths, gradients = (
-            {name: torch.tensor(each, dtype=torch.float64) for name, each in one.items()}
-            for one in (alone[family]["gradients"], found["gradients"])
+    """In float64, gradients within 1e-12 of their norm and the same greedy tokens."""
+    (single,) = layout_results("data=1", *FAMILIES)
+    group = SPLITS[layout] if family in SPLITS[layout] else tuple(FAMILIES)
+    for process in layout_results(layout, *group):
+        result = process[family]
+        assert result["text"] == single[family]["text"]
+        assert result["gradients"]
+        expected, gradients = (
+            {name: torch.tensor(values, dtype=torch.float64) for name, values in grads.items()}
+            for grads in (single[family]["gradients"], result["gradients"])
         )
-        if TIED[1] in gradients.keys() - truths.keys():  # the last stage's copy of a tied weight
+        if TIED[1] in gradients.keys() - expected.keys():  # the last stage's copy of a tied weight
             gradients[TIED[0]] = gradients.pop(TIED[1])
-        check_equal(gradients, truths)
+        check_equal(gradients, expected)
 
 
 def test_a_family_is_one_short_file() -> None:
-    """Fewer than 200 lines, and each is known by the `model_type` that it is called by.
+    """Each has fewer than 200 lines and is registered by its `model_type`.
 
-    But for the one that takes whatever transformers builds, which has no name of its own.
+    The family of models built by transformers has no name and is not counted.
     """
     files = [path for path in Path(families.__file__).parent.rglob("*.py") if path.stem[0] != "_"]
     named = [path for path in files if path.stem != "transformers"]
@@ -195,13 +197,13 @@ def test_a_family_is_one_short_file() -> None:
 
 @pytest.mark.parametrize(
     ("family", "change", "message"),
-    [(name, *bad) for name, room in FAMILIES.items() for bad in room.BAD],
+    [(name, *bad) for name, module in FAMILIES.items() for bad in module.BAD],
 )
-def test_what_a_family_does_not_do_is_refused_in_one_line(
+def test_unsupported_settings_of_a_family_are_refused_in_one_line(
     family: str, change: dict[str, object], message: str
 ) -> None:
-    """Rather than computed otherwise."""
-    document = json.loads(drawn_model(FAMILIES[family], 0).config.to_json_string())
+    """Instead of computing something else."""
+    document = json.loads(random_model(FAMILIES[family], 0).config.to_json_string())
     with pytest.raises(ParallelError) as caught:
         from_document({**document, **change})
     assert message in str(caught.value)

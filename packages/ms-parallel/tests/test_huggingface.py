@@ -1,4 +1,4 @@
-"""Hugging Face folders: transformers and we read each other's, under every layout."""
+"""Model folders in the Hugging Face format, exchanged with transformers under every layout."""
 
 import json
 import os
@@ -72,12 +72,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-sliding": ("mistral", {"sliding_window": 5, "head_dim": 16}),
 }
-# Logits reach about 10 here, so one rounding is 1e-6; transformers' and ours differ by a few.
+# Logits reach about 10 here, so one rounding is 1e-6; the two implementations differ by a few.
 TOLERANCE = 1e-5
 
 
-def theirs(case: str, seed: int = 0) -> Any:
-    """A model of transformers with random weights, biases and norms included."""
+def hf_model(case: str, seed: int = 0) -> Any:
+    """A transformers model with random weights, biases and norms."""
     family, settings = CASES[case]
     config = transformers.AutoConfig.for_model(family, **{**SIZES, **settings})
     with torch.random.fork_rng(), torch.no_grad():
@@ -89,12 +89,12 @@ def theirs(case: str, seed: int = 0) -> Any:
 
 
 def tokens() -> Tensor:
-    """Rows longer than any window here."""
+    """Rows longer than any sliding window here."""
     return torch.randint(96, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, whichever files they lie in."""
+    """All tensors of a folder, across its files."""
     files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     assert sum(map(len, files)) == len({name for file in files for name in file})
     return {name: tensor for file in files for name, tensor in file.items()}
@@ -103,8 +103,8 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """A folder that transformers saved in several files computes the same here."""
-    reference = theirs(case)
+    """Load a folder that transformers saved in several files."""
+    reference = hf_model(case)
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     ours = load_model(tmp_path)
@@ -115,11 +115,9 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("file_size_bytes", [1 << 30, 10_000])
 @torch.no_grad()
-def test_what_we_save_is_what_transformers_reads(
-    case: str, file_size_bytes: int, tmp_path: Path
-) -> None:
-    """Names, values, configuration and logits survive: in one file, or in many with an index."""
-    reference = theirs(case)
+def test_transformers_reads_what_we_save(case: str, file_size_bytes: int, tmp_path: Path) -> None:
+    """Names, values, config and logits survive, in one file or in many with an index."""
+    reference = hf_model(case)
     reference.save_pretrained(tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")
     save_model(ours, tmp_path / "ours", file_size_bytes=file_size_bytes)
@@ -127,16 +125,16 @@ def test_what_we_save_is_what_transformers_reads(
     before, after = weights_of(tmp_path / "theirs"), weights_of(tmp_path / "ours")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert torch.equal(again(tokens()).logits, reference(tokens()).logits)
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(reloaded(tokens()).logits, reference(tokens()).logits)
     assert load_model(tmp_path / "ours").config == ours.config
     assert not (tmp_path / "ours/.saving").exists()
 
 
 @torch.no_grad()
-def test_packed_documents_of_transformers_weights_are_apart(tmp_path: Path) -> None:
-    """Two documents in a row give the logits that transformers gives to each alone."""
-    reference = theirs("llama-3")
+def test_packed_documents_give_the_logits_of_transformers_for_each_alone(tmp_path: Path) -> None:
+    """Two packed documents give the logits of transformers for each document alone."""
+    reference = hf_model("llama-3")
     reference.save_pretrained(tmp_path)
     row = tokens()[:1]
     documents = torch.tensor([[0] * 15 + [1] * 25]).int()
@@ -149,50 +147,50 @@ def test_packed_documents_of_transformers_weights_are_apart(tmp_path: Path) -> N
 LAYOUTS = [
     "tensor=2",
     "pipeline=2",
-    "data=3",  # divides nothing: uneven and empty shards
+    "data=3",  # divides no dimension: uneven and empty shards
     "data=2,tensor=2",
     pytest.param("tensor=2,pipeline=2", marks=pytest.mark.slow),
 ]
 COPIED = ["llama-3", "llama-biases", "qwen3"]  # the first is tied
-FRESH = ["llama", "qwen3", "qwen3_moe", "transformer-xl"]
+INITIALIZED = ["llama", "qwen3", "qwen3_moe", "transformer-xl"]
 SEED = 11
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of transformers, and fresh ones of one process."""
+    """Models saved by transformers, and models initialized in one process."""
     root = tmp_path_factory.mktemp("folders")
     for case in COPIED:
-        theirs(case).save_pretrained(root / case, max_shard_size="30KB")
-    for kind in FRESH:
+        hf_model(case).save_pretrained(root / case, max_shard_size="30KB")
+    for model_type in INITIALIZED:
         sizes = {k: v for k, v in SIZES.items() if k != "max_position_embeddings"}
-        if kind == "transformer-xl":
+        if model_type == "transformer-xl":
             del sizes["num_key_value_heads"]
-        model = build_model(architecture(kind, sizes))
+        model = build_model(architecture(model_type, sizes))
         initialize(model, SEED)
-        save_model(model, root / f"fresh-{kind}")
+        save_model(model, root / f"fresh-{model_type}")
     (root / "taken").write_text("a file, not a folder")
     return root
 
 
 @pytest.fixture(scope="module")
 def ran(folders: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """Start the processes of a layout once, for all tests that look at what they did."""
+    """Start the processes of a layout once, for all tests that need their results."""
 
     @cache
     def run(layout: str) -> list[dict[str, Any]]:
         return run_processes(
             Layout.parse(layout).world_size,
             CHILD,
-            "everything",
+            "load_and_save_all",
             layout=layout,
             copies={str(folders / case): str(folders / layout / case) for case in COPIED},
             fresh={
-                str(folders / f"fresh-{kind}"): str(folders / layout / f"fresh-{kind}")
-                for kind in FRESH
+                str(folders / f"fresh-{model_type}"): str(folders / layout / f"fresh-{model_type}")
+                for model_type in INITIALIZED
             },
             seed=SEED,
-            no_folder="/proc/taken",  # where the system lets nobody make a folder
+            no_folder="/proc/taken",  # no folder can be created in /proc
         )
 
     return run
@@ -200,62 +198,62 @@ def ran(folders: Path) -> Callable[[str], list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
-def test_each_layout_reads_its_parts_and_saves_the_whole(
+def test_each_layout_loads_its_shards_and_saves_the_full_model(
     layout: str, folders: Path, ran: Callable[[str], list[dict[str, Any]]]
 ) -> None:
-    """What processes together save equals, bit for bit, what each read its part of."""
-    held_by_case = zip(*(result["held"] for result in ran(layout)), strict=True)
-    for case, held in zip(COPIED, held_by_case, strict=True):
+    """The saved folder equals the loaded one bit for bit; each process holds only its shards."""
+    sizes_by_case = zip(*(result["sizes"] for result in ran(layout)), strict=True)
+    for case, sizes in zip(COPIED, sizes_by_case, strict=True):
         before, after = weights_of(folders / case), weights_of(folders / layout / case)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
-        reference = theirs(case)
-        again = transformers.AutoModelForCausalLM.from_pretrained(folders / layout / case).eval()
-        assert torch.equal(again(tokens()).logits, reference(tokens()).logits)
+        reference = hf_model(case)
+        reloaded = transformers.AutoModelForCausalLM.from_pretrained(folders / layout / case).eval()
+        assert torch.equal(reloaded(tokens()).logits, reference(tokens()).logits)
         total = sum(parameter.numel() for parameter in reference.parameters())
         tied_across = "pipeline" in layout and reference.config.tie_word_embeddings
-        # Norms and the biases of row-split projections are whole on every tensor rank.
-        whole_on_each = 9 * 32 + 8 * 16 + 8 * 32
-        assert max(held) < 0.8 * total
-        assert total <= sum(held) <= total + 96 * 32 * tied_across + whole_on_each * len(held)
+        # Every tensor rank has full norms and full biases of row-parallel projections.
+        replicated = 9 * 32 + 8 * 16 + 8 * 32
+        assert max(sizes) < 0.8 * total
+        assert total <= sum(sizes) <= total + 96 * 32 * tied_across + replicated * len(sizes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_starts_from_the_same_model(
     layout: str, folders: Path, ran: Callable[[str], list[dict[str, Any]]]
 ) -> None:
-    """Fresh weights are bit for bit those of one process, whatever is split, tied or not."""
+    """Initial weights equal one process's bit for bit, including split and tied ones."""
     ran(layout)
-    for kind in FRESH:
-        one = weights_of(folders / f"fresh-{kind}")
-        many = weights_of(folders / layout / f"fresh-{kind}")
-        assert one.keys() == many.keys()
-        assert all(torch.equal(one[name], many[name]) for name in one)
+    for model_type in INITIALIZED:
+        expected = weights_of(folders / f"fresh-{model_type}")
+        actual = weights_of(folders / layout / f"fresh-{model_type}")
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_save_that_fails_on_one_process_fails_on_all(
     layout: str, ran: Callable[[str], list[dict[str, Any]]]
 ) -> None:
-    """Nobody waits for ever, and every process says why."""
+    """Every process reports the error, and none waits forever."""
     errors = [result["error"] for result in ran(layout)]
     assert all("cannot save a model to" in error and "taken" in error for error in errors)
 
 
 def test_transformer_xl_folders_round_trip(tmp_path: Path) -> None:
-    """Configuration and weights come back exactly."""
+    """Configuration and weights are equal after a save and a load."""
     model = build_model(architecture("transformer-xl", {"num_hidden_layers": 2}))
     initialize(model, 1)
     save_model(model, tmp_path)
-    again = load_model(tmp_path)
-    assert again.config == model.config
+    loaded = load_model(tmp_path)
+    assert loaded.config == model.config
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name))
+        assert torch.equal(parameter, loaded.get_parameter(name))
 
 
 def test_a_save_that_runs_out_of_space_leaves_the_old_model(tmp_path: Path) -> None:
-    """The error says so, the old files are whole, and the unfinished ones are gone."""
-    theirs("llama", seed=1).save_pretrained(tmp_path)
+    """The error names the cause, the old files are intact, and the unfinished ones are removed."""
+    hf_model("llama", seed=1).save_pretrained(tmp_path)
     before = weights_of(tmp_path)
     model = load_model(tmp_path)
     initialize(model, 0)
@@ -272,12 +270,12 @@ def test_a_save_that_runs_out_of_space_leaves_the_old_model(tmp_path: Path) -> N
 
 
 def test_saving_again_replaces_the_model_and_leaves_other_files(tmp_path: Path) -> None:
-    """Old weight files go, a tokenizer stays, and rests of an interrupted save do no harm."""
-    theirs("llama", seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
+    """Old weight files go, a tokenizer stays, and leftovers of an interrupted save do no harm."""
+    hf_model("llama", seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / ".saving").mkdir()
     (tmp_path / ".saving/model.safetensors").write_text("half")
-    theirs("qwen3", seed=2).save_pretrained(tmp_path / "other")
+    hf_model("qwen3", seed=2).save_pretrained(tmp_path / "other")
     save_model(load_model(tmp_path / "other"), tmp_path)
     names = {path.name for path in tmp_path.iterdir()} - {"other"}
     assert names == {
@@ -290,42 +288,46 @@ def test_saving_again_replaces_the_model_and_leaves_other_files(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-def test_a_save_killed_at_any_change_leaves_the_old_model_or_the_new_one(
+def test_a_save_killed_at_any_file_operation_leaves_the_old_or_the_new_model(
     exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole with its other files; without an atomic exchange the next save restores it."""
+    """Other files of the folder stay; without an atomic exchange, `restore_folder` repairs it."""
     if not exchange:
         monkeypatch.setattr("ms_parallel.files.durable._exchange", lambda *_: False)
-    for kind, seed in (("llama", 1), ("qwen3", 2)):
-        theirs(kind, seed=seed).save_pretrained(tmp_path / kind, max_shard_size="20KB")
-    model, folder, event, seen = load_model(tmp_path / "qwen3"), tmp_path / "model", 0, []
-    whole = {kind: weights_of(tmp_path / kind) for kind in ("llama", "qwen3")}
+    for model_type, seed in (("llama", 1), ("qwen3", 2)):
+        hf_model(model_type, seed=seed).save_pretrained(
+            tmp_path / model_type, max_shard_size="20KB"
+        )
+    model, folder, operation, outcomes = load_model(tmp_path / "qwen3"), tmp_path / "model", 0, []
+    expected = {model_type: weights_of(tmp_path / model_type) for model_type in ("llama", "qwen3")}
     killed = True
     while killed:
-        event += 1
+        operation += 1
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tmp_path / "llama", folder)
         (folder / "tokenizer.json").write_text("{}")
-        killed = killed_at(event, lambda: save_model(model, folder))
+        killed = killed_at(operation, lambda: save_model(model, folder))
         if not exchange:
             restore_folder(folder)
-        kind = load_model(folder).config.model_type
-        seen.append(kind)
+        model_type = load_model(folder).config.model_type
+        outcomes.append(model_type)
         saved = weights_of(folder)
-        assert saved.keys() == whole[kind].keys(), event
-        assert all(torch.equal(saved[name], whole[kind][name]) for name in saved), event
+        assert saved.keys() == expected[model_type].keys(), operation
+        assert all(torch.equal(saved[name], expected[model_type][name]) for name in saved), (
+            operation
+        )
         assert (folder / "tokenizer.json").read_text() == "{}"
-    assert event > 20
-    assert {"llama", "qwen3"} == set(seen[:-1]), "kills came before and after the exchange"
+    assert operation > 20
+    assert {"llama", "qwen3"} == set(outcomes[:-1]), "kills came before and after the exchange"
     save_model(model, folder)
     assert {path.name for path in tmp_path.iterdir()} == {"llama", "qwen3", "model"}
 
 
-def test_a_model_in_the_working_directory_or_behind_a_link_is_replaced_in_place(
+def test_a_model_in_the_working_directory_or_behind_a_symlink_is_replaced_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory stays the same one, and so does the link."""
-    theirs("llama", seed=1).save_pretrained(tmp_path / "model")
+    """The directory keeps its inode, and the link stays a link."""
+    hf_model("llama", seed=1).save_pretrained(tmp_path / "model")
     (tmp_path / "link").symlink_to("model")
     model = load_model(tmp_path / "model")
     initialize(model, 0)
@@ -340,19 +342,19 @@ def test_a_model_in_the_working_directory_or_behind_a_link_is_replaced_in_place(
 
 @torch.no_grad()
 def test_weights_can_be_saved_in_half_the_bytes(tmp_path: Path) -> None:
-    """In bfloat16 files hold the rounded values, and config.json says so."""
-    theirs("llama").save_pretrained(tmp_path / "theirs")
+    """In bfloat16: the files hold rounded values, and config.json has the dtype."""
+    hf_model("llama").save_pretrained(tmp_path / "theirs")
     model = load_model(tmp_path / "theirs")
     save_model(model, tmp_path / "half", dtype=torch.bfloat16)
     for name, tensor in weights_of(tmp_path / "half").items():
         assert torch.equal(tensor, model.get_parameter(name).bfloat16())
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
-    assert again.dtype == torch.bfloat16
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert reloaded.dtype == torch.bfloat16
 
 
 def test_the_old_spelling_of_rotary_settings_is_read(tmp_path: Path) -> None:
-    """rope_theta and rope_scaling mean what rope_parameters means."""
-    theirs("llama-3").save_pretrained(tmp_path)
+    """`rope_theta` and `rope_scaling` are equivalent to `rope_parameters`."""
+    hf_model("llama-3").save_pretrained(tmp_path)
     new = load_model(tmp_path).config
     document = json.loads((tmp_path / "config.json").read_text())
     rope = document.pop("rope_parameters")
@@ -362,9 +364,9 @@ def test_the_old_spelling_of_rotary_settings_is_read(tmp_path: Path) -> None:
     assert load_model(tmp_path).config == new
 
 
-def test_a_window_of_null_is_none_in_every_family(tmp_path: Path) -> None:
-    """As transformers reads it where layers would slide."""
-    theirs("qwen2").save_pretrained(tmp_path)
+def test_a_null_window_means_no_window_in_every_family(tmp_path: Path) -> None:
+    """As in transformers, also for layers configured to slide."""
+    hf_model("qwen2").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     document = json.loads(path.read_text()) | {"use_sliding_window": True, "sliding_window": None}
     document.pop("layer_types", None)
@@ -395,7 +397,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     ({"num_hidden_layers": 3}, "has 'model.layers.3.input_layernorm.weight'"),
     ({"intermediate_size": 48}, r"with shape \(44, 32\), but .* needs \(48, 32\)"),
-    ({"vocab_size": 10**8}, r"shape \(96, 32\)"),  # refused before memory is taken
+    ({"vocab_size": 10**8}, r"shape \(96, 32\)"),  # refused before memory is allocated
     ({"vocab_size": 10**12}, r"vocab_size must be at most 134217728, got 1000000000000"),
     ({"attention_bias": True}, "lacks 16 of"),
     ({"num_key_value_heads": 3}, "num_key_value_heads must divide .*, got 3"),
@@ -403,11 +405,11 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
-def test_what_we_do_not_support_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     change: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    """A config.json that would compute something else, or does not fit, is one line of error."""
-    theirs("llama").save_pretrained(tmp_path)
+    """Unsupported or inconsistent settings in config.json give a one-line error."""
+    hf_model("llama").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ParallelError, match=message) as caught:
@@ -418,7 +420,7 @@ def test_what_we_do_not_support_is_refused_by_name(
 @pytest.mark.parametrize("key", ["vocab_size", "num_attention_heads"])
 def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
     """Sizes have no defaults."""
-    theirs("llama").save_pretrained(tmp_path)
+    hf_model("llama").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     document = json.loads(path.read_text())
     del document[key]
@@ -434,10 +436,10 @@ def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
     family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
     value=st.sampled_from([None, "x", "", -1, 0, 1.5, 10**12, True, [], ["x"], {}, {"x": 1}]),
 )
-def test_no_value_in_config_json_makes_anything_but_one_line(
+def test_any_value_in_config_json_is_accepted_or_gives_a_one_line_error(
     key: str, family: str, value: object
 ) -> None:
-    """A configuration is understood or refused with our error; never another exception."""
+    """A configuration is accepted or refused with our one-line error, and raises nothing else."""
     document = {**transformers.AutoConfig.for_model(family, **SIZES).to_dict(), key: value}
     try:
         from_document(document)
@@ -448,13 +450,13 @@ def test_no_value_in_config_json_makes_anything_but_one_line(
     assert "\n" not in message
 
 
-def damage(folder: Path, what: str) -> None:
-    """Break a folder of several files in one way."""
+def damage(folder: Path, damage_kind: str) -> None:
+    """Damage a folder of several files in one way."""
     index = folder / "model.safetensors.index.json"
     first = min(folder.glob("*.safetensors"))
     document = json.loads(index.read_text())
     names = document["weight_map"]
-    match what:
+    match damage_kind:
         case "no config":
             (folder / "config.json").unlink()
         case "config cut":
@@ -484,7 +486,7 @@ def damage(folder: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("damage_kind", "message"),
     [
         ("no config", "config.json does not exist"),
         ("config cut", r"config.json: .*truncated; copy it again"),
@@ -499,27 +501,27 @@ def damage(folder: Path, what: str) -> None:
         ("not in index", "lacks 1 of .* tensors, first 'model.norm.weight'"),
     ],
 )
-def test_a_damaged_folder_is_refused_with_what_is_wrong(
-    what: str, message: str, tmp_path: Path
+def test_a_damaged_folder_is_refused_with_the_cause(
+    damage_kind: str, message: str, tmp_path: Path
 ) -> None:
-    """One line names the file or tensor."""
-    theirs("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    damage(tmp_path, what)
+    """The one-line error names the file or tensor."""
+    hf_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    damage(tmp_path, damage_kind)
     with pytest.raises(ModelError, match=message) as caught:
         load_model(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    """`load_weights` checks names and shapes against the model it fills."""
-    theirs("llama").save_pretrained(tmp_path)
+    """`load_weights` compares names and shapes with the model's."""
+    hf_model("llama").save_pretrained(tmp_path)
     other = build_model(architecture("llama"))
     with pytest.raises(ModelError, match=r"lacks .* of .* tensors|shape"):
         load_weights(other, tmp_path)
 
 
 def test_reading_folders_does_not_need_transformers() -> None:
-    """The package never imports it."""
+    """The package does not import it."""
     code = "import sys, ms_parallel.models; sys.exit('transformers' in sys.modules)"
     path = os.pathsep.join(part for part in sys.path if part)
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})

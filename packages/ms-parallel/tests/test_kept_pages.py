@@ -1,4 +1,4 @@
-"""A CPU's allocator keeps the pages of what is freed, and a limit of memory is no error."""
+"""The CPU allocator keeps freed pages, and a memory limit does not break this."""
 
 import json
 import subprocess
@@ -42,18 +42,18 @@ print(json.dumps(refused))
 
 
 def run(program: str) -> Any:
-    """What a fresh process prints, in which no memory was freed before."""
-    typed = [sys.executable, "-c", program]
-    done = subprocess.run(typed, env=environment(), capture_output=True, text=True, check=True)
+    """Output of a new process, in which no memory was freed before."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
-def test_a_small_models_steps_make_no_pages_anew() -> None:
-    """Where the heap is trimmed in every step, each makes some 13,000 pages."""
+def test_steps_of_a_small_model_cause_few_page_faults() -> None:
+    """If the heap were trimmed, every step would have about 13,000 page faults."""
     faults = sorted(run(STEPS)[3:])
     assert faults[len(faults) // 2] < 3000
 
 
-def test_nothing_is_learned_where_memory_is_short() -> None:
-    """What is asked for and not touched counts against `ulimit -d`; a refusal ends nothing."""
+def test_a_memory_limit_is_no_error() -> None:
+    """Untouched memory counts against `ulimit -d`; a refused allocation is ignored."""
     assert "allocate memory" in run(LIMITED)

@@ -1,4 +1,4 @@
-"""A run that is killed, stopped or damaged comes to exactly where an undisturbed one comes."""
+"""A killed, stopped or damaged run ends exactly like an uninterrupted one."""
 
 import random
 import shutil
@@ -25,93 +25,88 @@ from ms_parallel.cli import main
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 2 data ranks that nobody disturbs."""
+def uninterrupted(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of 2 data ranks."""
     run = write_run(tmp_path_factory.mktemp("whole") / "run.toml", shards)
     done = train(run, 2)
     assert done.returncode == 0, done.stderr
     return run
 
 
-def assert_the_same(run: Path, undisturbed: Path) -> None:
-    """Every step's loss and the last weights are bit for bit those of the other run."""
-    assert losses(run) == losses(undisturbed)
-    assert weights(run) == weights(undisturbed)
+def assert_the_same(run: Path, uninterrupted: Path) -> None:
+    """Check that all losses and the final weights are bit-identical."""
+    assert losses(run) == losses(uninterrupted)
+    assert weights(run) == weights(uninterrupted)
 
 
-def kill_one(run: Path, processes: int, when: str, draw: random.Random) -> bool:
-    """Start a run and kill -9 one of its ranks; False if it had ended before."""
+def kill_one(run: Path, processes: int, when: str, rng: random.Random) -> bool:
+    """Start a run and SIGKILL a rank; return False if the run had already ended."""
     with training(run, processes) as started:
         if when == "checkpoint":
             wait_for(lambda: partial_checkpoints(run), started)
         else:
             before = len(events(run, "step"))
             wait_for(lambda: len(events(run, "step")) > before, started)
-            time.sleep(draw.uniform(0.0, 0.4))
+            time.sleep(rng.uniform(0.0, 0.4))
         victims = workers(started.pid)
         if victims:
-            signal_process(draw.choice(victims), signal.SIGKILL)
+            signal_process(rng.choice(victims), signal.SIGKILL)
         return started.wait(timeout=120) != 0
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("background", [False, True])
 def test_a_run_killed_in_a_checkpoint_ends_bit_identical(
-    shards: Path, undisturbed: Path, tmp_path: Path, beside: bool
+    shards: Path, uninterrupted: Path, tmp_path: Path, background: bool
 ) -> None:
-    """Kill -9 of either rank, then the same command: losses and weights are those undisturbed.
-
-    Whether the run waits for its checkpoints or has them written beside it.
-    """
-    run = write_run(tmp_path / "run.toml", shards, async_checkpoints=beside)
+    """After a SIGKILL of either rank, with blocking and with background checkpoints."""
+    run = write_run(tmp_path / "run.toml", shards, async_checkpoints=background)
     kill_one(run, 2, "checkpoint", random.Random(3))
     done = train(run, 2)
     assert done.returncode == 0, done.stderr
-    assert_the_same(run, undisturbed)
+    assert_the_same(run, uninterrupted)
     assert partial_checkpoints(run) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("layout", ["data=2", "tensor=2", "pipeline=2", "data=2,pipeline=2"])
-def test_any_number_of_kills_at_any_moment_changes_nothing(
-    shards: Path, tmp_path: Path, layout: str, beside: bool
+def test_repeated_kills_at_random_moments_change_nothing(
+    shards: Path, tmp_path: Path, layout: str, background: bool
 ) -> None:
-    """Twelve kills of random ranks at random moments, half of them inside a checkpoint."""
+    """Twelve kills of random ranks at random moments; half of the kills hit a checkpoint."""
     processes = 4 if "," in layout else 2
-    whole, run = (
-        write_run(tmp_path / name, shards, steps=40, async_checkpoints=beside)
+    uninterrupted_run, run = (
+        write_run(tmp_path / name, shards, steps=40, async_checkpoints=background)
         for name in ("a.toml", "b.toml")
     )
-    for path in (whole, run):
+    for path in (uninterrupted_run, run):
         text = path.read_text() + "[parallel_config]\n" + layout.replace(",", "\n") + "\n"
         path.write_text(text)
-    assert train(whole, processes).returncode == 0
-    draw = random.Random(layout)
-    for number in range(12):
-        kill_one(run, processes, ("step", "checkpoint")[number % 2], draw)
+    assert train(uninterrupted_run, processes).returncode == 0
+    rng = random.Random(layout)
+    for index in range(12):
+        kill_one(run, processes, ("step", "checkpoint")[index % 2], rng)
     done = train(run, processes)
     assert done.returncode == 0, done.stderr
-    assert_the_same(run, whole)
+    assert_the_same(run, uninterrupted_run)
 
 
-def test_torchrun_starts_a_killed_rank_again_by_itself(
-    shards: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    """With --max-restarts a run killed in a step goes on by itself, and ends bit-identical."""
+def test_torchrun_restarts_a_killed_rank(shards: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """With --max-restarts, a run killed in a step resumes automatically and is bit-identical."""
     run = write_run(tmp_path / "run.toml", shards)
     with training(run, 2, restarts=3) as started:
         wait_for(lambda: checkpoint.complete_steps(run.with_suffix("") / "checkpoints"), started)
         signal_process(workers(started.pid)[1], signal.SIGKILL)
         assert started.wait(timeout=200) == 0, run.with_suffix(".log").read_text()
     assert events(run, "resume")
-    assert_the_same(run, undisturbed)
+    assert_the_same(run, uninterrupted)
 
 
-def test_sigterm_saves_and_another_layout_goes_on(
-    shards: Path, undisturbed: Path, tmp_path: Path
+def test_sigterm_saves_and_another_layout_resumes(
+    shards: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    """After SIGTERM the last step is saved; under tensor=2 the losses go on within 1e-5."""
+    """After SIGTERM the last step is saved; under tensor=2 the losses agree within 1e-5."""
     run = write_run(tmp_path / "run.toml", shards, checkpoint_every=None)
     with training(run, 2) as started:
         wait_for(lambda: len(events(run, "step")) >= 3, started)
@@ -124,9 +119,9 @@ def test_sigterm_saves_and_another_layout_goes_on(
     assert last == max(losses(run))
     done = train(run, 2, "--set", "parallel_config.tensor=2")
     assert done.returncode == 0, done.stderr
-    expected = losses(undisturbed)
+    expected = losses(uninterrupted)
     assert list(losses(run)) == list(expected)
-    # Sums in float32 come in another order under another layout: a few rounding errors.
+    # float32 sums have a different order under another layout: a few rounding errors.
     assert losses(run) == pytest.approx(expected, rel=1e-5)
 
 
@@ -137,16 +132,16 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     shards: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The damaged one is kept aside, a warning names the file, and the end is bit-identical."""
-    whole, run = (write_run(tmp_path / name, shards) for name in ("a.toml", "b.toml"))
-    assert main(["train", str(whole)]) == 0
-    shutil.copytree(whole.with_suffix(""), run.with_suffix(""))
+    """A warning names the file, the folder is renamed, and the end is bit-identical."""
+    intact, run = (write_run(tmp_path / name, shards) for name in ("a.toml", "b.toml"))
+    assert main(["train", str(intact)]) == 0
+    shutil.copytree(intact.with_suffix(""), run.with_suffix(""))
     capsys.readouterr()
     checkpoints = run.with_suffix("") / "checkpoints"
     flip_a_bit(checkpoints / "step-00000012" / "rank-00000.safetensors")
@@ -159,13 +154,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert "resuming from" in capsys.readouterr().out
     assert [event["step"] for event in events(run, "damaged_checkpoint")] == [12, 9]
     assert (checkpoints / "step-00000012.damaged-1").is_dir()
-    assert_the_same(run, whole)
+    assert_the_same(run, intact)
 
 
-def test_if_every_checkpoint_is_damaged_the_run_refuses(
+def test_a_run_refuses_to_start_if_every_checkpoint_is_damaged(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Starting over in silence would throw the work away: it says so and exits with 2, twice."""
+    """Starting over silently would discard the work; it exits with 2, also when repeated."""
     run = write_run(tmp_path / "run.toml", shards, keep_checkpoints=1, steps=3)
     assert main(["train", str(run)]) == 0
     folder = run.with_suffix("") / "checkpoints" / "step-00000003"

@@ -1,4 +1,4 @@
-"""Layouts: every rank has one place, and what does not fit is refused with what would."""
+"""Layouts map ranks to places, and are refused with the sizes that fit."""
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,7 @@ SHAPE = ModelShape(
 
 
 @given(LAYOUTS)
-def test_every_rank_has_a_place_of_its_own(layout: Layout) -> None:
+def test_every_rank_has_a_unique_place(layout: Layout) -> None:
     """`place` is a bijection from ranks to places, and `rank` is its inverse."""
     places = [layout.place(rank) for rank in range(layout.world_size)]
     assert len(set(places)) == layout.world_size
@@ -31,7 +31,7 @@ def test_every_rank_has_a_place_of_its_own(layout: Layout) -> None:
 
 @given(LAYOUTS)
 def test_tensor_is_the_innermost_axis_and_pipeline_the_outermost(layout: Layout) -> None:
-    """Neighboring ranks differ on the tensor axis; stages are contiguous runs of ranks."""
+    """Neighboring ranks differ on the tensor axis; stages are contiguous ranges of ranks."""
     places = [layout.place(rank) for rank in range(layout.world_size)]
     assert places == sorted(places, key=lambda p: (p.pipeline, p.data, p.context, p.tensor))
 
@@ -44,14 +44,14 @@ def test_a_layout_is_read_back_from_its_text(layout: Layout) -> None:
 
 @given(LAYOUTS)
 def test_both_spellings_of_an_axis_mean_the_same(layout: Layout) -> None:
-    """`tensor_parallel` and `tensor` are one key."""
+    """`tensor_parallel` and `tensor` are the same key."""
     sizes = {axis: getattr(layout, axis) for axis in AXES}
     spelled = {f"{axis}_parallel": size for axis, size in sizes.items()}
     assert Layout.from_config(sizes) == Layout.from_config(spelled) == layout
 
 
-def test_experts_are_shared_out_over_ranks_that_hold_different_tokens() -> None:
-    """The axis has no ranks of its own; what it leaves shards the same experts."""
+def test_experts_are_split_over_ranks_with_different_tokens() -> None:
+    """The expert axis adds no ranks; the remaining factor shards equal experts."""
     layout = Layout.parse("data=4,context=2,tensor=2,expert=4")
     assert layout == Layout.from_config(
         {"data": 4, "context": 2, "tensor": 2, "expert_parallel": 4}
@@ -60,15 +60,15 @@ def test_experts_are_shared_out_over_ranks_that_hold_different_tokens() -> None:
     assert (layout.world_size, layout.token_ranks, layout.expert_shards) == (16, 8, 2)
 
 
-def test_copies_of_weights_are_held_by_ranks_that_hold_different_tokens() -> None:
-    """Within each of them weights are sharded, and experts are shared out."""
+def test_replicas_are_split_over_ranks_with_different_tokens() -> None:
+    """Within each replica, weights are sharded and experts are split."""
     layout = Layout.parse("data=8,expert=2,replicate=2")
     assert str(layout) == "data=8,expert=2,replicate=2"
     assert (layout.world_size, layout.shards, layout.expert_shards) == (8, 4, 2)
 
 
 def test_a_rank_or_place_outside_the_layout_is_refused() -> None:
-    """Ranks and coordinates are checked on both ends."""
+    """Both ranks and coordinates are checked."""
     layout = Layout(data=2, tensor=2)
     for rank in (-1, 4):
         with pytest.raises(LayoutError, match=r"outside 0\.\.3"):
@@ -96,7 +96,7 @@ def test_a_rank_or_place_outside_the_layout_is_refused() -> None:
 def test_a_bad_configuration_is_refused_with_a_remedy(
     config: dict[str, object], message: str
 ) -> None:
-    """The error names the key or value and what would do."""
+    """The one-line error names the key or value and what fits."""
     with pytest.raises(LayoutError, match=message) as caught:
         Layout.from_config(config)
     assert "\n" not in str(caught.value)
@@ -107,13 +107,13 @@ def test_a_bad_configuration_is_refused_with_a_remedy(
     [("data=2,data=2", "twice"), ("data", "axis=number"), ("data=two", "axis=number")],
 )
 def test_a_bad_text_is_refused(text: str, message: str) -> None:
-    """What is not axis=number is named."""
+    """The part that is not axis=number is named."""
     with pytest.raises(LayoutError, match=message):
         Layout.parse(text)
 
 
-def test_a_wrong_number_of_processes_is_refused_with_what_fits() -> None:
-    """The remedy is the number of processes to start or the data size that fits."""
+def test_a_wrong_number_of_processes_is_refused_with_a_remedy() -> None:
+    """The remedy is the number of processes to start, or the data size that fits."""
     layout = Layout(data=2, tensor=2)
     layout.check_world(4)
     with pytest.raises(LayoutError, match="set data=4 or start 4 processes"):
@@ -123,8 +123,8 @@ def test_a_wrong_number_of_processes_is_refused_with_what_fits() -> None:
 
 
 @given(LAYOUTS)
-def test_a_model_is_refused_exactly_where_a_size_does_not_divide(layout: Layout) -> None:
-    """The values that the error offers are those that pass."""
+def test_a_model_is_refused_exactly_if_a_size_does_not_divide(layout: Layout) -> None:
+    """Exactly the values that the error suggests pass."""
     fits = layout.tensor in (1, 2, 4) and layout.pipeline <= 6
     if fits:
         layout.check_model(SHAPE)
@@ -134,20 +134,20 @@ def test_a_model_is_refused_exactly_where_a_size_does_not_divide(layout: Layout)
 
 
 @given(LAYOUTS)
-def test_what_the_other_axes_leave_is_on_data(layout: Layout) -> None:
-    """However many processes there are, if the others divide them."""
+def test_the_rest_of_the_processes_is_on_data(layout: Layout) -> None:
+    """For any number of processes that the other axes divide."""
     others = {"tensor_parallel": layout.tensor, "pipeline": layout.pipeline}
     rest = PartialLayout.of({"data": "rest", **others, "context": layout.context})
     assert rest is not None
     assert rest.fill(layout.world_size) == layout
-    each = layout.world_size // layout.data
-    if each > 1:
-        with pytest.raises(LayoutError, match=f"a multiple of {each} processes, but"):
+    multiple = layout.world_size // layout.data
+    if multiple > 1:
+        with pytest.raises(LayoutError, match=f"a multiple of {multiple} processes, but"):
             rest.fill(layout.world_size + 1)
 
 
-def test_the_rest_is_of_data_alone_and_other_axes_are_checked() -> None:
-    """Axes that group ranks of data are checked once these are counted."""
+def test_only_data_can_be_rest_and_other_axes_are_checked() -> None:
+    """Axes that group data ranks are checked once the number of data ranks is known."""
     assert PartialLayout.of({"data": 2, "tensor": 2}) is None
     rest = PartialLayout.of({"data_parallel": "rest", "expert": 4})
     assert rest is not None
@@ -171,5 +171,5 @@ def test_the_rest_is_of_data_alone_and_other_axes_are_checked() -> None:
     )
 )
 def test_the_picture_of_a_layout_is_no_wider_than_a_line(layout: Layout) -> None:
-    """However many ranks there are."""
+    """For any number of ranks."""
     assert max(map(len, picture(layout).splitlines())) <= MAX_WIDTH

@@ -1,4 +1,4 @@
-"""Runs whose disk, writer, data or network fails end with one line and the right exit code."""
+"""Failures of the disk, the writer, the data or the network end a run with one line."""
 
 import json
 import os
@@ -39,7 +39,7 @@ from ms_parallel.weights.folder import WeightFolder
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shards that one short run has built."""
+    """Shards built by one short run."""
     run = write_run(
         tmp_path_factory.mktemp("build") / "run.toml",
         write_corpus(tmp_path_factory.mktemp("data") / "corpus"),
@@ -50,7 +50,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def writer_of(process: int) -> int:
-    """The process that writes checkpoints for a training process; 0 if there is none."""
+    """The process that writes checkpoints for a training process; 0 if it does not exist."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             line = (entry / "cmdline").read_bytes()
@@ -65,7 +65,7 @@ def writer_of(process: int) -> int:
 def test_a_stopped_checkpoint_writer_ends_the_run_and_is_named(
     shards: Path, tmp_path: Path
 ) -> None:
-    """SIGSTOP of the writing process: exit code 1 and its rank, instead of waiting forever."""
+    """After SIGSTOP of the writer, the run exits with 1 and names its rank instead of hanging."""
     run = write_run(
         tmp_path / "run.toml",
         shards,
@@ -87,7 +87,7 @@ def test_a_stopped_checkpoint_writer_ends_the_run_and_is_named(
 
 
 def test_a_full_disk_during_a_background_save_is_reported_as_such(tmp_path: Path) -> None:
-    """A real refusal in the midst of a write, by a limit of the file size."""
+    """A file size limit makes a write fail."""
     saver = BackgroundSaver(tmp_path / "checkpoints", KEPT)
     saver.save(1, state_of(1), facts={}, note=lambda: None)
     saver.finish()
@@ -106,7 +106,7 @@ def test_a_full_disk_during_a_background_save_is_reported_as_such(tmp_path: Path
 def test_a_background_save_on_a_full_file_system_ends_with_exit_code_2(
     shards: Path, tmp_path: Path
 ) -> None:
-    """A tmpfs of 300 kB: one line that names the full disk; with space the run completes."""
+    """On a tmpfs of 300 kB; the one line names the full disk."""
     small = tmp_path / "small"
     small.mkdir()
     mount = shutil.which("mount")
@@ -130,7 +130,7 @@ def test_a_background_save_on_a_full_file_system_ends_with_exit_code_2(
 
 
 def test_a_diverged_run_exits_1_and_writes_no_model(shards: Path, tmp_path: Path) -> None:
-    """Steps that are skipped to the end are no success; neither is calling the command again."""
+    """The same holds when the command is run again."""
     run = write_run(tmp_path / "run.toml", shards, steps=10, learning_rate=1e9, progress=False)
     for _ in range(2):
         done = train(run, 1)
@@ -155,14 +155,14 @@ def test_a_diverged_run_exits_1_and_writes_no_model(shards: Path, tmp_path: Path
 def test_success_needs_finite_losses_and_performed_steps(
     facts: dict[str, object], performed: int, problem: str
 ) -> None:
-    """Overflows of float16 alone are no failure while some steps were performed."""
+    """Overflows of float16 do not fail a run if some steps were performed."""
     with pytest.raises(DivergenceError, match=problem):
         check_outcome(RunProgress(**facts), 10, performed)  # type: ignore[arg-type]
     check_outcome(RunProgress(loss=2.0, skipped={"overflow": 9}), 10, 1)
 
 
 def test_warnings_do_not_depend_on_the_progress_setting(shards: Path, tmp_path: Path) -> None:
-    """A damaged checkpoint is reported on standard error though nothing else is shown."""
+    """A damaged checkpoint is reported on standard error even with progress=false."""
     run = write_run(tmp_path / "run.toml", shards, progress=False)
     assert train(run, 1).returncode == 0
     path = run.with_suffix("") / "checkpoints" / "step-00000012" / "rank-00000.safetensors"
@@ -174,8 +174,8 @@ def test_warnings_do_not_depend_on_the_progress_setting(shards: Path, tmp_path: 
     assert "step-00000012/rank-00000.safetensors" in done.stderr
 
 
-def test_a_checkpoint_of_another_data_position_is_passed_over(shards: Path, tmp_path: Path) -> None:
-    """Rewritten with a right checksum, it would train on to another model."""
+def test_a_checkpoint_with_a_wrong_data_position_is_skipped(shards: Path, tmp_path: Path) -> None:
+    """With a valid checksum it would otherwise train a different model."""
     run = write_run(tmp_path / "run.toml", shards)
     assert train(run, 1).returncode == 0
     folder = run.with_suffix("") / "checkpoints" / "step-00000012"
@@ -187,12 +187,12 @@ def test_a_checkpoint_of_another_data_position_is_passed_over(shards: Path, tmp_
     assert done.returncode == 0
     assert "checkpoint.json: the data position is after" in done.stderr
     assert [event["step"] for event in events(run, "damaged_checkpoint")] == [12]
-    again = checkpoint.read_manifest(folder)
-    assert again.facts["stream"]["consumed_samples"] == again.facts["standing"]["samples"]
+    rewritten = checkpoint.read_manifest(folder)
+    assert rewritten.facts["stream"]["consumed_samples"] == rewritten.facts["standing"]["samples"]
 
 
 def test_a_pipe_in_place_of_a_weight_file_is_refused(tmp_path: Path) -> None:
-    """Opening it would wait forever for somebody to write."""
+    """Opening it would wait forever for a writer."""
     os.mkfifo(tmp_path / "x.safetensors")
     index = {"metadata": {}, "weight_map": {"a": "x.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -201,7 +201,7 @@ def test_a_pipe_in_place_of_a_weight_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_place_of_a_checkpoint_file_is_refused(tmp_path: Path) -> None:
-    """It counts as damage, so that a run takes the checkpoint before it."""
+    """It counts as damage, so a run falls back to the previous checkpoint."""
     state = state_of(1)
     checkpoint.save(tmp_path / "one", state, step=1, facts={})
     path = tmp_path / "one" / "rank-00000.safetensors"
@@ -211,8 +211,8 @@ def test_a_pipe_in_place_of_a_checkpoint_file_is_refused(tmp_path: Path) -> None
         checkpoint.load(tmp_path / "one", checkpoint.read_manifest(tmp_path / "one"), state)
 
 
-def test_planted_links_are_not_followed(tmp_path: Path) -> None:
-    """Neither the lock nor a temporary file overwrites the target of a link under its name."""
+def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
+    """Neither the lock nor a temporary file overwrites the target of a symbolic link."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "lock").symlink_to(victim)
@@ -231,14 +231,17 @@ def test_planted_links_are_not_followed(tmp_path: Path) -> None:
 def killed_at(event: int, work: Callable[[], object]) -> bool:
     """Run `work` in a forked process that kills itself at its n-th file operation.
 
-    Returns whether it was killed, as opposed to having fewer operations.
+    Returns whether it was killed; otherwise it had fewer operations.
     """
     child = os.fork()
     if child == 0:
-        left = iter(range(event))
+        remaining = iter(range(event))
 
         def kill(name: str, _: object) -> None:
-            if name.startswith(("open", "os.", "shutil.", "ctypes.")) and next(left, None) is None:
+            if (
+                name.startswith(("open", "os.", "shutil.", "ctypes."))
+                and next(remaining, None) is None
+            ):
                 signal.raise_signal(signal.SIGKILL)
 
         sys.addaudithook(kill)
@@ -248,19 +251,19 @@ def killed_at(event: int, work: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
-def test_a_model_is_whole_wherever_the_process_that_replaces_it_is_killed(
+def test_replacing_a_model_survives_a_kill_at_any_file_operation(
     exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old model or the new one; without renameat2 the next launch may have to put it back."""
+    """The folder has the old or the new model; without renameat2, `restore_folder` repairs it."""
     if not exchanges:
-        monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(durable, "_exchange", lambda source, target: False)
     folder = tmp_path / "model"
 
     def write(version: bytes) -> None:
-        def save(place: Path) -> None:
-            place.mkdir()
+        def save(target: Path) -> None:
+            target.mkdir()
             for name in "ab":
-                (place / name).write_bytes(version)
+                (target / name).write_bytes(version)
 
         write_model(folder, lambda: version, save)
 
@@ -271,8 +274,8 @@ def test_a_model_is_whole_wherever_the_process_that_replaces_it_is_killed(
         killed = killed_at(kills, lambda: write(b"new"))
         if not exchanges:
             durable.restore_folder(folder)
-        found = {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert found in [dict.fromkeys(("a", "b", "training.json"), v) for v in (b"old", b"new")]
+        contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert contents in [dict.fromkeys(("a", "b", "training.json"), v) for v in (b"old", b"new")]
         write(b"last")
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
         assert (folder / "a").read_bytes() == b"last"
@@ -285,9 +288,9 @@ def test_a_model_is_whole_wherever_the_process_that_replaces_it_is_killed(
 def test_a_rank_that_loses_rank_0_and_its_store_prints_one_line(
     shards: Path, tmp_path: Path
 ) -> None:
-    """Started by hand, rank 0 holds the store; after its SIGKILL the other rank still says why."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    """Without torchrun, rank 0 holds the store; it is killed with SIGKILL."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
     run = write_run(tmp_path / "run.toml", shards, steps=100_000, timeout_s=20.0)
     command = [sys.executable, "-m", "ms_parallel", "train", str(run)]
     ranks = [
@@ -306,27 +309,27 @@ def test_a_rank_that_loses_rank_0_and_its_store_prints_one_line(
         first, second = ranks
         wait_for(lambda: checkpoints(run), first)  # type: ignore[arg-type]
         first.kill()
-        _, said = second.communicate(timeout=120)
+        _, stderr = second.communicate(timeout=120)
     finally:
         for process in ranks:
             process.kill()
             process.wait(timeout=60)
     assert second.returncode == 1
-    lines = [line for line in said.splitlines() if line.startswith("ms-parallel: ")]
-    assert len(lines) == 1, said
+    lines = [line for line in stderr.splitlines() if line.startswith("ms-parallel: ")]
+    assert len(lines) == 1, stderr
     assert "rank 1 lost contact with rank 0's machine (127.0.0.1:" in lines[0]
 
 
-def test_a_trainer_alone_is_refused_where_a_launcher_started_several(
+def test_a_trainer_refuses_world_size_without_an_address(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """RANK and WORLD_SIZE without a place to meet are no reason to train alone."""
+    """WORLD_SIZE without MASTER_ADDR must not start a single-process run."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for given in ({"RANK": "0"}, {}):
+    for variables in ({"RANK": "0"}, {}):
         monkeypatch.delenv("RANK", raising=False)
-        for name, value in given.items():
+        for name, value in variables.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(LaunchError, match="WORLD_SIZE is 2 without"):
             DistributedTrainer("llama", output_dir=tmp_path / "run").train(tmp_path, steps=1)

@@ -1,4 +1,4 @@
-"""What blocks keep for their backward, and what they compute again instead."""
+"""Activation memory: saved bytes, recompute budgets, predictions, offload and compilation."""
 
 import random
 import shutil
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from attrs import evolve
-from memory_runs import kept_by_blocks, kinds_of
+from memory_runs import block_modes, saved_bytes_by_block
 from ms_rig import run_on_rig
 from processes import run_processes
 from runs import FAMILIES, build, global_batch
@@ -39,12 +39,12 @@ KIB = 1024
 
 @pytest.fixture(scope="module")
 def groups() -> Groups:
-    """One process."""
+    """Groups of a single process."""
     return connect(Layout(), device="cpu")
 
 
 def trained(groups: Groups, settings: dict[str, Any], **options: Any) -> Engine:
-    """An engine after two updates."""
+    """Engine after two updates."""
     torch.set_num_threads(1)
     engine = build(settings, groups, **options)
     for step in range(2):
@@ -53,161 +53,172 @@ def trained(groups: Groups, settings: dict[str, Any], **options: Any) -> Engine:
 
 
 @pytest.mark.parametrize("family", ["biases", *FAMILIES])
-def test_every_kind_gives_the_same_bits(family: str, groups: Groups) -> None:
-    """Weights after two updates are those without recomputation, in every family."""
+def test_every_recompute_mode_gives_the_same_bits(family: str, groups: Groups) -> None:
+    """Weights after two updates equal those without recomputation, in every family."""
     plain = trained(groups, FAMILIES[family])
-    for kind in (*RECOMPUTE_MODES[1:], "24KiB"):
-        other = trained(groups, FAMILIES[family], recompute=kind)
+    for mode in (*RECOMPUTE_MODES[1:], "24KiB"):
+        recomputed = trained(groups, FAMILIES[family], recompute=mode)
         for name, weight in plain.parameters.items():
-            assert torch.equal(weight, other.parameters[name]), (family, kind, name)
+            assert torch.equal(weight, recomputed.parameters[name]), (family, mode, name)
 
 
-def test_kept_bytes_fall_as_the_measured_costs_say(groups: Groups) -> None:
-    """What is alive behind each block's forward is what the budget counts, for each kind."""
+def test_saved_bytes_equal_the_measured_costs(groups: Groups) -> None:
+    """Bytes alive after each block's forward equal the budget's measurement, in every mode."""
     costs = trained(groups, WIDE, recompute="1GiB").runner.budget
     assert costs is not None
     (blocks,) = costs.blocks.values()
     measured = blocks[1].costs
     assert measured is not None
-    batch = {name: each[:2] for name, each in global_batch(0).items()}
-    alive = {}
-    for number, kind in enumerate(RECOMPUTE_MODES):
-        engine = build(WIDE, groups, recompute=kind)
-        alive[kind] = kept_by_blocks(engine, batch)[1]
-        assert alive[kind] == measured.kept_bytes[number], kind
-    # 2 rows of 16 positions and 32 features in float32, and three such widths in the middle.
-    state, middle = 2 * 16 * 32 * 4, 2 * 16 * 96 * 4
-    sums = 2 * 16 * 4 * 4  # the logsumexp of each head
-    assert alive["full"] == state
-    # The input; queries, keys, values and attention's result; the first sum; gate and up.
-    assert alive["selective"] == state + 4 * state + sums + state + 2 * middle
-    # Input, its norm, the first sum, its norm; gate, its activation, up and their product.
-    assert alive["attention"] == 4 * state + 4 * middle
-    # Queries and keys as turned, values, result; the mask of 2 rows, and angles by cosine and sine.
-    assert alive["none"] == alive["attention"] + 4 * state + sums + 2 * (16 * 16 * 4 + 16 * 8 * 8)
+    batch = {name: tensor[:2] for name, tensor in global_batch(0).items()}
+    saved_bytes = {}
+    for index, mode in enumerate(RECOMPUTE_MODES):
+        engine = build(WIDE, groups, recompute=mode)
+        saved_bytes[mode] = saved_bytes_by_block(engine, batch)[1]
+        assert saved_bytes[mode] == measured.kept_bytes[index], mode
+    # 2 rows of 16 positions and 32 features in float32; the intermediate width is three times that.
+    state, intermediate = 2 * 16 * 32 * 4, 2 * 16 * 96 * 4
+    lse = 2 * 16 * 4 * 4  # the logsumexp of each head
+    assert saved_bytes["full"] == state
+    # The input; q, k, v and the attention output; the first residual sum; gate and up.
+    assert saved_bytes["selective"] == state + 4 * state + lse + state + 2 * intermediate
+    # The input, its norm, the first residual sum, its norm; gate, its activation, up, the product.
+    assert saved_bytes["attention"] == 4 * state + 4 * intermediate
+    # Rotated q and k, v, the output; the mask of 2 rows, and the cosines and sines of the angles.
+    assert saved_bytes["none"] == saved_bytes["attention"] + 4 * state + lse + 2 * (
+        16 * 16 * 4 + 16 * 8 * 8
+    )
 
 
-def test_a_budget_is_kept_and_used(groups: Groups) -> None:
-    """Blocks keep no more than the budget, and more of them keep more where it is larger."""
-    batch = {name: each[:2] for name, each in global_batch(0).items()}
-    kept, work = [], []
+def test_blocks_stay_within_the_budget_and_use_it(groups: Groups) -> None:
+    """Saved bytes stay within the budget, and a larger budget means less recomputation."""
+    batch = {name: tensor[:2] for name, tensor in global_batch(0).items()}
+    peaks, recompute_flops = [], []
     for kib in (13, 40, 60, 80, 100, 130, 1000):
         engine = trained(groups, WIDE, recompute=f"{kib}KiB")
         budget = engine.runner.budget
         assert budget is not None
         assert budget.peak_bytes <= kib * KIB
-        kept.append(budget.peak_bytes)
+        peaks.append(budget.peak_bytes)
         (blocks,) = budget.blocks.values()
-        counted = [b.costs.kept_bytes[RECOMPUTE_MODES.index(b.mode)] for b in blocks if b.costs]
-        assert sum(counted) == budget.peak_bytes
-        # The first block also makes what all share: the signs of rotary positions.
-        assert kept_by_blocks(engine, batch)[1:] == counted[1:]
-        work.append(sum(b.costs.flops[RECOMPUTE_MODES.index(b.mode)] for b in blocks if b.costs))
-    assert kept == sorted(kept)
-    assert work == sorted(work, reverse=True)
-    assert len(set(work)) > 4
-    assert kinds_of(engine) == ["none"] * 3
+        saved_bytes = [b.costs.kept_bytes[RECOMPUTE_MODES.index(b.mode)] for b in blocks if b.costs]
+        assert sum(saved_bytes) == budget.peak_bytes
+        # The first block also creates the signs of rotary positions, which all blocks share.
+        assert saved_bytes_by_block(engine, batch)[1:] == saved_bytes[1:]
+        recompute_flops.append(
+            sum(b.costs.flops[RECOMPUTE_MODES.index(b.mode)] for b in blocks if b.costs)
+        )
+    assert peaks == sorted(peaks)
+    assert recompute_flops == sorted(recompute_flops, reverse=True)
+    assert len(set(recompute_flops)) > 4
+    assert block_modes(engine) == ["none"] * 3
 
 
-def test_longer_batches_are_measured_anew(groups: Groups) -> None:
-    """A budget holds for a longer batch that comes later, and a shorter one changes nothing."""
+def test_longer_batches_are_measured_again(groups: Groups) -> None:
+    """The budget also holds for a later, longer batch; a shorter one changes nothing."""
     engine = trained(groups, WIDE, recompute="100KiB")
     budget = engine.runner.budget
     assert budget is not None
-    before = kinds_of(engine)
+    before = block_modes(engine)
     assert set(before) != {"full"}
     engine.step(global_batch(2, length=8), NextTokenLoss())
-    assert kinds_of(engine) == before
+    assert block_modes(engine) == before
     engine.step(global_batch(2, length=64), NextTokenLoss())
-    assert set(kinds_of(engine)) == {"full"}
+    assert set(block_modes(engine)) == {"full"}
     assert budget.peak_bytes <= 100 * KIB
 
 
-def test_experts_are_chosen_once(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kind of recomputation, nor the measurement of a budget, routes a token twice."""
+def test_tokens_are_routed_once(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither recomputation nor the measurement of a budget routes a token twice."""
     calls = []
-    choose = Router._select
+    select = Router._select
 
     def counted(self: Router, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        return choose(self, *args, **kwargs)
+        return select(self, *args, **kwargs)
 
     monkeypatch.setattr(Router, "_select", counted)
-    for kind in (*RECOMPUTE_MODES, "24KiB"):
+    for mode in (*RECOMPUTE_MODES, "24KiB"):
         calls.clear()
-        engine = trained(groups, FAMILIES["olmoe"], recompute=kind)
-        assert len(calls) == 2 * 2 * 3, kind  # updates, microbatches, layers
+        engine = trained(groups, FAMILIES["olmoe"], recompute=mode)
+        assert len(calls) == 2 * 2 * 3, mode  # updates, microbatches, layers
         load = engine.step(global_batch(2), NextTokenLoss()).experts
         assert load is not None
         assert load.counts.sum(1).tolist() == [4 * 16 * 2] * 3
 
 
-def costs_of(chance: random.Random) -> BlockCosts:
-    """A block of drawn costs."""
-    kept = sorted((chance.randint(1, 100) for _ in RECOMPUTE_MODES), reverse=True)
+def random_costs(rng: random.Random) -> BlockCosts:
+    """Random costs of a block."""
+    saved_bytes = sorted((rng.randint(1, 100) for _ in RECOMPUTE_MODES), reverse=True)
     return BlockCosts(
-        kept_bytes=tuple(kept), flops=tuple(sorted(chance.randint(0, 100) for _ in RECOMPUTE_MODES))
+        kept_bytes=tuple(saved_bytes),
+        flops=tuple(sorted(rng.randint(0, 100) for _ in RECOMPUTE_MODES)),
     )
 
 
-def test_an_ordinary_tensor_among_fake_ones_is_known_by_its_own_memory() -> None:
-    """Such as numbers of documents, which are shared by all blocks and not counted for each."""
+def test_a_real_tensor_among_fake_ones_is_identified_by_its_storage() -> None:
+    """Document ids are such a tensor: all blocks share them, so they count once."""
     documents = torch.zeros(2, 64, dtype=torch.int32)
-    known = {documents.untyped_storage()._cdata: 512}
+    sizes = {documents.untyped_storage()._cdata: 512}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert storages([documents]) == known
+        assert storages([documents]) == sizes
 
 
-def test_a_choice_leaves_no_change_that_fits() -> None:
-    """For drawn costs and schedules: the budget is kept where it can, and no change is spared."""
-    chance = random.Random(0)
+def test_chosen_modes_fit_the_budget_and_cannot_be_improved() -> None:
+    """No block could switch to a mode with fewer FLOPs within the budget."""
+    rng = random.Random(0)
     for _ in range(200):
         schedule = named_schedule("interleaved-1f1b", 2, 4)
-        held = peak_microbatches(schedule.actions[0])
+        in_flight = peak_microbatches(schedule.actions[0])
         costs = {
-            stage: [costs_of(chance) for _ in range(chance.randint(1, 4))]
+            stage: [random_costs(rng) for _ in range(rng.randint(1, 4))]
             for stage in schedule.stages_of(0)
         }
-        least = {s: [len(RECOMPUTE_MODES) - 1] * len(blocks) for s, blocks in costs.items()}
-        budget = chance.randint(1, 5000)
-        kinds = choose_modes(costs, held, budget)
-        if peak_bytes(costs, least, held) > budget:
+        all_recomputed = {
+            s: [len(RECOMPUTE_MODES) - 1] * len(blocks) for s, blocks in costs.items()
+        }
+        budget = rng.randint(1, 5000)
+        modes = choose_modes(costs, in_flight, budget)
+        if peak_bytes(costs, all_recomputed, in_flight) > budget:
             continue
-        assert peak_bytes(costs, kinds, held) <= budget
+        assert peak_bytes(costs, modes, in_flight) <= budget
         for stage, blocks in costs.items():
-            most = max(each.get(stage, 0) for each in held)
-            for number, block in enumerate(blocks):
-                now = kinds[stage][number]
-                for kind in range(len(RECOMPUTE_MODES)):
-                    more = (block.kept_bytes[kind] - block.kept_bytes[now]) * most
-                    fits = peak_bytes(costs, kinds, held) + more <= budget
-                    assert block.flops[kind] >= block.flops[now] or not fits
+            max_in_flight = max(counts.get(stage, 0) for counts in in_flight)
+            for index, block in enumerate(blocks):
+                current = modes[stage][index]
+                for mode in range(len(RECOMPUTE_MODES)):
+                    extra_bytes = (
+                        block.kept_bytes[mode] - block.kept_bytes[current]
+                    ) * max_in_flight
+                    fits = peak_bytes(costs, modes, in_flight) + extra_bytes <= budget
+                    assert block.flops[mode] >= block.flops[current] or not fits
 
 
 @pytest.mark.slow
-def test_many_blocks_are_chosen_for_in_no_time() -> None:
-    """A hundred layers take less than a second."""
-    chance = random.Random(1)
-    costs = {0: [costs_of(chance)] * 100}
-    begun = time.process_time()
+def test_modes_of_a_hundred_blocks_are_chosen_within_a_second() -> None:
+    """Measured in CPU time of this process."""
+    rng = random.Random(1)
+    costs = {0: [random_costs(rng)] * 100}
+    start = time.process_time()
     choose_modes(costs, [{0: 8}], 8 * 4000)
-    assert time.process_time() - begun < 1.0
+    assert time.process_time() - start < 1.0
 
 
-def test_what_cannot_be_is_said(groups: Groups) -> None:
-    """Unknown kinds, budgets that no kind keeps, and blocks without attention."""
+def test_invalid_recompute_settings_are_refused(groups: Groups) -> None:
+    """Unknown modes, budgets that no mode meets, and blocks without attention."""
     assert budget_bytes("1.5 GiB") == 3 << 29
     assert budget_bytes("8GB") == 8 * 10**9
-    for wrong in ("atention", "8GiBs", "0B", "-1GiB", 0, True, 1.5, None):
+    for value in ("atention", "8GiBs", "0B", "-1GiB", 0, True, 1.5, None):
         with pytest.raises(ConfigError, match=r"recompute is .*or a budget, such as '8GiB'"):
-            build({}, groups, recompute=wrong)
+            build({}, groups, recompute=value)
     with pytest.raises(ConfigError, match="did you mean 'attention'"):
         build({}, groups, recompute="atention")
     with pytest.raises(ConfigError, match=r"must be at least the 0\.0 MiB .*; raise it, or lower"):
         trained(groups, WIDE, recompute="1KiB")
-    own = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Sequential(torch.nn.Linear(4, 8)))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(8, 4), torch.nn.Sequential(torch.nn.Linear(4, 8))
+    )
     with pytest.raises(ConfigError, match="needs an attention submodule in Sequential, got 0"):
-        Engine(own, plan=ModelPlan(blocks="1"), device="cpu", recompute="attention")
+        Engine(model, plan=ModelPlan(blocks="1"), device="cpu", recompute="attention")
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -226,23 +237,23 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def check_layouts(jobs: list[dict[str, Any]], kinds: list[str]) -> None:
-    """Every kind gives the bits of `none`, and budgets are kept."""
-    found = run_processes(4, RUNS, "states", jobs=[{"kinds": kinds, **job} for job in jobs])
-    for rank in found:
-        for job, same in zip(jobs, rank, strict=True):
-            assert same.pop("40KiB kept", 0) <= 40 * KIB
-            assert all(same.values()), (job, same)
+def check_layouts(jobs: list[dict[str, Any]], modes: list[str]) -> None:
+    """Check that every mode gives the bits of "none" and that budgets hold."""
+    ranks = run_processes(4, RUNS, "states", jobs=[{"modes": modes, **job} for job in jobs])
+    for results in ranks:
+        for job, equal in zip(jobs, results, strict=True):
+            assert equal.pop("40KiB peak", 0) <= 40 * KIB
+            assert all(equal.values()), (job, equal)
 
 
 def test_layouts_give_the_same_bits() -> None:
-    """Under expert and pipeline parallelism, and with split backwards under context."""
-    check_layouts([{**LAYOUTS[1], "kinds": ["selective"]}, LAYOUTS[2]], ["40KiB"])
+    """Expert and pipeline parallelism, and a split backward pass with context parallelism."""
+    check_layouts([{**LAYOUTS[1], "modes": ["selective"]}, LAYOUTS[2]], ["40KiB"])
 
 
 @pytest.mark.slow
-def test_all_kinds_give_the_same_bits_under_layouts() -> None:
-    """Under every axis, schedules with split backwards, and bfloat16."""
+def test_all_modes_give_the_same_bits_under_layouts() -> None:
+    """Every axis, schedules with a split backward pass, and bfloat16."""
     check_layouts(LAYOUTS, [*RECOMPUTE_MODES[1:], "40KiB"])
 
 
@@ -269,7 +280,7 @@ MEMORY: list[dict[str, Any]] = [
         "settings": OLMOE,
         "options": {"schedule": "zb-h1"},
     },
-    {  # whose gradients take more on their way between copies than activations
+    {  # reducing gradients between replicas takes more memory than activations
         "layout": "data=2,pipeline=2",
         "options": {"sharding": "replicate"},
         "length": 16,
@@ -278,14 +289,14 @@ MEMORY: list[dict[str, Any]] = [
 ]
 
 
-def drawn_memory(count: int) -> list[dict[str, Any]]:
-    """Layouts of 4 processes over every axis, with what else changes what they hold."""
-    chance = random.Random(0)
+def random_memory_jobs(count: int) -> list[dict[str, Any]]:
+    """Random layouts of 4 processes over all axes, with settings that affect memory."""
+    rng = random.Random(0)
     jobs: list[dict[str, Any]] = []
     while len(jobs) < count:
-        axes = [chance.choice(("data", "tensor", "context", "pipeline")) for _ in range(2)]
+        axes = [rng.choice(("data", "tensor", "context", "pipeline")) for _ in range(2)]
         sizes = {axis: 2 ** axes.count(axis) for axis in axes}
-        experts = chance.random() < 0.4
+        experts = rng.random() < 0.4
         if experts and sizes.get("data", 1) * sizes.get("context", 1) > 1:
             sizes["expert"] = 2
         piped = "pipeline" in sizes
@@ -294,18 +305,18 @@ def drawn_memory(count: int) -> list[dict[str, Any]]:
             "layout": ",".join(f"{axis}={size}" for axis, size in sizes.items()),
             "settings": OLMOE if experts else {},
             "options": {
-                "schedule": chance.choice(schedules),
-                "recompute": chance.choice((*RECOMPUTE_MODES, "600KiB")),
-                "mixed_precision": chance.random() < 0.3,
-                "sharding": chance.choice(("auto", "zero1", "zero2", "zero3")),
-                "optimizer": chance.choice(("AdamW", "Muon", "SGD", "Adafactor")),
-                "context_attention": chance.choice(("auto", "all_gather", "ulysses", "ring")),
+                "schedule": rng.choice(schedules),
+                "recompute": rng.choice((*RECOMPUTE_MODES, "600KiB")),
+                "mixed_precision": rng.random() < 0.3,
+                "sharding": rng.choice(("auto", "zero1", "zero2", "zero3")),
+                "optimizer": rng.choice(("AdamW", "Muon", "SGD", "Adafactor")),
+                "context_attention": rng.choice(("auto", "all_gather", "ulysses", "ring")),
             },
-            "microbatches": 4 if piped else chance.choice((1, 2, 4)),
+            "microbatches": 4 if piped else rng.choice((1, 2, 4)),
         }
-        if chance.random() < 0.5:
-            cuts = sorted(chance.sample(range(1, 64), chance.randint(1, 5)))
-            job["lengths"] = [end - begin for begin, end in pairwise([0, *cuts, 64])]
+        if rng.random() < 0.5:
+            cuts = sorted(rng.sample(range(1, 64), rng.randint(1, 5)))
+            job["lengths"] = [end - start for start, end in pairwise([0, *cuts, 64])]
         if sizes.get("pipeline") == 4 and job["options"]["schedule"] == "interleaved-1f1b":
             continue
         if job not in jobs:
@@ -328,85 +339,90 @@ PIPED_CONTEXT: list[dict[str, Any]] = [
 
 
 def check_memory(jobs: list[dict[str, Any]]) -> None:
-    """Predictions are within 5% of what is counted, by category."""
+    """Check that predicted bytes are within 5% of the counted bytes in every category."""
     common = {"rows": 2, "length": 64, "microbatches": 4}
     jobs = [{**common, **job, "settings": LARGER | job.get("settings", {})} for job in jobs]
-    (foretold,) = run_processes(1, RUNS, "predicted", jobs=jobs)
-    found = run_processes(4, RUNS, "counted", jobs=jobs, timeout_s=500)
-    wrong: list[tuple[Any, ...]] = []
-    shares: dict[str, list[float]] = {}
-    for number, job in enumerate(jobs):
-        for stage, ranks in enumerate(foretold[number]):
-            alike = [rank[number] for rank in found if rank[number]["pipeline"] == stage]
-            again = job["options"].get("recompute", "none") != "none"
+    (predictions,) = run_processes(1, RUNS, "predicted", jobs=jobs)
+    counts = run_processes(4, RUNS, "counted", jobs=jobs, timeout_s=500)
+    mismatches: list[tuple[Any, ...]] = []
+    relative_errors: dict[str, list[float]] = {}
+    for index, job in enumerate(jobs):
+        for stage, predicted in enumerate(predictions[index]):
+            same_stage = [rank[index] for rank in counts if rank[index]["pipeline"] == stage]
+            recomputes = job["options"].get("recompute", "none") != "none"
             for category in ("weights", "gradients", "moments", "activations", "buffers"):
-                count = alike[0][category]  # owners of whole matrices have other sizes each
-                off = ranks[category] - count
-                if category == "buffers" and again:  # what is computed again was not counted
-                    off = min(off, 0)
-                shares.setdefault(category, []).append(abs(off) / max(count, 1))
-                if abs(off) > 0.05 * count + 8:
-                    wrong.append((str(job), stage, category, ranks[category], count))
-    for category, apart in shares.items():  # what benchmarks/README.md states, by `pytest -s`
-        print(f"{category}: {max(apart):.4f} at most, {sum(apart) / len(apart):.4f} on average")  # noqa: T201
-    assert not wrong, "\n".join(map(str, wrong))
+                count = same_stage[0][category]  # ranks that own whole matrices differ in size
+                error = predicted[category] - count
+                if category == "buffers" and recomputes:  # the count leaves out recomputed forwards
+                    error = min(error, 0)
+                relative_errors.setdefault(category, []).append(abs(error) / max(count, 1))
+                if abs(error) > 0.05 * count + 8:
+                    mismatches.append((str(job), stage, category, predicted[category], count))
+    for (
+        category,
+        errors,
+    ) in relative_errors.items():  # figures of benchmarks/README.md, shown by `pytest -s`
+        print(f"{category}: {max(errors):.4f} at most, {sum(errors) / len(errors):.4f} on average")  # noqa: T201
+    assert not mismatches, "\n".join(map(str, mismatches))
 
 
-def test_predicted_memory_is_what_is_counted() -> None:
-    """For layouts with recomputation, packed rows, a split backward, experts, Muon and copies."""
+def test_predicted_memory_matches_the_counted_memory() -> None:
+    """Recomputation, packed rows, a split backward pass, experts, Muon and replicas."""
     check_memory(MEMORY)
 
 
-def test_a_process_that_has_met_others_has_it_predicted_by_another(groups: Groups) -> None:
-    """Memory of thousands of ranks, packed as a dataset is, as the run's settings say."""
+def test_memory_of_thousands_of_ranks_is_predicted_in_another_process(groups: Groups) -> None:
+    """A connected process predicts 4,096 ranks by starting another process."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 256, "vocab_size": 4096}
     options = Options(
         "llama", model_config=LARGER | sizes, batch_size=1024, sequence_length=64, device="cpu"
     )
     first, *middle, last = run_memory(options, Layout(pipeline=4, tensor=4, data=256))
     parameters = 2 * 4096 * 1024 + 4 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
-    whole = sum(each.weights for each in (first, *middle, last)) / 4
-    # A process has whole rows of matrices, and one number at least of a norm.
-    assert whole == pytest.approx(parameters * 4 / 4096, rel=0.05)
+    weight_bytes = sum(rank.weights for rank in (first, *middle, last)) / 4
+    # FSDP splits matrices by rows, and each rank holds at least one number of a norm.
+    assert weight_bytes == pytest.approx(parameters * 4 / 4096, rel=0.05)
     assert first.activations > middle[0].activations > middle[1].activations
     assert first.total == sum(msgspec.structs.astuple(first)[1:])
-    wrong = evolve(options, parallel_config=None, batch_size=1000)
+    invalid = evolve(options, parallel_config=None, batch_size=1000)
     with pytest.raises(ConfigError, match="does not divide over data=256"):
-        run_memory(wrong, Layout(pipeline=4, tensor=4, data=256))
+        run_memory(invalid, Layout(pipeline=4, tensor=4, data=256))
 
 
 @pytest.mark.slow
 def test_the_largest_microbatch_is_found_by_prediction_and_trial(tmp_path: Path) -> None:
-    """More memory fits more rows; the run is that of this size, and goes on with it."""
+    """The run equals one with that size given explicitly, and resumes with it."""
     (tmp_path / "text.txt").write_text("So many words, and so few of them new. " * 4000)
     model = LARGER | {"num_hidden_layers": 2}
     common = {"model_config": model, "batch_size": 8, "sequence_length": 128, "vocab_size": 512}
     common |= {"device": "cpu", "progress": False, "recompute": "none", "held_out_fraction": 0.1}
     options = Options("llama", **common)
-    need = {rows: run_memory(options, Layout(), None, rows)[0].total for rows in (1, 2, 4, 8)}
-    assert sorted(need.values()) == list(need.values())
+    needed_bytes = {
+        rows: run_memory(options, Layout(), None, rows)[0].total for rows in (1, 2, 4, 8)
+    }
+    assert sorted(needed_bytes.values()) == list(needed_bytes.values())
     events: list[tuple[str, dict[str, Any]]] = []
 
-    def train(folder: str, steps: int, **rest: Any) -> float:
+    def train(folder: str, steps: int, **overrides: Any) -> float:
         trainer = DistributedTrainer(
             "llama",
             output_dir=tmp_path / folder,
-            on_event=lambda kind, fields: events.append((kind, dict(fields))),
+            on_event=lambda event, fields: events.append((event, dict(fields))),
             **common,
-            **rest,
+            **overrides,
         )
         return trainer.train(tmp_path / "text.txt", steps=steps).loss
 
-    gib = need[4] / (1 << 30) * 1.001
-    auto = {"microbatch_size": "auto", "memory_gib": gib}
-    found = train("auto", 2, **auto)
-    (rows,) = (fields["rows"] for kind, fields in events if kind == "microbatch")
-    assert rows in (1, 2, 4)  # the trial counts what the allocator takes besides
-    assert train("plain", 2, microbatch_size=rows) == found
-    assert train("auto", 2, **auto) == found
-    assert sum(kind == "microbatch" for kind, _ in events) == 1
+    gib = needed_bytes[4] / (1 << 30) * 1.001
+    auto_settings = {"microbatch_size": "auto", "memory_gib": gib}
+    auto_loss = train("auto", 2, **auto_settings)
+    (rows,) = (fields["rows"] for event, fields in events if event == "microbatch")
+    assert rows in (1, 2, 4)  # the trial also counts the allocator's overhead
+    assert train("plain", 2, microbatch_size=rows) == auto_loss
+    assert train("auto", 2, **auto_settings) == auto_loss
+    assert sum(event == "microbatch" for event, _ in events) == 1
     with pytest.raises(ConfigError, match=r"1 sample\(s\) at once are predicted to need"):
-        train("small", 2, microbatch_size="auto", memory_gib=need[1] / (1 << 31))
+        train("small", 2, microbatch_size="auto", memory_gib=needed_bytes[1] / (1 << 31))
     with pytest.raises(ConfigError, match="use a named schedule"):
         Options("llama", **common, microbatch_size="auto", schedule="search")
 
@@ -426,7 +442,7 @@ ROOM: list[dict[str, Any]] = [
     {"layout": "pipeline=2", "mib": 600},
     {"layout": "data=2", "mib": 700, "sharding": "zero3", "optimizer": "Muon"},
 ]
-"""Layouts, and how much more memory the last rank may take."""
+"""Layouts, and the memory in MiB that the last rank may allocate."""
 
 
 @pytest.mark.slow
@@ -435,9 +451,9 @@ ROOM: list[dict[str, Any]] = [
 def test_the_largest_microbatch_fits_the_tightest_rank(
     tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    """All ranks take what the last one has room for, which `ulimit` bounds.
+    """All ranks use the size that fits the last one, whose memory `ulimit` limits.
 
-    It trains within its limit, and so does no size that is two divisors larger.
+    Training with it stays within the limit; with a size two divisors larger it does not.
     """
     (tmp_path / "text.txt").write_text("So many words, and so few of them new. " * 9000)
     ms_data.build(
@@ -445,7 +461,7 @@ def test_the_largest_microbatch_fits_the_tightest_rank(
         tokenizer=ms_data.train_tokenizer(tmp_path / "text.txt", vocab_size=300),
         out=tmp_path / "shards",
     )
-    room = case.pop("mib") << 20
+    extra_bytes = case.pop("mib") << 20
     settings = {
         "model_arch": "llama",
         "model_config": WIDER,
@@ -454,130 +470,130 @@ def test_the_largest_microbatch_fits_the_tightest_rank(
     }
     settings |= {"device": "cpu", "progress": False, **case}
 
-    def rows_in(room_bytes: int, size: int | str) -> list[dict[str, Any]]:
+    def train_within(room_bytes: int, size: int | str) -> list[dict[str, Any]]:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        given = {**settings, "microbatch_size": size}
-        arguments = {"room_bytes": room_bytes, "folder": str(tmp_path), "settings": given}
+        run_settings = {**settings, "microbatch_size": size}
+        arguments = {"room_bytes": room_bytes, "folder": str(tmp_path), "settings": run_settings}
         return run_processes(2, RUNS, "trained_in", check=False, **arguments)
 
-    found = rows_in(room, "auto")
-    print(case, room >> 20, found)  # noqa: T201
-    assert all("loss" in rank for rank in found), found
-    (rows,) = {rank["rows"][0] for rank in found if rank["rows"]}
+    auto_results = train_within(extra_bytes, "auto")
+    print(case, extra_bytes >> 20, auto_results)  # noqa: T201
+    assert all("loss" in rank for rank in auto_results), auto_results
+    (rows,) = {rank["rows"][0] for rank in auto_results if rank["rows"]}
     layout = Layout.parse(case["layout"])
     sizes = sizes_of(24 // layout.data_ranks, layout.pipeline)
     two_larger = sizes[sizes.index(rows) + 2 :][:1]
     for size in two_larger:
-        tried = rows_in(room, size)
-        print(size, tried)  # noqa: T201
-        assert any("failed" in rank for rank in tried), (rows, size)
+        larger_results = train_within(extra_bytes, size)
+        print(size, larger_results)  # noqa: T201
+        assert any("failed" in rank for rank in larger_results), (rows, size)
 
 
 def check_offload(layout: str) -> None:
-    """Bits stay, and a forward leaves a fifth of the bytes on the device at most."""
+    """Check that bits are equal and a forward leaves at most a fifth of the bytes on the device."""
     sizes = {"settings": LARGER | {"num_hidden_layers": 2}, "layout": layout}
-    kinds = ({"offload": name, "microbatch_size": 2} for name in ("none", "all"))
-    jobs = [{**sizes, "options": options} for options in kinds]
-    for here, there in run_on_rig(2, RUNS, "offloaded", jobs=jobs):
-        assert (there["losses"], there["sums"]) == (here["losses"], here["sums"])
-        assert there["on_device"] < here["on_device"] / 5
+    options_list = ({"offload": name, "microbatch_size": 2} for name in ("none", "all"))
+    jobs = [{**sizes, "options": options} for options in options_list]
+    for baseline, offloaded in run_on_rig(2, RUNS, "offloaded", jobs=jobs):
+        assert (offloaded["losses"], offloaded["sums"]) == (baseline["losses"], baseline["sums"])
+        assert offloaded["on_device"] < baseline["on_device"] / 5
 
 
-def test_activations_that_lie_in_the_machines_memory_change_no_bit() -> None:
-    """On a device of its own, with FSDP."""
+def test_offloaded_activations_change_no_bits() -> None:
+    """On an emulated accelerator, with FSDP."""
     check_offload("data=2")
 
 
 @pytest.mark.slow
-def test_activations_of_tensor_ranks_may_lie_in_the_machines_memory() -> None:
-    """Those that DTensor saves too."""
+def test_activations_of_tensor_ranks_can_be_offloaded() -> None:
+    """Including tensors saved by DTensor."""
     check_offload("tensor=2")
 
 
-def test_on_a_cpu_activations_stay_and_it_is_said(
+def test_offloading_activations_on_a_cpu_warns_and_does_nothing(
     groups: Groups, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They lie in the machine's memory already; bits are the same."""
-    away = trained(groups, WIDE, offload="activations")
+    """They are in host memory already; the bits are equal."""
+    offloaded = trained(groups, WIDE, offload="activations")
     assert "has no effect on activations on a CPU" in caplog.text
-    here = trained(groups, WIDE)
-    for name, weight in here.parameters.items():
-        assert torch.equal(weight, away.parameters[name])
+    baseline = trained(groups, WIDE)
+    for name, weight in baseline.parameters.items():
+        assert torch.equal(weight, offloaded.parameters[name])
     with pytest.raises(ConfigError, match="set offload to activations, or use AdamW"):
         build(WIDE, groups, offload="all", optimizer="SGD")
 
 
 @pytest.mark.slow
-def test_compiled_blocks_train_as_they_are() -> None:
-    """Recomputed, with packed documents."""
+def test_compiled_blocks_give_the_losses_of_eager_ones() -> None:
+    """With recomputation and packed documents."""
     jobs: list[dict[str, Any]] = [{"layout": "data=1", "options": {"recompute": "full"}}]
-    ((here, there),) = run_processes(1, RUNS, "compiled", jobs=jobs, backend="aot_eager")[0]
-    assert there == pytest.approx(here, rel=1e-5)  # sums of float32 in another order
+    ((eager, compiled),) = run_processes(1, RUNS, "compiled", jobs=jobs, backend="aot_eager")[0]
+    assert compiled == pytest.approx(eager, rel=1e-5)  # float32 sums in a different order
 
 
 @pytest.mark.slow
-def test_compiled_blocks_train_as_they_are_under_layouts() -> None:
-    """With FSDP and recomputation, and as stages of a pipeline."""
+def test_compiled_blocks_give_the_losses_of_eager_ones_under_layouts() -> None:
+    """FSDP with recomputation, and pipeline stages."""
     jobs: list[dict[str, Any]] = [
         {"layout": "data=2", "options": {"recompute": "full"}},
         {"layout": "pipeline=2", "options": {}},
     ]
-    for found in run_processes(2, RUNS, "compiled", jobs=jobs, backend="aot_eager"):
-        for here, there in found:
-            assert there == pytest.approx(here, rel=1e-5)  # sums of float32 in another order
+    for results in run_processes(2, RUNS, "compiled", jobs=jobs, backend="aot_eager"):
+        for eager, compiled in results:
+            assert compiled == pytest.approx(eager, rel=1e-5)  # sums of float32 in another order
 
 
 @pytest.mark.slow
-def test_blocks_compiled_to_machine_code_train_as_they_are() -> None:
-    """By torch's own compiler, in each precision, and a family with windows."""
+def test_blocks_compiled_to_machine_code_give_the_losses_of_eager_ones() -> None:
+    """With torch's default compiler."""
     jobs: list[dict[str, Any]] = [
         {"layout": "data=1", "options": {}},
         {"layout": "data=1", "options": {"recompute": "full"}},
         {"layout": "data=1", "options": {}, "settings": FAMILIES["qwen3"]},
     ]
-    (found,) = run_processes(1, RUNS, "compiled", jobs=jobs, timeout_s=500)
-    for here, there in found:
-        assert there == pytest.approx(here, rel=1e-5)
+    (results,) = run_processes(1, RUNS, "compiled", jobs=jobs, timeout_s=500)
+    for eager, compiled in results:
+        assert compiled == pytest.approx(eager, rel=1e-5)
 
 
 def test_compiled_blocks_cast_their_own_weights() -> None:
-    """In one process bfloat16 gives the bits of FSDP's casts, and weights are plain float32."""
+    """In one process, bfloat16 gives the bits of FSDP's casts; parameters stay plain float32."""
     jobs: list[dict[str, Any]] = [
         {"layout": "data=1", "options": {"mixed_precision": True, "recompute": recompute}}
         for recompute in ("none", "full")
     ]
-    (found,) = run_processes(1, RUNS, "compiled", jobs=jobs, backend="aot_eager")
-    for here, there in found:
-        assert here == there
+    (results,) = run_processes(1, RUNS, "compiled", jobs=jobs, backend="aot_eager")
+    for eager, compiled in results:
+        assert eager == compiled
 
 
-def test_what_is_not_compiled_is_said(groups: Groups) -> None:
-    """Experts, kinds of recomputation that need a block's operators, and split backwards."""
-    for settings, options, said in (
+def test_unsupported_settings_of_compile_are_refused(groups: Groups) -> None:
+    """Experts, recomputation that selects operators, and split backward passes."""
+    for settings, options, message in (
         (FAMILIES["olmoe"], {}, "only the dense decoders"),
         ({}, {"recompute": "selective"}, "recompute='selective', which selects single"),
         ({}, {"recompute": "1GiB"}, "recompute='1GiB', which selects single"),
         ({}, {"schedule": "zb-h1"}, "splits the backward pass; use schedule 1f1b"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             build(settings, groups, compile=True, **options)
 
 
-def test_few_predictions_find_the_largest() -> None:
-    """At most 5 of 12 divisors are asked for; pipelines keep twice as many as ranks."""
-    asked: list[int] = []
+def test_the_largest_microbatch_is_found_with_few_predictions() -> None:
+    """At most 5 of 12 divisors are predicted; pipelines get at least two microbatches per rank."""
+    predicted_rows: list[int] = []
 
     def predict(rows: int) -> int:
-        asked.append(rows)
+        predicted_rows.append(rows)
         return 100 + 7 * rows
 
     assert largest_predicted(sizes_of(60, 1), 100 + 7 * 19, predict) == (15, 205)
-    assert len(asked) <= 5
+    assert len(predicted_rows) <= 5
     assert sizes_of(60, 4) == [1, 2, 3, 4, 5, 6]
     assert sizes_of(4, 4) == [1]
 
 
 @pytest.mark.slow
-def test_predicted_memory_of_drawn_layouts_is_what_is_counted() -> None:
-    """For forty layouts, half with packed rows, and two of context with a pipeline."""
-    check_memory([*drawn_memory(40), *PIPED_CONTEXT])
+def test_predicted_memory_of_random_layouts_matches_the_counted_memory() -> None:
+    """Forty layouts, half with packed rows, and two with context and pipeline parallelism."""
+    check_memory([*random_memory_jobs(40), *PIPED_CONTEXT])

@@ -1,7 +1,7 @@
-"""A CPU process and one on `npu:0` train one model: torch_npu's wheel on the null runtime.
+"""A CPU process and one on `npu:0` train one model, with torch_npu's wheel on the null runtime.
 
-What it computes is the CPU's arithmetic after CANN's documentation (see ms-kernels'
-`tests/ascend/null_runtime`). `nox -s ascend` installs torch_npu and runs this; else it is skipped.
+The runtime computes on the CPU according to CANN's documentation (see `tests/ascend/null_runtime`
+of ms-kernels). `nox -s ascend` installs torch_npu and runs this test; otherwise it is skipped.
 """
 
 import importlib.util
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.skipif(
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """A port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
 
 
 def run(folder: Path, devices: dict[str, str], layout: str, **options: Any) -> list[dict[str, Any]]:
-    """What two processes find, of which those that have an NPU start the null runtime."""
+    """Results of two processes; those with an NPU start the null runtime."""
     folder.mkdir()
     port, started = free_port(), []
     path = os.pathsep.join([str(HERE), *(part for part in sys.path if part)])
@@ -71,11 +71,11 @@ def run(folder: Path, devices: dict[str, str], layout: str, **options: Any) -> l
 def test_a_cpu_and_an_npu_train_one_model(
     tmp_path: Path, layout: str, options: dict[str, Any]
 ) -> None:
-    """Losses and weights are those of two CPU processes; each keeps its weights on its device."""
+    """Losses and weights equal two CPU processes', and weights stay on their device."""
     cpus = run(tmp_path / "cpus", {"cpu": "0-1"}, layout, **options)
     mixed = run(tmp_path / "mixed", {"cpu": "0", "npu:0": "1"}, layout, **options)
-    assert [each["where"] for each in mixed] == [["cpu"], ["npu:0"]]
-    for one, other in zip(cpus, mixed, strict=True):
-        assert other["losses"] == pytest.approx(one["losses"], rel=TOLERANCE)
-        for name, values in one["weights"].items():
-            assert other["weights"][name] == pytest.approx(values, abs=TOLERANCE), name
+    assert [rank["weight_devices"] for rank in mixed] == [["cpu"], ["npu:0"]]
+    for cpu_rank, rank in zip(cpus, mixed, strict=True):
+        assert rank["losses"] == pytest.approx(cpu_rank["losses"], rel=TOLERANCE)
+        for name, values in cpu_rank["weights"].items():
+            assert rank["weights"][name] == pytest.approx(values, abs=TOLERANCE), name

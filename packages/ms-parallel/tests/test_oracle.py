@@ -1,7 +1,7 @@
-"""The oracle: drawn layouts over everything that combines, each held against one process.
+"""Random layouts and settings over all combinations, compared with one process.
 
-Every gradient is one process's within 1e-12 of the largest of its weight, in float64, on rows of
-packed documents from one token on.
+In float64, every gradient equals one process's within 1e-12 of its maximum, on rows of packed
+documents with one or more tokens.
 """
 
 import random
@@ -22,7 +22,7 @@ from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 ROWS = 4
 PARTS = 10
-OWN = ("data", "tensor", "pipeline", "context")
+AXES = ("data", "tensor", "pipeline", "context")
 DENSE: tuple[dict[str, Any], ...] = (
     *VARIANTS.values(),
     {"model_type": "mistral", "sliding_window": 5},
@@ -39,14 +39,16 @@ MIXTURES: tuple[dict[str, Any], ...] = (
 SEQUENCE: dict[str, Any] = {"balance": "sequence", "balance_coefficient": 0.1}
 
 
-def drawn_layout(chance: random.Random, most: int) -> Layout:
-    """Up to so many processes, two or more, of any axes; experts and copies where they fit."""
-    sizes = [size for size in product((1, 2, 4), repeat=len(OWN)) if 2 <= prod(size) <= most]
-    data, tensor, pipeline, context = chance.choice(sizes)
+def random_layout(rng: random.Random, max_processes: int) -> Layout:
+    """Random layout of 2 to `max_processes` processes, with experts and replicas that fit."""
+    sizes = [
+        size for size in product((1, 2, 4), repeat=len(AXES)) if 2 <= prod(size) <= max_processes
+    ]
+    data, tensor, pipeline, context = rng.choice(sizes)
     tokens = data * context
-    replicate = chance.choice([count for count in (1, 2, 4) if tokens % count == 0])
+    replicate = rng.choice([count for count in (1, 2, 4) if tokens % count == 0])
     shards = tokens // replicate
-    expert = chance.choice([count for count in (1, 2, 4) if shards % count == 0])
+    expert = rng.choice([count for count in (1, 2, 4) if shards % count == 0])
     return Layout(
         data=data,
         tensor=tensor,
@@ -58,77 +60,77 @@ def drawn_layout(chance: random.Random, most: int) -> Layout:
 
 
 def _divides(layout: Layout, settings: dict[str, Any]) -> bool:
-    """Whether the tensor axis divides the heads of keys."""
+    """Whether the tensor axis divides the key-value heads."""
     return bool(settings.get("num_key_value_heads", 2) % layout.tensor == 0)
 
 
 def _shardings(layout: Layout) -> list[str]:
-    """Experts are shared out over ranks that shard weights, and copies are of shards or of all."""
+    """Valid shardings: experts need sharded weights; replicas hold shards or full weights."""
     if layout.replicate > 1 and layout.shards == 1:
         return ["auto", "replicate"]
-    whole = layout.expert == 1 and layout.replicate == 1
-    return [name for name in SHARDINGS if whole or name != "replicate"]
+    unsharded_allowed = layout.expert == 1 and layout.replicate == 1
+    return [name for name in SHARDINGS if unsharded_allowed or name != "replicate"]
 
 
 def _context_kinds(layout: Layout) -> list[str]:
-    """Those whose traders divide the four heads of the models."""
+    """Kinds of context attention that can split the four heads of the models."""
     heads = 4 // layout.tensor
     kinds = [name for name in CONTEXT_KINDS if name != "ulysses" or heads % layout.context == 0]
     return [*kinds, *(("ulysses_ring",) if layout.context == 4 and heads > 1 else ()), "auto"]
 
 
-def drawn_job(chance: random.Random, most: int = 8) -> dict[str, Any]:
-    """A model, a layout, and how the one is trained under the other."""
-    layout = drawn_layout(chance, most)
-    mixture = layout.expert > 1 or chance.random() < 0.4
-    fitting = [each for each in (MIXTURES if mixture else DENSE) if _divides(layout, each)]
-    settings = chance.choice(fitting)
+def random_job(rng: random.Random, max_processes: int = 8) -> dict[str, Any]:
+    """Random model, layout and engine options."""
+    layout = random_layout(rng, max_processes)
+    mixture = layout.expert > 1 or rng.random() < 0.4
+    fitting = [model for model in (MIXTURES if mixture else DENSE) if _divides(layout, model)]
+    settings = rng.choice(fitting)
     options: dict[str, Any] = {
-        "sharding": chance.choice(_shardings(layout)),
-        "recompute": chance.choice(RECOMPUTE_MODES),
-        "microbatch_size": chance.choice(range(1, ROWS // layout.data + 1)),
-        **(SEQUENCE if mixture and chance.random() < 0.5 else {}),
+        "sharding": rng.choice(_shardings(layout)),
+        "recompute": rng.choice(RECOMPUTE_MODES),
+        "microbatch_size": rng.choice(range(1, ROWS // layout.data + 1)),
+        **(SEQUENCE if mixture and rng.random() < 0.5 else {}),
     }
     if layout.pipeline > 1:
         schedules = ["1f1b", "gpipe", "zb-h1"]
-        if layout.pipeline == 2:  # each rank has two of four stages, and the models three layers
+        if layout.pipeline == 2:  # each rank has two of four stages
             schedules += ["interleaved-1f1b", "zb-v"]
-        options["schedule"] = chance.choice(schedules)
+        options["schedule"] = rng.choice(schedules)
         settings = {**settings, "num_hidden_layers": 4}
-        # The looped ones fill their rounds.
+        # Looped schedules need enough microbatches.
         options["microbatch_size"] = 1
     if layout.context > 1:
-        options["context_attention"] = chance.choice(_context_kinds(layout))
-        options["context_balance"] = chance.choice(("balanced", "zig-zag"))
-    length = layout.row_parts * max(2, chance.choice((8, 12, 16, 24)) // layout.row_parts)
-    lengths = [chance.randint(1, length) for _ in range(chance.randint(1, 5))]
+        options["context_attention"] = rng.choice(_context_kinds(layout))
+        options["context_balance"] = rng.choice(("balanced", "zig-zag"))
+    length = layout.row_parts * max(2, rng.choice((8, 12, 16, 24)) // layout.row_parts)
+    lengths = [rng.randint(1, length) for _ in range(rng.randint(1, 5))]
     return job(
         str(layout),
         settings,
         options=options,
         length=length,
         lengths=lengths,
-        seed=chance.randrange(3),
+        seed=rng.randrange(3),
     )
 
 
-def drawn_jobs(part: int) -> list[dict[str, Any]]:
-    """A tenth of what the proof draws."""
-    chance = random.Random(1000 + part)
-    return [drawn_job(chance) for _ in range(30)]
+def random_jobs(part: int) -> list[dict[str, Any]]:
+    """A tenth of the random jobs."""
+    rng = random.Random(1000 + part)
+    return [random_job(rng) for _ in range(30)]
 
 
 def test_a_sample_of_layouts_has_the_gradients_of_one_process(tmp_path: Path) -> None:
-    """The first of those that the proof below draws, of two processes."""
-    chance = random.Random(19)
-    check([drawn_job(chance, most=2) for _ in range(4)], tmp_path)
+    """A few jobs of the test below, on two processes."""
+    rng = random.Random(19)
+    check([random_job(rng, max_processes=2) for _ in range(4)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_drawn_layouts_have_the_gradients_of_one_process(tmp_path: Path, part: int) -> None:
-    """30 of 300: up to eight processes, all axes, schedules, kinds and families."""
-    jobs = drawn_jobs(part)
-    worlds = Counter(Layout.parse(each["layout"]).world_size for each in jobs)
-    assert worlds[8] >= 3
+def test_random_layouts_have_the_gradients_of_one_process(tmp_path: Path, part: int) -> None:
+    """30 of 300 jobs on up to eight processes, with all axes, schedules, kinds and families."""
+    jobs = random_jobs(part)
+    world_sizes = Counter(Layout.parse(drawn["layout"]).world_size for drawn in jobs)
+    assert world_sizes[8] >= 3
     check(jobs, tmp_path)

@@ -1,4 +1,4 @@
-"""A module of the user's own enters the engine as it is, and trains as it would by hand."""
+"""A custom module runs in the engine unchanged and trains as in plain torch."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ STEPS, FEW = 6, 3
 accepted: LanguageModel = Mine()
 
 
-def by_hand() -> list[float]:
+def plain_torch_losses() -> list[float]:
     """The same training in plain torch."""
     torch.set_num_threads(1)
     model = Mine()
@@ -43,11 +43,11 @@ def by_hand() -> list[float]:
 
         batch = global_batch(step)
         logits = model(batch["tokens"], documents=batch["documents"])
-        each = torch.nn.functional.cross_entropy(
+        token_losses = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), batch["targets"].flatten(), reduction="none"
         )
         weights = (batch["weights"] * (batch["targets"] >= 0)).flatten()
-        loss = (each * weights).sum() / weights.sum()
+        loss = (token_losses * weights).sum() / weights.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or 1e9)
         for group in adam.param_groups:
@@ -58,39 +58,39 @@ def by_hand() -> list[float]:
     return losses
 
 
-def test_every_way_to_run_it_gives_the_losses_of_plain_torch(tmp_path: Path) -> None:
-    """In one process, over data or tensor ranks, by microbatches, recomputed, gone on with."""
-    expected = by_hand()
+def test_every_layout_gives_the_losses_of_plain_torch(tmp_path: Path) -> None:
+    """Also with microbatches, recomputation and a reload of the state."""
+    expected = plain_torch_losses()
     assert expected[-1] < expected[0]
-    one: list[dict[str, Any]] = [
+    single: list[dict[str, Any]] = [
         {"layout": "", "steps": STEPS},
         {"layout": "", "steps": STEPS, "plan": True, "recompute": "full", "microbatch_size": 1},
     ]
-    two: list[dict[str, Any]] = [
+    pair: list[dict[str, Any]] = [
         {"layout": "data=2", "steps": STEPS},
         {"layout": "data=2", "steps": FEW, "plan": True, "microbatch_size": 1},
         {"layout": "data=2", "steps": STEPS, "keep": 3, "folder": str(tmp_path / "kept")},
         {"layout": "tensor=2", "steps": STEPS, "plan": True, "microbatch_size": 2},
         {"layout": "pipeline=2", "steps": FEW, "plan": True, "microbatch_size": 1},
     ]
-    four: list[dict[str, Any]] = [
+    quad: list[dict[str, Any]] = [
         {"layout": f"{axis}=2,pipeline=2", "steps": FEW, "plan": True, "microbatch_size": 1}
         for axis in ("data", "tensor")
     ]
-    ran = [
-        *run_processes(1, CHILD, "curve", jobs=one),
-        *run_processes(2, CHILD, "curve", jobs=two),
-        *run_processes(4, CHILD, "curve", jobs=four),
+    ranks = [
+        *run_processes(1, CHILD, "train_jobs", jobs=single),
+        *run_processes(2, CHILD, "train_jobs", jobs=pair),
+        *run_processes(4, CHILD, "train_jobs", jobs=quad),
     ]
-    for result in ran:
+    for result in ranks:
         for job in result:
-            # Sums over rows in another order, in float32, for six steps.
+            # Six steps with float32 sums over rows in a different order.
             assert job["losses"] == pytest.approx(expected[: len(job["losses"])], rel=1e-5)
-    assert ran[1][0]["sum"] + ran[2][0]["sum"] == pytest.approx(ran[0][0]["sum"], abs=1e-3)
+    assert ranks[1][0]["sum"] + ranks[2][0]["sum"] == pytest.approx(ranks[0][0]["sum"], abs=1e-3)
 
 
-def test_what_cannot_be_split_says_so() -> None:
-    """Stages cannot be cut out of a module, and the tensor axis needs a plan."""
+def test_unsupported_layouts_are_refused_with_the_reason() -> None:
+    """Stages need a plan with blocks, and the tensor axis needs a plan."""
     pipeline, tensor = refusals(["pipeline=2", "tensor=2"])
     assert "pipeline=2 cannot cut Mine" in pipeline
     assert "tensor=2 cannot split Mine without a plan" in tensor
@@ -120,36 +120,34 @@ def test_what_cannot_be_split_says_so() -> None:
         ({"tied": (("embed.weight", "head.wait"),)}, "did you mean 'head.weight'?"),
     ],
 )
-def test_a_plan_of_what_the_module_lacks_is_refused_under_every_layout(
-    change: dict[str, Any], message: str
-) -> None:
-    """In one line with what fits, also where the layout would not ask the plan."""
+def test_a_plan_with_unknown_names_is_refused(change: dict[str, Any], message: str) -> None:
+    """The one-line error suggests a name, even if the layout does not use the plan."""
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         Engine(Mine(), device="cpu", plan=evolve(PLAN, **change))
     assert str(caught.value).startswith("the plan of Mine ")
     assert "\n" not in str(caught.value)
 
 
-class Rude(nn.Module):
-    """Takes tokens alone, and returns what it was told to."""
+class TokensOnly(nn.Module):
+    """A model that accepts only tokens."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, S) to (B, S, width), or one number a row."""
+        """(B, S) to (B, S, width)."""
         return self.embed(tokens)
 
 
-def test_a_module_that_would_compute_something_else_is_refused() -> None:
-    """One that knows no documents, no cache, or returns no logits."""
-    engine = Engine(Rude(VOCABULARY), device="cpu")
+def test_a_module_with_an_insufficient_forward_is_refused() -> None:
+    """It lacks documents, a cache, or logits."""
+    engine = Engine(TokensOnly(VOCABULARY), device="cpu")
     batch = global_batch(0)
-    with pytest.raises(ModelError, match="the batch has packed documents, which Rude"):
+    with pytest.raises(ModelError, match="the batch has packed documents, which TokensOnly"):
         engine.step(batch, NextTokenLoss())
-    alone = {name: batch[name] for name in ("tokens", "targets")}
-    assert engine.step(alone, NextTokenLoss()).loss > 0
+    unpacked = {name: batch[name] for name in ("tokens", "targets")}
+    assert engine.step(unpacked, NextTokenLoss()).loss > 0
     with pytest.raises(ModelError, match="generation needs a cache argument"):
         engine.generate([[1, 2]], max_new_tokens=2)
     with pytest.raises(ModelError, match="did not append its keys"):
@@ -157,7 +155,7 @@ def test_a_module_that_would_compute_something_else_is_refused() -> None:
 
 
 class Chain(nn.Module):
-    """Blocks in a row; `between` applies tanh outside of them."""
+    """A chain of blocks; with `between`, tanh is applied between blocks."""
 
     def __init__(self, between: bool) -> None:
         super().__init__()
@@ -177,16 +175,16 @@ class Chain(nn.Module):
 CHAIN = ModelPlan(blocks="blocks.*", cuts=(0, 1, 2, 3), embedding=("embed",), head=("head",))
 
 
-def test_stages_that_would_compute_something_else_are_refused_when_built() -> None:
-    """An operation between blocks would run in each stage; inside a block it runs once."""
+def test_stages_that_would_compute_something_else_are_refused() -> None:
+    """An operation between blocks would run in every stage; inside a block it runs once."""
     halves = [range(2), range(2, 4)]
     check_stages(Chain(between=False), CHAIN, halves)
     with pytest.raises(ModelError, match=r"computes something between its blocks.*pipeline=1"):
         check_stages(Chain(between=True), CHAIN, halves)
 
 
-def test_the_trial_of_stages_leaves_the_module_as_it_is() -> None:
-    """Its blocks, mode and weights; the stages of the trial share the weights."""
+def test_a_trial_of_stages_does_not_change_the_module() -> None:
+    """Blocks, mode and weights are unchanged; the trial's stages share the weights."""
     chain = Chain(between=False).train()
     before = {name: value.clone() for name, value in chain.state_dict().items()}
     check_stages(chain, CHAIN, [range(1), range(1, 4)])
@@ -196,18 +194,18 @@ def test_the_trial_of_stages_leaves_the_module_as_it_is() -> None:
     assert all(parameter.grad is None for parameter in chain.parameters())
 
 
-def test_a_forward_without_documents_is_warned_of_when_the_engine_is_built(
+def test_an_engine_warns_about_a_forward_without_documents(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Before the first row with two documents, which may come late."""
+    """Not only at the first row with two documents, which may come late."""
     Engine(Chain(between=False), device="cpu")
     assert "accepts no documents" not in caplog.text
-    Engine(Rude(VOCABULARY), device="cpu")
-    assert "Rude.forward accepts no documents: a step fails" in caplog.text
+    Engine(TokensOnly(VOCABULARY), device="cpu")
+    assert "TokensOnly.forward accepts no documents: a step fails" in caplog.text
 
 
-def test_frozen_weights_stay_as_they_are() -> None:
-    """Neither a gradient nor a decay moves them."""
+def test_frozen_weights_do_not_change() -> None:
+    """Neither gradients nor weight decay change them."""
     mine = Mine()
     mine.embed.requires_grad_(False)
     before = mine.embed.weight.clone()
@@ -217,8 +215,8 @@ def test_frozen_weights_stay_as_they_are() -> None:
     assert not any(name.startswith("embed") for name in engine.state_dict())
 
 
-def test_a_place_is_what_a_stream_asks_for() -> None:
-    """`TokenStream(place=groups.place)`: which reader of how many, whatever the other axes."""
+def test_a_place_has_what_a_stream_needs() -> None:
+    """`TokenStream(place=groups.place)` needs the reader's rank and the number of readers."""
     layout = Layout.parse("data=3,tensor=2")
     places = [layout.place(rank) for rank in range(6)]
     assert [place.rank for place in places] == [0, 0, 1, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""The runtime performs any table of forwards and backwards, and holds no more than it says."""
+"""The runtime runs any table and holds no more activations than it needs."""
 
 from pathlib import Path
 
@@ -29,42 +29,44 @@ V_SHAPE = "\n".join(
 INTERLEAVED = "\n".join([row("0F", "2F", "2B", "0B"), row("1F", "3F", "3B", "1B")])
 
 
-def test_several_stages_a_rank_train_and_answer_as_one_process() -> None:
-    """A V, whose tied ends meet on one rank, and two stages a rank in turn; read from CSV."""
-    (one,) = run_processes(1, PIPELINES, "tables", texts=[""], steps=6)
-    for of_rank in run_processes(2, PIPELINES, "tables", texts=[V_SHAPE, INTERLEAVED], steps=6):
-        for found in of_rank:
-            for curve, expected in zip(found["curve"], one[0]["curve"], strict=True):
+def test_several_stages_per_rank_equal_one_process() -> None:
+    """A V, whose tied ends are on one rank, and two interleaved stages per rank, from CSV."""
+    (single,) = run_processes(1, PIPELINES, "tables", texts=[""], steps=6)
+    for results in run_processes(2, PIPELINES, "tables", texts=[V_SHAPE, INTERLEAVED], steps=6):
+        for result in results:
+            for curve, expected in zip(result["curve"], single[0]["curve"], strict=True):
                 assert curve == pytest.approx(expected, rel=TOLERANCE)
-            assert found["greedy"] == one[0]["greedy"]
-            assert found["sampled"] == one[0]["sampled"]
+            assert result["greedy"] == single[0]["greedy"]
+            assert result["sampled"] == single[0]["sampled"]
 
 
-def test_every_schedule_trains_answers_and_generates_with_an_uneven_last_microbatch() -> None:
-    """Curves, losses of each token, logits and generated tokens are one process's."""
-    ((one,),) = run_processes(1, PIPELINES, "under", schedules=["alone"], steps=2)
+def test_every_schedule_handles_an_uneven_last_microbatch() -> None:
+    """Curves, token losses, logits and generated tokens equal one process's."""
+    ((single,),) = run_processes(1, PIPELINES, "train_schedules", schedules=["single"], steps=2)
     names = list(GENERATORS)
-    for of_rank in run_processes(2, PIPELINES, "under", schedules=names, steps=2):
-        for name, found in zip(names, of_rank, strict=True):
-            for curve, expected in zip(found["curve"], one["curve"], strict=True):
+    for results in run_processes(2, PIPELINES, "train_schedules", schedules=names, steps=2):
+        for name, result in zip(names, results, strict=True):
+            for curve, expected in zip(result["curve"], single["curve"], strict=True):
                 assert curve == pytest.approx(expected, rel=TOLERANCE), name
-            assert found["losses"] == [pytest.approx(row, rel=1e-4) for row in one["losses"]], name
-            assert found["from logits"] == pytest.approx(one["from logits"], rel=1e-4), name
-            assert found["greedy"] == one["greedy"], name
-            assert found["sampled"] == one["sampled"], name
+            assert result["losses"] == [pytest.approx(row, rel=1e-4) for row in single["losses"]], (
+                name
+            )
+            assert result["from logits"] == pytest.approx(single["from logits"], rel=1e-4), name
+            assert result["greedy"] == single["greedy"], name
+            assert result["sampled"] == single["sampled"], name
 
 
 def test_one_f_one_b_frees_activations_that_gpipe_holds() -> None:
-    """The first of two stages holds 2 of 8 microbatches under 1F1B, and all 8 under GPipe."""
-    first, last = run_processes(2, PIPELINES, "most_held", schedule="1f1b")
+    """The first of two stages holds 2 of 8 microbatches with 1F1B, and all 8 with GPipe."""
+    first, last = run_processes(2, PIPELINES, "max_live_microbatches", schedule="1f1b")
     assert (first, last) == (2, 1)
-    assert run_processes(2, PIPELINES, "most_held", schedule="gpipe") == [8, 8]
+    assert run_processes(2, PIPELINES, "max_live_microbatches", schedule="gpipe") == [8, 8]
 
 
 @pytest.mark.parametrize("layout", ["data=3", "tensor=4", "pipeline=4"])
 def test_other_numbers_of_ranks_equal_one_process(layout: str) -> None:
-    """Three ranks shard unevenly; four stages have inner ones."""
-    (one,) = run_processes(1, PIPELINES, "losses", layout="data=1", steps=4)
+    """Three ranks shard unevenly, and four stages include inner ones."""
+    (expected,) = run_processes(1, PIPELINES, "losses", layout="data=1", steps=4)
     count = int(layout.partition("=")[2])
     for losses in run_processes(count, PIPELINES, "losses", layout=layout, steps=4):
-        assert losses == pytest.approx(one, rel=TOLERANCE)
+        assert losses == pytest.approx(expected, rel=TOLERANCE)

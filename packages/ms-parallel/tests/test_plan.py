@@ -1,4 +1,4 @@
-"""Plans: each covers every parameter of its model, and splits what can be split."""
+"""Plans cover every parameter of their model and split what can be split."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CONFIGS = [*(architecture(name) for name in architectures()), architecture("llam
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_plan_covers_every_parameter(config: ModelConfig) -> None:
-    """Each parameter has a style, and what is split divides by two."""
+    """Every parameter has a style, and split dims are even."""
     plan = model_plan(config)
     with torch.device("meta"):
         model = build_model(config)
@@ -23,14 +23,14 @@ def test_a_plan_covers_every_parameter(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_plan_names_nothing_that_the_model_lacks(config: ModelConfig) -> None:
-    """Every pattern matches a module, but the head's, which a tied model has not."""
+def test_every_pattern_of_a_plan_matches_a_parameter(config: ModelConfig) -> None:
+    """Every pattern matches a module, except the head's in a tied model."""
     plan = model_plan(config)
     with torch.device("meta"):
         names = [name for name, _ in build_model(config).named_parameters()]
     for pattern in plan.tensor:
-        alone = type(plan)(tensor={pattern: "row"}, blocks=plan.blocks, cuts=plan.cuts)
-        covered = [name for name in names if _covers(alone, name)]
+        single_pattern = type(plan)(tensor={pattern: "row"}, blocks=plan.blocks, cuts=plan.cuts)
+        covered = [name for name in names if _covers(single_pattern, name)]
         assert covered or (pattern == "lm_head" and config.tie_word_embeddings)
 
 
@@ -44,7 +44,7 @@ def _covers(plan: object, name: str) -> bool:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_blocks_are_the_layers(config: ModelConfig) -> None:
-    """The pattern of blocks matches each layer, and nothing inside one."""
+    """The pattern of blocks matches each layer and nothing inside one."""
     plan = model_plan(config)
     with torch.device("meta"):
         blocks = [n for n, _ in build_model(config).named_modules() if plan.is_block(n)]
@@ -52,8 +52,8 @@ def test_blocks_are_the_layers(config: ModelConfig) -> None:
     assert plan.cuts == tuple(range(config.num_hidden_layers))
 
 
-def test_a_row_bias_stays_whole() -> None:
-    """Its output is summed, so a split bias would be added in part or twice."""
+def test_the_bias_of_a_row_parallel_layer_is_not_split() -> None:
+    """Its output is summed, so a split bias would be wrong."""
     plan = model_plan(architecture("llama", BIASED))
     assert plan.split_dim("model.layers.0.mlp.down_proj.weight") == 1
     assert plan.split_dim("model.layers.0.mlp.down_proj.bias") is None
@@ -61,6 +61,6 @@ def test_a_row_bias_stays_whole() -> None:
 
 
 def test_a_parameter_that_no_pattern_covers_is_named() -> None:
-    """A forgotten parameter is an error, not silently whole."""
+    """A missing parameter is an error and not silently replicated."""
     with pytest.raises(ModelError, match=r"'model\.layers\.0\.extra\.weight'"):
         model_plan(architecture("llama")).style("model.layers.0.extra.weight")

@@ -1,4 +1,4 @@
-"""Position tables stay float32 whatever the compute dtype, and rotations round once."""
+"""Position tables stay float32 for any compute dtype, and rotations round once."""
 
 import json
 from functools import partial
@@ -11,7 +11,7 @@ from processes import run_processes
 from runs import FAMILIES, VOCABULARY, build, global_batch, local_rows, tiny
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers_models import FAMILIES as FOREIGN
+from transformers_models import FAMILIES as HF_FAMILIES
 from transformers_models import SIZES
 
 import ms_kernels
@@ -23,111 +23,111 @@ from ms_parallel.models.positions.tables import rotary_tables
 
 FILE = Path(__file__)
 OPS: dict[str, Any] = {"torch": operators, "ms_kernels": ms_kernels}
-OWN = {
+NATIVE = {
     "llama": {},
     "gemma3_text": {"model_type": "gemma3_text", "sliding_window": 5, "sliding_layers": [0]},
     **{name: FAMILIES[name] for name in ("qwen3", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe")},
 }
-THEIRS = ("llama", "qwen3_5_text", "gemma2", "glm4", "gpt_oss", "phi3", "olmo2", "smollm3")
+TRANSFORMERS = ("llama", "qwen3_5_text", "gemma2", "glm4", "gpt_oss", "phi3", "olmo2", "smollm3")
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Greatest relative error of one rounding to nearest: half a unit in the last place."""
+"""Maximum relative error of rounding to nearest: half a unit in the last place."""
 
 
-class Recorded:
-    """Operators that record what arrives in rotary and attention."""
+class RecordingOps:
+    """Operators that record the inputs of rotary and attention."""
 
     def __init__(self, ops: Any) -> None:
         self.ops = ops
         self.tables: list[Tensor] = []
-        self.turned: list[tuple[Tensor, Tensor]] = []
+        self.rotated: list[tuple[Tensor, Tensor]] = []
         """Queries before and after each rotation, (B, S, heads, D)."""
         self.attended: list[tuple[Tensor, Tensor]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ops, name)
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: Any) -> Any:
-        """Record the tables and the queries before and after."""
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
+        """Record the tables, and the queries before and after rotation."""
         self.tables += [cos, sin]
-        turned = self.ops.rotary(q, k, cos, sin, **how)
-        self.turned.append((q.detach(), turned[0].detach()))
-        return turned
+        rotated = self.ops.rotary(q, k, cos, sin, **options)
+        self.rotated.append((q.detach(), rotated[0].detach()))
+        return rotated
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Record queries and keys."""
         self.attended.append((q.detach(), k.detach()))
-        return self.ops.attention(q, k, v, **how)
+        return self.ops.attention(q, k, v, **options)
 
 
 def is_rounded(table: Tensor) -> bool:
-    """Whether float32 values all fit bfloat16, as no cosines of many positions do."""
+    """Whether all float32 values fit bfloat16, which cosines of many positions do not."""
     return bool((table == table.bfloat16().float()).all())
 
 
-def tables_of(engine: Engine, recorded: Recorded) -> list[Tensor]:
-    """The tables of the next update: of the operator, and of transformers' rotary modules."""
-    seen = recorded.tables
-    seen.clear()
+def tables_of(engine: Engine, recorded: RecordingOps) -> list[Tensor]:
+    """Tables in the next update, from the operator and from transformers' rotary modules."""
+    tables = recorded.tables
+    tables.clear()
 
-    def keep(_: Any, __: Any, output: Any) -> None:
-        seen.extend(output if isinstance(output, tuple) else (output,))
+    def record(_: Any, __: Any, output: Any) -> None:
+        tables.extend(output if isinstance(output, tuple) else (output,))
 
     for stage in engine.stages.values():
         for name, module in stage.named_modules():
             if name.endswith("rotary_emb"):
-                module.register_forward_hook(keep)
+                module.register_forward_hook(record)
     engine.step(local_rows(global_batch(0), engine.groups), NextTokenLoss())
-    return seen
+    return tables
 
 
 def document(family: str) -> dict[str, Any]:
-    """The config.json of a tiny model that transformers builds."""
-    config = CONFIG_MAPPING[family](**{**SIZES, **FOREIGN.get(family, {})})
+    """Config of a tiny model that transformers builds."""
+    config = CONFIG_MAPPING[family](**{**SIZES, **HF_FAMILIES.get(family, {})})
     return {**json.loads(config.to_json_string(use_diff=False)), "model_type": family}
 
 
 @pytest.mark.parametrize("precision", [True, "float16"])
 @pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize("family", [*OWN, *(f"transformers {each}" for each in THEIRS)])
+@pytest.mark.parametrize("family", [*NATIVE, *(f"transformers {name}" for name in TRANSFORMERS)])
 def test_tables_stay_float32_in_every_family(family: str, ops: str, precision: Any) -> None:
-    """No table arrives in another dtype or rounded, and the loss is float32's.
+    """All tables are unrounded float32, and the loss is close to float32's.
 
-    Logits are rounded sums of some tens of terms, each within 2^-8: far below 1% of a loss near 4.
+    Logits are rounded sums of tens of terms, each within 2^-8: far below 1% of a loss near 4.
     """
-    recorded = Recorded(OPS[ops])
-    theirs = family.removeprefix("transformers ")
-    foreign = theirs != family
-    model = TransformersModel(document(theirs)) if foreign else tiny(**OWN[family])
+    recorded = RecordingOps(OPS[ops])
+    model_type = family.removeprefix("transformers ")
+    is_foreign = model_type != family
+    model = TransformersModel(document(model_type)) if is_foreign else tiny(**NATIVE[family])
     make = partial(Engine, model, device="cpu", seed=1, ops=recorded)
     tables = tables_of(make(mixed_precision=precision), recorded)
     assert len(tables) >= 2
     assert {table.dtype for table in tables} == {torch.float32}
     assert not any(map(is_rounded, tables))
     half, full = (
-        make(mixed_precision=each).step(global_batch(0), NextTokenLoss()).loss
-        for each in (precision, False)
+        make(mixed_precision=setting).step(global_batch(0), NextTokenLoss()).loss
+        for setting in (precision, False)
     )
     assert half == pytest.approx(full, rel=0.01)
     assert half != full
 
 
 def losses(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Losses of two updates of each job, and whether all tables were float32 and not rounded."""
+    """Losses of two updates of each job, and whether all tables were unrounded float32."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
-        recorded = Recorded(OPS[job["ops"]])
+        recorded = RecordingOps(OPS[job["ops"]])
         engine = build(job["settings"], groups, ops=recorded, **job["options"])
         tables = tables_of(engine, recorded)
-        exact = all(each.dtype == torch.float32 and not is_rounded(each) for each in tables)
-        again = engine.step(local_rows(global_batch(1), groups), NextTokenLoss())
-        found.append({"tables": len(tables), "exact": exact, "loss": again.loss})
-    return found
+        exact = all(table.dtype == torch.float32 and not is_rounded(table) for table in tables)
+        second = engine.step(local_rows(global_batch(1), groups), NextTokenLoss())
+        results.append({"tables": len(tables), "exact": exact, "loss": second.loss})
+    return results
 
 
 def test_tables_stay_float32_under_every_layout() -> None:
-    """Data, tensor, pipeline and context; recomputed and sharded; both operators and dtypes."""
+    """All axes, recomputation and sharding, with both operators and both dtypes."""
     layouts = ("data=2", "tensor=2", "pipeline=2", "context=2")
     options: tuple[dict[str, Any], ...] = (
         {"mixed_precision": True},
@@ -135,29 +135,29 @@ def test_tables_stay_float32_under_every_layout() -> None:
         {"mixed_precision": True, "recompute": "selective", "sharding": "zero1"},
     )
     jobs = [
-        {"layout": layout, "ops": ops, "settings": {}, "options": each}
+        {"layout": layout, "ops": ops, "settings": {}, "options": engine_options}
         for layout in layouts
         for ops in OPS
-        for each in options
+        for engine_options in options
     ]
     plain = {"layout": "data=1", "ops": "torch", "settings": {}, "options": {}}
     ((full,),) = run_processes(1, FILE, "losses", jobs=[plain])
-    for of_rank in run_processes(2, FILE, "losses", jobs=jobs):
-        for job, found in zip(jobs, of_rank, strict=True):
-            assert found["tables"] >= 2, job
-            assert found["exact"], job
-            assert found["loss"] == pytest.approx(full["loss"], rel=0.01), job
+    for results in run_processes(2, FILE, "losses", jobs=jobs):
+        for job, result in zip(jobs, results, strict=True):
+            assert result["tables"] >= 2, job
+            assert result["exact"], job
+            assert result["loss"] == pytest.approx(full["loss"], rel=0.01), job
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ops", OPS)
 def test_a_rotation_at_position_100_000_rounds_once(ops: str, dtype: torch.dtype) -> None:
-    """Queries that reach attention are the exact rotation of the projection, rounded once.
+    """Queries in attention are the exact rotation of the projection, rounded once.
 
-    For y = a·cos - b·sin the result is within EPS·|y| of it, beside float32 roundings of products
-    and sum, 3·2^-24·(|a| + |b|). Tables that were rounded too would add up to EPS·(|a| + |b|).
+    For y = a·cos - b·sin the result is within EPS·|y|, plus the float32 roundings of products and
+    sum, 3·2^-24·(|a| + |b|). Rounded tables would add up to EPS·(|a| + |b|).
     """
-    recorded = Recorded(OPS[ops])
+    recorded = RecordingOps(OPS[ops])
     precision: Any = True if dtype == torch.bfloat16 else "float16"
     settings = {"max_position_embeddings": 100_001}
     engine = build(
@@ -167,15 +167,15 @@ def test_a_rotation_at_position_100_000_rounds_once(ops: str, dtype: torch.dtype
     engine.step(batch, NextTokenLoss())
     compared = 0
     cos, sin = rotary_tables(engine.config.ropes[0], batch["positions"])
-    for before, after in recorded.turned:
+    for before, after in recorded.rotated:
         assert before.dtype == after.dtype == dtype
         compared += assert_rounded_once(before, after, cos, sin)
     assert compared > 500
 
 
 def test_a_rotation_in_a_model_of_transformers_rounds_once() -> None:
-    """The same for Llama as transformers builds it, whose rotation is its own code."""
-    recorded = Recorded(operators)
+    """The same for Llama built by transformers, which has its own rotation."""
+    recorded = RecordingOps(operators)
     changed = {**document("llama"), "max_position_embeddings": 100_001}
     engine = Engine(
         TransformersModel(changed), device="cpu", seed=1, ops=recorded, mixed_precision=True
@@ -195,7 +195,7 @@ def test_a_rotation_in_a_model_of_transformers_rounds_once() -> None:
 
 
 def at_positions(positions: tuple[int, ...]) -> dict[str, Tensor]:
-    """Rows whose tokens are at these positions, a document each, so that all of them count."""
+    """Rows whose tokens are at these positions, in separate documents so that all count."""
     count = len(positions)
     tokens = torch.arange(2 * count).view(2, count) * 5 % VOCABULARY
     return {
@@ -206,10 +206,10 @@ def at_positions(positions: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def assert_rounded_once(before: Tensor, after: Tensor, cos: Tensor, sin: Tensor) -> int:
-    """Compare a rotation of halves with float64's; return how many numbers were compared."""
+    """Compare a rotation with float64's; return the number of compared elements."""
     a, b = before.double().chunk(2, -1)
-    c, s = cos.double().unsqueeze(2), sin.double().unsqueeze(2)
-    exact = torch.cat((a * c - b * s, b * c + a * s), -1)
+    cos64, sin64 = cos.double().unsqueeze(2), sin.double().unsqueeze(2)
+    exact = torch.cat((a * cos64 - b * sin64, b * cos64 + a * sin64), -1)
     size = torch.cat((a.abs() + b.abs(),) * 2, -1)
     bound = EPS[after.dtype] * exact.abs() + 3 * 2.0**-24 * size
     bound += torch.finfo(after.dtype).smallest_normal * EPS[after.dtype] * 2  # subnormal results

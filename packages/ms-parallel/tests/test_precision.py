@@ -1,4 +1,4 @@
-"""What mixed precision costs on the processor that is there."""
+"""The cost of mixed precision on this processor."""
 
 import logging
 
@@ -9,10 +9,10 @@ from ms_parallel.split import precision
 from ms_parallel.split.precision import bfloat16_slowdown, warn_of_slow_bfloat16
 
 
-def test_a_slow_bfloat16_is_told_with_its_reason(
+def test_slow_bfloat16_warns_with_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line, where the product takes longer than the limit; none where it does not."""
+    """One line if the product is slower than the limit, and none otherwise."""
     assert bfloat16_slowdown() > 0
     with caplog.at_level(logging.WARNING):
         monkeypatch.setattr(precision, "SLOWDOWN_TO_WARN", 0.0)

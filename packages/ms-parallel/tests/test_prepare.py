@@ -1,4 +1,4 @@
-"""A stage may be changed between its split and its sharding."""
+"""A stage can be changed between its split and its sharding."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ CONFIG = DecoderConfig(
 
 
 class Scaled(nn.Linear):
-    """A linear map times exp of a learned number."""
+    """A linear layer times exp of a learned number."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
@@ -30,7 +30,7 @@ class Scaled(nn.Linear):
 
 
 class Doubled(nn.Embedding):
-    """An embedding that computes with another weight than it holds."""
+    """An embedding that computes with a different weight than it stores."""
 
     def effective_weight(self) -> Tensor:
         """Twice the weight."""
@@ -38,15 +38,15 @@ class Doubled(nn.Embedding):
 
 
 def prepare(stage: StagedModel) -> None:
-    """Let each layer's output projection have a gain."""
+    """Add a gain to each layer's down projection."""
     for name, layer in stage.named_modules():
         if name.endswith("down_proj"):
             layer.__class__ = Scaled
             layer.register_parameter("gain", nn.Parameter(torch.empty(1)))
 
 
-def test_what_a_preparation_adds_begins_at_zero_and_learns(tmp_path: Path) -> None:
-    """exp(0) is 1: the first loss is the plain one's; then the added parameters move too."""
+def test_parameters_added_by_prepare_start_at_zero_and_learn(tmp_path: Path) -> None:
+    """exp(0) is 1, so the first loss is unchanged; then the added parameters are trained."""
     tokens = torch.arange(2 * 17).reshape(2, 17) % 64
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     plain = Engine(CONFIG, Layout(), device="cpu")
@@ -59,12 +59,12 @@ def test_what_a_preparation_adds_begins_at_zero_and_learns(tmp_path: Path) -> No
     assert all(bool(p.ne(0).all()) for p in added)
     save_model(list(engine.stages.values()), tmp_path)
     assert all(name.endswith("weight") for name, _ in load_model(tmp_path).named_parameters())
-    again = Engine(tmp_path, Layout(), device="cpu", prepare=prepare)
-    assert all(bool(p.eq(0).all()) for n, p in again.parameters.items() if n.endswith("gain"))
+    reloaded = Engine(tmp_path, Layout(), device="cpu", prepare=prepare)
+    assert all(bool(p.eq(0).all()) for n, p in reloaded.parameters.items() if n.endswith("gain"))
 
 
-def test_the_head_computes_with_what_a_prepared_layer_offers() -> None:
-    """A layer with an `effective_weight` is asked for it where the head is a product."""
+def test_the_head_uses_the_effective_weight_of_a_prepared_layer() -> None:
+    """The head uses `effective_weight` of a layer that has it."""
 
     def double(stage: StagedModel) -> None:
         stage.model.embed_tokens.__class__ = Doubled  # type: ignore[union-attr]

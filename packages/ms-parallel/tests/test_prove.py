@@ -1,4 +1,4 @@
-"""`ms-parallel prove` finds faults that are planted, and none where there are none."""
+"""`ms-parallel prove` finds planted faults, and nothing in correct models."""
 
 import json
 import subprocess
@@ -24,12 +24,12 @@ PLANTED = Path(__file__).parent / "planted.py"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the references of all subjects stand; nothing is found without a fault."""
-    made = tmp_path_factory.mktemp("references")
+    """Folder with the references of all subjects, whose checks pass without a fault."""
+    root = tmp_path_factory.mktemp("references")
     subjects = sorted({fault.subject for fault in FAULTS.values()})
-    (found,) = run_processes(1, PLANTED, "reference", subjects=subjects, folder=str(made))
-    assert found == [[] for _ in subjects]
-    return made
+    (failures,) = run_processes(1, PLANTED, "reference", subjects=subjects, folder=str(root))
+    assert failures == [[] for _ in subjects]
+    return root
 
 
 SAMPLE = [
@@ -51,16 +51,16 @@ SAMPLE = [
     "documents cut between context ranks",
     "rows of experts unordered",
 ]
-"""Some of each kind: missing sums, shares, shifted positions, leaks and losses."""
+"""Some faults of each kind: missing sums, wrong factors, shifted positions, leaks and losses."""
 
 
 def check_found(names: list[str], processes: int, folder: Path) -> None:
-    """Each fault over so many processes is found, as what it is."""
+    """Check that faults of cases with `processes` processes are found and named."""
     names = [name for name in names if FAULTS[name].case.processes == processes]
-    of_ranks = run_processes(processes, PLANTED, "find", names=names, folder=str(folder))
-    for name, *found in zip(names, *of_ranks, strict=True):
+    ranks = run_processes(processes, PLANTED, "find", names=names, folder=str(folder))
+    for name, *rank_lines in zip(names, *ranks, strict=True):
         fault = FAULTS[name]
-        lines = [line.split("|") for of_rank in found for line in of_rank]
+        lines = [line.split("|") for lines_of_rank in rank_lines for line in lines_of_rank]
         assert any(
             check == fault.check
             and ratio == (fault.ratio or ratio)
@@ -71,23 +71,23 @@ def check_found(names: list[str], processes: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_planted_fault_of_each_kind_is_found(folder: Path, processes: int) -> None:
-    """Under each axis, and by each check that a fault can fail."""
-    every = FAULTS.values()
-    assert {FAULTS[name].check for name in SAMPLE} == {fault.check for fault in every}
-    assert {FAULTS[name].case for name in SAMPLE} == {fault.case for fault in every}
+    """On each axis, and by each check that a fault can fail."""
+    all_faults = FAULTS.values()
+    assert {FAULTS[name].check for name in SAMPLE} == {fault.check for fault in all_faults}
+    assert {FAULTS[name].case for name in SAMPLE} == {fault.case for fault in all_faults}
     check_found(SAMPLE, processes, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_planted_fault_is_found(folder: Path, processes: int) -> None:
-    """Missing sums, shares, shifted positions, leaks and losses: 48 of 48, each as what it is."""
+    """48 of 48, each with the right check."""
     assert len(FAULTS) == 48
     check_found(list(FAULTS), processes, folder)
 
 
-def test_a_sound_model_holds_and_the_page_says_so() -> None:
-    """Two processes, the simplest cases: all hold, and gradients of every weight were compared."""
+def test_a_correct_model_holds_and_the_page_says_so() -> None:
+    """Two processes with the simplest cases, and gradients of every weight are compared."""
     proof = prove("qwen3", processes=2, cases=3)
     assert proof.holds
     assert [outcome.refused for outcome in proof.outcomes] == [""] * 4
@@ -99,8 +99,8 @@ def test_a_sound_model_holds_and_the_page_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_generation_is_probed_however_a_sequence_is_split() -> None:
-    """Texts of any length, over four processes that hold a part of the sequence each."""
+def test_generation_is_probed_with_a_split_sequence() -> None:
+    """Prompts of any length, on four processes that each hold a part of the sequence."""
     runs = Path(__file__).parent / "runs.py"
     assert run_processes(4, runs, "probed", layout="tensor=4") == [["generation"]] * 4
 
@@ -110,26 +110,28 @@ def test_generation_is_probed_however_a_sequence_is_split() -> None:
     "model", [*architectures(), "Qwen3_5ForCausalLM", "GraniteMoeForCausalLM", "Phi3ForCausalLM"]
 )
 def test_every_shipped_family_holds(model: str) -> None:
-    """Up to four processes: nothing is found in any family, nor in what transformers builds.
+    """On up to four processes, also for models built by transformers.
 
-    Half of what is drawn has a pipeline, for which transformers publishes no plan of some; and some
-    a context axis, along which no model of transformers is cut, as it computes its own positions.
+    Half of the cases have a pipeline, for which transformers publishes no plan of some models; some
+    have a context axis, which transformers models do not support.
     """
     proof = prove(model, processes=4, cases=14)
     assert proof.holds, proof.smallest
-    held = [outcome for outcome in proof.outcomes if not outcome.refused]
+    passed = [outcome for outcome in proof.outcomes if not outcome.refused]
     refused = [outcome.refused for outcome in proof.outcomes if outcome.refused]
-    known = (
+    reasons = (
         "transformers has no pipeline plan",
         "a model of transformers computes its own positions",
     )
-    assert len(held) >= 8 or all(any(why in text for why in known) for text in refused), refused
-    assert len(held) >= 6
-    assert all(outcome.compared for outcome in held[1:])
+    assert len(passed) >= 8 or all(any(reason in text for reason in reasons) for text in refused), (
+        refused
+    )
+    assert len(passed) >= 6
+    assert all(outcome.compared for outcome in passed[1:])
 
 
 def test_the_command_names_the_smallest_counterexample(tmp_path: Path) -> None:
-    """A module of one's own that ignores its documents: exit code 1, and the leak in one line."""
+    """For a custom module that ignores its documents: exit code 1, and a leak in one line."""
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
         "class Leaky(nn.Module):\n"
@@ -148,7 +150,7 @@ def test_the_command_names_the_smallest_counterexample(tmp_path: Path) -> None:
 
 
 def test_an_unknown_model_is_refused_with_the_nearest() -> None:
-    """No process is started for a name that nothing has."""
+    """No process is started for an unknown name."""
     with pytest.raises(ConfigError, match="did you mean 'llama'"):
         prove("lama")
     with pytest.raises(ConfigError, match="cannot be called"):
@@ -156,8 +158,8 @@ def test_an_unknown_model_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "gpt2"])
-def test_a_model_of_transformers_is_shrunk_by_whatever_names_it_has(name: str) -> None:
-    """A class of whatever ending, or a type; GPT-2 counts its layers by `n_layer`."""
+def test_a_transformers_model_is_shrunk_by_its_own_setting_names(name: str) -> None:
+    """By class or type; GPT-2 calls its number of layers `n_layer`."""
     subject = open_subject(name)
     assert isinstance(subject.model, TransformersModel)
     assert subject.shrunk == "transformers' gpt2, 4 layers"
@@ -166,8 +168,8 @@ def test_a_model_of_transformers_is_shrunk_by_whatever_names_it_has(name: str) -
     assert subject.model.document["n_head"] == 4
 
 
-def test_a_model_that_runs_in_no_process_does_not_hold() -> None:
-    """Bloom adds distances to its scores by itself: refused, and nothing is proved of it."""
+def test_a_model_that_cannot_run_does_not_hold() -> None:
+    """Bloom adds position distances to its scores, so it is refused and nothing is proved."""
     proof = prove("BloomForCausalLM", processes=1, cases=1)
     assert not proof.holds
     assert proof.smallest is None
@@ -175,20 +177,20 @@ def test_a_model_that_runs_in_no_process_does_not_hold() -> None:
     assert "BloomForCausalLM: is refused" in draw_page(proof)
 
 
-def test_cases_begin_with_the_simplest_and_are_those_of_their_seed() -> None:
-    """The same seed draws the same; each axis stands alone before it stands with another."""
+def test_cases_are_seeded_and_start_with_the_simplest() -> None:
+    """Cases are deterministic, and each axis occurs alone before it occurs with others."""
     cases = draw_cases(4, 30, 7)
     assert cases == draw_cases(4, 30, 7)
     assert cases != draw_cases(4, 30, 8)
     layouts = [case.layout for case in cases]
     for axis in ("data", "tensor", "pipeline"):
-        alone = layouts.index(f"{axis}=2")
-        assert all(f"{axis}=2" not in layout for layout in layouts[:alone])
+        first = layouts.index(f"{axis}=2")
+        assert all(f"{axis}=2" not in layout for layout in layouts[:first])
     assert len(set(map(repr, cases))) == 30
 
 
 @pytest.mark.parametrize(
-    ("code", "why"),
+    ("code", "reason"),
     [
         (
             "import time; time.sleep(60)",
@@ -197,18 +199,18 @@ def test_cases_begin_with_the_simplest_and_are_those_of_their_seed() -> None:
         ("while True: pass", "no case finished in 3 CPU seconds"),
         ("import time; [time.sleep(0.01) for _ in range(250) if sum(range(200000))]", None),
     ],
-    ids=["rests", "computes for ever", "is slow"],
+    ids=["idle", "endless", "slow"],
 )
-def test_processes_that_rest_or_never_end_are_stopped_and_slow_ones_are_not(
-    code: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_idle_and_endless_processes_are_stopped_but_slow_ones_are_not(
+    code: str, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it takes: a busy machine makes no counterexample."""
+    """A busy machine does not produce a counterexample."""
     monkeypatch.setattr(launch, "STALL_S", 2.0)
     monkeypatch.setattr(launch, "CASE_CPU_S", 3.0)
     process = subprocess.Popen([sys.executable, "-c", code])
     job = Job(subject="", seed=0, tolerance=0.0, cases={})
     try:
-        assert launch._wait([process], [tmp_path / "log.0"], job, tmp_path) == why
+        assert launch._wait([process], [tmp_path / "log.0"], job, tmp_path) == reason
     finally:
         process.kill()
         process.wait()

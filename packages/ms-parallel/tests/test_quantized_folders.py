@@ -1,6 +1,6 @@
-"""Folders in FP8 blocks and in MXFP4 are read as the numbers that transformers reads.
+"""Folders with FP8 blocks and MXFP4 weights are dequantized as in transformers.
 
-The writer below makes them from random numbers; the truth is transformers' own dequantization.
+The folders are written here from random numbers; the reference is transformers' dequantization.
 """
 
 import json
@@ -38,63 +38,63 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 
 
 def in_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """A matrix as 8-bit floats, with the factor of each block; the last ones may be smaller."""
+    """Quantize a matrix to FP8 with a factor per block; blocks at the edge may be smaller."""
     height, width = weight.shape
-    wide = torch.zeros(-(-height // rows) * rows, -(-width // columns) * columns)
-    wide[:height, :width] = weight
-    blocks = wide.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
+    padded = torch.zeros(-(-height // rows) * rows, -(-width // columns) * columns)
+    padded[:height, :width] = weight
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
     factors = blocks.abs().amax((2, 3)).clamp(min=1e-9) / 448
-    held = (blocks / factors[..., None, None]).to(torch.float8_e4m3fn)
-    return held.transpose(1, 2).flatten(2).flatten(0, 1)[:height, :width].contiguous(), factors
+    quantized = (blocks / factors[..., None, None]).to(torch.float8_e4m3fn)
+    return quantized.transpose(1, 2).flatten(2).flatten(0, 1)[:height, :width].contiguous(), factors
 
 
 def fp8_folder(folder: Path, block: tuple[int, int]) -> dict[str, Tensor]:
-    """Write a Qwen 3 whose linear maps are in FP8; return all its tensors as they are held."""
+    """Write a Qwen 3 folder with FP8 projections; return all stored tensors."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = transformers.Qwen3Config(**SIZES)
         transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    held: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for name, values in tensors.items():
         if name.endswith("_proj.weight"):
-            held[name], held[f"{name}_scale_inv"] = in_blocks(values, *block)
+            stored[name], stored[f"{name}_scale_inv"] = in_blocks(values, *block)
         else:
-            held[name] = values
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
+            stored[name] = values
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
     document = json.loads((folder / "config.json").read_text())
     document["quantization_config"] = {**FP8, "weight_block_size": list(block)}
     (folder / "config.json").write_text(json.dumps(document))
-    return held
+    return stored
 
 
 @pytest.mark.parametrize("block", [(16, 16), (8, 16), (4, 4)])
-def test_an_fp8_folder_is_read_as_transformers_dequantizes_it(
+def test_an_fp8_folder_is_dequantized_as_in_transformers(
     tmp_path: Path, block: tuple[int, int]
 ) -> None:
-    """Every weight is bit for bit 8-bit float times factor; saved again it is a plain folder."""
-    held = fp8_folder(tmp_path, block)
+    """Weights equal FP8 value times factor, bit for bit; a saved copy is a plain folder."""
+    stored = fp8_folder(tmp_path, block)
     model = load_model(tmp_path)
-    theirs: Any = Fp8Dequantize(None)
-    found = dict(model.named_parameters())
-    for name, values in held.items():
-        if f"{name}_scale_inv" in held:
-            values = theirs._dequantize_one(values, held[f"{name}_scale_inv"], torch.float32)
+    dequantize: Any = Fp8Dequantize(None)
+    loaded = dict(model.named_parameters())
+    for name, values in stored.items():
+        if f"{name}_scale_inv" in stored:
+            values = dequantize._dequantize_one(values, stored[f"{name}_scale_inv"], torch.float32)
         if not name.endswith("_scale_inv"):
-            assert torch.equal(found[name], values), name
+            assert torch.equal(loaded[name], values), name
     save_model(model, tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
-    again = load_model(tmp_path / "plain")
-    assert all(torch.equal(found[name], values) for name, values in again.named_parameters())
+    reloaded = load_model(tmp_path / "plain")
+    assert all(torch.equal(loaded[name], values) for name, values in reloaded.named_parameters())
 
 
 def test_blocks_at_the_edge_are_smaller(tmp_path: Path) -> None:
-    """48 rows in blocks of 20 are two whole ones and one of 8, and parts of blocks can be read."""
-    held = fp8_folder(tmp_path, (20, 12))
+    """48 rows in blocks of 20 are two full blocks and one of 8; any part can be read."""
+    stored = fp8_folder(tmp_path, (20, 12))
     weights, name = open_weights(tmp_path), "model.layers.0.mlp.gate_proj.weight"
     assert weights.shape(name) == (48, 32)
     rows, columns = torch.arange(48) // 20, torch.arange(32) // 12
-    truth = held[name].float() * held[f"{name}_scale_inv"][rows[:, None], columns]
+    truth = stored[name].float() * stored[f"{name}_scale_inv"][rows[:, None], columns]
     for box in ((slice(0, 48), slice(0, 32)), (slice(19, 41), slice(11, 25)), (slice(47, 48),) * 2):
         box = (box[0], slice(box[1].start % 32, min(box[1].stop, 32)))
         assert torch.equal(weights.read(name, box), truth[box])
@@ -102,12 +102,12 @@ def test_blocks_at_the_edge_are_smaller(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_packed_fours_are_unpacked_as_transformers_does(
+def test_mxfp4_is_unpacked_as_in_transformers(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """All of a tensor and any part of it, transposed, in steps of one and of two."""
+    """A full tensor and any part of it, transposed, with steps of one and two."""
     folder = tmp_path_factory.mktemp("mxfp4")
-    experts, rows, groups = (data.draw(st.integers(1, most)) for most in (3, 6, 3))
+    experts, rows, groups = (data.draw(st.integers(1, limit)) for limit in (3, 6, 3))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     blocks = torch.randint(256, (experts, rows, groups, 16), generator=generator).to(torch.uint8)
     scales = torch.randint(97, 158, (experts, rows, groups), generator=generator).to(torch.uint8)
@@ -125,28 +125,28 @@ def test_packed_fours_are_unpacked_as_transformers_does(
     box[2] = slice(box[2].start, box[2].stop, data.draw(st.sampled_from([None, 2])))
     for part in (tuple(slice(0, size) for size in truth.shape), tuple(box)):
         assert torch.equal(weights.read("x", part), truth[part])
-    # bfloat16, in which transformers keeps them, holds each of these numbers.
+    # bfloat16, which transformers uses, represents all of these numbers exactly.
     half = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
     assert torch.equal(half.float(), truth)
 
 
-def faulty(held: dict[str, Tensor], what: str) -> dict[str, Tensor]:
+def faulty(stored: dict[str, Tensor], fault: str) -> dict[str, Tensor]:
     """Tensors of an FP8 folder with one fault."""
     name = "model.layers.0.self_attn.q_proj.weight"
     scales = f"{name}_scale_inv"
-    match what:
+    match fault:
         case "no scales":
-            return {key: values for key, values in held.items() if key != scales}
+            return {key: values for key, values in stored.items() if key != scales}
         case "few scales":
-            return held | {scales: held[scales][:1]}
+            return stored | {scales: stored[scales][:1]}
         case "other floats":
-            return held | {name: held[name].float().to(torch.float8_e5m2)}
+            return stored | {name: stored[name].float().to(torch.float8_e5m2)}
         case "scales of bytes":
-            return held | {scales: held[scales].to(torch.uint8)}
+            return stored | {scales: stored[scales].to(torch.uint8)}
         case "lonely scales":
-            return held | {"model.norm.weight_scale": held[scales].clone()}
+            return stored | {"model.norm.weight_scale": stored[scales].clone()}
         case _:
-            return held | {scales: held[scales] * torch.nan}
+            return stored | {scales: stored[scales] * torch.nan}
 
 
 FAULTS = {
@@ -159,12 +159,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("what", FAULTS)
-def test_a_damaged_fp8_folder_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
-    """The tensor is named, and what is wrong with it."""
-    held = fp8_folder(tmp_path, (16, 16))
-    save_file(faulty(held, what), tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=FAULTS[what]) as caught:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_fp8_folder_is_refused_in_one_line(tmp_path: Path, fault: str) -> None:
+    """The message names the tensor and the problem."""
+    stored = fp8_folder(tmp_path, (16, 16))
+    save_file(faulty(stored, fault), tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=FAULTS[fault]) as caught:
         load_model(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -185,7 +185,7 @@ UNKNOWN: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("value", "message"), UNKNOWN)
 def test_an_unknown_quantization_is_refused_by_name(value: Any, message: str) -> None:
-    """Before any weight is read: they would be taken for other numbers."""
+    """Before any weight is read and misinterpreted."""
     document = {**transformers.Qwen3Config(**SIZES).to_dict(), "quantization_config": value}
     with pytest.raises(ModelError, match=message) as caught:
         from_document(document)

@@ -1,4 +1,4 @@
-"""The gated delta rule and the causal convolution equal loops over positions of each document."""
+"""The gated delta rule and the causal convolution against loops over positions."""
 
 import torch
 from hypothesis import given, settings
@@ -7,21 +7,21 @@ from torch import Tensor
 
 from ms_parallel.operators import causal_conv1d, gated_delta_rule
 
-# Both sum some hundred terms of order one in float64, in other orders.
+# Both sum about a hundred terms of order one in float64, in different orders.
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def documents_of(data: st.DataObject, rows: int, length: int) -> Tensor:
-    """Numbers that may come back later in a row."""
+    """Random document ids, which may recur in a row."""
     numbers = st.lists(st.integers(0, 2), min_size=length, max_size=length)
-    drawn = [[each // 2 for each in data.draw(numbers)] for _ in range(rows)]
-    return torch.tensor(drawn, dtype=torch.int32).view(rows, length)
+    ids = [[number // 2 for number in data.draw(numbers)] for _ in range(rows)]
+    return torch.tensor(ids, dtype=torch.int32).view(rows, length)
 
 
 def slow_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor
 ) -> Tensor:
-    """The rule as it is written, a position at a time."""
+    """The gated delta rule, one position at a time."""
     groups = v.shape[2] // k.shape[2]
     out = torch.zeros_like(v)
     for row in range(v.shape[0]):
@@ -32,14 +32,14 @@ def slow_rule(
                     state = torch.zeros_like(state)
                 key, query = k[row, at, head // groups], q[row, at, head // groups]
                 state = state * g[row, at, head].exp()
-                wrong = v[row, at, head] - state.T @ key
-                state = state + beta[row, at, head] * torch.outer(key, wrong)
+                error = v[row, at, head] - state.T @ key
+                state = state + beta[row, at, head] * torch.outer(key, error)
                 out[row, at, head] = state.T @ query * k.shape[3] ** -0.5
     return out
 
 
 def slow_convolution(x: Tensor, weight: Tensor, bias: Tensor, documents: Tensor) -> Tensor:
-    """A tap at a time."""
+    """The convolution, one tap at a time."""
     out = bias.expand_as(x).clone()
     for row in range(x.shape[0]):
         for at in range(x.shape[1]):
@@ -53,34 +53,34 @@ def slow_convolution(x: Tensor, weight: Tensor, bias: Tensor, documents: Tensor)
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
-def test_the_delta_rule_starts_anew_with_each_document(data: st.DataObject) -> None:
-    """Values and all gradients, over several chunks, grouped heads and documents of one token."""
+def test_the_delta_rule_restarts_at_each_document(data: st.DataObject) -> None:
+    """Outputs and all gradients, over several chunks, grouped heads and one-token documents."""
     rows, length = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 5, 64, 70]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
 
-    def drawn(*shape: int) -> Tensor:
+    def rand(*shape: int) -> Tensor:
         return torch.randn(rows, length, *shape, generator=generator, dtype=torch.float64)
 
-    k = torch.nn.functional.normalize(drawn(1, 3), dim=-1)
-    tensors = [drawn(1, 3), k, drawn(2, 2), -drawn(2).exp(), drawn(2).sigmoid()]
-    leaves = [each.requires_grad_() for each in tensors]
-    documents, towards = documents_of(data, rows, length), drawn(2, 2)
+    k = torch.nn.functional.normalize(rand(1, 3), dim=-1)
+    tensors = [rand(1, 3), k, rand(2, 2), -rand(2).exp(), rand(2).sigmoid()]
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    documents, upstream = documents_of(data, rows, length), rand(2, 2)
     fast = gated_delta_rule(*leaves, documents=documents)
-    found = torch.autograd.grad((fast * towards).sum(), leaves)
+    grads = torch.autograd.grad((fast * upstream).sum(), leaves)
     slow = slow_rule(*leaves, documents)
-    expected = torch.autograd.grad((slow * towards).sum(), leaves, allow_unused=True)
+    expected = torch.autograd.grad((slow * upstream).sum(), leaves, allow_unused=True)
     torch.testing.assert_close(fast, slow, **TOLERANCE)
-    for one, other in zip(found, expected, strict=True):
+    for grad, exact in zip(grads, expected, strict=True):
         torch.testing.assert_close(
-            one, torch.zeros_like(one) if other is None else other, **TOLERANCE
+            grad, torch.zeros_like(grad) if exact is None else exact, **TOLERANCE
         )
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_the_convolution_reads_no_other_document(data: st.DataObject) -> None:
-    """Values and gradients; without documents a row is one."""
-    rows, length, taps = (data.draw(st.integers(1, most)) for most in (2, 9, 5))
+    """Outputs and gradients; without documents a row is a single one."""
+    rows, length, taps = (data.draw(st.integers(1, limit)) for limit in (2, 9, 5))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     shapes = [(rows, length, 3), (3, taps), (3,)]
     leaves = [
@@ -88,16 +88,16 @@ def test_the_convolution_reads_no_other_document(data: st.DataObject) -> None:
         for shape in shapes
     ]
     documents = documents_of(data, rows, length)
-    for given_, known in ((documents, documents), (None, torch.zeros_like(documents))):
-        fast, slow = causal_conv1d(*leaves, documents=given_), slow_convolution(*leaves, known)
+    for argument, ids in ((documents, documents), (None, torch.zeros_like(documents))):
+        fast, slow = causal_conv1d(*leaves, documents=argument), slow_convolution(*leaves, ids)
         torch.testing.assert_close(fast, slow, **TOLERANCE)
-        both = [torch.autograd.grad(each.square().sum(), leaves) for each in (fast, slow)]
-        for one, other in zip(*both, strict=True):
-            torch.testing.assert_close(one, other, **TOLERANCE)
+        grads = [torch.autograd.grad(output.square().sum(), leaves) for output in (fast, slow)]
+        for fast_grad, slow_grad in zip(*grads, strict=True):
+            torch.testing.assert_close(fast_grad, slow_grad, **TOLERANCE)
 
 
-def test_a_strong_decay_leaves_no_infinity() -> None:
-    """A gate that closes entirely cuts the state, in float32, and its gradient is finite."""
+def test_a_strong_decay_stays_finite() -> None:
+    """A gate that closes completely clears the state in float32, with a finite gradient."""
     shape = (1, 130, 1)
     g = torch.full(shape, -200.0, requires_grad=True)
     q, k, v = (torch.ones(*shape, 2) for _ in range(3))

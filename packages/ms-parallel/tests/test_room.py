@@ -1,4 +1,4 @@
-"""The largest microbatch that fits is found, and no run it is found for runs out of memory."""
+"""Automatic microbatch sizes are the largest that fit, and never run out of memory."""
 
 import platform
 import random
@@ -14,78 +14,78 @@ from ms_parallel.planner.largest_microbatch import next_trial, sizes_of
 
 RUNS = Path(__file__).with_name("room_runs.py")
 CASES = 50
-RAN_OUT = "can't allocate memory"
-"""What torch says where a limit refuses it memory."""
-TAKEN_MIB = {1: 40, 2: 120}
-"""What the threads of so many processes take, beside their tensors."""
+OUT_OF_MEMORY = "can't allocate memory"
+"""Part of torch's message when a limit denies it memory."""
+OVERHEAD_MIB = {1: 40, 2: 120}
+"""MiB for threads by the number of processes, in addition to tensors."""
 
 
-def drawn(seed: int) -> dict[str, Any]:
-    """A run, and more memory than its smallest microbatch is predicted to need, by chance."""
-    chance = random.Random(seed)
-    hidden = chance.choice((96, 128, 192))
-    layers = chance.choice((2, 4))
+def random_run(seed: int) -> dict[str, Any]:
+    """A random run, and a share of memory above the need of its smallest microbatch."""
+    rng = random.Random(seed)
+    hidden = rng.choice((96, 128, 192))
+    layers = rng.choice((2, 4))
     model = {
         "hidden_size": hidden,
-        "intermediate_size": chance.choice((2, 3, 4)) * hidden,
+        "intermediate_size": rng.choice((2, 3, 4)) * hidden,
         "num_attention_heads": 4,
-        "num_key_value_heads": chance.choice((2, 4)),
+        "num_key_value_heads": rng.choice((2, 4)),
         "num_hidden_layers": layers,
-        "vocab_size": chance.choice((512, 2048, 8192)),
+        "vocab_size": rng.choice((512, 2048, 8192)),
     }
-    layout = chance.choice(("data=1", "data=2", "tensor=2", "pipeline=2"))
+    layout = rng.choice(("data=1", "data=2", "tensor=2", "pipeline=2"))
     settings = {
         "model_config": model,
-        "batch_size": chance.choice((12, 16, 24)),
+        "batch_size": rng.choice((12, 16, 24)),
         "sequence_length": 512,
-        "recompute": chance.choice(("none", "none", "selective", "full")),
-        "optimizer": chance.choice(("AdamW", "AdamW", "SGD", "Muon")),
+        "recompute": rng.choice(("none", "none", "selective", "full")),
+        "optimizer": rng.choice(("AdamW", "AdamW", "SGD", "Muon")),
     }
     if layout == "data=2":
-        settings["sharding"] = chance.choice(("auto", "zero1", "zero3"))
-    return {"layout": layout, "settings": settings, "share": chance.random()}
+        settings["sharding"] = rng.choice(("auto", "zero1", "zero3"))
+    return {"layout": layout, "settings": settings, "share": rng.random()}
 
 
-def drawn_to_plan(seed: int) -> dict[str, Any]:
-    """A run that is to be planned, links and a share of memory, by chance."""
-    chance = random.Random(1000 + seed)
+def random_plan(seed: int) -> dict[str, Any]:
+    """A random run to plan, with random links and a share of memory."""
+    rng = random.Random(1000 + seed)
     hidden, recompute = (
-        chance.choice((64, 96)),
-        chance.choice(("none", "none", "full", "selective")),
+        rng.choice((64, 96)),
+        rng.choice(("none", "none", "full", "selective")),
     )
     model = {
         "hidden_size": hidden,
-        "intermediate_size": chance.choice((2, 3, 4)) * hidden,
+        "intermediate_size": rng.choice((2, 3, 4)) * hidden,
         "num_attention_heads": 4,
-        "num_key_value_heads": chance.choice((2, 4)),
-        "num_hidden_layers": chance.choice((4, 8)),
-        # Where blocks keep little, a row's logits make up for it.
-        "vocab_size": chance.choice((256, 2048) if recompute == "none" else (2048, 4096)),
+        "num_key_value_heads": rng.choice((2, 4)),
+        "num_hidden_layers": rng.choice((4, 8)),
+        # If blocks save little, a large vocabulary makes up for it.
+        "vocab_size": rng.choice((256, 2048) if recompute == "none" else (2048, 4096)),
     }
     settings = {
         "model_config": model,
-        "batch_size": chance.choice((6, 8, 9, 10)),  # 9 rows do not divide over 2 data ranks
+        "batch_size": rng.choice((6, 8, 9, 10)),  # 9 rows do not divide over 2 data ranks
         "sequence_length": 1024,
         "recompute": recompute,
-        "optimizer": chance.choice(("AdamW", "AdamW", "SGD", "Muon")),
-        "sharding": chance.choice(("auto", "auto", "zero1", "replicate")),
+        "optimizer": rng.choice(("AdamW", "AdamW", "SGD", "Muon")),
+        "sharding": rng.choice(("auto", "auto", "zero1", "replicate")),
     }
     return {
-        "processes": chance.choice((1, 2, 2)),
+        "processes": rng.choice((1, 2, 2)),
         "settings": settings,
-        "bandwidth": chance.choice((0.02, 1.0)),
-        "share": chance.random(),
+        "bandwidth": rng.choice((0.02, 1.0)),
+        "share": rng.random(),
     }
 
 
-def test_a_rank_that_nobody_waits_for_tries_what_is_predicted_to_fit() -> None:
-    """What the smallest took above its prediction need not grow with the rows."""
+def test_a_single_process_tries_sizes_that_are_predicted_to_fit() -> None:
+    """With one process, excess over the prediction is not assumed to grow with the rows."""
     predicted = {1: 10, 2: 20, 4: 40, 8: 80}
     assert next_trial(predicted, {}, 50) == 1
-    # 20 above for a row: two would take 60 if that grew.
+    # One row took 20 more than predicted; two would need 60 if that grew with the rows.
     assert next_trial(predicted, {1: 30}, 50) is None
     assert next_trial(predicted, {1: 30}, 50, single_process=True) == 2
-    # Of two trials: 20 above for one row and for two, so that a quarter of 10 grows with each.
+    # One row and two rows both took 20 more, so the excess is nearly constant.
     assert next_trial(predicted, {1: 30, 2: 40}, 65) == 4
     assert next_trial(predicted, {1: 30, 2: 40}, 64) is None
     assert next_trial(predicted, {1: 30, 2: 40}, 50, single_process=True) == 4
@@ -94,69 +94,69 @@ def test_a_rank_that_nobody_waits_for_tries_what_is_predicted_to_fit() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other gaps")
 def test_a_limited_process_holds_its_tensors_and_little_else() -> None:
-    """What comes back is given back, and stacks of threads are small."""
+    """Freed memory is returned to the system, and thread stacks are small."""
     (free,), (limited,) = (
-        run_processes(1, RUNS, "kept_in_gaps", limited=each) for each in (False, True)
+        run_processes(1, RUNS, "memory_overhead", limited=limited) for limited in (False, True)
     )
     assert free["blocks"] > 63
     assert limited["blocks"] < limited["tensors"] + 1
     assert limited["stack"] < 2
 
 
-def test_a_measured_cluster_has_no_more_memory_than_ulimit_leaves() -> None:
-    """So that what is planned on it does not run out of memory either."""
-    (found,) = run_processes(1, RUNS, "measured_in", room_bytes=1 << 30)
-    assert 0.5 < found <= 1.0
+def test_a_measured_cluster_respects_ulimit() -> None:
+    """A layout planned for it then fits as well."""
+    (memory_gib,) = run_processes(1, RUNS, "measured_in", room_bytes=1 << 30)
+    assert 0.5 < memory_gib <= 1.0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(CASES))
-def test_no_drawn_run_takes_more_than_there_is(seed: int) -> None:
-    """It trains in its memory, and a size two further up does not; where none fits, it says so."""
-    case = drawn(seed)
+def test_random_runs_stay_within_their_memory(seed: int) -> None:
+    """It trains within its limit, or reports that no size fits; two sizes larger it runs out."""
+    case = random_run(seed)
     layout, settings = Layout.parse(case["layout"]), case["settings"]
     sizes = sizes_of(settings["batch_size"] // layout.data_ranks, layout.pipeline)
-    given = {"layout": case["layout"], "settings": settings}
-    (foretold,) = run_processes(1, RUNS, "foretold", **given, sizes=sizes)
-    need = [max(_total(rank) for rank in foretold[str(size)]) for size in sizes]
-    most = need[min(len(need) - 1, 3)]
-    taken = TAKEN_MIB[layout.world_size] << 20
-    room = taken + int(need[0] + case["share"] * 1.2 * (most - need[0]))
+    run_arguments = {"layout": case["layout"], "settings": settings}
+    (predictions,) = run_processes(1, RUNS, "predicted_memory", **run_arguments, sizes=sizes)
+    needed_bytes = [max(_total(rank) for rank in predictions[str(size)]) for size in sizes]
+    max_needed = needed_bytes[min(len(needed_bytes) - 1, 3)]
+    overhead = OVERHEAD_MIB[layout.world_size] << 20
+    limit = overhead + int(needed_bytes[0] + case["share"] * 1.2 * (max_needed - needed_bytes[0]))
 
     def run(size: int | str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = run_processes(
+        results: list[dict[str, Any]] = run_processes(
             layout.world_size,
             RUNS,
             "trained",
             check=False,
-            room_bytes=room,
+            room_bytes=limit,
             size=size,
-            foretold=foretold,
-            **given,
+            predictions=predictions,
+            **run_arguments,
         )
-        return found
+        return results
 
-    found = run("auto")
-    print(seed, case, f"{room / (1 << 20):.0f} MiB", sizes, found)  # noqa: T201
-    refused = any("refused" in rank for rank in found)  # the others lose their connection
-    assert refused or all("rows" in rank for rank in found), found
-    place = -1 if refused else sizes.index(found[0]["rows"])
-    for size in sizes[place + 2 :][:1]:
-        tried = run(size)
-        assert any("failed" in rank for rank in tried), (size, found)
+    auto_results = run("auto")
+    print(seed, case, f"{limit / (1 << 20):.0f} MiB", sizes, auto_results)  # noqa: T201
+    refused = any("refused" in rank for rank in auto_results)  # the others lose their connection
+    assert refused or all("rows" in rank for rank in auto_results), auto_results
+    index = -1 if refused else sizes.index(auto_results[0]["rows"])
+    for size in sizes[index + 2 :][:1]:
+        larger_results = run(size)
+        assert any("failed" in rank for rank in larger_results), (size, auto_results)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(CASES))
-def test_no_plan_takes_more_than_it_may(seed: int) -> None:
-    """Whatever it takes to fit trains in its memory, and a size two further up does not."""
-    case = drawn_to_plan(seed)
-    (found,) = run_processes(1, RUNS, "planned", **case)
-    layout, sizes, fits = Layout.parse(found["layout"]), found["sizes"], found["fits"]
-    assert found["rows"] in fits, found
-    settings = case["settings"] | found["settings"]
+def test_plans_stay_within_their_memory(seed: int) -> None:
+    """All sizes that a plan says fit train within the limit; two sizes larger runs out."""
+    case = random_plan(seed)
+    (planned,) = run_processes(1, RUNS, "planned", **case)
+    layout, sizes, fits = Layout.parse(planned["layout"]), planned["sizes"], planned["fits"]
+    assert planned["rows"] in fits, planned
+    settings = case["settings"] | planned["settings"]
 
     def trains(size: int) -> bool:
         ranks: list[dict[str, Any]] = run_processes(
@@ -164,25 +164,25 @@ def test_no_plan_takes_more_than_it_may(seed: int) -> None:
             RUNS,
             "trained",
             check=False,
-            room_bytes=found["memory_bytes"] + RESERVE_BYTES,
-            layout=found["layout"],
+            room_bytes=planned["memory_bytes"] + RESERVE_BYTES,
+            layout=planned["layout"],
             settings=settings,
             size=size,
-            foretold={},
+            predictions={},
             updates=2,
             every=True,
         )
-        ended = all("rows" in rank for rank in ranks)
-        assert ended or any(RAN_OUT in rank.get("failed", "") for rank in ranks), ranks
-        return ended
+        finished = all("rows" in rank for rank in ranks)
+        assert finished or any(OUT_OF_MEMORY in rank.get("failed", "") for rank in ranks), ranks
+        return finished
 
-    tried = {size: trains(size) for size in sorted({found["rows"], fits[-1]})}
+    trained = {size: trains(size) for size in sorted({planned["rows"], fits[-1]})}
     for size in sizes[len(fits) : len(fits) + 2]:
-        if not tried.setdefault(size, trains(size)):
+        if not trained.setdefault(size, trains(size)):
             break
-    print(seed, case, found, f"{found['memory_bytes'] / (1 << 20):.0f} MiB", tried)  # noqa: T201
-    assert all(tried[size] for size in tried if size in fits), tried
-    assert not any(tried.get(size) for size in sizes[len(fits) + 1 :]), tried
+    print(seed, case, planned, f"{planned['memory_bytes'] / (1 << 20):.0f} MiB", trained)  # noqa: T201
+    assert all(trained[size] for size in trained if size in fits), trained
+    assert not any(trained.get(size) for size in sizes[len(fits) + 1 :]), trained
 
 
 def _total(rank: dict[str, int]) -> int:

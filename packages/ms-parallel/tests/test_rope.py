@@ -1,4 +1,4 @@
-"""Rotary positions: the angles of transformers, for every scaling and length of a document."""
+"""Rotary positions have the angles of transformers, for all scalings and document lengths."""
 
 import copy
 from random import Random
@@ -20,34 +20,34 @@ from ms_parallel.weights import initialize
 
 transformers.utils.logging.set_verbosity_error()
 
-KINDS = ["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+ROPE_TYPES = ["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 LIMIT = 64
-"""Positions that the models here are meant for."""
+"""max_position_embeddings of the models here."""
 
 
-def drawn(kind: str, draw: Random, width: int) -> dict[str, Any]:
-    """The `rope_parameters` of a config.json."""
-    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": draw.choice([500.0, 1e4, 5e5])}
-    if kind != "default":
-        rope["factor"] = draw.choice([1.5, 2.0, 3.7, 8.0])
-    if kind in ("llama3", "yarn", "longrope"):
-        rope["original_max_position_embeddings"] = draw.choice([16, 24, 48])
-    if kind == "llama3":
-        low, high = draw.choice([1.0, 1.3]), draw.choice([2.5, 4.0])
+def random_rope(rope_type: str, rng: Random, width: int) -> dict[str, Any]:
+    """Random `rope_parameters` of a config.json."""
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": rng.choice([500.0, 1e4, 5e5])}
+    if rope_type != "default":
+        rope["factor"] = rng.choice([1.5, 2.0, 3.7, 8.0])
+    if rope_type in ("llama3", "yarn", "longrope"):
+        rope["original_max_position_embeddings"] = rng.choice([16, 24, 48])
+    if rope_type == "llama3":
+        low, high = rng.choice([1.0, 1.3]), rng.choice([2.5, 4.0])
         rope |= {"low_freq_factor": low, "high_freq_factor": high}
-    if kind == "yarn":
-        rope |= draw.choice([{}, {"beta_fast": 20.0, "beta_slow": 2.0}, {"beta_fast": 32}])
-        rope |= draw.choice([{}, {"mscale": 1.0, "mscale_all_dim": draw.choice([0.7, 1.0])}])
-        rope |= draw.choice([{}, {"attention_factor": 1.2}, {"truncate": False}, {"factor": None}])
-    if kind == "longrope":
-        rope["short_factor"] = [1 + draw.random() for _ in range(width // 2)]
-        rope["long_factor"] = [1 + 8 * draw.random() for _ in range(width // 2)]
-        rope |= draw.choice([{}, {"attention_factor": 1.1}, {"factor": None}])
+    if rope_type == "yarn":
+        rope |= rng.choice([{}, {"beta_fast": 20.0, "beta_slow": 2.0}, {"beta_fast": 32}])
+        rope |= rng.choice([{}, {"mscale": 1.0, "mscale_all_dim": rng.choice([0.7, 1.0])}])
+        rope |= rng.choice([{}, {"attention_factor": 1.2}, {"truncate": False}, {"factor": None}])
+    if rope_type == "longrope":
+        rope["short_factor"] = [1 + rng.random() for _ in range(width // 2)]
+        rope["long_factor"] = [1 + 8 * rng.random() for _ in range(width // 2)]
+        rope |= rng.choice([{}, {"attention_factor": 1.1}, {"factor": None}])
     return rope
 
 
-def theirs(rope: dict[str, Any], width: int, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines that transformers makes for one text."""
+def hf_tables(rope: dict[str, Any], width: int, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines by transformers for one text."""
     config = transformers.LlamaConfig(
         hidden_size=4 * width,
         num_attention_heads=4,
@@ -59,43 +59,43 @@ def theirs(rope: dict[str, Any], width: int, length: int) -> tuple[Tensor, Tenso
     return tuple(table[..., : width // 2] for table in tables)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
 @pytest.mark.parametrize("seed", range(8))
-def test_angles_are_those_of_transformers_bit_for_bit(kind: str, seed: int) -> None:
+def test_angles_are_those_of_transformers_bit_for_bit(rope_type: str, seed: int) -> None:
     """Also of texts beyond the limit; each setting that config.json may hold is drawn."""
     draw = Random(seed)
     width = draw.choice([8, 32, 128])
-    rope = drawn(kind, draw, width)
+    rope = random_rope(rope_type, draw, width)
     theta, scaling = read_rope(rope, 10000.0)
     ours = Rope(theta=theta, width=width, scaling=scaling, max_position_embeddings=LIMIT)
     for length in (10, LIMIT, 200):
         positions = torch.arange(length)[None]
         tables = rotary_tables(ours, positions, document_ends(positions, None))
-        for found, expected in zip(tables, theirs(rope, width, length), strict=True):
-            if kind == "dynamic" and length > LIMIT:
-                # Bases differ by document, so powers are taken of tensors, where the last bit of
-                # a float32 may differ: 6e-8 of an angle of up to 200, and its base's likewise.
+        for found, expected in zip(tables, hf_tables(rope, width, length), strict=True):
+            if rope_type == "dynamic" and length > LIMIT:
+                # Bases differ by document, so the powers are tensor operations, whose last bit may
+                # differ: 6e-8 of an angle of up to 200, and as much for its base.
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
             else:
                 assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_what_is_read_is_written_and_read_alike(kind: str) -> None:
+@pytest.mark.parametrize("rope_type", ROPE_TYPES[1:])
+def test_a_scaling_survives_a_write_and_a_read(rope_type: str) -> None:
     """Nothing that changes an angle is lost in config.json."""
     for seed in range(8):
-        _, scaling = read_rope(drawn(kind, Random(seed), 16), 10000.0)
+        _, scaling = read_rope(random_rope(rope_type, Random(seed), 16), 10000.0)
         assert scaling is not None
         document = write_scaling(scaling)
         assert document is not None
         assert read_rope(document, 10000.0)[1] == scaling
 
 
-def small(kind: str) -> Any:
-    """A decoder whose rotary positions are scaled."""
-    scaling = {k: v for k, v in drawn(kind, Random(1), 8).items() if k != "rope_theta"}
+def small(rope_type: str) -> Any:
+    """A decoder with scaled rotary positions."""
+    scaling = {k: v for k, v in random_rope(rope_type, Random(1), 8).items() if k != "rope_theta"}
     scaling["kind"] = scaling.pop("rope_type")
-    if kind == "longrope":
+    if rope_type == "longrope":
         scaling["original_max_position_embeddings"] = 16
     sizes = {
         "vocab_size": 64,
@@ -112,25 +112,25 @@ def small(kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("rope_type", ROPE_TYPES[1:])
 @torch.no_grad()
-def test_packed_documents_turn_by_their_own_lengths(kind: str) -> None:
-    """Two short documents and one beyond the limit give the logits of each alone."""
-    model, lengths = small(kind), (7, 24, 9)
+def test_packed_documents_are_scaled_by_their_own_lengths(rope_type: str) -> None:
+    """Two short documents and one beyond the limit give the logits of separate ones."""
+    model, lengths = small(rope_type), (7, 24, 9)
     row = torch.randint(64, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].int()
     packed = model(row, positions=positions, documents=documents)
-    alone = [model(part) for part in row.split(lengths, 1)]
-    # One float32 rounding is 6e-8 of a value; logits here reach 10 and pass some 50 roundings.
-    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=3e-5, rtol=0)
+    separate = [model(part) for part in row.split(lengths, 1)]
+    # A float32 rounding is 6e-8 of a value; logits here reach 10 after about 50 roundings.
+    torch.testing.assert_close(packed, torch.cat(separate, 1), atol=3e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 @torch.no_grad()
-def test_a_cache_that_a_text_outgrows_is_refused(kind: str) -> None:
-    """Its keys were turned as for shorter texts; until then it continues exactly."""
-    model = small(kind)
+def test_a_text_that_outgrows_its_cache_is_refused(rope_type: str) -> None:
+    """Its keys were rotated for shorter texts; up to the limit it is exact."""
+    model = small(rope_type)
     row = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
     cache = KeyValueCache()
     parts = [model(row[:, :10], cache=cache), model(row[:, 10:16], cache=cache)]
@@ -143,8 +143,8 @@ def test_a_cache_that_a_text_outgrows_is_refused(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_a_long_text_of_longrope_goes_on_in_its_cache() -> None:
-    """Beyond the limit all lengths turn alike."""
+def test_a_long_text_of_longrope_continues_in_its_cache() -> None:
+    """Beyond the limit all lengths have the same angles."""
     model = small("longrope")
     row = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
     cache = KeyValueCache()
@@ -173,7 +173,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("rope", "message"), BAD)
 def test_a_bad_scaling_is_refused_in_one_line(rope: dict[str, Any], message: str) -> None:
-    """It names the setting, and what fits."""
+    """The message names the setting and valid values."""
     document = {
         "model_type": "llama",
         "vocab_size": 8,
@@ -188,8 +188,8 @@ def test_a_bad_scaling_is_refused_in_one_line(rope: dict[str, Any], message: str
     assert "\n" not in str(caught.value)
 
 
-def test_a_scaling_that_does_not_fit_is_refused_when_it_is_built() -> None:
-    """As a value, before any model."""
+def test_an_invalid_scaling_is_refused_when_built() -> None:
+    """Before a model is built."""
     with pytest.raises(ConfigError, match="'longrope' needs 'short_factor'"):
         RopeScaling(kind="longrope")
     with pytest.raises(ConfigError, match="even and at least 2, got 7"):

@@ -32,7 +32,7 @@ def test_data_ranks_that_repeat_each_other_are_refused(options: dict[str, Any]) 
 
 
 def test_some_data_ranks_that_repeat_each_other_are_named() -> None:
-    """Three data ranks, of which the last two read the same rows."""
+    """The last two of three data ranks read the same rows."""
     steps = [[0, 1, 1], [0, 1, 2]]
     for first, good in run_processes(3, RUNS, "updates", layout="data=3", steps=steps, rows=4):
         assert "data ranks 1, 2 have the same rows" in first[0]
@@ -41,24 +41,26 @@ def test_some_data_ranks_that_repeat_each_other_are_named() -> None:
 
 
 def test_a_few_rows_may_repeat_by_chance() -> None:
-    """Two of the five rows of a dataset on both ranks, now and then: it trains."""
+    """Both ranks sometimes read the same two of five rows; training continues."""
     steps = [[0, 0], [0, 1], [2, 2], [3, 3], [3, 4], [1, 1]]
-    for told in run_processes(2, RUNS, "updates", layout="data=2", steps=steps, rows=2):
-        assert told == [["", True]] * 6
+    for results in run_processes(2, RUNS, "updates", layout="data=2", steps=steps, rows=2):
+        assert results == [["", True]] * 6
 
 
 def test_a_single_row_per_rank_may_repeat() -> None:
     """A small dataset may have the same row for each rank: it trains, with one warning."""
     steps = [[0, 0], [0, 1], [2, 2], [3, 3]]
-    for told in run_processes(2, RUNS, "updates", layout="data=2", steps=steps, rows=1):
-        assert told == [["", True]] * 4
+    for results in run_processes(2, RUNS, "updates", layout="data=2", steps=steps, rows=1):
+        assert results == [["", True]] * 4
 
 
 def test_copies_of_one_row_may_repeat() -> None:
     """A small dataset may fill the first batches of all ranks with one row; it trains."""
     steps = [[0, 0], [0, 1], [2, 2]]
-    for told in run_processes(2, RUNS, "updates", layout="data=2", steps=steps, rows=1, copies=3):
-        assert told == [["", True]] * 3
+    for results in run_processes(
+        2, RUNS, "updates", layout="data=2", steps=steps, rows=1, copies=3
+    ):
+        assert results == [["", True]] * 3
 
 
 def test_rows_without_targets_may_repeat() -> None:

@@ -1,4 +1,4 @@
-"""A run's folder belongs to one run: held, sealed, and never begun again in silence."""
+"""An output folder belongs to one run: locked, recorded, and never silently restarted."""
 
 import shutil
 from pathlib import Path
@@ -15,12 +15,12 @@ from ms_parallel.training import ownership
 
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a folder long."""
+    """Shorten the wait for a locked folder."""
     monkeypatch.setattr(ownership, "WAIT_S", 0.3)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
-    """The one line that a run which is refused says."""
+    """The one line of a refused run."""
     capsys.readouterr()
     assert main(["train", str(run), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -30,7 +30,7 @@ def refusal(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> s
 def test_two_runs_in_one_folder_never_interleave(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """While one process trains there, another is refused with that one's command and number."""
+    """The second is refused with the command and process id of the first."""
     run = write_run(tmp_path / "run.toml", shards, steps=100_000)
     with training(run, 1) as started:
         wait_for(lambda: events(run, "step"), started)
@@ -43,7 +43,7 @@ def test_two_runs_in_one_folder_never_interleave(
 def test_a_run_waits_for_one_that_is_just_ending(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """It says in a line whom it waits for, and goes on when the folder is free."""
+    """It prints the owner of the folder, and continues when the folder is free."""
     monkeypatch.setattr(ownership, "WAIT_S", 60.0)
     run = write_run(tmp_path / "run.toml", shards, steps=200, checkpoint_every=None)
     with training(run, 1) as started:
@@ -54,16 +54,16 @@ def test_a_run_waits_for_one_that_is_just_ending(
     assert events(run, "resume")
 
 
-@pytest.mark.parametrize("there", ["nothing", "shards"])
+@pytest.mark.parametrize("content", ["nothing", "shards"])
 def test_a_folder_of_another_command_is_refused(
-    there: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its owner is named, also while nothing but shards lie in it; nothing is written."""
+    """Its owner is named, also if it contains only shards, and nothing is written."""
     run = write_run(tmp_path / "run.toml", shards)
     folder = run.with_suffix("")
     identity = {"model": "llama", "dataset": "pairs"}
     with lock_run_folder(folder, command="ms-align ppo", identity=identity, settings={}):
-        if there == "shards":
+        if content == "shards":
             (folder / "shards").mkdir()
     line = refusal(capsys, run)
     assert "belongs to a run of 'ms-align ppo', started " in line
@@ -74,28 +74,28 @@ def test_a_folder_of_another_command_is_refused(
 def test_a_folder_whose_owner_is_unknown_is_refused(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that lies there is somebody's."""
+    """An existing model may be someone's."""
     run = write_run(tmp_path / "run.toml", shards)
     (run.with_suffix("") / "model").mkdir(parents=True)
     assert "contains 'model' but no record of a run of 'ms-parallel train'" in refusal(capsys, run)
 
 
-def test_a_model_in_the_folder_that_is_written_is_refused(
+def test_a_model_in_the_output_folder_is_refused(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It would be overwritten by what is trained from it."""
+    """Its training would overwrite it."""
     run = write_run(tmp_path / "run.toml", shards, steps=2)
     assert main(["train", str(run)]) == 0
     before = (run.with_suffix("") / "model" / "model.safetensors").read_bytes()
-    own = f"model={run.with_suffix('') / 'model'}"
-    assert "is inside output_dir" in refusal(capsys, run, "--set", own)
+    setting = f"model={run.with_suffix('') / 'model'}"
+    assert "is inside output_dir" in refusal(capsys, run, "--set", setting)
     assert (run.with_suffix("") / "model" / "model.safetensors").read_bytes() == before
 
 
 def test_other_data_and_another_model_are_refused(
     corpus: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the run is of is named with both values; moved shards are the same shards."""
+    """The message has both values; moved shards count as the same."""
     run = write_run(tmp_path / "run.toml", shards, steps=2)
     assert main(["train", str(run)]) == 0
     assert "whose dataset was" in refusal(capsys, run, "--set", f"dataset={corpus}")
@@ -104,35 +104,35 @@ def test_other_data_and_another_model_are_refused(
     assert main(["train", str(run), "--set", f"dataset={moved}"]) == 0
 
 
-def test_a_run_that_made_nothing_leaves_the_folder_free(
+def test_a_run_without_output_leaves_the_folder_free(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A mistyped corpus does not own the folder."""
+    """A mistyped corpus does not claim the folder."""
     run = write_run(tmp_path / "run.toml", tmp_path / "corpsu", steps=1)
     assert "corpsu" in refusal(capsys, run)
     assert main(["train", str(run), "--set", f"dataset={corpus}"]) == 0
 
 
-def test_changed_settings_are_told_and_those_that_cannot_are_refused(
+def test_changed_settings_are_logged_or_refused(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rate, batch and decay change; the seed, which the order of the data is of, does not."""
+    """Rate, batch size and weight decay may change, but not the seed, which orders the data."""
     run = write_run(tmp_path / "run.toml", shards, steps=3)
     assert main(["train", str(run)]) == 0
     capsys.readouterr()
     words = ("steps=4", "learning_rate=0.001", "batch_size=8", "weight_decay=0.2")
     changed = [part for word in words for part in ("--set", word)]
     assert main(["train", str(run), *changed]) == 0
-    said = capsys.readouterr().out
-    assert "changed: learning_rate is 0.001, was 0.003" in said
-    assert "changed: batch_size is 8, was 4" in said
-    assert "changed: weight_decay is 0.2, was 0.1" in said
-    assert "changed: steps is 4, was 3" in said
+    output = capsys.readouterr().out
+    assert "changed: learning_rate is 0.001, was 0.003" in output
+    assert "changed: batch_size is 8, was 4" in output
+    assert "changed: weight_decay is 0.2, was 0.1" in output
+    assert "changed: steps is 4, was 3" in output
     assert len(events(run, "changed_setting")) == 4
     assert main(["train", str(run), *changed]) == 0
-    said = capsys.readouterr().out
-    assert "changed:" not in said
-    assert "already trained to step 4; nothing left to do" in said
+    output = capsys.readouterr().out
+    assert "changed:" not in output
+    assert "already trained to step 4; nothing left to do" in output
     line = refusal(capsys, run, *changed, "--set", "seed=3")
     assert "cannot resume with changed settings: seed is 3, was 0" in line
     seal = read_seal(run.with_suffix(""))
@@ -146,7 +146,7 @@ def test_a_checkpoint_without_a_manifest_is_set_aside(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The run goes on from the one before, over the step whose folder stood in its way."""
+    """The run resumes from the previous one and repeats the damaged step."""
     run = write_run(tmp_path / "run.toml", shards, steps=12)
     assert main(["train", str(run)]) == 0
     checkpoints = run.with_suffix("") / "checkpoints"
@@ -160,10 +160,10 @@ def test_a_checkpoint_without_a_manifest_is_set_aside(
 
 
 @pytest.mark.parametrize("lost", ["manifests", "folders"])
-def test_a_run_never_starts_over_in_silence(
+def test_a_run_never_starts_over_silently(
     lost: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With every checkpoint lost it refuses, twice; moving the folder away is consent."""
+    """Without any checkpoint it refuses to start; moving the folder away is consent."""
     run = write_run(tmp_path / "run.toml", shards, steps=6)
     assert main(["train", str(run)]) == 0
     checkpoints = run.with_suffix("") / "checkpoints"
@@ -180,8 +180,8 @@ def test_a_run_never_starts_over_in_silence(
     assert "step 1/6" in capsys.readouterr().out
 
 
-def test_a_crash_in_the_first_checkpoint_is_no_loss(shards: Path, tmp_path: Path) -> None:
-    """Nothing had been completed, so the run begins afresh."""
+def test_a_run_restarts_after_a_crash_in_its_first_checkpoint(shards: Path, tmp_path: Path) -> None:
+    """Nothing had been completed, so the run starts over."""
     run = write_run(tmp_path / "run.toml", shards, steps=2)
     assert main(["train", str(run)]) == 0
     checkpoints = run.with_suffix("") / "checkpoints"

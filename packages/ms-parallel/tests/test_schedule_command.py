@@ -1,4 +1,4 @@
-"""`ms-parallel schedule`: a timeline, facts and files; bad input is one line and exit code 2."""
+"""`ms-parallel schedule`: timeline, facts and files; bad input gives one line and exit code 2."""
 
 import json
 from pathlib import Path
@@ -9,17 +9,17 @@ from ms_parallel.cli import main
 from ms_parallel.schedules import Schedule, one_f_one_b
 
 
-def test_the_timeline_stands_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bubble, memory of each rank and the critical path, to the closed formula's digit."""
+def test_the_timeline_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bubble, memory per rank and the critical path; the bubble follows the closed formula."""
     assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8"]) == 0
-    said = capsys.readouterr().out
-    assert "1F1B, 4 ranks, 4 stages, 8 microbatches: makespan 33, bubble 27.27%" in said
-    assert said.count("peak") == 4
-    assert "critical path: rank 0: 0F0" in said
+    output = capsys.readouterr().out
+    assert "1F1B, 4 ranks, 4 stages, 8 microbatches: makespan 33, bubble 27.27%" in output
+    assert output.count("peak") == 4
+    assert "critical path: rank 0: 0F0" in output
 
 
 def test_facts_are_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """Costs a stage count: a slow last stage makes the makespan."""
+    """Costs per stage count: the slow last stage determines the makespan."""
     arguments = ["schedule", "zb1p", "--stages", "2", "--microbatches", "4", "--json"]
     assert main([*arguments, "--costs", "forward=1:2,latency=1/2"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -29,22 +29,22 @@ def test_facts_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments[:-1], "--costs", "forward=1:2:3"]) == 2
 
 
-def test_overlapped_pairs_are_said_to_run_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    """DualPipeV's gain is not ours: the command counts its pairs and says how they are timed."""
+def test_overlapped_pairs_are_reported_as_sequential(capsys: pytest.CaptureFixture[str]) -> None:
+    """DualPipeV's overlap brings no gain here; the command counts pairs and says how they run."""
     sizes = ["--stages", "2", "--microbatches", "4"]
     assert main(["schedule", "dualpipe-v", *sizes]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert main(["schedule", "dualpipe-v", *sizes, "--json"]) == 0
     pairs = json.loads(capsys.readouterr().out)["overlapped_pairs"]
     assert pairs > 0
-    assert f"{pairs} overlapped pairs are timed and run one after the other" in said
+    assert f"{pairs} overlapped pairs are timed and run one after the other" in output
     assert main(["schedule", "zb-v", *sizes]) == 0
     assert "overlapped" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("suffix", ["svg", "html", "csv"])
-def test_files_hold_the_picture_or_the_table(suffix: str, tmp_path: Path) -> None:
-    """What is written as CSV is read again as the same schedule."""
+def test_files_contain_the_drawing_or_the_table(suffix: str, tmp_path: Path) -> None:
+    """A CSV file gives the same schedule when read again."""
     out = tmp_path / f"one.{suffix}"
     assert (
         main(["schedule", "1f1b", "--stages", "2", "--microbatches", "3", "--out", str(out)]) == 0
@@ -58,17 +58,17 @@ def test_files_hold_the_picture_or_the_table(suffix: str, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-def test_a_search_says_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two stages a rank when costs are of as many."""
+def test_a_search_prints_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    """With four costs there are two stages per rank."""
     sizes = ["--stages", "2", "--microbatches", "2", "--costs", "forward=1:1:1:1.4"]
     assert main(["schedule", "search", *sizes, "--memory-cap", "4"]) == 0
-    said = capsys.readouterr().out
-    assert "2 ranks, 4 stages" in said
-    assert "no schedule is shorter than" in said
+    output = capsys.readouterr().out
+    assert "2 ranks, 4 stages" in output
+    assert "no schedule is shorter than" in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["zb-w", "--stages", "2", "--microbatches", "2"], "unknown schedule 'zb-w'; did you"),
         (["1f1b", "--microbatches", "2"], "1f1b needs sizes; add --stages"),
@@ -95,19 +95,19 @@ def test_a_search_says_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_bad_input_is_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_bad_input_gives_a_one_line_error(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is wrong and what to do, exit code 2."""
+    """The problem and the remedy, with exit code 2."""
     assert main(["schedule", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("ms-parallel: ")
-    assert said in lines[0]
+    assert message in lines[0]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("0F0junk,0B0\n", "line 1, cell 1: '0F0junk' is not an action"),
         ("0F0,0UNSHARD1,0B0\n", "UNSHARD takes no microbatch"),
@@ -120,22 +120,22 @@ def test_bad_input_is_one_line(
         ("", "has no actions"),
     ],
 )
-def test_a_table_from_elsewhere_that_is_wrong_is_refused_with_the_place(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_table_is_refused_with_the_location(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Junk, shards and overlaps out of turn, microbatches that never go back: one line each."""
+    """Junk, misplaced shards and overlaps, missing backward passes: one line each."""
     table = tmp_path / "elsewhere.csv"
     table.write_text(text)
     assert main(["schedule", str(table)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "elsewhere.csv" in line
-    assert said in line
+    assert message in line
 
 
-def test_a_table_that_deadlocks_is_refused_with_the_place(
+def test_a_table_that_deadlocks_is_refused_with_the_location(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both ranks would wait in a receive for ever."""
+    """Both ranks would wait in a receive forever."""
     table = tmp_path / "circle.csv"
     table.write_text(
         "0F0,0RECV_B0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",

@@ -1,4 +1,4 @@
-"""Pictures say what the timeline says, and are well formed."""
+"""Drawings match the timeline and are well-formed."""
 
 from xml.etree import ElementTree
 
@@ -23,8 +23,8 @@ from ms_parallel.schedules import (
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_terminal_picture_is_the_one_drawn_by_hand():
-    """GPipe of 2 stages and 2 microbatches with B = 2F: 9 slices, B twice as long."""
+def test_the_terminal_drawing_is_the_expected_one():
+    """GPipe with 2 stages and 2 microbatches and B = 2F: 9 time units, B twice as long."""
     line = simulate(gpipe(2, 2), Costs.uniform(2))
     assert draw_text(line, width=45) == (
         "GPipe, 2 ranks, 2 stages, 2 microbatches: makespan 9, bubble 33.33%\n"
@@ -33,8 +33,8 @@ def test_the_terminal_picture_is_the_one_drawn_by_hand():
     )
 
 
-def test_later_stages_are_small_letters_and_colors_are_asked_for():
-    """On a V rank 1 begins with a capital F and goes on with a small one."""
+def test_later_stages_are_lower_case_and_colors_are_optional():
+    """On a V, rank 1 starts with a capital F followed by a lower-case one."""
     line = simulate(zb_v(2, 3), Costs.uniform(4))
     assert "·Ff" in draw_text(line, width=36 + int(line.makespan))
     assert "\x1b[" not in draw_text(line)
@@ -43,7 +43,7 @@ def test_later_stages_are_small_letters_and_colors_are_asked_for():
 
 @pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), zb_v(2, 4), dualpipe_v(2, 4)])
 def test_the_svg_has_a_box_for_each_computation(schedule):
-    """Well-formed XML; widths sum to the busy time; red edges are the critical path."""
+    """Well-formed XML; widths sum to the busy time, and red edges mark the critical path."""
     line = simulate(schedule, Costs.uniform(schedule.stages, latency=0.5))
     root = ElementTree.fromstring(draw_svg(line, width=1210))
     boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
@@ -57,8 +57,8 @@ def test_the_svg_has_a_box_for_each_computation(schedule):
 
 
 @pytest.mark.parametrize(("longest", "step"), [(9, 1), (130, 10), (0.031, 0.002), (2500, 200)])
-def test_the_axis_has_round_marks_where_the_boxes_say(longest, step):
-    """Marks stand at multiples of 1, 2 or 5 times a power of ten; the last box ends at its time."""
+def test_the_axis_has_round_marks_that_match_the_boxes(longest, step):
+    """Marks at multiples of 1, 2 or 5 times a power of ten; the last box ends at its time."""
     line = simulate(gpipe(1, 1), Costs.uniform(1, forward=longest, backward_input=0,
                                                backward_weight=0))  # fmt: skip
     root = ElementTree.fromstring(draw_svg(line, width=1210, unit="ms"))
@@ -70,14 +70,14 @@ def test_the_axis_has_round_marks_where_the_boxes_say(longest, step):
     assert "time, unit of the costs" in draw_svg(line)
 
 
-def test_a_measured_run_stands_beside_the_simulated_one():
-    """Measured with the simulated times it is the same timeline; later, a longer one."""
+def test_a_measured_run_is_drawn_with_the_simulated_one():
+    """With simulated times the measured timeline is equal; a later end makes it longer."""
     line = simulate(one_f_one_b(2, 3), Costs.uniform(2))
     times = [[(span.start + 0.25, span.end + 0.25) for span in row] for row in line.spans]
-    real = measured(line.schedule, times)
-    assert real.makespan == line.makespan
-    assert real.bubble == line.bubble
-    assert real.critical_path[-1][1].end == real.end
+    measured_line = measured(line.schedule, times)
+    assert measured_line.makespan == line.makespan
+    assert measured_line.bubble == line.bubble
+    assert measured_line.critical_path[-1][1].end == measured_line.end
     times[1][-1] = (times[1][-1][0], times[1][-1][1] + 9)
     slow = measured(line.schedule, times)
     assert slow.makespan > line.makespan
@@ -88,8 +88,8 @@ def test_a_measured_run_stands_beside_the_simulated_one():
         measured(line.schedule, [times[0], times[1][:-1]])
 
 
-def test_actions_that_compute_nothing_are_left_out_of_pictures_and_times():
-    """A table that names gathers and sums is simulated, drawn and measured as one without."""
+def test_actions_without_computation_are_not_drawn_or_timed():
+    """A table with gathers and reductions is simulated, drawn and measured like one without."""
     text = "0UNSHARD,0F0,0F1,0B0,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n"
     named, plain = (
         simulate(Schedule.from_csv(table), Costs.uniform(1)) for table in (text, "0F0,0F1,0B0,0B1")
@@ -102,20 +102,20 @@ def test_actions_that_compute_nothing_are_left_out_of_pictures_and_times():
     assert named.schedule.to_csv(communication=False) == text
 
 
-def test_a_pair_is_timed_one_after_the_other():
-    """A pair lasts as long as its two actions, nothing is gained by it, and the legend says so."""
+def test_a_pair_is_timed_sequentially():
+    """A pair takes the sum of its two actions, and the legend says so."""
     costs = Costs.uniform(4)
     paired = dualpipe_v(2, 8)
     rows = [[part for action in row for part in action.flat] for row in paired.computations()]
-    apart = Schedule.from_computations(rows, paired.placement, paired.microbatches)
+    unpaired = Schedule.from_computations(rows, paired.placement, paired.microbatches)
     assert any(action.parts for row in paired.actions for action in row)
-    assert simulate(paired, costs).busy == simulate(apart, costs).busy
-    assert simulate(paired, costs).makespan >= simulate(apart, costs).makespan
+    assert simulate(paired, costs).busy == simulate(unpaired, costs).busy
+    assert simulate(paired, costs).makespan >= simulate(unpaired, costs).makespan
     assert "pair, run one after the other" in draw_svg(simulate(paired, costs))
 
 
-def test_a_page_is_whole_and_names_are_escaped():
-    """No script, no link, and a name of a schedule from a file cannot smuggle markup in."""
+def test_a_page_is_self_contained_and_escapes_names():
+    """No script, no link, and no markup from a schedule's name."""
     line = simulate(evolve(one_f_one_b(2, 2), name="<script>x</script>"), Costs.uniform(2))
     page = draw_html(line)
     assert "<script" not in page
@@ -125,8 +125,8 @@ def test_a_page_is_whole_and_names_are_escaped():
 
 
 @pytest.mark.parametrize("width", [404, 1200])
-def test_nothing_of_a_picture_lies_outside_of_it(width):
-    """On a phone titles are wrapped and facts stand below their row; letters take 8 pixels."""
+def test_a_drawing_fits_its_width(width):
+    """On a phone titles wrap and facts are below their row; letters take 8 pixels."""
     line = simulate(zb_v(4, 8), Costs.uniform(8, latency=0.1))
     root = ElementTree.fromstring(
         draw_svg(line, line, titles=["simulated", "measured"], width=width)
@@ -142,8 +142,8 @@ def test_nothing_of_a_picture_lies_outside_of_it(width):
         assert float(text.get("y")) <= int(root.get("height"))
 
 
-def test_a_picture_says_what_its_colors_mean_and_is_dark_on_a_dark_page():
-    """The kinds that are drawn, no others, and the red edge."""
+def test_a_drawing_has_a_legend_and_a_dark_mode():
+    """The legend has the kinds that are drawn, no others, and the red edge."""
     picture = draw_svg(simulate(zb_v(2, 4), Costs.uniform(4)))
     assert "forward (lighter: later stages)" in picture
     assert "weight backward" in picture
@@ -155,8 +155,8 @@ def test_a_picture_says_what_its_colors_mean_and_is_dark_on_a_dark_page():
     assert "@media (prefers-color-scheme: dark)" in plain
 
 
-def test_a_page_holds_a_picture_for_a_phone():
-    """It is 420 pixels wide with its margins, and shown where the wide one is not."""
+def test_a_page_has_a_drawing_for_phones():
+    """It is 420 pixels wide with its margins, and shown instead of the wide one."""
     page = draw_html(simulate(zb_v(2, 4), Costs.uniform(4)))
     assert '<svg xmlns="http://www.w3.org/2000/svg" width="404"' in page
     assert ".wide { display: none } .phone { display: block }" in page

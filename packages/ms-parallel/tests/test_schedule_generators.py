@@ -1,4 +1,4 @@
-"""Every generator makes right schedules, with the bubbles and memory that were published."""
+"""Every generator creates valid schedules with the published bubbles and memory."""
 
 from fractions import Fraction
 
@@ -43,21 +43,21 @@ BY_SIZE = {
 }
 PIPELINES = [(2, 4), (2, 7), (4, 8), (4, 13), (8, 24)]
 FORWARD, INPUT, WEIGHT = Fraction(7, 5), Fraction(3, 2), Fraction(6, 5)
-WHOLE = FORWARD + INPUT + WEIGHT
+FULL = FORWARD + INPUT + WEIGHT
 
 
 @pytest.mark.parametrize("name", BY_SIZE)
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 6), st.integers(1, 14))
-def test_every_generator_is_right_for_every_size(name, ranks, microbatches):
-    """Also where microbatches are fewer than ranks or don't divide; and CSV keeps all of it."""
+def test_every_generator_is_valid_for_every_size(name, ranks, microbatches):
+    """Also if microbatches are fewer than ranks or not divisible by them; CSV is lossless."""
     schedule = BY_SIZE[name](ranks, microbatches)
     verify(schedule)
     assert Schedule.from_csv(schedule.to_csv(), name=schedule.name) == schedule
 
 
 def play(schedule, forward=1, backward_input=1, backward_weight=1):
-    """The timeline of a schedule with equal stages of these times."""
+    """Timeline of a schedule with equal stages of these times."""
     costs = Costs.uniform(
         schedule.stages,
         forward=forward,
@@ -68,14 +68,14 @@ def play(schedule, forward=1, backward_input=1, backward_weight=1):
 
 
 @pytest.mark.parametrize(("p", "m"), PIPELINES)
-def test_closed_formulas_hold_to_the_last_digit(p, m):
-    """Time beyond the work equals the formulas of the papers, as exact fractions."""
-    assert play(gpipe(p, m), FORWARD, INPUT, WEIGHT).lost == (p - 1) * WHOLE
-    assert play(one_f_one_b(p, m), FORWARD, INPUT, WEIGHT).lost == (p - 1) * WHOLE
-    assert play(breadth_first(p, m), FORWARD, INPUT, WEIGHT).lost == (p - 1) * WHOLE
-    assert play(interleaved_one_f_one_b(p, m), FORWARD, INPUT, WEIGHT).lost == (p - 1) * WHOLE
+def test_lost_time_follows_the_closed_formulas_exactly(p, m):
+    """Lost time equals the papers' formulas, as exact fractions."""
+    assert play(gpipe(p, m), FORWARD, INPUT, WEIGHT).lost == (p - 1) * FULL
+    assert play(one_f_one_b(p, m), FORWARD, INPUT, WEIGHT).lost == (p - 1) * FULL
+    assert play(breadth_first(p, m), FORWARD, INPUT, WEIGHT).lost == (p - 1) * FULL
+    assert play(interleaved_one_f_one_b(p, m), FORWARD, INPUT, WEIGHT).lost == (p - 1) * FULL
     costs = Costs.uniform(p, forward=FORWARD, backward_input=INPUT, backward_weight=WEIGHT)
-    assert simulate(zb1p(costs, m), costs).lost == (p - 1) * (WHOLE - 2 * WEIGHT)
+    assert simulate(zb1p(costs, m), costs).lost == (p - 1) * (FULL - 2 * WEIGHT)
     assert play(zb_h1(p, m)).lost == p - 1
     assert play(zb2p(Costs.uniform(p), m)).lost == p - 1
     assert play(zb2p(Costs.uniform(p), m)).lost_in_span == 0
@@ -85,24 +85,24 @@ def test_closed_formulas_hold_to_the_last_digit(p, m):
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_dualpipe_v_loses_what_its_authors_say(p):
+def test_lost_time_of_dualpipe_v_follows_its_paper(p):
     """(PP/2 - 1)(F&B + B - 3W) with PP/2 ranks, where the overlap takes F + B."""
     assert play(dualpipe_v(p, 3 * p)).lost == (p - 1) * (3 + 2 - 3)
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 16), (8, 32), (12, 48), (16, 64)])
 def test_controllable_memory_is_a_half_and_a_third_of_1f1b(p, m):
-    """V-Half: B/2 in half the memory and 2 small activations; V-Min: 2B/3 + O(p) in a third."""
+    """V-Half: half the bubble in half the memory plus 2; V-Min: 2/3 plus O(p) in a third."""
     bubble = play(one_f_one_b(p, m), 2, 2, 2).lost
-    half, least = v_half(p, m), v_min(p, m)
+    half, minimal = v_half(p, m), v_min(p, m)
     assert play(half).lost <= bubble / 2
     assert max(verify(half).peak_activations) <= p + 2
-    assert play(least).lost <= bubble * 2 / 3 + p / 4
-    assert max(verify(least).peak_activations) <= -(-2 * p // 3) + 2
+    assert play(minimal).lost <= bubble * 2 / 3 + p / 4
+    assert max(verify(minimal).peak_activations) <= -(-2 * p // 3) + 2
 
 
-def test_published_table_is_met():
-    """p=8, m=24: published bubbles; small stages take half the time of whole ones."""
+def test_bubbles_equal_the_published_table():
+    """Published bubbles for p=8, m=24; small stages take half the time of full ones."""
     half, small = Fraction(1, 2), (0.5, 0.65, 0.35)
     slow = Costs.uniform(8, forward=1, backward_input=1.3, backward_weight=0.7, latency=0.1)
     slow_half = Costs.uniform(
@@ -124,10 +124,10 @@ def test_published_table_is_met():
 
 @pytest.mark.parametrize("name", BY_SIZE)
 @pytest.mark.parametrize("size", [(0, 4), (2, 0), (-1, 4)])
-def test_nothing_to_do_is_refused(name, size):
-    """Zero ranks or microbatches are an error of one line, from every generator."""
+def test_sizes_below_one_are_refused(name, size):
+    """Zero ranks or microbatches give a one-line error in every generator."""
     if name == "dualpipe-v" and size[1] == 0:
-        pytest.skip("the table of generators gives it enough microbatches")
+        pytest.skip("BY_SIZE always passes it enough microbatches")
     with pytest.raises(ScheduleError) as caught:
         BY_SIZE[name](*size)
     assert "\n" not in str(caught.value)

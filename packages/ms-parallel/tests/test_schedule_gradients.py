@@ -1,4 +1,4 @@
-"""Every schedule's gradients are one process's; a split backward does its weights' part last."""
+"""Gradients under every schedule equal one process's, also with split backward passes."""
 
 from functools import cache
 from pathlib import Path
@@ -13,39 +13,43 @@ from ms_parallel.schedules import GENERATORS, Costs, breadth_first, interleaved_
 from ms_parallel.split.weight_gradients import DeferredWeightGrads, defer_weight_grads
 
 SPLITS = Path(__file__).parent / "splits.py"
-# Weights add up to 13 microbatches' gradients, in another order than one process does: a few ulps
+# Up to 13 microbatch gradients are added in a different order than in one process: a few ulps
 # (2^-52, 2^-23) of the largest. Measured 3e-16 and 2e-7.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "head_dim": 4}
 ROWS = {1: (4, 5), 2: (4, 5), 4: (8, 9)}
-"""Microbatches that divide over the ranks, and that do not; the least that DualPipeV takes. By
-default only those that do not are run, and in float32 only tied and these; the soak runs all."""
+"""Numbers of microbatches that ranks divide, and that they do not; the minimum of DualPipeV. By
+default only the latter are run, in float32 only with tied weights and these schedules."""
 FLOAT32 = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 
 
 def model(layers: int, **settings: Any) -> dict[str, Any]:
-    """A tiny model's settings."""
+    """Settings of a tiny model."""
     heads = {} if settings.get("model_type") == "transformer-xl" else {"num_key_value_heads": 4}
     return {**SMALL, **heads, "num_hidden_layers": layers, **settings}
 
 
 @cache
-def of_one(layers: int, rows: int, digits: str, settings: tuple[Any, ...]) -> dict[str, Any]:
-    """One process's gradients, a row at a time."""
+def single_process_gradients(
+    layers: int, rows: int, digits: str, settings: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Gradients of one process, one row at a time."""
     job = {"layout": "data=1", "settings": model(layers, **dict(settings)), "rows": rows}
-    (found,) = run_processes(1, SPLITS, "gradients", jobs=[job], digits=digits)
-    return found[0]  # type: ignore[no-any-return]
+    (results,) = run_processes(1, SPLITS, "gradients", jobs=[job], digits=digits)
+    return results[0]  # type: ignore[no-any-return]
 
 
-def check(of_ranks: list[dict[str, list[float]]], one: dict[str, list[float]], most: float) -> None:
-    """All ranks' gradients together are those of one process; a tied copy is its owner's."""
-    assert set().union(*of_ranks) >= one.keys()
-    for found in of_ranks:
-        for name, gradient in found.items():
-            expected = one.get(name, one["model.embed_tokens.weight"])
+def check(
+    ranks: list[dict[str, list[float]]], single_process: dict[str, list[float]], tolerance: float
+) -> None:
+    """Compare all ranks' gradients with one process's; a tied copy has its owner's."""
+    assert set().union(*ranks) >= single_process.keys()
+    for grads in ranks:
+        for name, gradient in grads.items():
+            expected = single_process.get(name, single_process["model.embed_tokens.weight"])
             largest = max(map(abs, expected))
-            apart = max(abs(a - b) for a, b in zip(gradient, expected, strict=True))
-            assert apart <= most * largest, name
+            error = max(abs(a - b) for a, b in zip(gradient, expected, strict=True))
+            assert error <= tolerance * largest, name
 
 
 @pytest.mark.parametrize("digits", ["float64", "float32"])
@@ -59,10 +63,10 @@ def check(of_ranks: list[dict[str, list[float]]], one: dict[str, list[float]], m
         ),
     ],
 )
-def test_every_generator_gives_the_gradients_of_one_process(
+def test_every_generator_has_the_gradients_of_one_process(
     ranks: int, rows: tuple[int, ...], digits: str
 ) -> None:
-    """Microbatches that divide over the ranks and that do not, tied and untied."""
+    """Microbatches that ranks divide and that they do not, tied and untied."""
     cases = [
         (name, count, tied)
         for name in GENERATORS
@@ -79,10 +83,12 @@ def test_every_generator_gives_the_gradients_of_one_process(
         }
         for name, count, tied in cases
     ]
-    of_ranks = run_processes(ranks, SPLITS, "gradients", jobs=jobs, digits=digits)
+    rank_results = run_processes(ranks, SPLITS, "gradients", jobs=jobs, digits=digits)
     for index, (_, count, tied) in enumerate(cases):
-        one = of_one(2 * ranks, count, digits, (("tie_word_embeddings", tied),))
-        check([found[index] for found in of_ranks], one, TOLERANCE[digits])
+        expected = single_process_gradients(
+            2 * ranks, count, digits, (("tie_word_embeddings", tied),)
+        )
+        check([results[index] for results in rank_results], expected, TOLERANCE[digits])
 
 
 LOOPS = [
@@ -93,17 +99,19 @@ LOOPS = [
     (breadth_first, 1, 4),
     (breadth_first, 2, 4),
 ]
-"""Maker, processes and stages of each, beyond the two stages of the generators' names."""
+"""Generator, processes and stages per process, beyond the two of named schedules."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("digits", ["float64", "float32"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_two_four_and_eight_stages_over_fewer_processes(ranks: int, digits: str) -> None:
-    """Loops of two, four and eight stages a process, and what a search makes of unequal costs."""
+def test_several_stages_per_process_have_the_gradients_of_one_process(
+    ranks: int, digits: str
+) -> None:
+    """Two, four and eight stages per process, and searched schedules for unequal costs."""
     tables = [
-        make(ranks, rows, each)
-        for make, processes, each in LOOPS
+        make(ranks, rows, stages)
+        for make, processes, stages in LOOPS
         for rows in ROWS[ranks]
         if processes == ranks
     ]
@@ -125,10 +133,12 @@ def test_two_four_and_eight_stages_over_fewer_processes(ranks: int, digits: str)
         }
         for table, tied in cases
     ]
-    of_ranks = run_processes(ranks, SPLITS, "gradients", jobs=jobs, digits=digits)
+    rank_results = run_processes(ranks, SPLITS, "gradients", jobs=jobs, digits=digits)
     for index, (table, tied) in enumerate(cases):
-        one = of_one(8, table.microbatches, digits, (("tie_word_embeddings", tied),))
-        check([found[index] for found in of_ranks], one, TOLERANCE[digits])
+        expected = single_process_gradients(
+            8, table.microbatches, digits, (("tie_word_embeddings", tied),)
+        )
+        check([results[index] for results in rank_results], expected, TOLERANCE[digits])
 
 
 JOBS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
@@ -140,7 +150,7 @@ JOBS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "uneven shards": ("data=2,pipeline=2", 8, {}, {"microbatch_size": 3}),
     "transformer-xl": ("tensor=2,pipeline=2", 4, {"model_type": "transformer-xl"}, {}),
 }
-"""Layout, rows, settings of the model and options of the engine of what a backward may meet."""
+"""Layout, rows, model settings and engine options of cases that a backward pass must handle."""
 
 
 SAMPLE = {
@@ -152,32 +162,32 @@ SAMPLE = {
     ("uneven", "zb-h1"),
     ("transformer-xl", "zb-v"),
 }
-"""What is run by default: each job, under one of two schedules."""
+"""Default cases: each job with a single schedule."""
 
 
 @pytest.mark.parametrize(
-    ("ranks", "every"),
+    ("ranks", "run_all"),
     [(2, False), (4, False), pytest.param(4, True, marks=pytest.mark.slow)],
 )
-def test_a_split_backward_is_right_with_recomputation_tensor_and_data_axes(
-    ranks: int, every: bool
+def test_split_backward_passes_work_with_recomputation_tensor_and_data_axes(
+    ranks: int, run_all: bool
 ) -> None:
-    """Products of DTensors, blocks that run again, sharded weights; one stage a rank and a V."""
+    """DTensor products, recomputed blocks and sharded weights; one stage per rank, and a V."""
     assert {name for name, _ in SAMPLE} == JOBS.keys()
     cases = [
         (layout, rows, settings, {**options, "schedule": schedule})
         for name, (layout, rows, settings, options) in JOBS.items()
         for schedule in ("zb-h1", "zb-v")
-        if (2 if name == "recomputed" else 4) == ranks and (every or (name, schedule) in SAMPLE)
+        if (2 if name == "recomputed" else 4) == ranks and (run_all or (name, schedule) in SAMPLE)
     ]
     jobs = [
         {"layout": layout, "settings": model(4, **settings), "rows": rows, "options": options}
         for layout, rows, settings, options in cases
     ]
-    of_ranks = run_processes(ranks, SPLITS, "gradients", jobs=jobs, digits="float32")
+    rank_results = run_processes(ranks, SPLITS, "gradients", jobs=jobs, digits="float32")
     for index, (_, rows, settings, _) in enumerate(cases):
-        one = of_one(4, rows, "float32", tuple(settings.items()))
-        check([found[index] for found in of_ranks], one, TOLERANCE["float32"])
+        expected = single_process_gradients(4, rows, "float32", tuple(settings.items()))
+        check([results[index] for results in rank_results], expected, TOLERANCE["float32"])
 
 
 NAMED = """\
@@ -186,15 +196,15 @@ NAMED = """\
 1UNSHARD,1RECV_F0,1F0,1RECV_F1,1I0,1SEND_B0,1F1,1WAIT_SEND_B0,1I1,1SEND_B1,1W0,1W1,1RESHARD,\
 1REDUCE_GRAD
 """
-"""Every action that torch's tables can name, whole backwards on one rank and split on the other."""
+"""All actions of torch's tables: full backward passes on one rank, split ones on the other."""
 
 
-def test_actions_that_only_a_file_names_are_performed_where_they_stand() -> None:
-    """Weights are gathered, freed and their gradients summed by these actions and by no other."""
-    of_ranks = run_processes(4, SPLITS, "collectives", settings=model(4), table=NAMED, rows=4)
-    gradients = [found["gradients"] for found in of_ranks]
-    check(gradients, of_one(4, 4, "float32", ()), TOLERANCE["float32"])
-    for seen in (found["seen"] for found in of_ranks):
+def test_explicit_actions_of_a_table_are_performed_in_place() -> None:
+    """Exactly these actions gather and free weights and sum gradients."""
+    rank_results = run_processes(4, SPLITS, "collectives", settings=model(4), table=NAMED, rows=4)
+    gradients = [results["gradients"] for results in rank_results]
+    check(gradients, single_process_gradients(4, 4, "float32", ()), TOLERANCE["float32"])
+    for seen in (results["seen"] for results in rank_results):
         gathers = [name.split()[1] for name, facts in seen.items() if "gathers" in facts]
         assert all("UNSHARD" in name for name in gathers), gathers
         assert sum("UNSHARD" in name for name in seen) == len(gathers)
@@ -206,11 +216,11 @@ def test_actions_that_only_a_file_names_are_performed_where_they_stand() -> None
             if name[-2:] in ("F0", "F1", "B0", "B1", "I0", "I1") and "_" not in name:
                 assert "sharded" not in facts, name
             if "WAIT_SEND" in name:
-                assert "under way" not in facts, name
+                assert "pending" not in facts, name
 
 
-def test_gradients_of_weights_wait_until_they_are_asked_for() -> None:
-    """The input's and the bias's gradient come first; the weight's equals that of one backward."""
+def test_deferred_weight_gradients_are_computed_by_flush() -> None:
+    """Input and bias gradients come first; the deferred one equals a full backward pass's."""
     linear, x = nn.Linear(3, 2), torch.randn(4, 5, 3, requires_grad=True)
     deferred = DeferredWeightGrads()
     with defer_weight_grads(deferred):

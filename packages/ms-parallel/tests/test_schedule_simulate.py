@@ -1,4 +1,4 @@
-"""`simulate`: exact times, links, memory and the critical path, on tables small enough to check."""
+"""`simulate`: exact times, links, memory and the critical path, on small tables."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -22,13 +22,13 @@ numbers = st.integers(1, 9)
 
 
 def test_decimals_are_exact():
-    """Ten forwards and backwards of a tenth each make one, not 0.9999."""
+    """Ten forward and backward passes of a tenth sum to 1, not 0.9999."""
     costs = Costs.uniform(1, forward=0.03, backward_input=0.03, backward_weight=0.04)
     assert simulate(gpipe(1, 10), costs).makespan == 1
 
 
 def test_a_two_stage_step_by_hand():
-    """F0 at 0, message of 4 bytes at 2 a unit plus latency 1 arrives at 2+2+1, and so on."""
+    """F0 starts at 0; its message of 4 bytes at bandwidth 2 and latency 1 arrives at 2 + 2 + 1."""
     costs = Costs(
         forward=[2, 3],
         backward_input=[1, 1],
@@ -50,7 +50,7 @@ def test_a_two_stage_step_by_hand():
 
 
 def test_a_link_carries_one_message_at_a_time():
-    """Transfers of 3 behind forwards of 1 queue: the third arrives after 1 + 3 * 3."""
+    """Transfers of 3 after forwards of 1 queue up: the third arrives after 1 + 3 * 3."""
     costs = Costs(
         forward=[1, 1],
         backward_input=[0, 0],
@@ -62,8 +62,8 @@ def test_a_link_carries_one_message_at_a_time():
     assert [span.start for span in line.spans[1][:3]] == [4, 7, 10]
 
 
-def test_memory_is_held_until_the_action_that_needs_it_last():
-    """I gives back all but what W needs; W gives back the rest."""
+def test_memory_is_held_until_its_last_use():
+    """I frees all but what W needs, and W frees the rest."""
     text = "0F0,0F1,0I0,0F2,0W0,0I1,0W1,0I2,0W2\n"
     costs = Costs(
         forward=[1], backward_input=[1], backward_weight=[1], activation=[10], retained=[4]
@@ -74,15 +74,15 @@ def test_memory_is_held_until_the_action_that_needs_it_last():
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 5), st.integers(1, 8), st.data())
 def test_the_critical_path_explains_the_makespan(ranks, microbatches, data):
-    """It starts at 0, ends at the makespan, and its gaps are messages between ranks."""
+    """It starts at 0 and ends at the makespan, and its gaps are messages between ranks."""
     schedule = data.draw(st.sampled_from([one_f_one_b, zb_v, interleaved_one_f_one_b]))(
         ranks, microbatches
     )
-    each = st.lists(numbers, min_size=schedule.stages, max_size=schedule.stages)
+    cost_list = st.lists(numbers, min_size=schedule.stages, max_size=schedule.stages)
     costs = Costs(
-        forward=data.draw(each),
-        backward_input=data.draw(each),
-        backward_weight=data.draw(each),
+        forward=data.draw(cost_list),
+        backward_input=data.draw(cost_list),
+        backward_weight=data.draw(cost_list),
         latency=data.draw(st.integers(0, 3)),
     )
     line = simulate(schedule, costs)
@@ -105,14 +105,14 @@ def test_the_critical_path_explains_the_makespan(ranks, microbatches, data):
         ({"retained": [2, 1]}, "stage 0 retains 2"),
     ],
 )
-def test_costs_that_make_no_sense_are_refused(fields, complaint):
-    """A cost is a finite number, 0 or more, one for each stage."""
+def test_invalid_costs_are_refused(fields, complaint):
+    """Costs are finite, at least 0, and one per stage."""
     plain = {"forward": [1, 1], "backward_input": [1, 1], "backward_weight": [1, 1]}
     with pytest.raises(ScheduleError, match=complaint):
         Costs(**(plain | fields))
 
 
-def test_costs_of_other_stages_are_refused():
-    """The two numbers of stages are named."""
+def test_costs_for_a_different_number_of_stages_are_refused():
+    """The message has both numbers of stages."""
     with pytest.raises(ScheduleError, match="costs of 3 stages for a schedule of 2"):
         simulate(gpipe(2, 2), Costs.uniform(3))

@@ -1,4 +1,4 @@
-"""The table, its CSV form, GPipe and 1F1B, and what `verify` refuses."""
+"""The table, its CSV form, GPipe and 1F1B, and refusals of `verify`."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +12,8 @@ sizes = st.tuples(st.integers(1, 6), st.integers(1, 12))
 
 @settings(deadline=None, max_examples=40)
 @given(sizes)
-def test_gpipe_and_1f1b_are_right_for_every_size(size):
-    """Both verify, also where there are fewer microbatches than stages, at the known peaks."""
+def test_gpipe_and_1f1b_are_valid_for_every_size(size):
+    """Both verify with the known peaks, also with fewer microbatches than stages."""
     stages, microbatches = size
     assert verify(gpipe(stages, microbatches)).peak_activations == (microbatches,) * stages
     peaks = tuple(min(stages - stage, microbatches) for stage in range(stages))
@@ -23,15 +23,15 @@ def test_gpipe_and_1f1b_are_right_for_every_size(size):
 @settings(deadline=None, max_examples=20)
 @given(sizes)
 def test_csv_round_trips(size):
-    """A schedule written and read again is the same one, with and without communication."""
+    """With and without communication."""
     schedule = one_f_one_b(*size)
     assert Schedule.from_csv(schedule.to_csv(), name="1F1B") == schedule
     bare = Schedule.from_csv(schedule.to_csv(communication=False), name="1F1B")
     assert bare == schedule
 
 
-def test_a_small_table_is_the_one_drawn_by_hand():
-    """1F1B on 2 stages and 2 microbatches, in torch's cells, receives posted early."""
+def test_a_small_table_is_the_expected_one():
+    """1F1B with 2 stages and 2 microbatches in torch's cells, with receives posted early."""
     assert one_f_one_b(2, 2).to_csv() == (
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
         "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
@@ -57,7 +57,7 @@ def test_a_small_table_is_the_one_drawn_by_hand():
     ],
 )
 def test_junk_in_a_csv_is_refused(text, complaint):
-    """Every cell is read whole, and the complaint names the place."""
+    """Cells are parsed completely, and the message names the position."""
     with pytest.raises(ScheduleError) as caught:
         Schedule.from_csv(text)
     assert complaint in str(caught.value)
@@ -97,8 +97,8 @@ def test_junk_in_a_csv_is_refused(text, complaint):
         ),
     ],
 )
-def test_verify_says_in_words_what_is_wrong(text, complaint):
-    """Each wrong table is refused with the smallest thing that is wrong in it."""
+def test_verify_names_the_problem(text, complaint):
+    """The message names the first problem of each table."""
     with pytest.raises(ScheduleError) as caught:
         verify(Schedule.from_csv(text))
     assert complaint in str(caught.value)
@@ -107,8 +107,8 @@ def test_verify_says_in_words_what_is_wrong(text, complaint):
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("size", [(0, 1), (2, 0), (2, -1)])
-def test_nothing_to_do_is_refused(make, size):
-    """Zero stages or microbatches are an error that says so."""
+def test_sizes_below_one_are_refused(make, size):
+    """Zero or fewer stages or microbatches."""
     with pytest.raises(ScheduleError):
         make(*size)
 
@@ -121,8 +121,8 @@ cells = st.sampled_from([
 
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.lists(cells, max_size=6), max_size=3) | st.text(max_size=30))
-def test_no_text_gets_past_with_anything_but_a_schedule_or_a_clear_error(table):
-    """Whatever the text, reading and verifying end in a report or one line of complaint."""
+def test_any_text_gives_a_schedule_or_a_one_line_error(table):
+    """For any text, reading and verifying return a report or raise a one-line error."""
     text = table if isinstance(table, str) else "\n".join(map(",".join, table))
     try:
         verify(Schedule.from_csv(text))

@@ -1,4 +1,4 @@
-"""Tables go to and come from torch.distributed.pipelining without loss."""
+"""Tables are exchanged with torch.distributed.pipelining without loss."""
 
 from types import SimpleNamespace
 
@@ -17,8 +17,8 @@ PEERS = {
 }
 
 
-def plan(kind, ranks, microbatches):
-    """The peer's plan; its classes make it from the numbers that these stand-ins carry."""
+def plan(schedule_class, ranks, microbatches):
+    """The peer's plan, built by its classes from stand-in stages with the needed numbers."""
     stages = [
         SimpleNamespace(
             num_stages=2 * ranks, group_size=ranks, group_rank=0, group=None,
@@ -26,15 +26,15 @@ def plan(kind, ranks, microbatches):
         )
         for index in range(2)
     ]  # fmt: skip
-    return kind(stages, microbatches)
+    return schedule_class(stages, microbatches)
 
 
 @pytest.mark.parametrize("name", PEERS)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
-def test_the_peers_tables_read_verify_and_come_back(name, ranks, microbatches):
-    """Both forms: computations alone, and with messages, unshards and reductions."""
-    kind, is_vee = PEERS[name]
-    planned = plan(kind, ranks, microbatches)
+def test_the_peers_tables_round_trip(name, ranks, microbatches):
+    """Both forms: computations only, and with messages, unshards and reductions."""
+    schedule_class, is_vee = PEERS[name]
+    planned = plan(schedule_class, ranks, microbatches)
     for table in (planned.pipeline_order, planned.pipeline_order_with_comms):
         rows = [[str(action) for action in table[rank] if action] for rank in range(ranks)]
         text = "".join(",".join(row) + "\n" for row in rows)
@@ -46,16 +46,16 @@ def test_the_peers_tables_read_verify_and_come_back(name, ranks, microbatches):
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_the_peer_reads_every_cell_of_ours(name):
-    """Torch's parser finds in each cell the stage, kind and microbatch that we wrote."""
+def test_the_peer_parses_all_our_cells(name):
+    """The peer's parser reads the stage, kind and microbatch that we wrote."""
     schedule = named_schedule(name, 2, 4)
     for row in schedule.actions:
         for action in row:
-            read = peer._Action.from_str(str(action))
-            assert str(read) == str(action)
+            parsed = peer._Action.from_str(str(action))
+            assert str(parsed) == str(action)
             if not action.parts:
-                assert (read.stage_index, read.microbatch_index) == action[1:3]
-                assert read.computation_type.value == action.kind.value
+                assert (parsed.stage_index, parsed.microbatch_index) == action[1:3]
+                assert parsed.computation_type.value == action.kind.value
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_the_peer_reads_every_cell_of_ours(name):
         ("2F0,0F0,2B0,0B0\n1F0,3F0,3B0,1B0\n", "rank 0 is at 2F0 and waits for 1F0"),
     ],
 )
-def test_what_the_peer_lets_pass_is_caught(text, complaint):
-    """Its check accepts a duplicated forward and ranks that wait for each other; ours not."""
+def test_verify_catches_what_the_peer_accepts(text, complaint):
+    """Its check accepts duplicated forwards and ranks that wait for each other; ours does not."""
     rows = [line.split(",") for line in text.splitlines()]
     order = {rank: [peer._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
     peer._validate_schedule(order, 2, 4 if "2F0" in text else 2, 1)
@@ -75,25 +75,25 @@ def test_what_the_peer_lets_pass_is_caught(text, complaint):
         verify(Schedule.from_csv(text))
 
 
-def test_a_wrong_name_is_answered_with_the_nearest():
-    """And costs that do not fit the ranks are refused before anything is made."""
+def test_an_unknown_schedule_name_suggests_the_nearest():
+    """Costs that do not match the ranks are refused before a table is built."""
     with pytest.raises(ScheduleError, match="did you mean 'zb1p'"):
         named_schedule("zb1", 2, 4)
     with pytest.raises(ScheduleError, match="costs of 3 stages for 2 ranks"):
         named_schedule("zb1p", 2, 4, costs=Costs.uniform(3))
 
 
-def test_ours_is_no_longer_than_the_peers_of_the_same_name():
-    """Interleaved 1F1B and ZB-V take exactly the peer's time at equal costs."""
-    for name, kind in (
+def test_schedules_are_no_longer_than_the_peers():
+    """Interleaved 1F1B and ZB-V take the peer's time for equal costs."""
+    for name, schedule_class in (
         ("interleaved-1f1b", peer.ScheduleInterleaved1F1B),
         ("zb-v", peer.ScheduleZBVZeroBubble),
     ):
-        order = plan(kind, 4, 8).pipeline_order
+        order = plan(schedule_class, 4, 8).pipeline_order
         text = "\n".join(",".join(str(a) for a in order[rank] if a) for rank in range(4))
         costs = Costs.uniform(8)
-        theirs = simulate(Schedule.from_csv(text), costs).makespan
-        assert simulate(named_schedule(name, 4, 8), costs).makespan <= theirs
+        peer_makespan = simulate(Schedule.from_csv(text), costs).makespan
+        assert simulate(named_schedule(name, 4, 8), costs).makespan <= peer_makespan
 
 
 WAITING = (
@@ -102,13 +102,13 @@ WAITING = (
 )
 
 
-def test_waits_of_newer_tables_are_kept_and_left_out_with_their_messages():
-    """Torch names them from 2.15 on."""
+def test_waits_of_newer_tables_are_kept():
+    """PyTorch has them from version 2.15 on."""
     schedule = Schedule.from_csv(WAITING)
     verify(schedule)
     assert schedule.to_csv() == WAITING
-    alone = "0F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n1F0,1B0\n"
-    assert schedule.to_csv(communication=False) == alone
+    computations = "0F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n1F0,1B0\n"
+    assert schedule.to_csv(communication=False) == computations
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_waits_of_newer_tables_are_kept_and_left_out_with_their_messages():
         ("1WAIT_SEND_B0", "1WAIT_SEND_F0", "waits for 1SEND_F0"),
     ],
 )
-def test_a_wait_out_of_turn_is_refused(right, wrong, complaint):
-    """Before what it waits for, twice, or for nothing."""
+def test_a_misplaced_wait_is_refused(right, wrong, complaint):
+    """Before its message, twice, or without one."""
     with pytest.raises(ScheduleError) as error:
         verify(Schedule.from_csv(WAITING.replace(right, wrong)))
     assert complaint in str(error.value)

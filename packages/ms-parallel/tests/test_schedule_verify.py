@@ -1,4 +1,4 @@
-"""`verify` against a slow truth: every mutant that is wrong dies, every one that is right lives."""
+"""`verify` rejects invalid mutants of schedules and accepts valid ones, like a slow reference."""
 
 import random
 from collections import Counter
@@ -36,15 +36,15 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def flat(row):
-    """A row with the parts of its overlaps."""
+    """A row with overlaps replaced by their parts."""
     return [part for action in row for part in action.parts or (action,)]
 
 
-def is_right(base, rows):
-    """The slow truth: the same actions as a right schedule, in an order that a graph can sort.
+def is_valid(base, rows):
+    """Slow reference: the actions of a valid schedule in an order that can be sorted topologically.
 
-    A node is an action; a send and its receive are one node, since neither ends without the
-    other. Edges are each rank's program and every dependency of the mathematics.
+    A node is an action; a send and its receive form one node, as neither ends without the other.
+    Edges are each rank's program order and all data dependencies.
     """
     actions = [part for row in rows for part in flat(row)]
     if Counter(actions) != Counter(part for row in base.actions for part in flat(row)):
@@ -66,30 +66,30 @@ def is_right(base, rows):
     backward = {(a.stage, a.microbatch): a for a in actions if a.kind in BACKWARDS}
     overlapped = {p: a.parts for row in rows for a in row for p in a.parts}
     for action in actions:
-        stage, number = action.stage, action.microbatch
+        stage, microbatch = action.stage, action.microbatch
         needs = []
         if action.kind is Kind.FORWARD and stage > 0:
             needs = [
-                node.get(Action(Kind.RECV_FORWARD, stage, number))
-                or Action(Kind.FORWARD, stage - 1, number)
+                node.get(Action(Kind.RECV_FORWARD, stage, microbatch))
+                or Action(Kind.FORWARD, stage - 1, microbatch)
             ]
         elif action.kind in BACKWARDS:
-            needs = [Action(Kind.FORWARD, stage, number)]
+            needs = [Action(Kind.FORWARD, stage, microbatch)]
             if stage + 1 < len(home):
                 needs.append(
-                    node.get(Action(Kind.RECV_BACKWARD, stage, number))
-                    or backward[stage + 1, number]
+                    node.get(Action(Kind.RECV_BACKWARD, stage, microbatch))
+                    or backward[stage + 1, microbatch]
                 )
         elif action.kind is Kind.BACKWARD_WEIGHT:
-            needs = [Action(Kind.BACKWARD_INPUT, stage, number)]
+            needs = [Action(Kind.BACKWARD_INPUT, stage, microbatch)]
         elif action.kind is Kind.SEND_FORWARD:
-            needs = [Action(Kind.FORWARD, stage, number)]
+            needs = [Action(Kind.FORWARD, stage, microbatch)]
         elif action.kind is Kind.SEND_BACKWARD:
-            needs = [backward[stage, number]]
+            needs = [backward[stage, microbatch]]
         for need in needs:
             if need in overlapped.get(action, ()):
                 return False
-            # What an overlapped part needs, the whole overlap waits for.
+            # An overlap waits for the dependencies of all its parts.
             for part in overlapped.get(action, (action,)):
                 graph.add(node[part], need)
     try:
@@ -103,33 +103,33 @@ def mutants(schedule, generator):
     """Every drop, duplicate, neighbor swap and wrong index, and a sample of longer moves."""
     for rank, row in enumerate(schedule.actions):
 
-        def put(new, rank=rank):
+        def with_row(new, rank=rank):
             rows = list(schedule.actions)
             rows[rank] = tuple(new)
             return rows
 
         for i, action in enumerate(row):
-            yield "drop", put(row[:i] + row[i + 1 :])
-            yield "duplicate", put((*row[: i + 1], action, *row[i + 1 :]))
-            yield "duplicate late", put((*row, action))
+            yield "drop", with_row(row[:i] + row[i + 1 :])
+            yield "duplicate", with_row((*row[: i + 1], action, *row[i + 1 :]))
+            yield "duplicate late", with_row((*row, action))
             if i + 1 < len(row):
-                yield "swap neighbors", put((*row[:i], row[i + 1], action, *row[i + 2 :]))
+                yield "swap neighbors", with_row((*row[:i], row[i + 1], action, *row[i + 2 :]))
             j = generator.randrange(len(row))
             low, high = min(i, j), max(i, j)
             if low < high:
                 swapped = [*row]
                 swapped[low], swapped[high] = row[high], row[low]
-                yield "swap", put(swapped)
+                yield "swap", with_row(swapped)
             moved = [*row[:i], *row[i + 1 :]]
             moved.insert(j, action)
-            yield "move", put(moved)
+            yield "move", with_row(moved)
             if action.parts:
-                yield "break overlap", put((*row[:i], action.parts[0], *row[i + 1 :]))
-                yield "serial overlap", put((*row[:i], *action.parts, *row[i + 1 :]))
+                yield "break overlap", with_row((*row[:i], action.parts[0], *row[i + 1 :]))
+                yield "serial overlap", with_row((*row[:i], *action.parts, *row[i + 1 :]))
                 continue
             yield (
                 "other microbatch",
-                put(
+                with_row(
                     (
                         *row[:i],
                         action._replace(microbatch=(action.microbatch + 1) % schedule.microbatches),
@@ -139,11 +139,13 @@ def mutants(schedule, generator):
             )
             yield (
                 "microbatch past the end",
-                put((*row[:i], action._replace(microbatch=schedule.microbatches), *row[i + 1 :])),
+                with_row(
+                    (*row[:i], action._replace(microbatch=schedule.microbatches), *row[i + 1 :])
+                ),
             )
             yield (
                 "other stage",
-                put(
+                with_row(
                     (
                         *row[:i],
                         action._replace(stage=(action.stage + 1) % schedule.stages),
@@ -153,7 +155,7 @@ def mutants(schedule, generator):
             )
             yield (
                 "other kind",
-                put(
+                with_row(
                     (
                         *row[:i],
                         action._replace(kind=generator.choice(list(Kind)[:8])),
@@ -161,7 +163,7 @@ def mutants(schedule, generator):
                     )
                 ),
             )
-    for number in range(schedule.microbatches):
+    for microbatch in range(schedule.microbatches):
         yield (
             "never back-propagated",
             [
@@ -169,7 +171,7 @@ def mutants(schedule, generator):
                     a
                     for a in row
                     if a.parts
-                    or a.microbatch != number
+                    or a.microbatch != microbatch
                     or a.kind in (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD)
                 )
                 for row in schedule.actions
@@ -178,7 +180,7 @@ def mutants(schedule, generator):
 
 
 def complaint(schedule):
-    """What `verify` says against a schedule, or nothing."""
+    """Error message of `verify`, or an empty string."""
     try:
         verify(schedule)
     except ScheduleError as error:
@@ -187,23 +189,23 @@ def complaint(schedule):
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_every_wrong_mutant_dies_and_every_right_one_lives(name):
-    """`verify` agrees with a topological sort on some hundred mutants of each schedule."""
+def test_verify_rejects_invalid_mutants_and_accepts_valid_ones(name):
+    """`verify` agrees with a topological sort on over a hundred mutants of each schedule."""
     base = BASES[name]
-    assert is_right(base, base.actions)
+    assert is_valid(base, base.actions)
     assert complaint(base) == ""
     verdicts = Counter()
-    for what, rows in mutants(base, random.Random(0)):
-        right = is_right(base, rows)
-        words = complaint(evolve(base, actions=rows))
-        assert (words == "") == right, (what, rows)
-        assert "\n" not in words
-        verdicts[right] += 1
+    for mutation, rows in mutants(base, random.Random(0)):
+        valid = is_valid(base, rows)
+        message = complaint(evolve(base, actions=rows))
+        assert (message == "") == valid, (mutation, rows)
+        assert "\n" not in message
+        verdicts[valid] += 1
     assert verdicts[False] > 100
 
 
 def test_the_report_counts_messages_and_activations():
-    """On 3 stages a microbatch crosses two boundaries each way; the overlap holds both ends."""
+    """With 3 stages a microbatch crosses two boundaries in each direction."""
     report = verify(one_f_one_b(3, 4))
     assert report.messages == 4 * 2 * 2
     assert verify(dualpipe_v(2, 4)).peak_activations == (5, 5)

@@ -1,8 +1,8 @@
 """Collectives and host synchronizations of one optimizer step, for each kind of layout.
 
-The device is the rig's, which computes as a CPU does, so copies from it to the host are seen. The
-model has two layers. The host waits once at the end of a step, for the loss and the gradient norm;
-with several data ranks also before the first forward, for the number of targets on each.
+They are counted on an emulated accelerator, which shows copies to the host. The model has two
+layers. The host waits once at the end of a step, for the loss and the gradient norm, and with
+several data ranks also before the first forward pass, for the number of targets on each.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ SPLIT = {"microbatch_size": 1}
 """Four microbatches in one process, two on each of two data ranks."""
 MOE = "qwen3_moe"
 Expected = tuple[str, str, dict[str, Any], dict[str, int]]
-"""Layout, family (empty: dense), settings of the engine, counts."""
+"""Layout, family (empty: dense), engine settings, counts."""
 
 ONE_PROCESS: list[Expected] = [
     ("data=1", "", {}, {"host sync": 1}),
@@ -77,7 +77,7 @@ TWO_PROCESSES: list[Expected] = [
         SPLIT,
         {"all_gather": 23, "reduce_scatter": 11, "all_reduce": 1, "host sync": 1},
     ),
-    # Tokens travel to their experts and back; the host reads how many go where.
+    # Tokens are sent to their experts and back; the host reads the counts.
     (
         "data=2,expert=2",
         MOE,
@@ -98,11 +98,11 @@ def check(processes: int, expected: list[Expected]) -> None:
         assert measured == expected
 
 
-def test_a_step_in_one_process_sends_nothing_and_waits_for_the_device_once() -> None:
+def test_a_step_in_one_process_synchronizes_once() -> None:
     """Experts, reproducible sums and audits need more synchronizations."""
     check(1, ONE_PROCESS)
 
 
 def test_a_step_of_two_processes_has_these_collectives() -> None:
-    """The count is exact for each parallel axis; a step's totals take one all-reduce."""
+    """Counts are exact for each parallel axis; the totals of a step take one all-reduce."""
     check(2, TWO_PROCESSES)

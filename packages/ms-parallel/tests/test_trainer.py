@@ -1,4 +1,4 @@
-"""The trainer's arithmetic, what it tells, and the commands around it, in one process."""
+"""The trainer in one process: arithmetic, events, progress and commands."""
 
 import io
 import json
@@ -27,17 +27,19 @@ from ms_parallel.weights import save_model
 
 
 def trainer(output: Path, **settings: Any) -> DistributedTrainer:
-    """A tiny one."""
-    kept = {name: value for name, value in RUN.items() if name != "steps"}
-    return DistributedTrainer(**{**kept, "model_config": MODEL, "output_dir": output, **settings})
+    """A trainer with a tiny model."""
+    defaults = {name: value for name, value in RUN.items() if name != "steps"}
+    return DistributedTrainer(
+        **{**defaults, "model_config": MODEL, "output_dir": output, **settings}
+    )
 
 
 def test_epochs_and_steps_count_the_same_batches(corpus: Path, tmp_path: Path) -> None:
-    """Half an epoch is half the samples in whole batches; the held-out loss falls."""
-    seen: list[tuple[str, dict[str, Any]]] = []
-    run = trainer(tmp_path, on_event=lambda kind, fields: seen.append((kind, dict(fields))))
+    """Half an epoch is half the samples in full batches, and the held-out loss falls."""
+    recorded: list[tuple[str, dict[str, Any]]] = []
+    run = trainer(tmp_path, on_event=lambda event, fields: recorded.append((event, dict(fields))))
     result = run.train(corpus, epochs=0.05)
-    steps = [fields for kind, fields in seen if kind == "step"]
+    steps = [fields for event, fields in recorded if event == "step"]
     assert result.step == len(steps) > 10
     assert result.tokens == result.step * RUN["batch_size"] * RUN["sequence_length"]
     samples = run._run.stream.samples_per_epoch  # type: ignore[union-attr,attr-defined]
@@ -49,13 +51,13 @@ def test_epochs_and_steps_count_the_same_batches(corpus: Path, tmp_path: Path) -
     assert result.held_out_loss < result.first_held_out_loss
     assert run.evaluate() == result.held_out_loss
     held_out = ms_data.inspect(run._run.shards).splits["held_out"]  # type: ignore[union-attr]
-    for event in (fields for kind, fields in seen if kind == "evaluate"):
-        assert event["rows"] + event["rows_left_out"] == held_out.tokens // RUN["sequence_length"]
-        assert event["rows"] >= RUN["batch_size"]
+    for fields in (fields for event, fields in recorded if event == "evaluate"):
+        assert fields["rows"] + fields["rows_left_out"] == held_out.tokens // RUN["sequence_length"]
+        assert fields["rows"] >= RUN["batch_size"]
 
 
 def test_shards_are_built_once_and_the_model_is_a_folder(corpus: Path, tmp_path: Path) -> None:
-    """A second run reuses the shards; the trained folder loads, with its tokenizer beside it."""
+    """A second run reuses the shards; the trained folder has a tokenizer and loads."""
     result = trainer(tmp_path).train(corpus, steps=2)
     index = tmp_path / "shards" / "index.json"
     built = index.stat().st_mtime_ns
@@ -72,12 +74,12 @@ def test_shards_are_built_once_and_the_model_is_a_folder(corpus: Path, tmp_path:
 def test_a_trained_model_continues_a_prompt_up_to_the_end_of_the_document(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ms-parallel generate` prints prompt and text; the same seed writes the same text."""
+    """`ms-parallel generate` prints prompt and text, deterministically for a seed."""
     folder = trainer(tmp_path, progress=False).train(corpus, steps=1).model_folder
     words = ["generate", str(folder), "--prompt", "def main(", "--device", "cpu"]
     texts = []
-    for more in ([], [], ["--seed", "1"]):
-        assert main([*words, "--max-new-tokens", "8", *more]) == 0
+    for extra in ([], [], ["--seed", "1"]):
+        assert main([*words, "--max-new-tokens", "8", *extra]) == 0
         texts.append(capsys.readouterr().out)
     assert all(text.startswith("def main(") for text in texts)
     assert texts[0] == texts[1] != texts[2]
@@ -86,7 +88,7 @@ def test_a_trained_model_continues_a_prompt_up_to_the_end_of_the_document(
     assert f"def main({facts['text']}\n" == texts[0]
     assert facts["end_of_text"] or facts["tokens"] == 8
 
-    # Equal logits, of which greedy decoding takes token 0, the end of the document.
+    # With equal logits, greedy decoding selects token 0, the end of the document.
     model = load_model(folder)
     assert data_package().Tokenizer.load(folder).end_of_text == 0
     torch.nn.init.zeros_(model.get_parameter("model.norm.weight"))
@@ -103,24 +105,24 @@ def test_a_trained_model_continues_a_prompt_up_to_the_end_of_the_document(
     assert len(errors) == 3
 
 
-def test_a_run_that_begins_anew_writes_its_own_model(corpus: Path, tmp_path: Path) -> None:
-    """Not the one that lies there, though it has made as many steps; the same run again does."""
+def test_a_restarted_run_writes_its_own_model(corpus: Path, tmp_path: Path) -> None:
+    """Even if the existing one has as many steps; the same run again does not rewrite it."""
     folder = trainer(tmp_path).train(corpus, steps=2).model_folder
     assert folder is not None
     first = (folder / "model.safetensors").read_bytes()
-    written = folder.stat().st_mtime_ns
+    mtime_ns = folder.stat().st_mtime_ns
     trainer(tmp_path).train(corpus, steps=2)
-    assert folder.stat().st_mtime_ns == written
+    assert folder.stat().st_mtime_ns == mtime_ns
     shutil.rmtree(tmp_path / "checkpoints")
     trainer(tmp_path, seed=7).train(corpus, steps=2)
     assert (folder / "model.safetensors").read_bytes() != first
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
-def test_a_model_of_several_stages_a_process_is_written_whole(
+def test_a_model_with_several_stages_per_process_is_saved_completely(
     schedule: str, corpus: Path, tmp_path: Path
 ) -> None:
-    """Under schedules that give a process the first stage and the last, or every other one."""
+    """With schedules where a process has the first and last stage, or every second one."""
     run = write_run(tmp_path / "run.toml", corpus, steps=2, schedule=schedule)
     layers = ["--set", "model_config.num_hidden_layers=4", "--set", "parallel_config.pipeline=2"]
     done = train(run, 2, *layers)
@@ -129,8 +131,8 @@ def test_a_model_of_several_stages_a_process_is_written_whole(
     assert model.config.num_hidden_layers == 4
 
 
-def test_weights_that_are_no_safetensors_are_not_passed_over(corpus: Path, tmp_path: Path) -> None:
-    """A pickle, or an index whose files are missing: training would begin from fresh weights."""
+def test_weights_in_other_formats_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """A pickle, or an index without its files; training must not start from new weights."""
     folder = trainer(tmp_path / "a").train(corpus, steps=1).model_folder
     assert folder is not None
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -143,8 +145,8 @@ def test_weights_that_are_no_safetensors_are_not_passed_over(corpus: Path, tmp_p
         Engine(folder)
 
 
-def test_settings_of_an_engine_that_would_train_nothing_are_refused() -> None:
-    """Rows of a microbatch below one, and a word that is no choice."""
+def test_invalid_engine_settings_are_refused() -> None:
+    """Microbatch sizes below 1, and an unknown choice."""
     config = architecture("llama", MODEL)
     for setting in ({"microbatch_size": 0}, {"microbatch_size": -1}, {"on_nonfinite": "rise"}):
         with pytest.raises(ConfigError, match=f"{next(iter(setting))} (is|must be)"):
@@ -152,18 +154,18 @@ def test_settings_of_an_engine_that_would_train_nothing_are_refused() -> None:
 
 
 @pytest.mark.parametrize("epochs", [float("inf"), float("nan"), True])
-def test_epochs_are_a_finite_number(epochs: Any, corpus: Path, tmp_path: Path) -> None:
-    """One line, not an overflow later."""
+def test_epochs_must_be_finite(epochs: Any, corpus: Path, tmp_path: Path) -> None:
+    """With a one-line error, not an overflow later."""
     with pytest.raises(ConfigError, match="epochs must be"):
         trainer(tmp_path).train(corpus, epochs=epochs)
 
 
-def test_a_seed_may_be_a_clock(corpus: Path, tmp_path: Path) -> None:
-    """Dates and clocks are usual; what torch takes has 64 bits."""
+def test_a_seed_may_be_a_timestamp(corpus: Path, tmp_path: Path) -> None:
+    """Timestamps are common seeds, and torch accepts 64 bits."""
     assert trainer(tmp_path, seed=20261122093000123).train(corpus, steps=1).finished
 
 
-def test_a_folder_with_weights_is_trained_on_from_them(corpus: Path, tmp_path: Path) -> None:
+def test_training_continues_from_the_weights_of_a_folder(corpus: Path, tmp_path: Path) -> None:
     """The first held-out loss of the second run is the last of the first."""
     first = trainer(tmp_path / "a").train(corpus, steps=5)
     shards = tmp_path / "a" / "shards"
@@ -172,17 +174,17 @@ def test_a_folder_with_weights_is_trained_on_from_them(corpus: Path, tmp_path: P
     assert second.first_held_out_loss == pytest.approx(first.held_out_loss, rel=1e-6)
 
 
-def test_events_are_json_lines_and_a_cut_line_is_ended(tmp_path: Path) -> None:
-    """What a crash cut short does not spoil the next line; infinities are null."""
+def test_events_are_json_lines_and_a_truncated_line_is_completed(tmp_path: Path) -> None:
+    """A line cut by a crash does not spoil the next; infinities are null."""
     path = tmp_path / "deep" / "events.jsonl"
     path.parent.mkdir()
     path.write_text('{"kind":"st')
     lines = JsonLines(path)
     lines("step", {"step": 1, "loss": float("inf")})
     lines.close()
-    cut, whole = path.read_text().splitlines()
+    cut, complete = path.read_text().splitlines()
     assert cut == '{"kind":"st'
-    event = json.loads(whole)
+    event = json.loads(complete)
     assert event.pop("time_s") > 1.7e9
     assert event == {"kind": "step", "step": 1, "loss": None}
 
@@ -190,9 +192,9 @@ def test_events_are_json_lines_and_a_cut_line_is_ended(tmp_path: Path) -> None:
 def test_progress_is_lines_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every tenth step, the first and the last; rate and time left once a step is representative.
+    """The first, last and every tenth step; rate and time left follow once steps are typical.
 
-    The first step takes 100 s here, as where it compiles, and the others 1 s.
+    Here the first step takes 100 s, as if it compiled, and the others 1 s.
     """
     clock = iter([0.0, *range(100, 125)])
     monkeypatch.setattr("ms_parallel.progress.monotonic", lambda: next(clock))
@@ -208,29 +210,29 @@ def test_progress_is_lines_without_a_terminal(
 
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bar with the same facts, and silence where it is not wanted."""
+    """With the same facts, and nothing if progress is off."""
     monkeypatch.setenv("TERM", "xterm")
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as stream:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        show, pace = RunDisplay(total=3, every=1, active=True), Throughput()
+        display, pace = RunDisplay(total=3, every=1, active=True), Throughput()
         silent = RunDisplay(total=3, every=1, active=False)
         monkeypatch.undo()
         pace.count(100)
         pace.count(100)
         silent.show_step(2, {"loss": 9.5}, pace)
-        show.show_step(3, {"loss": 2.5}, pace)
-        show.close()
-        shown = b""
-        while b"left" not in shown:
-            shown += os.read(ours, 1 << 16)
-    os.close(ours)
-    assert b"3/3" in shown
-    assert b"loss 2.5000" in shown
-    assert b"9.5" not in shown
+        display.show_step(3, {"loss": 2.5}, pace)
+        display.close()
+        output = b""
+        while b"left" not in output:
+            output += os.read(master, 1 << 16)
+    os.close(master)
+    assert b"3/3" in output
+    assert b"loss 2.5000" in output
+    assert b"9.5" not in output
 
 
-def test_durations_are_for_people() -> None:
+def test_durations_are_human_readable() -> None:
     """Seconds, then minutes, then hours."""
     assert [duration(s) for s in (0.4, 45, 185, 7800)] == [
         "0 s",
@@ -241,25 +243,27 @@ def test_durations_are_for_people() -> None:
 
 
 def test_a_run_file_takes_overrides_with_toml_values(tmp_path: Path) -> None:
-    """Numbers stay numbers, text needs no quotes, tables are reached by dots."""
+    """Numbers stay numbers, text needs no quotes, and dots select tables."""
     run = write_run(tmp_path / "run.toml", Path("corpus"))
-    sets = ["batch_size=6", "output_dir=elsewhere", "parallel_config.tensor=2", "steps = 7"]
-    read = read_run_file(run, [*sets, "model_config.tie_word_embeddings=true"])
-    assert (read.options.batch_size, read.length.steps) == (6, 7)
-    assert read.options.output_dir == Path("elsewhere")
-    assert read.options.parallel_config == Layout(tensor=2)
-    assert read.options.model_config["tie_word_embeddings"] is True
+    overrides = ["batch_size=6", "output_dir=elsewhere", "parallel_config.tensor=2", "steps = 7"]
+    run_file = read_run_file(run, [*overrides, "model_config.tie_word_embeddings=true"])
+    assert (run_file.options.batch_size, run_file.length.steps) == (6, 7)
+    assert run_file.options.output_dir == Path("elsewhere")
+    assert run_file.options.parallel_config == Layout(tensor=2)
+    assert run_file.options.model_config["tie_word_embeddings"] is True
 
 
-def test_inspect_counts_what_is_built(tmp_path: Path) -> None:
-    """Parameters are those of the model; stages and data ranks share them out."""
+def test_inspect_counts_the_models_parameters(tmp_path: Path) -> None:
+    """Parameters equal the model's, split over stages and data ranks."""
     options = trainer(tmp_path, vocab_size=320, batch_size=8).options
-    one = inspect(options, Layout())
-    assert one.parameters == 320 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 64) + 32
-    assert one.ranks[0].parameters == one.parameters
-    four = inspect(options, Layout(pipeline=2, data=2))
-    assert sum(rank.parameters for rank in four.ranks) == one.parameters
-    assert four.picture == "\n".join(
+    single = inspect(options, Layout())
+    assert (
+        single.parameters == 320 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 64) + 32
+    )
+    assert single.ranks[0].parameters == single.parameters
+    split = inspect(options, Layout(pipeline=2, data=2))
+    assert sum(rank.parameters for rank in split.ranks) == single.parameters
+    assert split.picture == "\n".join(
         ["            data 0  data 1", "pipeline 0  [0]     [1]", "pipeline 1  [2]     [3]"]
     )
     assert picture(Layout(tensor=2)).endswith("[0 1]")
@@ -275,17 +279,17 @@ def test_inspect_counts_what_is_built(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_layout_of_any_size_is_drawn_in_lines_that_fit_a_terminal(layout: Layout) -> None:
-    """The first and the last ranks are there."""
-    drawn = picture(layout)
-    assert max(map(len, drawn.splitlines())) <= 120
-    assert len(drawn.splitlines()) <= 20
-    assert drawn.splitlines()[1].split()[2].startswith("[0")
-    assert drawn.endswith(f"{layout.world_size - 1}]")
+def test_large_layouts_are_drawn_within_the_width_of_a_terminal(layout: Layout) -> None:
+    """The first and the last rank are shown."""
+    lines = picture(layout)
+    assert max(map(len, lines.splitlines())) <= 120
+    assert len(lines.splitlines()) <= 20
+    assert lines.splitlines()[1].split()[2].startswith("[0")
+    assert lines.endswith(f"{layout.world_size - 1}]")
 
 
 def test_inspect_prints_text_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both end with exit code 0; --json prints one JSON object."""
+    """Both exit with 0, and --json prints one JSON object."""
     run = str(write_run(tmp_path / "run.toml", Path("corpus")))
     assert main(["inspect", run]) == 0
     assert "peak memory per rank" in capsys.readouterr().out

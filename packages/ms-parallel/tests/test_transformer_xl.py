@@ -1,4 +1,4 @@
-"""Transformer-XL against its paper's equations, written out slowly."""
+"""Transformer-XL against a slow implementation of its paper's equations."""
 
 import math
 
@@ -21,12 +21,12 @@ CONFIG = TransformerXLConfig(
     memory_length=6,
     initializer_range=0.3,
 )
-# Some 100 roundings of 6e-8 each on values of order 1.
+# About 100 roundings of 6e-8 on values of order 1.
 TOLERANCE = 1e-5
 
 
 def model_of(config: TransformerXLConfig) -> TransformerXL:
-    """A model with random weights, also in the biases and norms that start at zero and one."""
+    """A model with random weights, including biases and norms that start at zero and one."""
     model = TransformerXL(config)
     initialize(model, 0)
     generator = torch.Generator().manual_seed(8)
@@ -37,7 +37,7 @@ def model_of(config: TransformerXLConfig) -> TransformerXL:
 
 
 def naive(model: TransformerXL, tokens: Tensor) -> Tensor:
-    """Segment after segment, layer after layer, query after query; tokens (S,) to (S, V)."""
+    """Logits (S, V) of tokens (S,), in loops over segments, layers and queries."""
     config, p = model.config, dict(model.named_parameters())
     embedding = p["model.embed_tokens.weight"]
     memories = [torch.zeros(0, config.hidden_size)] * config.num_hidden_layers
@@ -46,19 +46,19 @@ def naive(model: TransformerXL, tokens: Tensor) -> Tensor:
         hidden = embedding[segment] * math.sqrt(config.hidden_size)
         for layer in range(config.num_hidden_layers):
             memory = memories[layer]
-            kept = torch.cat((memory, hidden.detach()))[-config.memory_length :]
+            new_memory = torch.cat((memory, hidden.detach()))[-config.memory_length :]
             hidden = naive_layer(config, p, f"model.layers.{layer}.", hidden, memory)
-            memories[layer] = kept
+            memories[layer] = new_memory
         logits.append(hidden @ p["lm_head.weight"].T)
     return torch.cat(logits)
 
 
 def naive_layer(
-    config: TransformerXLConfig, p: dict[str, Tensor], at: str, hidden: Tensor, memory: Tensor
+    config: TransformerXLConfig, p: dict[str, Tensor], prefix: str, hidden: Tensor, memory: Tensor
 ) -> Tensor:
-    """One layer on one segment (N, H) with its memory (M, H)."""
-    width, attn = config.head_dim, f"{at}self_attn."
-    seen = torch.cat((memory, hidden))
+    """One layer on a segment (N, H) with its memory (M, H)."""
+    width, attn = config.head_dim, f"{prefix}self_attn."
+    context = torch.cat((memory, hidden))
     rows = []
     for i in range(len(hidden)):
         last = len(memory) + i
@@ -70,26 +70,26 @@ def naive_layer(
             query = w["q"] @ hidden[i]
             scores = torch.stack(
                 [
-                    (query + u) @ (w["k"] @ seen[j])
+                    (query + u) @ (w["k"] @ context[j])
                     + (query + v) @ (w["r"] @ naive_sinusoid(last - j, config.hidden_size))
                     for j in range(last + 1)
                 ]
             )
             weights = (scores / math.sqrt(width)).softmax(0)
-            heads.append(sum(weights[j] * (w["v"] @ seen[j]) for j in range(last + 1)))
+            heads.append(sum(weights[j] * (w["v"] @ context[j]) for j in range(last + 1)))
         rows.append(p[f"{attn}o_proj.weight"] @ torch.cat(heads))  # type: ignore[arg-type]
-    hidden = naive_norm(config, p, f"{at}attention_norm.", hidden + torch.stack(rows))
-    inner = (hidden @ p[f"{at}mlp.up_proj.weight"].T + p[f"{at}mlp.up_proj.bias"]).relu()
-    outer = inner @ p[f"{at}mlp.down_proj.weight"].T + p[f"{at}mlp.down_proj.bias"]
-    return naive_norm(config, p, f"{at}mlp_norm.", hidden + outer)
+    hidden = naive_norm(config, p, f"{prefix}attention_norm.", hidden + torch.stack(rows))
+    inner = (hidden @ p[f"{prefix}mlp.up_proj.weight"].T + p[f"{prefix}mlp.up_proj.bias"]).relu()
+    outer = inner @ p[f"{prefix}mlp.down_proj.weight"].T + p[f"{prefix}mlp.down_proj.bias"]
+    return naive_norm(config, p, f"{prefix}mlp_norm.", hidden + outer)
 
 
-def naive_norm(config: TransformerXLConfig, p: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
+def naive_norm(config: TransformerXLConfig, p: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
     """Layer norm by its formula."""
-    centred = x - x.mean(-1, keepdim=True)
-    variance = centred.square().mean(-1, keepdim=True)
-    scaled = centred / (variance + config.layer_norm_eps).sqrt()
-    return scaled * p[f"{at}weight"] + p[f"{at}bias"]
+    centered = x - x.mean(-1, keepdim=True)
+    variance = centered.square().mean(-1, keepdim=True)
+    scaled = centered / (variance + config.layer_norm_eps).sqrt()
+    return scaled * p[f"{prefix}weight"] + p[f"{prefix}bias"]
 
 
 def naive_sinusoid(distance: int, width: int) -> Tensor:
@@ -100,7 +100,7 @@ def naive_sinusoid(distance: int, width: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("segment", "memory"), [(4, 6), (3, 1), (5, 5), (32, 8), (1, 2)])
-def test_it_computes_the_equations_of_the_paper(segment: int, memory: int) -> None:
+def test_logits_follow_the_equations_of_the_paper(segment: int, memory: int) -> None:
     """Logits equal the naive recurrence's, for memories shorter and longer than a segment."""
     config = TransformerXLConfig(
         **{**asdict(CONFIG), "segment_length": segment, "memory_length": memory}
@@ -110,21 +110,21 @@ def test_it_computes_the_equations_of_the_paper(segment: int, memory: int) -> No
     torch.testing.assert_close(model(tokens[None])[0], naive(model, tokens), atol=TOLERANCE, rtol=0)
 
 
-def test_gradients_are_those_of_the_recurrence_with_stopped_memory() -> None:
-    """Every parameter's gradient equals the naive one's, whose memory is detached."""
+def test_gradients_equal_those_of_the_naive_recurrence() -> None:
+    """All parameters' gradients equal the naive version's, which detaches the memory."""
     model = model_of(CONFIG)
     tokens = torch.randint(23, (14,), generator=torch.Generator().manual_seed(2))
     probe = torch.randn(14, 23, generator=torch.Generator().manual_seed(3))
     names, parameters = zip(*model.named_parameters(), strict=True)
     ours = torch.autograd.grad((model(tokens[None])[0] * probe).sum(), parameters)
-    slow = torch.autograd.grad((naive(model, tokens) * probe).sum(), parameters)
-    for name, a, b in zip(names, ours, slow, strict=True):
-        # Gradients are sums over 14 positions of values up to some tens.
+    naive_grads = torch.autograd.grad((naive(model, tokens) * probe).sum(), parameters)
+    for name, a, b in zip(names, ours, naive_grads, strict=True):
+        # Gradients are sums over 14 positions of values up to a few tens.
         torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_no_gradient_flows_through_memory() -> None:
-    """A loss in the second segment leaves the first segment's embeddings alone."""
+    """A loss in the second segment does not affect the first segment's embeddings."""
     model = model_of(CONFIG)
     hidden = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(4), requires_grad=True)
     model.first = model.last = False  # called as a stage between others
@@ -136,11 +136,11 @@ def test_no_gradient_flows_through_memory() -> None:
 
 @torch.no_grad()
 def test_memory_never_crosses_a_document() -> None:
-    """Documents that begin where segments begin give the logits of each alone."""
+    """Documents that start at segment boundaries give the logits of separate ones."""
     model = model_of(CONFIG)
     row = torch.randint(23, (1, 21), generator=torch.Generator().manual_seed(5))
     lengths = (8, 4, 9)
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].int()
     packed = model(row, documents=documents)
-    alone = [model(part) for part in torch.split(row, lengths, 1)]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=TOLERANCE, rtol=0)
+    separate = [model(part) for part in torch.split(row, lengths, 1)]
+    torch.testing.assert_close(packed, torch.cat(separate, 1), atol=TOLERANCE, rtol=0)

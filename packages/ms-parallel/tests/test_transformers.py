@@ -1,4 +1,4 @@
-"""Models that transformers builds train under any layout as they would alone in plain torch."""
+"""Models built by transformers train under every layout as in plain torch."""
 
 import sys
 from copy import deepcopy
@@ -17,7 +17,7 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers_models import FAMILIES, MORE, SIZES, alone, by_hand, theirs
+from transformers_models import FAMILIES, MORE, SIZES, hf_model, plain_torch_losses, separate_logits
 
 import ms_kernels
 from ms_parallel import (
@@ -35,7 +35,7 @@ from ms_parallel.models.family import family_of
 
 CHILD = Path(__file__).with_name("transformers_models.py")
 STEPS, MANY = 4, 10
-# Sums over rows and ranks in another order, in float32, for ten steps.
+# Ten steps with float32 sums over rows and ranks in a different order.
 TOLERANCE = 1e-5
 LAYOUTS = {"data=2": 2, "tensor=2": 2, "pipeline=2": 2, "data=2,pipeline=2": 4}
 FEW = [
@@ -46,9 +46,9 @@ FEW = [
     ("gpt_neox", "tensor=2"),
 ]
 """Tied weights; experts; a recurrent state; scaled embeddings, windows and capped logits; fused
-heads and a table that a plan names."""
+heads and a table named by a plan."""
 UNPLANNED = {("gpt_oss", "tensor=2")}
-"""What transformers publishes no plan of."""
+"""Families without a tensor plan in transformers."""
 ALL = [
     pytest.param(family, layout, MANY, marks=pytest.mark.slow)
     for family in FAMILIES
@@ -57,34 +57,34 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layout", "steps"), [*((*each, STEPS) for each in FEW), *ALL])
+@pytest.mark.parametrize(("family", "layout", "steps"), [*((*case, STEPS) for case in FEW), *ALL])
 def test_some_steps_under_a_layout_equal_plain_torch(
     tmp_path: Path, family: str, layout: str, steps: int
 ) -> None:
-    """On packed rows, where plain torch runs each document alone; the folder opens again."""
-    expected = by_hand(family, tmp_path / "begin", steps)
+    """Rows are packed; plain torch runs documents separately. transformers loads the result."""
+    expected = plain_torch_losses(family, tmp_path / "begin", steps)
     job = {"layout": layout, "steps": steps, "folder": str(tmp_path / "begin")}
     options = {"microbatch_size": 1} if "pipeline" in layout else {}
     jobs = [{**job, "options": options, "save": str(tmp_path / "saved")}]
-    for (result,) in run_processes(LAYOUTS[layout], CHILD, "curves", jobs=jobs):
+    for (result,) in run_processes(LAYOUTS[layout], CHILD, "train_jobs", jobs=jobs):
         assert result["losses"] == pytest.approx(expected, abs=TOLERANCE)
     batch = global_batch(0)
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     ours = Engine(TransformersModel(tmp_path / "saved"), device="cpu")
-    made = ours.evaluate(batch, lambda output, _: output.logits())
+    logits = ours.evaluate(batch, lambda output, _: output.logits())
     with torch.no_grad():
-        assert torch.allclose(made, alone(opened, batch), atol=1e-5)
-        assert not torch.allclose(made, alone(theirs(family), batch), atol=1e-2)
+        assert torch.allclose(logits, separate_logits(reloaded, batch), atol=1e-5)
+        assert not torch.allclose(logits, separate_logits(hf_model(family), batch), atol=1e-2)
 
 
 SHOWN = ["qwen3_5_text", "gpt_oss", "gemma3_text", *MORE]
-"""A recurrent state and a convolution; sinks; windows; a state that is reset by positions, and
-windows that a model says by its mask alone, in some layers or in all."""
+"""A recurrent state and a convolution; sinks; windows; a state that positions reset; and windows
+that appear only in a model's mask, in some layers or in all."""
 
 
 def engine_of(family: str, folder: Path, **options: Any) -> tuple[Any, Engine]:
-    """A model of transformers, and an engine of the folder that it was saved to."""
-    model = theirs(family).eval()
+    """A transformers model, and an engine of the folder it was saved to."""
+    model = hf_model(family).eval()
     model.save_pretrained(folder)
     return model, Engine(TransformersModel(folder), device="cpu", **options)
 
@@ -92,33 +92,33 @@ def engine_of(family: str, folder: Path, **options: Any) -> tuple[Any, Engine]:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(each, marks=() if each in SHOWN else (pytest.mark.slow,))
-        for each in (*FAMILIES, *MORE)
+        pytest.param(name, marks=() if name in SHOWN else (pytest.mark.slow,))
+        for name in (*FAMILIES, *MORE)
     ],
 )
-def test_no_document_hears_of_another(tmp_path: Path, family: str) -> None:
-    """A change of one token moves no bit of another document, and packed equals alone."""
+def test_documents_do_not_attend_to_one_another(tmp_path: Path, family: str) -> None:
+    """Changing a token changes no bit of the other document, and packed equals separate."""
     model, engine = engine_of(family, tmp_path)
     batch = global_batch(0)
 
-    def logits(changed: int | None = None) -> torch.Tensor:
+    def logits(position: int | None = None) -> torch.Tensor:
         tokens = batch["tokens"].clone()
-        if changed is not None:
-            tokens[:, changed] = (tokens[:, changed] + 7) % VOCABULARY
+        if position is not None:
+            tokens[:, position] = (tokens[:, position] + 7) % VOCABULARY
         return engine.evaluate({**batch, "tokens": tokens}, lambda output, _: output.logits())
 
-    whole, second = logits(), batch["documents"] == 1
+    packed, second = logits(), batch["documents"] == 1
     with torch.no_grad():
-        assert torch.allclose(whole, alone(model, batch), atol=1e-5)
-    for changed, others in ((1, second), (-1, ~second)):
-        moved = logits(changed)
-        assert torch.equal(moved[others], whole[others])
-        assert not torch.equal(moved[~others], whole[~others])
+        assert torch.allclose(packed, separate_logits(model, batch), atol=1e-5)
+    for position, other_document in ((1, second), (-1, ~second)):
+        changed_logits = logits(position)
+        assert torch.equal(changed_logits[other_document], packed[other_document])
+        assert not torch.equal(changed_logits[~other_document], packed[~other_document])
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "gemma2"])
-def test_generation_equals_running_the_whole_text_again(tmp_path: Path, family: str) -> None:
-    """With a key-value cache, and where blocks have a recurrent state beside it."""
+def test_cached_generation_equals_a_full_forward_per_token(tmp_path: Path, family: str) -> None:
+    """With a key-value cache, and with a recurrent state in addition."""
     model, engine = engine_of(family, tmp_path)
     prompts, expected = [[3, 4, 5, 6, 9, 11, 12], [7, 8]], []
     for prompt in prompts:
@@ -131,22 +131,22 @@ def test_generation_equals_running_the_whole_text_again(tmp_path: Path, family: 
 
 
 def test_recomputed_blocks_give_the_same_gradients(tmp_path: Path) -> None:
-    """A block that is run again in the backward is given its rows' documents again."""
-    theirs("qwen3_5_text").save_pretrained(tmp_path)
-    found = []
+    """A recomputed block gets its rows' documents again."""
+    hf_model("qwen3_5_text").save_pretrained(tmp_path)
+    grads_by_mode = []
     for recompute in ("none", "full"):
         engine = Engine(TransformersModel(tmp_path), device="cpu", recompute=recompute)
         engine.runner.forward_backward([global_batch(0)], NextTokenLoss(), 1.0, engine.reduction)
-        found.append({name: each.grad for name, each in engine.parameters.items()})
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name
+        grads_by_mode.append({name: param.grad for name, param in engine.parameters.items()})
+    for name, gradient in grads_by_mode[0].items():
+        assert torch.equal(gradient, grads_by_mode[1][name]), name
 
 
 GATED = ("causal_conv1d", "gated_delta_rule")
 
 
-class Counting:
-    """The operators in plain torch, and how often the recurrent ones were asked for."""
+class CountingOps:
+    """The operators in plain torch, with a count of the calls of recurrent ones."""
 
     def __init__(self) -> None:
         self.calls = dict.fromkeys(GATED, 0)
@@ -158,22 +158,22 @@ class Counting:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
-def test_recurrent_layers_run_by_the_operators_given(tmp_path: Path, family: str) -> None:
-    """Each gated delta network asks `ops=` for both of its operators; fused ones agree."""
-    counting, batch = Counting(), global_batch(0)
+def test_recurrent_layers_use_the_given_operators(tmp_path: Path, family: str) -> None:
+    """Each gated delta net calls both operators of `ops=`; fused ones agree."""
+    counting, batch = CountingOps(), global_batch(0)
     _, engine = engine_of(family, tmp_path, ops=counting)
     plain = engine.evaluate(batch, lambda output, _: output.logits())
     layers = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]}).layer_types
     assert counting.calls == dict.fromkeys(GATED, layers.count("linear_attention"))
     fused = Engine(TransformersModel(tmp_path), device="cpu", ops=ms_kernels)
-    made = fused.evaluate(batch, lambda output, _: output.logits())
-    assert torch.allclose(made, plain, atol=1e-5)
-    assert not torch.equal(made, plain)
+    fused_logits = fused.evaluate(batch, lambda output, _: output.logits())
+    assert torch.allclose(fused_logits, plain, atol=1e-5)
+    assert not torch.equal(fused_logits, plain)
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt", "xglm"])
-def test_an_attention_that_ours_cannot_stand_for_is_refused_by_name(family: str) -> None:
-    """When the model is built, in one line, and not by whatever its forward would stumble over."""
+def test_attention_that_cannot_be_replaced_is_refused_by_name(family: str) -> None:
+    """With one line when the model is built, not by a random failure of its forward."""
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = CONFIG_MAPPING[family](vocab_size=VOCABULARY)
     for name, value in small.items():
@@ -182,8 +182,8 @@ def test_an_attention_that_ours_cannot_stand_for_is_refused_by_name(family: str)
         Engine(TransformersModel(config), device="cpu")
 
 
-def test_a_copy_keeps_documents_apart_too(tmp_path: Path) -> None:
-    """A model copied whole, as a reference of a policy is, hears no other document."""
+def test_a_deep_copy_keeps_documents_separate(tmp_path: Path) -> None:
+    """A deep copy, as of a reference policy, has no attention between documents either."""
     _, engine = engine_of("qwen3_5_text", tmp_path)
     batch = {key: global_batch(0)[key] for key in ("tokens", "positions", "documents")}
     tokens = batch.pop("tokens")
@@ -192,42 +192,48 @@ def test_a_copy_keeps_documents_apart_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_is_written_as_transformers_writes_it(tmp_path: Path, family: str) -> None:
-    """The same names, shapes and values: experts apart, tied weights once, buffers that count."""
+def test_a_saved_folder_equals_that_of_transformers(tmp_path: Path, family: str) -> None:
+    """Same names, shapes and values: separate experts, tied weights once, persistent buffers."""
     _, engine = engine_of(family, tmp_path / "theirs")
     engine.save(tmp_path / "ours")
-    theirs_, ours = (
-        load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "ours")
+    expected, ours = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours")
     )
-    assert theirs_.keys() == ours.keys()
-    assert all(torch.equal(theirs_[name], ours[name]) for name in ours)
+    assert expected.keys() == ours.keys()
+    assert all(torch.equal(expected[name], ours[name]) for name in ours)
 
 
-def test_fresh_weights_are_alike_under_every_layout_and_by_transformers_rules() -> None:
-    """Norms that add one begin at zero; a seed gives the same numbers wherever they are drawn."""
+def test_initial_weights_are_equal_under_every_layout_and_follow_transformers() -> None:
+    """Norms that add one start at zero, and a seed gives the same values on every rank."""
     document = {**SIZES, "query_pre_attn_scalar": 8, "model_type": "gemma2"}
     jobs = [{"layout": layout, "document": document} for layout in ("data=2", "pipeline=2")]
-    ran = run_processes(2, CHILD, "fresh", jobs=[*jobs, {**jobs[0], "layout": "tensor=2"}])
-    one = run_processes(1, CHILD, "fresh", jobs=[{"layout": "", "document": document}])[0][0]
-    assert one["model.norm.weight"] == [0.0, 0.0]
-    assert one["model.embed_tokens.weight"][1] == pytest.approx(0.1, rel=0.1)
-    for layouts in zip(*ran, strict=True):
-        together = {name: value for rank in layouts for name, value in rank.items()}
-        assert {name: together.get(name) for name in one} == one
+    ranks = run_processes(
+        2, CHILD, "initial_weights", jobs=[*jobs, {**jobs[0], "layout": "tensor=2"}]
+    )
+    expected = run_processes(
+        1, CHILD, "initial_weights", jobs=[{"layout": "", "document": document}]
+    )[0][0]
+    assert expected["model.norm.weight"] == [0.0, 0.0]
+    assert expected["model.embed_tokens.weight"][1] == pytest.approx(0.1, rel=0.1)
+    for layouts in zip(*ranks, strict=True):
+        merged = {name: value for rank in layouts for name, value in rank.items()}
+        assert {name: merged.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_moe"])
-def test_a_router_begins_by_the_rule_that_draws_it(family: str) -> None:
-    """In Qwen3-Next that of the block around it, in Qwen3-MoE its own; each seed once more."""
+def test_routers_are_initialized_by_their_own_rule(family: str) -> None:
+    """Qwen3-Next uses the rule of the enclosing block, Qwen3-MoE the router's; seeds repeat."""
     config = TransformersModel(CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]}))
-    one, two, other = (Engine(config, device="cpu", seed=seed).parameters for seed in (3, 3, 4))
+    first, second, third = (
+        Engine(config, device="cpu", seed=seed).parameters for seed in (3, 3, 4)
+    )
     name = "model.layers.1.mlp.gate.weight"
-    assert float(one[name].detach().std()) == pytest.approx(0.1, rel=0.3)
-    assert all(torch.equal(value, two[each]) for each, value in one.items())
-    assert not torch.equal(one[name], other[name])
+    assert float(first[name].detach().std()) == pytest.approx(0.1, rel=0.3)
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    assert not torch.equal(first[name], third[name])
 
 
-def test_what_cannot_be_split_says_why() -> None:
+def test_unsupported_layouts_are_refused_with_the_reason() -> None:
     """No published plan, heads that do not divide, more stages than layers."""
 
     def refusal(family: str, layout: str, **settings: Any) -> str:
@@ -247,10 +253,8 @@ def test_what_cannot_be_split_says_why() -> None:
 
 
 @pytest.mark.parametrize(("width", "refused"), [(8, True), (0, False)])
-def test_stages_that_need_more_than_hidden_states_are_refused_when_built(
-    width: int, refused: bool
-) -> None:
-    """Gemma 4's blocks take per-layer inputs that the first stage's weights compute."""
+def test_stages_that_need_more_than_hidden_states_are_refused(width: int, refused: bool) -> None:
+    """Blocks of Gemma 4 take per-layer inputs that weights of the first stage compute."""
     sizes = {
         "vocab_size_per_layer_input": VOCABULARY,
         "global_head_dim": 8,
@@ -266,8 +270,8 @@ def test_stages_that_need_more_than_hidden_states_are_refused_when_built(
         family_of(config).check_layout(config, Layout(pipeline=2))
 
 
-def test_a_configuration_says_all_that_ours_say_to_whoever_runs_it() -> None:
-    """But for the sizes that only our own blocks are built from."""
+def test_a_transformers_config_has_all_attributes_of_a_native_one() -> None:
+    """Except for the sizes that only our own blocks use."""
     built_from = {"head_dim", "intermediate_size", "key_value_heads", "num_attention_heads"}
     names = {name for name in dir(architecture("llama")) if not name.startswith("_")}
     ours = {name for name in names if hasattr(ModelConfig, name)} - built_from
@@ -295,11 +299,11 @@ def test_models_that_would_compute_something_else_are_refused(tmp_path: Path) ->
         Engine(TransformersModel({"model_type": "minimax", **SIZES}), device="cpu")
 
 
-def test_a_folder_of_a_family_that_we_lack_is_built_by_transformers(
+def test_a_folder_of_an_unsupported_family_is_built_by_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`Engine(FOLDER)` takes it as it takes ours; without transformers it says what is needed."""
-    theirs("stablelm").save_pretrained(tmp_path)
+    """`Engine(FOLDER)` accepts it; without transformers the error says what to install."""
+    hf_model("stablelm").save_pretrained(tmp_path)
     engine = Engine(tmp_path, device="cpu")
     assert isinstance(engine.config, TransformersModel)
     assert engine.step(global_batch(0), NextTokenLoss()).loss > 0
@@ -311,36 +315,41 @@ def test_a_folder_of_a_family_that_we_lack_is_built_by_transformers(
         TransformersModel({"model_type": "stablelm"})
 
 
-def test_the_text_model_of_a_folder_with_pictures_is_trained_alone(
+def test_the_text_model_of_a_vision_language_folder_is_trained_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Qwen3.5 as it is published: its text tensors are read, the rest is said to be left out."""
-    seen = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    pictures = {**seen, "out_hidden_size": 32, "num_position_embeddings": 16}
-    marks = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    """Qwen3.5 as published: its text tensors are loaded, and a warning reports the others."""
+    vision_sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision_config = {**vision_sizes, "out_hidden_size": 32, "num_position_embeddings": 16}
+    token_names = (
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+    )
     config = Qwen3_5Config(
         text_config={**SIZES, **FAMILIES["qwen3_5_text"]},
-        vision_config=pictures,
-        **{name: 40 + at for at, name in enumerate(marks)},
+        vision_config=vision_config,
+        **{name: 40 + index for index, name in enumerate(token_names)},
     )
     Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
     engine = Engine(tmp_path / "whole", device="cpu")
     assert "do not belong to its text model and are skipped" in caplog.text
     engine.save(tmp_path / "text")
     batch = global_batch(0)
-    made = engine.evaluate(batch, lambda output, _: output.logits())
+    logits = engine.evaluate(batch, lambda output, _: output.logits())
     with torch.no_grad():
         for folder in ("whole", "text"):
-            opened = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-            assert torch.allclose(made, alone(opened, batch), atol=1e-4)
+            reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+            assert torch.allclose(logits, separate_logits(reloaded, batch), atol=1e-4)
 
 
-def test_the_trainer_takes_a_folder_that_transformers_builds(tmp_path: Path) -> None:
-    """It trains from its weights on raw text, writes a folder with a tokenizer, and goes on."""
+def test_the_trainer_trains_a_folder_built_by_transformers(tmp_path: Path) -> None:
+    """It trains on raw text from the folder's weights, saves a tokenizer too, and resumes."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / "a.txt").write_text("\n\n".join(f"the cat {n} sat on the mat" for n in range(300)))
-    theirs("stablelm", vocab_size=320).save_pretrained(tmp_path / "begin")
+    hf_model("stablelm", vocab_size=320).save_pretrained(tmp_path / "begin")
     settings: dict[str, Any] = {
         "sequence_length": 32,
         "batch_size": 4,
@@ -351,11 +360,11 @@ def test_the_trainer_takes_a_folder_that_transformers_builds(tmp_path: Path) -> 
     first = DistributedTrainer(tmp_path / "begin", output_dir=tmp_path / "run", **settings)
     result = first.train(dataset_path=corpus, steps=3)
     assert result.model_folder is not None
-    opened = AutoModelForCausalLM.from_pretrained(result.model_folder)
-    assert type(opened).__name__ == "StableLmForCausalLM"
+    reloaded = AutoModelForCausalLM.from_pretrained(result.model_folder)
+    assert type(reloaded).__name__ == "StableLmForCausalLM"
     assert len(AutoTokenizer.from_pretrained(result.model_folder)("the cat")["input_ids"]) > 1
     second = DistributedTrainer(result.model_folder, output_dir=tmp_path / "more", **settings)
-    again = second.train(dataset_path=tmp_path / "run" / "shards", steps=2)
-    assert again.loss is not None
+    second_result = second.train(dataset_path=tmp_path / "run" / "shards", steps=2)
+    assert second_result.loss is not None
     assert result.loss is not None
-    assert abs(again.loss - result.loss) < 0.5
+    assert abs(second_result.loss - result.loss) < 0.5

@@ -1,4 +1,4 @@
-"""A sample of the sweep over transformers' models: every coarse check is right or refused."""
+"""A sample of the sweep over transformers models: every coarse check passes or is refused."""
 
 import json
 import os
@@ -23,11 +23,11 @@ SWEEP = Path(__file__).parents[1] / "benchmarks" / "transformers_sweep.py"
 SAMPLE = ("stablelm", "lfm2", "zamba2")
 """Attention with partial rotary tables, convolutions, and hybrid layers that take two masks."""
 CELLS = 8
-"""Coarse checks of a class."""
+"""Number of coarse checks per class."""
 
 
 @pytest.mark.timeout(300)
-def test_a_sample_of_transformers_models_has_the_same_numbers_in_every_coarse_check(
+def test_a_sample_of_transformers_models_passes_every_coarse_check(
     tmp_path: Path,
 ) -> None:
     """Logits, packed rows, gradients, both loaders, saving and generation."""
@@ -38,7 +38,8 @@ def test_a_sample_of_transformers_models_has_the_same_numbers_in_every_coarse_ch
     assert run.returncode == 0, run.stdout + run.stderr
     cells = json.loads(file.read_text())["cells"]
     states = {
-        kind: {name: cell["state"] for name, cell in row.items()} for kind, row in cells.items()
+        model_type: {name: cell["state"] for name, cell in row.items()}
+        for model_type, row in cells.items()
     }
     assert states.keys() == set(SAMPLE)
     for row in states.values():
@@ -47,11 +48,12 @@ def test_a_sample_of_transformers_models_has_the_same_numbers_in_every_coarse_ch
 
 
 @pytest.mark.parametrize(
-    "kind", ["axk1", "cwm", "deepseek_v3", "dots1", "gemma3n_text", "ministral", "youtu", "zamba2"]
+    "model_type",
+    ["axk1", "cwm", "deepseek_v3", "dots1", "gemma3n_text", "ministral", "youtu", "zamba2"],
 )
-def test_transformers_runs_small_models_whose_widths_depend_on_others(kind: str) -> None:
-    """Otherwise there would be nothing to compare these types with."""
-    settings = small_model(TransformersModel({"model_type": kind})).settings
+def test_transformers_runs_small_models_with_dependent_widths(model_type: str) -> None:
+    """These types need a reference for comparison."""
+    settings = small_model(TransformersModel({"model_type": model_type})).settings
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(settings, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -59,11 +61,11 @@ def test_transformers_runs_small_models_whose_widths_depend_on_others(kind: str)
     assert logits.shape == (1, 10, settings.vocab_size)
 
 
-def generate(kind: str) -> list[int]:
+def generate(model_type: str) -> list[int]:
     """Generate 3 tokens with a small model."""
-    engine = Engine(small_model(TransformersModel({"model_type": kind})), device="cpu")
-    (made,) = engine.generate([[3, 4, 5]], max_new_tokens=3, temperature=0.0, stop_token=None)
-    return list(made)
+    engine = Engine(small_model(TransformersModel({"model_type": model_type})), device="cpu")
+    (generated,) = engine.generate([[3, 4, 5]], max_new_tokens=3, temperature=0.0, stop_token=None)
+    return list(generated)
 
 
 def test_a_model_that_uses_its_cache_in_an_unknown_way_is_refused() -> None:
@@ -79,29 +81,29 @@ def test_generation_uses_no_deprecated_argument_of_transformers() -> None:
         assert len(generate("stablelm")) == 3
 
 
-@pytest.mark.parametrize("kind", ["got_ocr2", "gemma3"])
-def test_the_text_part_of_a_model_with_other_inputs_becomes_small(kind: str) -> None:
-    """Its sizes are in a configuration within the configuration."""
-    settings = small_model(TransformersModel({"model_type": kind})).settings
+@pytest.mark.parametrize("model_type", ["got_ocr2", "gemma3"])
+def test_the_text_part_of_a_multimodal_model_is_shrunk(model_type: str) -> None:
+    """Its sizes are in a nested configuration."""
+    settings = small_model(TransformersModel({"model_type": model_type})).settings
     assert (settings.hidden_size, settings.vocab_size) == (32, 48)
     assert settings.num_hidden_layers <= 4
 
 
-def test_fresh_weights_have_the_constants_that_constructors_set(tmp_path: Path) -> None:
-    """The slopes of xIELU and its buffers, which no initialization rule names."""
+def test_initial_weights_have_the_constants_of_constructors(tmp_path: Path) -> None:
+    """The slopes of xIELU and its buffers, which no initialization rule covers."""
     config = small_model(TransformersModel({"model_type": "apertus"}))
     Engine(config, device="cpu").save(tmp_path)
-    made = load_file(tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
     auto: Any = transformers.AutoModelForCausalLM
     expected = auto.from_config(config.settings).state_dict()
     names = [name for name in expected if ".act_fn." in name]
     assert len(names) == 4 * config.num_hidden_layers
     for name in names:
-        torch.testing.assert_close(made[name].reshape(-1), expected[name].reshape(-1))
+        torch.testing.assert_close(saved[name].reshape(-1), expected[name].reshape(-1))
 
 
-def test_fresh_weights_follow_the_rule_of_the_outermost_module() -> None:
-    """AFMoE's router begins at zero, and GPT-2 scales the ends of its residual branches down."""
+def test_initial_weights_follow_the_rule_of_the_outermost_module() -> None:
+    """AFMoE's router starts at zero, and GPT-2 scales the ends of residual branches down."""
     zero = Engine(small_model(TransformersModel({"model_type": "afmoe"})), device="cpu")
     gates = [value for name, value in zero.parameters.items() if ".router.gate." in name]
     assert gates
@@ -112,7 +114,7 @@ def test_fresh_weights_follow_the_rule_of_the_outermost_module() -> None:
     assert float(scaled.detach().std()) == pytest.approx(expected, rel=0.1)
 
 
-def test_a_buffer_that_the_rule_of_an_outer_module_computes_is_set() -> None:
+def test_buffers_computed_by_an_outer_modules_rule_are_set() -> None:
     """Falcon-H1's multipliers along the width of its mixers."""
     engine = Engine(small_model(TransformersModel({"model_type": "falcon_h1"})), device="cpu")
     tokens = torch.arange(10)[None]
@@ -122,12 +124,14 @@ def test_a_buffer_that_the_rule_of_an_outer_module_computes_is_set() -> None:
     assert bool(logits.isfinite().all())
 
 
-@pytest.mark.parametrize(("kind", "refused"), [("gemma3n_text", True), ("gemma4_text", False)])
+@pytest.mark.parametrize(
+    ("model_type", "refused"), [("gemma3n_text", True), ("gemma4_text", False)]
+)
 def test_a_model_that_reads_all_features_between_split_layers_is_not_split(
-    kind: str, refused: bool
+    model_type: str, refused: bool
 ) -> None:
-    """Gemma 3n keeps activations above a quantile of all features, of which each rank has half."""
-    config = small_model(TransformersModel({"model_type": kind}))
+    """Gemma 3n keeps activations above a quantile of all features; ranks have only half."""
+    config = small_model(TransformersModel({"model_type": model_type}))
     family, layout = family_of(config), Layout.parse("tensor=2")
     if not refused:
         family.check_layout(config, layout)

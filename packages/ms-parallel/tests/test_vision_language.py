@@ -1,4 +1,4 @@
-"""A model that sees trains from packed rows of text and pictures as on each sample alone."""
+"""Vision-language models train on packed rows as on separate samples."""
 
 import io
 import json
@@ -40,8 +40,8 @@ SIZES = [(56, 56), (90, 40), (30, 120), (200, 150)]
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations with no picture, one and two; pictures of several sizes."""
-    place = tmp_path_factory.mktemp("vision_language")
+    """Conversations with zero to two pictures of several sizes."""
+    folder = tmp_path_factory.mktemp("vision_language")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
@@ -51,59 +51,59 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         show_progress=False,
     )
     model.train_from_iterator(["What is this?"], trainer)
-    model.save(str(place / "tokenizer.json"))
-    (place / "chat_template.jinja").write_text(TEMPLATE)
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "min_pixels": 28 * 28,
         "max_pixels": 112 * 112,
     }
-    (place / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     rng = np.random.default_rng(0)
     rows = []
-    (place / "corpus").mkdir()
-    for number in range(12):
+    (folder / "corpus").mkdir()
+    for index in range(12):
         parts: list[dict[str, str]] = [{"type": "text", "text": "What is this? "}]
-        for nth in range(number % 3):
-            size = SIZES[(number + nth) % len(SIZES)]
+        for picture in range(index % 3):
+            size = SIZES[(index + picture) % len(SIZES)]
             pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
             file = io.BytesIO()
             Image.fromarray(pixels).save(file, "PNG")
-            (place / f"corpus/{number}-{nth}.png").write_bytes(file.getvalue())
-            parts.append({"type": "image", "image": f"{number}-{nth}.png"})
+            (folder / f"corpus/{index}-{picture}.png").write_bytes(file.getvalue())
+            parts.append({"type": "image", "image": f"{index}-{picture}.png"})
             parts.append({"type": "text", "text": " and?"})
-        answer = [{"type": "text", "text": f"Noise {number}."}]
+        answer = [{"type": "text", "text": f"Noise {index}."}]
         messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
         rows.append(json.dumps({"messages": messages}))
-    (place / "corpus/rows.jsonl").write_text("\n".join(rows) + "\n")
-    out = place / "shards"
-    ms_data.build(place / "corpus", tokenizer=place, out=out, chat=place, processor=place)
+    (folder / "corpus/rows.jsonl").write_text("\n".join(rows) + "\n")
+    out = folder / "shards"
+    ms_data.build(folder / "corpus", tokenizer=folder, out=out, chat=folder, processor=folder)
     return out
 
 
-def alone(model: Any, shards: Path) -> float:
-    """The mean loss over all targets, each sample in a row of its own as transformers has it."""
+def separate_samples_loss(model: Any, shards: Path) -> float:
+    """Mean loss over all targets, each sample in a separate row, by transformers."""
     samples = ms_data.Samples(shards)
     processor = samples.processor
     assert processor is not None
     total, count = 0.0, 0
-    for number in range(len(samples)):
-        sample = samples.conversation(number)
+    for index in range(len(samples)):
+        sample = samples.conversation(index)
         tokens = torch.from_numpy(sample.tokens)[None]
-        seen: dict[str, Tensor] = {}
-        media = samples.media(number)
+        image_inputs: dict[str, Tensor] = {}
+        media = samples.media(index)
         if media:
-            items = [one.item for one in media]
-            seen["pixel_values"] = torch.from_numpy(processor.patches(items))
-            seen["image_grid_thw"] = torch.tensor([one.grid for one in items])
-        marks = (tokens == model.config.image_token_id).int()
+            items = [medium.item for medium in media]
+            image_inputs["pixel_values"] = torch.from_numpy(processor.patches(items))
+            image_inputs["image_grid_thw"] = torch.tensor([item.grid for item in items])
+        image_mask = (tokens == model.config.image_token_id).int()
         with torch.no_grad():
             logits = model(
                 input_ids=tokens,
                 attention_mask=torch.ones_like(tokens),
-                mm_token_type_ids=marks,
+                mm_token_type_ids=image_mask,
                 use_cache=False,
-                **seen,
+                **image_inputs,
             ).logits
         model.model.rope_deltas = None
         targets = torch.from_numpy(sample.tokens[1:].copy())
@@ -113,70 +113,70 @@ def alone(model: Any, shards: Path) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("kind", VISION)
+@pytest.mark.parametrize("model_type", VISION)
 @pytest.mark.parametrize("size", [None, 1])
-def test_the_loss_of_packed_rows_is_that_of_each_sample_alone(
-    shards: Path, kind: str, size: int | None
+def test_the_loss_of_packed_rows_equals_that_of_separate_samples(
+    shards: Path, model_type: str, size: int | None
 ) -> None:
-    """Before an update, and after some, in transformers' own model with the trained weights."""
+    """Before and after some updates, compared with transformers' model with the same weights."""
     torch.set_num_threads(1)
-    plain, seeing = tiny(kind, shards), VisionLanguageModel(tiny(kind, shards))
+    reference, model = tiny(model_type, shards), VisionLanguageModel(tiny(model_type, shards))
     engine = Engine(
-        seeing,
+        model,
         Layout(),
         device="cpu",
-        plan=seeing.plan,
+        plan=model.plan,
         optimizer=OPTIMIZER,
         microbatch_size=size,
     )
     losses = []
     assert (batch_of(shards)["documents"].max(1) > 1).any()
     for _ in range(3):
-        weights = {name: value.detach().clone() for name, value in seeing.named_parameters()}
-        assert plain.load_state_dict(weights, strict=False).unexpected_keys == []
-        expected = alone(plain, shards)
+        weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+        assert reference.load_state_dict(weights, strict=False).unexpected_keys == []
+        expected = separate_samples_loss(reference, shards)
         losses.append(engine.step(batch_of(shards), NextTokenLoss()).loss)
         assert losses[-1] == pytest.approx(expected, abs=1e-5)
     assert losses[-1] < losses[0]
-    moved = {name for name, value in seeing.named_parameters() if (value != weights[name]).any()}
-    assert any(name.startswith("model.visual.") for name in moved)
+    changed = {name for name, value in model.named_parameters() if (value != weights[name]).any()}
+    assert any(name.startswith("model.visual.") for name in changed)
 
 
 @pytest.mark.parametrize("size", [None, 1])
-def test_two_processes_have_the_losses_of_one(shards: Path, size: int | None) -> None:
-    """Also where a process's rows, or a microbatch, happen to hold no picture."""
+def test_two_processes_have_the_losses_of_one_process(shards: Path, size: int | None) -> None:
+    """Also if a process's rows, or a microbatch, have no picture."""
     torch.set_num_threads(1)
     model = VisionLanguageModel(tiny("qwen3_vl", shards))
     engine = Engine(model, Layout(), device="cpu", plan=model.plan, optimizer=OPTIMIZER)
-    one = [engine.step(batch_of(shards), NextTokenLoss()).loss for _ in range(3)]
-    both = run_processes(
-        2, CHILD, "curve", kind="qwen3_vl", shards=str(shards), size=size, timeout_s=200
+    expected = [engine.step(batch_of(shards), NextTokenLoss()).loss for _ in range(3)]
+    ranks = run_processes(
+        2, CHILD, "train_model", model_type="qwen3_vl", shards=str(shards), size=size, timeout_s=200
     )
-    for losses in both:
-        assert losses == pytest.approx(one, abs=1e-5)  # sums over rows in another order
+    for losses in ranks:
+        assert losses == pytest.approx(expected, abs=1e-5)  # sums over rows in a different order
 
 
 def test_other_positions_give_another_loss(shards: Path) -> None:
-    """What holds the test above to account: positions in a line, and pictures exchanged."""
+    """Text positions for pictures, or swapped pictures, fail the comparison above."""
     torch.set_num_threads(1)
-    seeing = VisionLanguageModel(tiny("qwen2_5_vl", shards))
-    engine = Engine(seeing, Layout(), device="cpu", plan=seeing.plan)
+    model = VisionLanguageModel(tiny("qwen2_5_vl", shards))
+    engine = Engine(model, Layout(), device="cpu", plan=model.plan)
     batch = batch_of(shards)
 
     def loss(**changed: Any) -> float:
         weights = {name: value.clone() for name, value in engine.state_dict().items()}
-        found = engine.step({**batch, **changed}, NextTokenLoss()).loss
+        changed_loss = engine.step({**batch, **changed}, NextTokenLoss()).loss
         engine.load_state_dict(weights)
-        return found
+        return changed_loss
 
     expected = loss()
-    line = np.broadcast_to(batch["positions"], batch["positions_thw"].shape).copy()
-    assert abs(loss(positions_thw=line) - expected) > 1e-4
+    text_positions = np.broadcast_to(batch["positions"], batch["positions_thw"].shape).copy()
+    assert abs(loss(positions_thw=text_positions) - expected) > 1e-4
     assert abs(loss(pixel_values=batch["pixel_values"][::-1].copy()) - expected) > 1e-4
 
 
 def test_microbatches_have_the_pictures_of_their_rows(shards: Path) -> None:
-    """And no others, in their order."""
+    """In their order, and no others."""
     batch = {name: torch.as_tensor(value) for name, value in batch_of(shards).items()}
     parts = [slice_rows(batch, at, at + 1) for at in range(len(batch["tokens"]))]
     for name in ("pixel_values", "image_grid_thw"):
@@ -189,8 +189,8 @@ def test_microbatches_have_the_pictures_of_their_rows(shards: Path) -> None:
         assert part["positions_thw"].shape == (3, 1, 192)
 
 
-def test_a_model_of_text_alone_refuses_pictures(shards: Path) -> None:
-    """Instead of training on places whose pictures it does not see."""
+def test_a_text_only_model_refuses_pictures(shards: Path) -> None:
+    """It would otherwise train on placeholders of pictures it does not see."""
     config = transformers.Qwen2Config(**{**TEXT, "vocab_size": 300, "rope_parameters": None})
     engine = Engine(TransformersModel(config.to_dict()), Layout(), device="cpu")
     with pytest.raises(ModelError, match="is a text-only model; use a VisionLanguageModel"):

@@ -1,4 +1,4 @@
-"""Pieces of weights: what is stacked, fused or turned on disk reads and writes alike."""
+"""Weight slices: stacked, fused or transposed tensors on disk can be read and written."""
 
 from itertools import product
 
@@ -46,12 +46,12 @@ SHAPES = {
 
 
 def to_folder(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a folder; what no piece fills is NaN."""
+    """Tensors of a folder; elements that no slice fills are NaN."""
     tensors: dict[str, Tensor] = {}
     for name, weight in weights.items():
         for piece in slices_of(RULES, name, weight.shape):
-            whole = tensors.setdefault(piece.tensor, torch.full(piece.shape, torch.nan))
-            whole[piece.part] = piece.to_tensor(weight[piece.box])
+            tensor = tensors.setdefault(piece.tensor, torch.full(piece.shape, torch.nan))
+            tensor[piece.part] = piece.to_tensor(weight[piece.box])
     return tensors
 
 
@@ -62,8 +62,8 @@ WEIGHTS = {
 TENSORS = to_folder(WEIGHTS)
 
 
-def test_each_expert_is_a_tensor_and_each_fused_tensor_is_whole() -> None:
-    """Names, values and orientation are those that the rules say."""
+def test_experts_are_separate_tensors_and_fused_tensors_are_complete() -> None:
+    """Names, values and orientation follow the rules."""
     names = [f"layers.7.experts.{e}.{m}.weight" for e, m in product(range(3), ("w1", "w2", "w3"))]
     others = (
         "blocks.7.router.weight",
@@ -83,27 +83,27 @@ def test_each_expert_is_a_tensor_and_each_fused_tensor_is_whole() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 @settings(deadline=None)
 @given(data=st.data())
-def test_any_box_of_a_weight_is_read_from_its_parts_alone(name: str, data: st.DataObject) -> None:
-    """Whatever box a process holds, pieces give its values, and read nothing that is not in it."""
+def test_any_box_of_a_weight_reads_only_its_slices(name: str, data: st.DataObject) -> None:
+    """For any box of a process, slices give its values and read nothing else."""
     cuts = [
         sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
         for size in SHAPES[name]
     ]
     box = tuple(slice(start, stop) for start, stop in cuts)
-    found = torch.full([dim.stop - dim.start for dim in box], torch.nan)
-    read = 0
+    values = torch.full([dim.stop - dim.start for dim in box], torch.nan)
+    numel = 0
     for piece in slices_of(RULES, name, SHAPES[name]):
         inside = piece.within(box)
         if inside is not None:
-            part, place = inside
-            found[place] = piece.to_parameter(TENSORS[piece.tensor][part])
-            read += TENSORS[piece.tensor][part].numel()
-    assert torch.equal(found, WEIGHTS[name][box])
-    assert read == found.numel()
+            part, target = inside
+            values[target] = piece.to_parameter(TENSORS[piece.tensor][part])
+            numel += TENSORS[piece.tensor][part].numel()
+    assert torch.equal(values, WEIGHTS[name][box])
+    assert numel == values.numel()
 
 
-def test_a_weight_of_one_number_is_read() -> None:
-    """As activations that are learnt have."""
+def test_a_scalar_weight_is_read() -> None:
+    """For example of a learned activation."""
     (piece,) = slices_of({}, "model.alpha", ())
     assert piece.to_parameter(torch.tensor(2.0)) == 2
     assert piece.to_tensor(torch.tensor(2.0)) == 2

@@ -1,4 +1,4 @@
-"""Tiny models that transformers builds, and runs of them; see `test_transformers.py`."""
+"""Tiny transformers models and runs with them, for `test_transformers.py` and others."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ms_parallel.split.part import gather_full_tensor
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
-# A delta rule over normalized keys amplifies roundings at greater rates, in plain torch too.
+# The delta rule with normalized keys amplifies roundings at higher rates, also in plain torch.
 OPTIMIZER = AdamWConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=20)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -83,11 +83,11 @@ MORE = {
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3},
     "codegen": {"rotary_dim": 4, "n_ctx": 64, "n_positions": 64, "n_inner": 64},
 }
-"""Models of forms that the others do not have."""
+"""Families with features that the others lack."""
 
 
-def theirs(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A model of transformers with random weights."""
+def hf_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A transformers model with random weights."""
     torch.manual_seed(seed)
     settings = CONFIG_MAPPING[family](
         **{**SIZES, **{**FAMILIES, **MORE}.get(family, {}), **changes}
@@ -95,8 +95,8 @@ def theirs(family: str, seed: int = 0, **changes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
 
 
-def alone(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Logits (B, S, V) of each document of a batch run by itself."""
+def separate_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Logits (B, S, V) of a batch, from a separate forward of each document."""
     rows = []
     for tokens, documents in zip(batch["tokens"], batch["documents"], strict=True):
         lengths = documents.unique_consecutive(return_counts=True)[1].tolist()
@@ -105,9 +105,9 @@ def alone(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return torch.stack(rows)
 
 
-def by_hand(family: str, folder: Path, steps: int) -> list[float]:
-    """Losses of plain torch, one process, each document alone; the begin is saved in `folder`."""
-    model = theirs(family)
+def plain_torch_losses(family: str, folder: Path, steps: int) -> list[float]:
+    """Losses of plain torch in one process with separate documents; saves the initial model."""
+    model = hf_model(family)
     model.save_pretrained(folder)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -116,10 +116,10 @@ def by_hand(family: str, folder: Path, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
         batch = global_batch(step)
-        logits, targets = alone(model, batch).flatten(0, 1), batch["targets"].flatten()
-        each = nn.functional.cross_entropy(logits, targets, reduction="none")
+        logits, targets = separate_logits(model, batch).flatten(0, 1), batch["targets"].flatten()
+        token_losses = nn.functional.cross_entropy(logits, targets, reduction="none")
         weights = (batch["weights"] * (batch["targets"] >= 0)).flatten()
-        loss = (each * weights).sum() / weights.sum()
+        loss = (token_losses * weights).sum() / weights.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm or 1e9)
         for group in adam.param_groups:
@@ -130,24 +130,25 @@ def by_hand(family: str, folder: Path, steps: int) -> list[float]:
     return losses
 
 
-def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Losses of each job: `folder` of the model, `layout`, `steps`, `options`, where it is saved.
+def train_jobs(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses of each job.
 
-    A job whose layout is refused says so in `refused`.
+    A job has the model's `folder`, `layout`, `steps`, and optionally engine `options` and a folder
+    to `save` to. A refused layout gives the message as `refused`.
     """
     torch.set_num_threads(1)
-    known: dict[str, Groups] = {}
-    found: list[dict[str, Any]] = []
+    groups_by_layout: dict[str, Groups] = {}
+    results: list[dict[str, Any]] = []
     for job in jobs:
         layout = job["layout"]
-        if layout not in known:
-            known[layout] = connect(Layout.parse(layout), device="cpu", timeout_s=120)
-        groups = known[layout]
+        if layout not in groups_by_layout:
+            groups_by_layout[layout] = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+        groups = groups_by_layout[layout]
         options = {"optimizer": OPTIMIZER, **job.get("options", {})}
         try:
             engine = Engine(TransformersModel(job["folder"]), groups=groups, **options)
         except ParallelError as error:
-            found.append({"refused": str(error)})
+            results.append({"refused": str(error)})
             continue
         losses = [
             engine.step(local_rows(global_batch(step), groups), NextTokenLoss()).loss
@@ -155,22 +156,22 @@ def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ]
         if "save" in job:
             engine.save(job["save"])
-        found.append({"losses": losses})
-    return found
+        results.append({"losses": losses})
+    return results
 
 
-def fresh(jobs: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
-    """Mean and standard deviation of each parameter that this rank's stages begin with."""
+def initial_weights(jobs: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
+    """Mean and standard deviation of each initial parameter of this rank's stages."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
         engine = Engine(TransformersModel(job["document"]), groups=groups, seed=3)
-        whole = {
+        full_weights = {
             name: gather_full_tensor(value.detach()) for name, value in engine.parameters.items()
         }
-        found.append({name: _spread(value.double()) for name, value in whole.items()})
-    return found
+        results.append({name: _spread(value.double()) for name, value in full_weights.items()})
+    return results
 
 
 def _spread(value: Tensor) -> list[float]:
@@ -178,7 +179,7 @@ def _spread(value: Tensor) -> list[float]:
 
 
 def gradient_of(folder: str, layout: str, name: str) -> list[float]:
-    """Norm of the first update, and its change of a weight under plain SGD at rate 1."""
+    """Gradient norm of the first update, and the change of a weight under plain SGD with rate 1."""
     torch.set_num_threads(1)
     sgd = {"name": "SGD", "momentum": 0.0, "learning_rate": 1.0, "weight_decay": 0.0}
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
@@ -192,6 +193,6 @@ def gradient_of(folder: str, layout: str, name: str) -> list[float]:
 
 
 def loaded(folder: str) -> list[float]:
-    """Sum of the logits of `load_model`, in a process that has built no model before."""
+    """Sum of the logits of `load_model`, in a process that has not built a model before."""
     model = load_model(folder)
     return [float(model(torch.arange(3, 27)[None]).detach().double().sum())]

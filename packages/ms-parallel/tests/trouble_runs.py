@@ -1,4 +1,4 @@
-"""Runs of the trainer in which batches go wrong that are planted; `run_processes` calls them."""
+"""Trainer runs with planted bad batches, for `run_processes`."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,8 +27,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Planted(NextTokenLoss):
-    """A loss that is multiplied; all of its processes know of the factor, as of their batch."""
+class ScaledLoss(NextTokenLoss):
+    """Loss multiplied by a factor that all processes of a batch know."""
 
     factor = 1.0
 
@@ -39,17 +39,17 @@ class Planted(NextTokenLoss):
 
 @contextmanager
 def planting(factors: Mapping[int, float]) -> Iterator[None]:
-    """Multiply the losses of some batches, by their number in the data from 1 on."""
+    """Multiply the losses of some batches, numbered from 1 in data order."""
     next_batch, loss = TokenStream.__next__, runs.NextTokenLoss
 
     def planted(self: TokenStream) -> Any:
         batch = next_batch(self)
-        number = self.state_dict()["consumed_samples"] // self.batch_size
-        Planted.factor = factors.get(number, 1.0)
+        index = self.state_dict()["consumed_samples"] // self.batch_size
+        ScaledLoss.factor = factors.get(index, 1.0)
         return batch
 
     TokenStream.__next__ = planted  # type: ignore[method-assign]
-    runs.NextTokenLoss = Planted  # type: ignore[misc]
+    runs.NextTokenLoss = ScaledLoss  # type: ignore[misc]
     try:
         yield
     finally:
@@ -57,33 +57,33 @@ def planting(factors: Mapping[int, float]) -> Iterator[None]:
         runs.NextTokenLoss = loss  # type: ignore[misc]
 
 
-def troubled(
+def run_with_faults(
     shards: str | Path, output: str | Path, planted: Mapping[int, float], **settings: Any
 ) -> dict[str, Any]:
-    """What a run over planted batches told and came to; `fails_at` is a step at which it dies."""
-    told: list[tuple[str, dict[str, Any]]] = []
+    """Results and events of a run with planted batches; `fails_at` is a step where it crashes."""
+    events: list[tuple[str, dict[str, Any]]] = []
     fails_at, steps = settings.pop("fails_at", None), settings.pop("steps", 12)
 
     def on_event(kind: str, fields: Mapping[str, Any]) -> None:
-        told.append((kind, dict(fields)))
-        if kind == "step" and fields["step"] == fails_at and any(k == "skipped" for k, _ in told):
+        events.append((kind, dict(fields)))
+        if kind == "step" and fields["step"] == fails_at and any(k == "skipped" for k, _ in events):
             raise OSError("a crash of this test")
 
     trainer = DistributedTrainer(
         **{**SETTINGS, "output_dir": output, "on_event": on_event, **settings}
     )
-    said = ""
+    error_text = ""
     with planting(planted):
         try:
             trainer.train(shards, steps=steps)
         except (ParallelError, OSError) as error:
-            said = f"{type(error).__name__}: {error}"
+            error_text = f"{type(error).__name__}: {error}"
     run = trainer._run
     assert run is not None
     return {
-        "said": said,
-        "skipped": [fields for kind, fields in told if kind == "skipped"],
-        "steps": [[fields["step"], fields["loss"]] for kind, fields in told if kind == "step"],
+        "said": error_text,
+        "skipped": [fields for kind, fields in events if kind == "skipped"],
+        "steps": [[fields["step"], fields["loss"]] for kind, fields in events if kind == "step"],
         "taken": run.engine.optimizer.update_count,
         "counts": run.progress.skipped,
         "rolled_back": run.progress.rolled_back,
@@ -94,13 +94,13 @@ def troubled(
     }
 
 
-def all_troubled(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each job in turn; a job's planted batches travel as a list of pairs."""
+def run_jobs(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run each job; its planted batches are a list of pairs."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for job in jobs:
         planted = dict(job.pop("planted"))
-        found.append(troubled(planted=planted, **job))
+        results.append(run_with_faults(planted=planted, **job))
         if dist.is_initialized():
             dist.barrier()
-    return found
+    return results

@@ -1,4 +1,4 @@
-"""Tiny models that see, and runs of them; see `test_vision_language.py`."""
+"""Tiny vision-language models and runs with them, for `test_vision_language.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ VISION: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(kind: str, shards: Path) -> Any:
-    """A random model of this kind with the tokenizer's places."""
+def tiny(model_type: str, shards: Path) -> Any:
+    """A random model with the tokenizer's image tokens."""
     tokenizer = ms_data.Tokenizer.load(shards)
     text = {**TEXT, "vocab_size": tokenizer.vocabulary_size}
     ids = {
@@ -57,17 +57,21 @@ def tiny(kind: str, shards: Path) -> Any:
         "vision_start_token_id": tokenizer.special_token("<|vision_start|>"),
         "vision_end_token_id": tokenizer.special_token("<|vision_end|>"),
     }
-    if kind == "qwen3_vl":
+    if model_type == "qwen3_vl":
         text["head_dim"] = 8
     config = transformers.AutoConfig.for_model(
-        kind, text_config=text, vision_config=VISION[kind], tie_word_embeddings=False, **ids
+        model_type,
+        text_config=text,
+        vision_config=VISION[model_type],
+        tie_word_embeddings=False,
+        **ids,
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0, 0.1)  # so that what is seen, and where, can be told apart
+                parameter.normal_(0, 0.1)  # large enough to be sensitive to pictures and positions
     return model
 
 
@@ -82,11 +86,11 @@ def batch_of(shards: Path, place: Any = None) -> dict[str, Any]:
     return batch
 
 
-def curve(kind: str, shards: str, size: int | None) -> list[float]:
-    """Losses of three updates over all processes on the data axis, each with rows of its own."""
+def train_model(model_type: str, shards: str, size: int | None) -> list[float]:
+    """Losses of three updates on two data ranks with different rows."""
     torch.set_num_threads(1)
     groups = connect(Layout.parse("data=2"), device="cpu", timeout_s=120)
-    model = VisionLanguageModel(tiny(kind, Path(shards)))
+    model = VisionLanguageModel(tiny(model_type, Path(shards)))
     engine = Engine(
         model, groups=groups, plan=model.plan, optimizer=OPTIMIZER, microbatch_size=size
     )

@@ -1,4 +1,4 @@
-"""Published runs as values: each row of runs.csv with its model, machine, layout and settings."""
+"""Published runs: each row of runs.csv with its model, machine, layout and settings."""
 
 import csv
 import tomllib
@@ -25,13 +25,13 @@ REPEATED: Mapping[str, RecomputedShares] = {
     "operators": RecomputedShares(products=0.5, elementwise=1.0),
     "five of 32 layers": RecomputedShares(products=5 / 32, attention=5 / 32, elementwise=5 / 32),
 }
-"""What is computed again: `core` of Korthikanti et al., `operators` of torchtitan keeps attention
-and every other product, `alternate` is each second layer."""
+"""Shares of recomputed work: `core` is from Korthikanti et al., torchtitan's `operators` saves
+attention and every other product, `alternate` is every second layer."""
 
 
 @frozen(kw_only=True)
 class Run:
-    """One published row."""
+    """A published row."""
 
     source: str
     name: str
@@ -43,15 +43,15 @@ class Run:
     settings: StepSettings
     cluster: Cluster
     efficiency: str
-    """The family whose constants count."""
+    """Family of chips whose constants apply."""
     operators: str
-    """How element-wise steps run: `fused`, `eager` one by one, `torch_npu` some of them fused."""
+    """Element-wise operators: `fused`, `eager` (unfused), or `torch_npu` (partly fused)."""
     seconds: float
-    """Seconds of a step, as measured."""
+    """Measured seconds per step."""
 
     @property
     def label(self) -> str:
-        """What tells it from the others."""
+        """Unique description of the row."""
         layout = self.layout
         return (
             f"{self.source}: {self.name}, {self.model}, {layout.world_size} devices,"
@@ -63,7 +63,7 @@ class Run:
 
 @cache
 def tables() -> dict[str, Any]:
-    """Models, systems and stacks."""
+    """Models, systems and stacks of systems.toml."""
     return tomllib.loads((HERE / "systems.toml").read_text())
 
 
@@ -74,15 +74,15 @@ def read_runs() -> tuple[Run, ...]:
 
 
 def halves(runs: tuple[Run, ...]) -> Iterator[tuple[Run, bool]]:
-    """Each run, and whether it is of the half that calibrates.
+    """Each run, and whether it belongs to the calibration half.
 
-    Of each source these are every other row in the order of its table, from the second one on, so
-    that a source with one row is judged alone.
+    In each source that is every second row, starting with the second, so a source with a single row
+    is only used for evaluation.
     """
-    seen: dict[str, int] = {}
+    indices: dict[str, int] = {}
     for run in runs:
-        place = seen[run.source] = seen.get(run.source, -1) + 1
-        yield run, place % 2 == 1
+        index = indices[run.source] = indices.get(run.source, -1) + 1
+        yield run, index % 2 == 1
 
 
 def _run(row: Mapping[str, str]) -> Run:
@@ -127,26 +127,26 @@ def _run(row: Mapping[str, str]) -> Run:
 
 
 def sizes_of(model: Mapping[str, Any]) -> DecoderSizes:
-    """A model's sizes; heads share out the hidden width and have own keys, unless said."""
-    given = dict(model)
-    given.setdefault("key_value_heads", given["heads"])
-    given.setdefault("head_dim", given["hidden"] // given["heads"])
-    if "latents" in given:
-        given["latents"] = LatentSizes(**given["latents"])
-    if "experts" in given:
-        given["experts"] = ExpertSizes(**given["experts"])
-    return DecoderSizes(**given)
+    """Sizes of a model; by default heads split the hidden size and have their own keys."""
+    sizes = dict(model)
+    sizes.setdefault("key_value_heads", sizes["heads"])
+    sizes.setdefault("head_dim", sizes["hidden"] // sizes["heads"])
+    if "latents" in sizes:
+        sizes["latents"] = LatentSizes(**sizes["latents"])
+    if "experts" in sizes:
+        sizes["experts"] = ExpertSizes(**sizes["experts"])
+    return DecoderSizes(**sizes)
 
 
 def cluster_of(system: Mapping[str, Any], devices: int) -> Cluster:
-    """So many devices of a system."""
-    found = known_cluster(system["chip"], devices, network_gb_per_s=system["network"])
-    memory = system.get("memory_gb_per_s", found.memory_bandwidth_gb_per_s)
-    return evolve(found, memory_bandwidth_gb_per_s=float(memory))
+    """A cluster of `devices` devices of a system."""
+    cluster = known_cluster(system["chip"], devices, network_gb_per_s=system["network"])
+    memory = system.get("memory_gb_per_s", cluster.memory_bandwidth_gb_per_s)
+    return evolve(cluster, memory_bandwidth_gb_per_s=float(memory))
 
 
 def _seconds(row: Mapping[str, str], sizes: DecoderSizes) -> float:
-    """A step's time from what the source states."""
+    """Step time from the figure of the source."""
     value, devices = float(row["value"]), int(row["devices"])
     sequence = int(row["sequence"])
     tokens = int(row["batch"]) * sequence
@@ -158,12 +158,12 @@ def _seconds(row: Mapping[str, str], sizes: DecoderSizes) -> float:
         return tokens / 1e12 * value * 3600 / devices
     if row["metric"] == "causal_tflops":
         return tokens * sizes.token_flops(sequence, causal=True) / (value * 1e12 * devices)
-    # Narayanan et al. 2021, equation 3, which counts the forward that is computed again.
+    # Narayanan et al. 2021, equation 3, which includes the recomputed forward pass.
     layers, hidden = sizes.layers, sizes.hidden
     terms = 1 + sequence / (6 * hidden) + sizes.vocabulary / (16 * layers * hidden)
     return 96 * tokens * layers * hidden**2 * terms / (value * 1e12 * devices)
 
 
 def excluded() -> dict[str, str]:
-    """Rows of the sources that are not among ours, each with the reason."""
+    """Rows of the sources that are left out, with the reasons."""
     return dict(tables()["excluded"])

@@ -7,7 +7,7 @@ MODEL_TYPE = "deepseek_v3"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     groups = random.choice([(1, 1), (2, 1), (4, 2), (4, 4)])
     scales = random.choice([{}, {"mscale": 1.0, "mscale_all_dim": 0.7}])
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}

@@ -7,7 +7,7 @@ MODEL_TYPE = "gemma2"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     kinds = ["sliding_attention", "full_attention"]
     return {
         "hidden_size": random.choice([32, 48]),

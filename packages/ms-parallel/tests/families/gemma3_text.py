@@ -7,7 +7,7 @@ MODEL_TYPE = "gemma3_text"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     linear = {"rope_type": "linear", "factor": 4.0}
     both = {
         "full_attention": {"rope_type": "default", "rope_theta": 5e4},

@@ -7,7 +7,7 @@ MODEL_TYPE = "glm4"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     return {
         "head_dim": random.choice([8, 16]),
         "attention_bias": random.random() < 0.5,

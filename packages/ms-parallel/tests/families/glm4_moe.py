@@ -7,7 +7,7 @@ MODEL_TYPE = "glm4_moe"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     groups = random.choice([{}, {"n_group": 4, "topk_group": 2}, {"n_group": 2, "topk_group": 1}])
     return {
         "head_dim": random.choice([8, 16]),

@@ -4,14 +4,14 @@ from random import Random
 from typing import Any
 
 MODEL_TYPE = "gpt_oss"
-KINDS = ("sliding_attention", "full_attention")
+LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
     plain = {"rope_type": "default", "rope_theta": 1e4}
-    mixed = {"layer_types": [random.choice(KINDS) for _ in range(4)]}
+    mixed = {"layer_types": [random.choice(LAYER_TYPES) for _ in range(4)]}
     return {
         "head_dim": random.choice([8, 16]),
         "num_key_value_heads": random.choice([1, 2, 4]),

@@ -7,7 +7,7 @@ MODEL_TYPE = "granite"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     return {
         "attention_bias": random.random() < 0.5,
         "mlp_bias": random.random() < 0.5,

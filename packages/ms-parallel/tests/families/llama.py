@@ -7,7 +7,7 @@ MODEL_TYPE = "llama"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     original = {"original_max_position_embeddings": 16, "factor": random.choice([2.0, 8.0])}
     ropes: list[dict[str, Any]] = [
         {"rope_type": "default"},

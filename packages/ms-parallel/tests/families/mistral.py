@@ -7,7 +7,7 @@ MODEL_TYPE = "mistral"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     return {
         "head_dim": random.choice([8, 12, None]),
         "num_key_value_heads": random.choice([1, 2, 4]),

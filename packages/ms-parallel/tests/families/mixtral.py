@@ -7,7 +7,7 @@ MODEL_TYPE = "mixtral"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     experts = random.choice([2, 5, 8])
     return {
         "num_local_experts": experts,

@@ -7,7 +7,7 @@ MODEL_TYPE = "olmo2"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     return {
         "num_key_value_heads": random.choice([1, 2, 4]),
         "attention_bias": random.random() < 0.5,

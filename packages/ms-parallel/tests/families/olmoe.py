@@ -7,7 +7,7 @@ MODEL_TYPE = "olmoe"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     return {
         "num_key_value_heads": random.choice([2, 4]),
         "num_experts": random.choice([4, 7]),

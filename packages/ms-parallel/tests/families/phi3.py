@@ -7,7 +7,7 @@ MODEL_TYPE = "phi3"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     share = random.choice([1.0, 0.5])
     factors = {
         name: [1 + most * random.random() for _ in range(int(8 * share) // 2)]

@@ -7,7 +7,7 @@ MODEL_TYPE = "qwen2"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     windows = {"sliding_window": 5, "max_window_layers": random.choice([0, 2, 4])}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     return {

@@ -7,7 +7,7 @@ MODEL_TYPE = "qwen3_moe"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     return {
         "head_dim": random.choice([8, 12]),
         "num_experts": random.choice([4, 7]),

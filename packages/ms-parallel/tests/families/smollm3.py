@@ -7,7 +7,7 @@ MODEL_TYPE = "smollm3"
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Settings of a small one."""
+    """Random settings of a small model."""
     kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     window = {"use_sliding_window": True, "sliding_window": random.choice([3, 5])}
     return {
