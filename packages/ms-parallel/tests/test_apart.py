@@ -20,7 +20,7 @@ from ms_parallel.schedules import one_f_one_b
 from ms_parallel.training.options import Options
 from ms_parallel.training.planning.subprocesses import PlanArguments, RunRecord, ask_memory
 
-QUESTION = LayoutArguments(model="llama", layout=Layout(tensor=3), options={})
+ARGUMENTS = LayoutArguments(model="llama", layout=Layout(tensor=3), options={})
 
 
 class _Trap:
@@ -39,7 +39,7 @@ def test_output_of_the_process_does_not_disturb_the_answer(
     """A module may print to standard output when it is imported."""
     (tmp_path / "sitecustomize.py").write_text("print('a line')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert "tensor=3 does not divide" in call_in_subprocess(REFUSAL, QUESTION, str | None)
+    assert "tensor=3 does not divide" in call_in_subprocess(REFUSAL, ARGUMENTS, str | None)
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_an_error_keeps_its_class_and_message(
 def test_a_failed_process_reports_the_reason() -> None:
     """With its last error, such as a missing function or a function of another package."""
     with pytest.raises(ParallelError, match=r"nowhere:no ended without a result: ModuleNotFound"):
-        call_in_subprocess("ms_parallel.nowhere:no", QUESTION, str)
+        call_in_subprocess("ms_parallel.nowhere:no", ARGUMENTS, str)
     for foreign in ("builtins:print", "os:system", "ms_parallel_other.module:function"):
         with pytest.raises(ParallelError, match="is not a function of ms_parallel"):
-            call_in_subprocess(foreign, QUESTION, str)
+            call_in_subprocess(foreign, ARGUMENTS, str)
 
 
 def test_an_answer_of_a_wrong_type_is_refused() -> None:
     """It is validated against the expected type."""
     with pytest.raises(ParallelError, match=r"refusal:refusal: Expected `int`, got `str`"):
-        call_in_subprocess(REFUSAL, QUESTION, int)
+        call_in_subprocess(REFUSAL, ARGUMENTS, int)
 
 
 def test_no_pickle_is_read_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_no_pickle_is_read_on_either_side(tmp_path: Path, monkeypatch: pytest.Mo
     program = f"import sys; open(sys.argv[1] + '/{RESULT}', 'wb').write({pickled!r})"
     monkeypatch.setattr(subprocess_call, "PROGRAM", program)
     with pytest.raises(ParallelError, match=f"{REFUSAL}: "):
-        call_in_subprocess(REFUSAL, QUESTION, str | None)
+        call_in_subprocess(REFUSAL, ARGUMENTS, str | None)
     assert not trap.exists()
     pickle.loads(pickled)  # noqa: S301 - shows that the trap works
     assert trap.exists()
@@ -147,7 +147,7 @@ def test_a_cluster_is_validated_like_its_file() -> None:
     """By the process that receives it."""
     rates = {"float32": 1.0}
     cluster = Cluster(memory_gib=1.0, memory_bandwidth_gb_per_s=1.0, peak_tflops=rates)
-    question = PlanArguments(
+    arguments = PlanArguments(
         run=RunRecord.of(Options("llama")),
         cluster=cluster,
         objective="fastest",
@@ -156,7 +156,7 @@ def test_a_cluster_is_validated_like_its_file() -> None:
         shards=None,
         history=History(),
     )
-    content = msgspec.msgpack.decode(msgspec.msgpack.encode(question))
+    content = msgspec.msgpack.decode(msgspec.msgpack.encode(arguments))
     assert msgspec.convert(content, PlanArguments).cluster == cluster
     content["cluster"]["memory_gib"] = -1.0
     with pytest.raises(msgspec.ValidationError, match="memory_gib must be"):

@@ -1,4 +1,4 @@
-"""Replaying a changed row from its change gives the result of playing everything."""
+"""Resimulating a changed row from its change gives the result of a full simulation."""
 
 from random import Random
 
@@ -24,7 +24,7 @@ def costs(random: Random, stages: int, transfer: int) -> Costs:
 
 @pytest.mark.parametrize("transfer", [0, 1])
 @pytest.mark.parametrize("placement", [vee(3), looped(3, 2), (0, 1, 2)])
-def test_a_replay_equals_a_play(placement, transfer):
+def test_resimulation_equals_a_full_simulation(placement, transfer):
     """Eight hundred swaps of neighbors, accepted or not: equal starts, ends and deadlocks."""
     random = Random(len(placement) + transfer)
     stages, deadlocks = len(placement), 0
@@ -44,8 +44,8 @@ def test_a_replay_equals_a_play(placement, transfer):
             ]
             for row in searched.schedule.computations()
         ]
-        played = simulator.simulate(rows)
-        assert played is not None
+        simulated = simulator.simulate(rows)
+        assert simulated is not None
         for _ in range(400):
             rank = random.randrange(3)
             at = random.randrange(len(rows[rank]) - 1)
@@ -53,9 +53,9 @@ def test_a_replay_equals_a_play(placement, transfer):
             row[at], row[at + 1] = row[at + 1], row[at]
             swapped = [*rows[:rank], row, *rows[rank + 1 :]]
             expected = simulator.simulate(swapped)
-            since = played.starts[rows[rank][at]]
-            assert simulator.resimulate(swapped, played, rank, at, since) == expected
+            since = simulated.starts[rows[rank][at]]
+            assert simulator.resimulate(swapped, simulated, rank, at, since) == expected
             deadlocks += expected is None
             if expected is not None and random.random() < 0.7:
-                rows, played = swapped, expected
+                rows, simulated = swapped, expected
     assert deadlocks > 20

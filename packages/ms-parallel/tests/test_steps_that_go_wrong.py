@@ -11,7 +11,7 @@ from trouble_runs import SETTINGS, run_with_faults
 
 from ms_parallel import DistributedTrainer
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.training.recovery import ROLL_BACKS, Policy
+from ms_parallel.training.recovery import ROLL_BACKS, RecoveryPolicy
 
 RUNS = Path(__file__).parent / "trouble_runs.py"
 SPIKE, NOT_FINITE = 40.0, math.inf
@@ -194,7 +194,7 @@ def test_reproducible_runs_skip_and_roll_back_identically(shards: Path, tmp_path
 
 def test_spikes_are_relative_to_the_spread_of_recent_values() -> None:
     """Relative to the spread of enough recent values, or to 1% if they are equal."""
-    policy = Policy(on_nonfinite="skip", on_spike="skip", factor=10.0, window=4)
+    policy = RecoveryPolicy(on_nonfinite="skip", on_spike="skip", factor=10.0, window=4)
     assert not policy.is_spike(1e9, [1.0, 1.0, 1.0])
     assert policy.is_spike(1.2, [1.0] * 4)
     assert not policy.is_spike(1.05, [1.0] * 4)
