@@ -102,7 +102,7 @@ def test_a_result_counts_only_when_it_is_complete(monkeypatch: pytest.MonkeyPatc
     program = "import sys; open(sys.argv[1] + '/partial', 'wb').write(b'x'); print('out of memory')"
     monkeypatch.setattr(subprocess_call, "PROGRAM", program)
     with pytest.raises(ParallelError, match="refusal ended without a result: out of memory"):
-        call_in_subprocess(REFUSAL, QUESTION, str | None)
+        call_in_subprocess(REFUSAL, ARGUMENTS, str | None)
 
 
 OPTION_CASES = [
