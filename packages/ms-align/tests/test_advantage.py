@@ -93,7 +93,7 @@ def test_group_advantages_follow_their_definitions() -> None:
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_a_skipped_response_does_not_count_in_its_group(scale: str) -> None:
-    """Advantages are those of the smaller group; a single response has no baseline."""
+    """The group becomes smaller; a single response has no baseline."""
     nan = float("nan")
     rewards = torch.tensor([1.0, nan, 0.0, nan, 0.5, nan, nan, nan], dtype=torch.float64)
     remaining = torch.tensor([1.0, 0.0], dtype=torch.float64)

@@ -110,7 +110,7 @@ def test_a_runaway_template_is_stopped_with_one_line(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("last", [None, 7, ["the word"]])
 def test_a_message_without_text_cannot_be_continued(last: object, tmp_path: Path) -> None:
-    """Neither can one that the template rewrites."""
+    """A message that the template rewrites cannot be continued either."""
     tokenizer = hf_tokenizer(TEMPLATE, tmp_path)
     with pytest.raises(DataError, match="must have a text to continue"):
         render_chat(tokenizer, [{"role": "assistant", "content": last}], continue_last=True)

@@ -69,7 +69,7 @@ def test_settings_that_need_a_layout_are_rejected_without_one(name: str) -> None
 def test_every_setting_reaches_the_engine_of_a_layout(
     name: str, sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Set in a run file; losses equal those without it, up to bfloat16 rounding."""
+    """Set in a run file; losses match the run without it, up to bfloat16 rounding."""
     if name == "compile" and shutil.which("c++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
     run = tmp_path / "run.toml"

@@ -239,7 +239,7 @@ def test_unknown_window_masks_are_rejected_when_packed_and_generate_without_cach
 
 
 def check_log_probabilities(model: nn.Module) -> None:
-    """Compare the log-probabilities of each response with those of its row alone."""
+    """Compare the log-probabilities of each response with its row alone."""
     responses = LocalGenerator(model, max_num_seqs=3, fused=False)(
         PROMPTS, SAMPLING, count=2, seed=1
     )
@@ -498,7 +498,7 @@ def test_models_that_cannot_be_fused_run_unfused(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("build", [llama, decoder])
 def test_bfloat16_models_run_unfused(build: Callable[[], nn.Module]) -> None:
-    """Log-probabilities match those of single rows within one bfloat16 step of a logit."""
+    """Log-probabilities match single rows within one bfloat16 step of a logit."""
     model = build().bfloat16()
     generator = LocalGenerator(model, max_num_seqs=3)
     responses = generator(PROMPTS, SAMPLING, seed=1)

@@ -134,7 +134,7 @@ def test_biases_of_token_kl_estimators_in_the_loss() -> None:
 
 
 def test_k3_in_the_loss_has_the_gradient_of_the_reverse_kl() -> None:
-    """Its expected gradient is that of KL(reference ‖ policy)."""
+    """Its expected gradient equals the gradient of KL(reference ‖ policy)."""
 
     def reverse(policy: Tensor) -> Tensor:
         scores, reference = policy[0].log_softmax(-1), REFERENCE[0].log_softmax(-1)
@@ -191,7 +191,7 @@ def test_estimators_match_hand_computed_values() -> None:
 
 
 def test_the_adaptive_controller_matches_hand_computed_values() -> None:
-    """An error of 0.5 is clipped to 0.2; one of -0.05 is not."""
+    """An error of 0.5 is clipped to 0.2; -0.05 is not clipped."""
     controller = AdaptiveKL(target=6.0, horizon=10_000)
     assert controller.next(0.2, 9.0, 256) == pytest.approx(0.2 * (1 + 0.2 * 0.0256))
     assert controller.next(0.2, 5.7, 256) == pytest.approx(0.2 * (1 - 0.05 * 0.0256))

@@ -267,7 +267,7 @@ def test_conversations_are_rejected_by_pair_trainers(
 def test_kill_9_then_the_same_command_ends_in_the_same_bits(
     sets: Path, tmp_path: Path, command: str
 ) -> None:
-    """Trained model and last checkpoint equal those of an uninterrupted run."""
+    """Trained model and last checkpoint match an uninterrupted run."""
     (tmp_path / "reference").mkdir()
     reference = run_file(sets, tmp_path / "reference", command, **SETTINGS[command])
     assert main([command, str(reference)]) == 0

@@ -65,7 +65,7 @@ def check_opens(folder: Path, *, chats: bool) -> None:
 
     def bias(module: torch.nn.Module, inputs: object, logits: torch.Tensor) -> torch.Tensor:
         forced = torch.zeros_like(logits)
-        forced[..., end] = 100.0  # forces the end token, whatever the weights are
+        forced[..., end] = 100.0  # forces the end token for any weights
         return logits + forced
 
     handle = model.get_output_embeddings().register_forward_hook(bias)
@@ -108,7 +108,7 @@ def test_sft_in_python_writes_the_same_as_its_command(sets: Path, tmp_path: Path
 
 @pytest.mark.parametrize("build", [decoder, llama])
 def test_ppo_in_python_saves_the_tokenizer(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
-    """Also the byte tokenizer, which has no file of its own."""
+    """Includes the byte tokenizer, which has no file."""
     PPOTrainer(
         policy_model=build(),
         reward_model=vowels,

@@ -124,7 +124,7 @@ def test_probabilities_follow_the_loss_above_a_floor(
 
 
 def test_progress_prefers_tasks_that_are_being_learned() -> None:
-    """A falling loss ranks above one that stays high and one that has converged."""
+    """A falling loss ranks above a constant high loss and a converged one."""
     options = TaskOptions(signal="progress", warmup_steps=0, floor=0.1)
     sampler = TaskSampler(["stuck", "falling", "done"], options)
     for step in range(60):
@@ -135,7 +135,7 @@ def test_progress_prefers_tasks_that_are_being_learned() -> None:
 
 
 def test_the_state_survives_json() -> None:
-    """Probabilities and samples after loading equal those of an undisturbed sampler."""
+    """A restored sampler gives the same probabilities and samples."""
     sampler = TaskSampler(["a", "b"], TaskOptions(warmup_steps=1), seed=3)
     for step in range(7):
         sampler.observe([1.0 + step, None if step < 3 else 0.2])
