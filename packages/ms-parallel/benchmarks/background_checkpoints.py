@@ -74,21 +74,21 @@ def alternate(
     step: Callable[[], None], saver: BackgroundSaver, engine: Engine
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Wall-clock and CPU seconds of a step without a save, and of one with it."""
-    plain = timed(step)
+    plain = time_call(step)
 
     def saved() -> None:
         step()
         saver.save(engine.step_count, engine.state_dict(), facts={}, note=lambda: None)
         saver.poll()
 
-    with_save = timed(saved)
+    with_save = time_call(saved)
     while saver.job is not None:
         sleep(0.01)
         saver.poll()
     return plain, with_save
 
 
-def timed(act: Callable[[], None]) -> tuple[float, float]:
+def time_call(act: Callable[[], None]) -> tuple[float, float]:
     """Wall-clock and CPU seconds of this process."""
     wall, processor = perf_counter(), process_time()
     act()
@@ -97,7 +97,7 @@ def timed(act: Callable[[], None]) -> tuple[float, float]:
 
 def blocking_seconds(folder: Path, engine: Engine) -> float:
     """Wall-clock seconds of a blocking save."""
-    return timed(lambda: checkpoint.save(folder, engine.state_dict(), step=0, facts={}))[0]
+    return time_call(lambda: checkpoint.save(folder, engine.state_dict(), step=0, facts={}))[0]
 
 
 if __name__ == "__main__":

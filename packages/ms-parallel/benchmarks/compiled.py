@@ -34,7 +34,7 @@ def build(width: int, compiled: bool) -> Engine:
     return Engine(config, device="cpu", seed=0, compile=compiled)
 
 
-def timed(engine: Engine, batch: dict[str, Tensor]) -> tuple[float, float, float]:
+def timed_step(engine: Engine, batch: dict[str, Tensor]) -> tuple[float, float, float]:
     """Take a step; return its loss, wall-clock seconds and CPU seconds."""
     wall, cpu = perf_counter(), process_time()
     loss = engine.step(batch, NextTokenLoss()).loss
@@ -46,9 +46,9 @@ def measure(width: int, rows: int, length: int, steps: int) -> None:
     eager, compiled = build(width, False), build(width, True)
     batch = {"tokens": torch.randint(0, SIZES["vocab_size"], (rows, length))}
     batch["targets"] = batch["tokens"].roll(-1, 1)
-    _, first, _ = timed(compiled, batch)
-    timed(eager, batch)
-    pairs = [(timed(eager, batch), timed(compiled, batch)) for _ in range(steps)]
+    _, first, _ = timed_step(compiled, batch)
+    timed_step(eager, batch)
+    pairs = [(timed_step(eager, batch), timed_step(compiled, batch)) for _ in range(steps)]
     for without, with_compile in pairs:
         if abs(without[0] - with_compile[0]) > 1e-4 * without[0]:
             raise SystemExit(f"losses differ: {without[0]} and {with_compile[0]}")

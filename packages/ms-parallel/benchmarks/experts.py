@@ -76,7 +76,7 @@ def check(theirs: list[Tensor], ours: list[Tensor]) -> None:
     torch.testing.assert_close(torch.tensor(norms[0]), torch.tensor(norms[1]), rtol=1e-4, atol=0)
 
 
-def timed(block: nn.Module, x: Tensor, gradient: Tensor) -> float:
+def step_ms(block: nn.Module, x: Tensor, gradient: Tensor) -> float:
     """CPU milliseconds of a step."""
     start = process_time()
     step(block, x, gradient)
@@ -94,7 +94,7 @@ def compare(name: str, steps: int) -> dict[str, Any]:
     pairs = []
     for turn in range(steps):
         order = (theirs, ours) if turn % 2 else (ours, theirs)
-        times = {id(block): timed(block, x, gradient) for block in order}
+        times = {id(block): step_ms(block, x, gradient) for block in order}
         pairs.append((times[id(ours)], times[id(theirs)]))
     return {
         "size": name,

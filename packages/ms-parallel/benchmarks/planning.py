@@ -148,7 +148,9 @@ def measure(path: str) -> bool:
     return True
 
 
-def timed(job: dict[str, Any], splits: list[dict[str, Any]], layout: Layout) -> list[list[float]]:
+def time_candidates(
+    job: dict[str, Any], splits: list[dict[str, Any]], layout: Layout
+) -> list[list[float]]:
     """Seconds of steps of each candidate of a layout."""
     groups = connect(layout, device="cpu")
     return [
@@ -162,7 +164,7 @@ def timed(job: dict[str, Any], splits: list[dict[str, Any]], layout: Layout) -> 
     ]
 
 
-def measured(job: dict[str, Any], splits: list[dict[str, Any]]) -> list[list[float]]:
+def measure_candidates(job: dict[str, Any], splits: list[dict[str, Any]]) -> list[list[float]]:
     """Seconds of steps of each candidate, in order and in reverse; once if a layout is `SLOW`.
 
     Layouts run in separate processes, as threads of unused gloo groups wake up a hundred times per
@@ -179,13 +181,13 @@ def measured(job: dict[str, Any], splits: list[dict[str, Any]]) -> list[list[flo
                 continue
             indices = indices[::-1]
         of_layout = [splits[index] for index in indices]
-        results = run_workers(job["processes"], timed, job, of_layout, layout)
+        results = run_workers(job["processes"], time_candidates, job, of_layout, layout)
         for index, seconds in zip(indices, results, strict=True):
             times[index] += seconds
     return times
 
 
-def started(
+def build_engine(
     job: dict[str, Any], settings: dict[str, Any], groups: Groups
 ) -> tuple[Engine, dict[str, torch.Tensor]]:
     """An engine and its batch."""
@@ -201,7 +203,7 @@ def started(
 
 def steps(job: dict[str, Any], settings: dict[str, Any], groups: Groups, count: int) -> list[float]:
     """Seconds of steps, after an untimed one."""
-    engine, batch = started(job, settings, groups)
+    engine, batch = build_engine(job, settings, groups)
     times = []
     for _ in range(1 + count):
         dist.barrier()
@@ -226,7 +228,7 @@ def peak_memory(job: dict[str, Any], split: dict[str, Any]) -> dict[str, int]:
     before = status("VmRSS")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         groups = connect(Layout(**split["layout"]), device="cpu")
-        engine, batch = started(job, split["settings"], groups)
+        engine, batch = build_engine(job, split["settings"], groups)
         with keep_reduced_tensors():
             engine.step(batch, NextTokenLoss())
             for _ in range(UPDATES):
@@ -274,7 +276,7 @@ def status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
-def planned(case: dict[str, Any], cluster: Cluster) -> Plan:
+def plan_case(case: dict[str, Any], cluster: Cluster) -> Plan:
     """A plan of all layouts of a random model within its budget."""
     options = Options(
         "llama",
@@ -291,7 +293,7 @@ def planned(case: dict[str, Any], cluster: Cluster) -> Plan:
     return plan(options, cluster, best=ALL, every=True, history=History())
 
 
-def compared(seed: int, case: dict[str, Any], candidates: Plan) -> dict[str, Any]:
+def compare_case(seed: int, case: dict[str, Any], candidates: Plan) -> dict[str, Any]:
     """A plan and the measurements of its candidates."""
     predicted = [candidate.step.total for candidate in candidates.best]
     splits = [
@@ -299,7 +301,7 @@ def compared(seed: int, case: dict[str, Any], candidates: Plan) -> dict[str, Any
         for candidate, seconds in zip(candidates.best, predicted, strict=True)
     ]
     memory = run_workers(case["processes"], peak_memory, case, splits[0])
-    times = [min(seconds) for seconds in measured(case, splits)]
+    times = [min(seconds) for seconds in measure_candidates(case, splits)]
     return {
         "seed": seed,
         **case,
@@ -324,7 +326,7 @@ def timed_plan(case: dict[str, Any], path: Path) -> tuple[Plan | ConfigError, fl
     torch.set_num_threads(1)
     start = perf_counter()
     try:
-        result: Plan | ConfigError = planned(case, read_cluster(path))
+        result: Plan | ConfigError = plan_case(case, read_cluster(path))
     except ConfigError as error:
         result = error
     return result, perf_counter() - start
@@ -350,7 +352,7 @@ def pairs(
             try:
                 if isinstance(planned_case, ConfigError):
                     raise planned_case
-                yield {**compared(seed, case, planned_case), "planning_s": seconds}
+                yield {**compare_case(seed, case, planned_case), "planning_s": seconds}
             except ConfigError as error:
                 print(f"{seed}: {error}", flush=True)
 

@@ -26,7 +26,7 @@ from ms_parallel.planner.roofline.efficiency import Efficiency
 from ms_parallel.planner.roofline.step_time import StepTime, step_time
 
 path.insert(0, str(Path(__file__).parent))
-from published.rows import Run, excluded, halves, read_runs
+from published.rows import Run, excluded_rows, halves, read_runs
 
 GUESSES: Mapping[str, tuple[float, float]] = {
     "a100 products": (0.8, 0.1),
@@ -175,7 +175,7 @@ def tables(
             f" | {predicted.total / run.seconds - 1:+.1%} | {shown} |"
         )
     print("\n| not predicted | why |\n|---|---|")
-    for row, reason in excluded().items():
+    for row, reason in excluded_rows().items():
         print(f"| {row} | {reason} |")
 
 

@@ -52,7 +52,7 @@ def steps(size: str, ranks: int) -> tuple[Callable[[], None], Callable[[], None]
     return functions[0], functions[1]
 
 
-def timed(act: Callable[[], None]) -> tuple[float, float]:
+def time_call(act: Callable[[], None]) -> tuple[float, float]:
     """CPU and wall-clock seconds."""
     wall, processor = perf_counter(), process_time()
     act()
@@ -68,7 +68,9 @@ def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for size in SIZES:
         plain, reproducible = steps(size, ranks)
-        pairs = [(timed(plain), timed(reproducible)) for _ in range(arguments.steps + 2)][2:]
+        pairs = [(time_call(plain), time_call(reproducible)) for _ in range(arguments.steps + 2)][
+            2:
+        ]
         ratios = [median(b[i] / a[i] for a, b in pairs) for i in range(2)]
         plain_s = median(a[1] for a, _ in pairs)
         if dist.get_rank() == 0:

@@ -120,7 +120,7 @@ def torch_schedules(ranks: int, microbatches: int) -> dict[str, Schedule]:
     return by_name
 
 
-def named(ranks: int, m: int, pair_costs: Costs) -> dict[str, Schedule]:
+def generated_schedules(ranks: int, m: int, pair_costs: Costs) -> dict[str, Schedule]:
     """Schedules of our generators."""
     makers: dict[str, Callable[[], Schedule]] = {
         "GPipe": lambda: gpipe(ranks, m),
@@ -138,7 +138,7 @@ def named(ranks: int, m: int, pair_costs: Costs) -> dict[str, Schedule]:
     return {name: make() for name, make in makers.items()}
 
 
-def sized(schedule: Schedule, ranks: int, equal: bool) -> Costs:
+def costs_for(schedule: Schedule, ranks: int, equal: bool) -> Costs:
     """Costs for a schedule, with joined stages if it has one per rank."""
     sizes = factors(ranks, equal)
     if schedule.stages == ranks:
@@ -146,7 +146,9 @@ def sized(schedule: Schedule, ranks: int, equal: bool) -> Costs:
     return costs_of(sizes, equal, HALF)
 
 
-def searched(ranks: int, m: int, cap: Fraction, equal: bool, effort: float) -> tuple[Found, Costs]:
+def search_placements(
+    ranks: int, m: int, cap: Fraction, equal: bool, effort: float
+) -> tuple[Found, Costs]:
     """The best schedule over all placements, with the smallest bound of all."""
     sizes = factors(ranks, equal)
     small = costs_of(sizes, equal, HALF)
@@ -164,8 +166,11 @@ def block(ranks: int, m: int, equal: bool, effort: float) -> tuple[str, str]:
     pair = costs_of(join_pairs(factors(ranks, equal)), equal, Fraction(1))
     caps = {"p/2+1": Fraction(ranks, 2) + 1, "p": Fraction(ranks), "2p": Fraction(2 * ranks)}
     figures = {}
-    for name, schedule in {**named(ranks, m, pair), **torch_schedules(ranks, m)}.items():
-        costs = sized(schedule, ranks, equal)
+    for name, schedule in {
+        **generated_schedules(ranks, m, pair),
+        **torch_schedules(ranks, m),
+    }.items():
+        costs = costs_for(schedule, ranks, equal)
         verify(schedule)
         line = simulate(schedule, costs)
         share = bubble(line.makespan, costs, ranks, schedule.placement, m)
@@ -180,7 +185,7 @@ def block(ranks: int, m: int, equal: bool, effort: float) -> tuple[str, str]:
     cells = []
     for cap_name, cap in caps.items():
         start = time.process_time()
-        result, costs = searched(ranks, m, cap, equal, effort)
+        result, costs = search_placements(ranks, m, cap, equal, effort)
         spent = time.process_time() - start
         verify(result.schedule)
         share = bubble(result.makespan, costs, ranks, result.schedule.placement, m)
@@ -217,7 +222,7 @@ PUBLISHED: tuple[tuple[str, tuple[float, float, float], float, int, int, float],
 sail-sg's schedules; for a V with 1F1B's memory the best of sail-sg or an annealing."""
 
 
-def published() -> bool:
+def compare_published() -> bool:
     """Print our bubbles with published ones; return whether all are reached."""
     print("\n| schedule | F/I/W/latency | p | m | published | here |\n|---|---|---|---|---|---|")
     reached = True
@@ -235,7 +240,7 @@ def published() -> bool:
             result = search(small, ranks, microbatches=m, placement=vee(ranks))
             ours = 1 - sum(halves) * 2 * m / result.makespan
         else:
-            schedule = named(ranks, m, pair)[name]
+            schedule = generated_schedules(ranks, m, pair)[name]
             ours = simulate(schedule, pair if schedule.stages == ranks else small).bubble
         actual = round(float(ours), 4)
         reached &= actual <= expected if name == "search, V" else actual == expected
@@ -244,7 +249,7 @@ def published() -> bool:
     return reached
 
 
-def speed() -> None:
+def measure_search() -> None:
     """CPU seconds of the search with full effort on long pipelines."""
     print("\n| p | m | stages per rank | bubble | proved gap | CPU s |")
     print("|---|---|---|---|---|---|")
@@ -279,8 +284,8 @@ def main() -> int:
                 named_lines.append(named_line)
     print(f"\n| p | m | costs | {' | '.join(COLUMNS)} |\n|{'---|' * (3 + len(COLUMNS))}")
     print("\n".join(named_lines))
-    published_reached = published()
-    speed()
+    published_reached = compare_published()
+    measure_search()
     return int(worse or not published_reached)
 
 

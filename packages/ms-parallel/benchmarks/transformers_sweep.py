@@ -786,7 +786,7 @@ def write_results(file: Path, cells: Mapping[str, Mapping[str, Any]]) -> None:
     new.replace(file)
 
 
-def is_taken(row: Mapping[str, Any]) -> bool:
+def is_supported(row: Mapping[str, Any]) -> bool:
     """Return whether an engine was built from the folder."""
     return bool(row["engine"]["state"] == "right")
 
@@ -877,7 +877,7 @@ def write_pages(file: Path, page: Path) -> None:
     cells: dict[str, dict[str, Any]] = {
         label: document["cells"][label] for label in rows if label in document["cells"]
     }
-    taken = {label: row for label, row in cells.items() if is_taken(row)}
+    taken = {label: row for label, row in cells.items() if is_supported(row)}
     refused = {label: row for label, row in cells.items() if row["engine"]["state"] == "refused"}
     other = {
         label: row for label, row in cells.items() if label not in taken and label not in refused
@@ -922,7 +922,7 @@ def write_pages(file: Path, page: Path) -> None:
             if cell["state"] != "right"
         ]
 
-    def taken_lines() -> list[str]:
+    def supported_lines() -> list[str]:
         lines = []
         for label, row in taken.items():
             right = [name for name, cell in row.items() if cell["state"] == "right"]
@@ -938,7 +938,7 @@ def write_pages(file: Path, page: Path) -> None:
 
     theirs = ", ".join(f"`{label}`" for label in taken if not rows[label].native)
 
-    def grouped(refused_cells: list[tuple[str, str, str]], every: str) -> list[str]:
+    def group_refusals(refused_cells: list[tuple[str, str, str]], every: str) -> list[str]:
         return [
             f"| {why} | {every if types == theirs else types} |"
             for why, types in reasons_table(refused_cells, rows)
@@ -966,17 +966,17 @@ def write_pages(file: Path, page: Path) -> None:
         "`Engine(folder)` runs ms-parallel's own code where it has the family, else transformers'"
         " code. Checks other than layouts are counted; layouts that are right are listed.",
         "",
-        *table("| model type | code | checks right | layouts right |", taken_lines()),
+        *table("| model type | code | checks right | layouts right |", supported_lines()),
         "",
         "## Refused checks of these models",
         "",
-        *table("| reason | model types |", grouped(refusals(taken), ALL_FOREIGN[0])),
+        *table("| reason | model types |", group_refusals(refusals(taken), ALL_FOREIGN[0])),
         "",
         "## Models that are refused",
         "",
         *table(
             "| reason | model types |",
-            grouped(refusals(refused), ALL_FOREIGN[0]),
+            group_refusals(refusals(refused), ALL_FOREIGN[0]),
         ),
     ]
     chinese = [
@@ -1000,28 +1000,28 @@ def write_pages(file: Path, page: Path) -> None:
         "`Engine(folder)` 对已有模型族使用 ms-parallel 自己的代码，其余使用 transformers 的代码。"
         "布局之外的检查给出数量，正确的布局逐一列出。",
         "",
-        *table("| 模型类型 | 代码 | 正确的检查 | 正确的布局 |", taken_lines()),
+        *table("| 模型类型 | 代码 | 正确的检查 | 正确的布局 |", supported_lines()),
         "",
         "## 这些模型中被拒绝的检查",
         "",
-        *table("| 原因 | 模型类型 |", grouped(refusals(taken), ALL_FOREIGN[1])),
+        *table("| 原因 | 模型类型 |", group_refusals(refusals(taken), ALL_FOREIGN[1])),
         "",
         "## 拒绝的模型",
         "",
-        *table("| 原因 | 模型类型 |", grouped(refusals(refused), ALL_FOREIGN[1])),
+        *table("| 原因 | 模型类型 |", group_refusals(refusals(refused), ALL_FOREIGN[1])),
     ]
     if other:
         english += [
             "",
             "## Models that are not compared",
             "",
-            *table("| reason of transformers | model types |", grouped(refusals(other), "")),
+            *table("| reason of transformers | model types |", group_refusals(refusals(other), "")),
         ]
         chinese += [
             "",
             "## 未比较的模型",
             "",
-            *table("| transformers 的原因 | 模型类型 |", grouped(refusals(other), "")),
+            *table("| transformers 的原因 | 模型类型 |", group_refusals(refusals(other), "")),
         ]
     page.write_text("\n".join(english) + "\n")
     page.with_suffix(".zh.md").write_text("\n".join(chinese) + "\n")

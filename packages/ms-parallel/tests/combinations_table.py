@@ -20,7 +20,7 @@ COLUMNS = ("data", "tensor", "pipeline", "context", "expert", "replicate")
 BEGIN, END = "<!-- combinations: made by tests/combinations_table.py -->", "<!-- /combinations -->"
 
 
-def counted() -> ProvedPairs:
+def count_all_pairs() -> ProvedPairs:
     """Pairs of features in all random jobs."""
     jobs = [job for part in range(PARTS) for job in random_jobs(part)]
     return count_pairs(
@@ -29,7 +29,7 @@ def counted() -> ProvedPairs:
     )
 
 
-def encoded(pairs: ProvedPairs) -> bytes:
+def encode(pairs: ProvedPairs) -> bytes:
     """Content of the file."""
     return msgspec.json.format(msgspec.json.encode(pairs), indent=1) + b"\n"
 
@@ -62,7 +62,7 @@ def page_table(text: str) -> str:
 
 
 if __name__ == "__main__":
-    proved_pairs = counted()
-    FILE.write_bytes(encoded(proved_pairs))
+    proved_pairs = count_all_pairs()
+    FILE.write_bytes(encode(proved_pairs))
     old = PAGE.read_text()
     PAGE.write_text(old.replace(between(page_table(old)), between(table(proved_pairs))))

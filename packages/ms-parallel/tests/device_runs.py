@@ -15,7 +15,7 @@ from ms_parallel.planner.tuning import search_schedule
 SETTINGS = {"num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 48}
 
 
-def measured(layout: str) -> dict[str, Any]:
+def search_and_record(layout: str) -> dict[str, Any]:
     """Search a schedule by measuring, and record a step with it."""
     groups = connect(Layout.parse(layout))
     rows = 4 * groups.layout.data
@@ -38,7 +38,7 @@ def custom_model(layout: str) -> list[float]:
     return train(engine, 2)[0]
 
 
-def trained(corpus: str, output: str, layout: str) -> dict[str, Any]:
+def train_and_resume(corpus: str, output: str, layout: str) -> dict[str, Any]:
     """Losses, final step and held-out loss of a run that is resumed once."""
     losses = []
 

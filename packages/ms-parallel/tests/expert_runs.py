@@ -145,7 +145,7 @@ def _step(engine: Engine, step: int, rows: int = ROWS) -> dict[str, Any]:
     }
 
 
-def saved(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+def save_jobs(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     """Take two updates of each job, save a checkpoint and a folder, and take a third."""
     torch.set_num_threads(1)
     results = {}
@@ -166,7 +166,7 @@ def saved(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     return results
 
 
-def loaded(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+def load_jobs(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     """Names that differ by a bit from the `saved` state, and the result of the next update."""
     torch.set_num_threads(1)
     results = {}
@@ -201,16 +201,16 @@ def exchanges(job: dict[str, Any]) -> dict[str, int]:
     engine, calls = engine_of(job), {"counted": 0, "exchanged": 0}
     counts, exchange = expert_parallel._counts, expert_parallel._Route._exchange
 
-    def counted(*args: Any) -> Tensor:
+    def count_calls(*args: Any) -> Tensor:
         calls["counted"] += 1
         return counts(*args)
 
-    def exchanged(*args: Any) -> Tensor:
+    def count_exchanges(*args: Any) -> Tensor:
         calls["exchanged"] += 1
         return exchange(*args)
 
-    expert_parallel._counts = counted
-    expert_parallel._Route._exchange = exchanged  # type: ignore[method-assign]
+    expert_parallel._counts = count_calls
+    expert_parallel._Route._exchange = count_exchanges  # type: ignore[method-assign]
     try:
         _step(engine, 0)
     finally:

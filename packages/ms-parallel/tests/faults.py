@@ -126,7 +126,7 @@ def foreign_targets(wrong: int) -> list[str]:
     return messages
 
 
-def mixed(layouts: list[str]) -> list[list[float]]:
+def mixed_precision_losses(layouts: list[str]) -> list[list[float]]:
     """Losses in mixed precision with recomputation, under each layout."""
     return [
         train(

@@ -24,7 +24,7 @@ from ms_parallel.schedules import SegmentCosts
 SETTINGS = {"num_hidden_layers": 6, "num_key_value_heads": 4, "vocab_size": 48}
 
 
-def searched(layout: str, steps: int) -> dict[str, Any]:
+def search_and_train(layout: str, steps: int) -> dict[str, Any]:
     """A searched schedule, results with it, and whether random state was left unchanged."""
     torch.set_num_threads(1)
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
@@ -81,7 +81,7 @@ def layer_facts(recompute: str) -> dict[str, list[float]]:
     return {name: [float(value) for value in getattr(costs, name)] for name in names}
 
 
-def recorded(schedule: str, path: str, shift_ns: int) -> dict[str, Any]:
+def record_update(schedule: str, path: str, shift_ns: int) -> dict[str, Any]:
     """Times of a recorded update, whether its loss is unchanged, and the measured clock offset."""
     torch.set_num_threads(1)
     groups = connect(Layout(pipeline=2), device="cpu", timeout_s=60)
@@ -100,7 +100,7 @@ def recorded(schedule: str, path: str, shift_ns: int) -> dict[str, Any]:
     }
 
 
-def stopped_and_resumed(corpus: str, folder: str) -> dict[str, Any]:
+def stop_and_resume(corpus: str, folder: str) -> dict[str, Any]:
     """Compare a stopped and resumed run with an uninterrupted one under the same schedule."""
     torch.set_num_threads(1)
     connect(Layout(pipeline=2), device="cpu", timeout_s=120)

@@ -243,7 +243,9 @@ def _select_round_robin(self: Router, scores: Tensor, shares: Tensor, stats: Any
     return experts.view(*scores.shape[:2], count)
 
 
-def packed(rows: int, length: int, lengths: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+def packed_documents(
+    rows: int, length: int, lengths: Sequence[int] | None
+) -> tuple[Tensor, Tensor]:
     """Documents and positions of rows cut at the same places; one document per row by default."""
     sizes = torch.tensor(lengths or [length])
     documents = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
@@ -269,7 +271,7 @@ def sums_over_copies() -> Iterator[list[int]]:
         Groups.all_reduce = all_reduce  # type: ignore[method-assign]
 
 
-def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
+def count_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Count the bytes that a process holds at its peak in the second update, by category.
 
     A job has `layout`, `settings`, `rows` of a microbatch, `length`, `microbatches`, `options`, and
@@ -284,7 +286,9 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         engine = Engine(tiny(**job["settings"]), groups=groups, **options)
         rows = job["rows"] * job["microbatches"] * groups.layout.data_ranks
         batch = global_batch(0, rows=rows, length=job["length"])
-        batch["documents"], batch["positions"] = packed(rows, job["length"], job.get("lengths"))
+        batch["documents"], batch["positions"] = packed_documents(
+            rows, job["length"], job.get("lengths")
+        )
         del batch["weights"]
         local = local_rows(batch, groups)
         engine.step(local, NextTokenLoss())
@@ -314,7 +318,7 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
     return results
 
 
-def predicted(jobs: list[dict[str, Any]]) -> list[list[dict[str, int]]]:
+def predict_bytes(jobs: list[dict[str, Any]]) -> list[list[dict[str, int]]]:
     """Predict the same for each pipeline rank of each job."""
     torch.set_num_threads(1)
     predictions = []
@@ -325,7 +329,7 @@ def predicted(jobs: list[dict[str, Any]]) -> list[list[dict[str, int]]]:
             rows=job["rows"],
             sequence_length=job["length"],
             microbatches=job["microbatches"],
-            documents=packed(job["rows"], job["length"], job["lengths"])[0]
+            documents=packed_documents(job["rows"], job["length"], job["lengths"])[0]
             if job.get("lengths")
             else None,
             **{"optimizer": OPTIMIZER, "device": "cpu", **job["options"]},
@@ -334,7 +338,7 @@ def predicted(jobs: list[dict[str, Any]]) -> list[list[dict[str, int]]]:
     return predictions
 
 
-def offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dict[str, Any]]:
+def train_offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dict[str, Any]]:
     """Losses and weight sums after two updates, and the peak bytes on the device in a forward."""
     torch.set_num_threads(1)
     results = []
@@ -372,7 +376,9 @@ def offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dic
     return results
 
 
-def compiled(jobs: list[dict[str, Any]], backend: str | None = None) -> list[list[list[float]]]:
+def train_compiled(
+    jobs: list[dict[str, Any]], backend: str | None = None
+) -> list[list[list[float]]]:
     """Losses of three updates of each job, eager and compiled."""
     torch.set_num_threads(1)
     if backend is not None:  # skip the C++ compiler, which takes most of the time

@@ -23,7 +23,7 @@ from ms_parallel.split.part import gather_full_tensor, part_of
 RATE = 0.01
 
 
-def planted(name: str, step: int, shape: tuple[int, ...]) -> Tensor:
+def random_gradient(name: str, step: int, shape: tuple[int, ...]) -> Tensor:
     """Random gradient seeded by the parameter name and the step."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
     return torch.randn(shape, generator=generator)
@@ -35,7 +35,7 @@ def gradients_of(engine: Engine, step: int) -> dict[str, Tensor]:
     grads = {}
     with torch.no_grad():
         for name, parameter in engine.parameters.items():
-            full_grad = planted(tied.get(name, name), step, tuple(parameter.shape))
+            full_grad = random_gradient(tied.get(name, name), step, tuple(parameter.shape))
             grads[name] = full_grad[part_of(parameter).box].contiguous()
     return grads
 

@@ -47,7 +47,7 @@ class Fault:
     """Part of the parameter name that must be reported."""
 
 
-def tied() -> ModelConfig:
+def tied_config() -> ModelConfig:
     """Config of a model with tied embeddings."""
     return architecture("llama", {"tie_word_embeddings": True})
 
@@ -66,7 +66,7 @@ def no_reduction(*_: Any, **__: Any) -> None:
     """Replaces a reduction over processes by nothing."""
 
 
-def scaled(part: str, factor: float) -> Callable[[], Any]:
+def scale_gradients(part: str, factor: float) -> Callable[[], Any]:
     """Multiply the gradients of parameters whose name contains `part`."""
     original = SummedReduction.gradients
 
@@ -77,9 +77,9 @@ def scaled(part: str, factor: float) -> Callable[[], Any]:
     return lambda: patch.object(SummedReduction, "gradients", faulty)
 
 
-def zeroed(part: str) -> Callable[[], Any]:
+def zero_gradients(part: str) -> Callable[[], Any]:
     """Zero the gradients of parameters whose name contains `part`."""
-    return scaled(part, 0.0)
+    return scale_gradients(part, 0.0)
 
 
 def zeroed_expert() -> Any:
@@ -216,7 +216,7 @@ def dropped_expert_gradients() -> Any:
     )
 
 
-def averaged() -> Any:
+def average_over_data() -> Any:
     """Make FSDP average over data ranks instead of summing."""
     original = FSDPModule.set_gradient_divide_factor
     return patch.object(
@@ -235,7 +235,7 @@ def unreduced_loss(op_name: str) -> Callable[[], Any]:
     return lambda: patch.object(split_vocabulary.dist, "all_reduce", faulty)
 
 
-def unsummed(keep: slice) -> Callable[[], Any]:
+def skip_sums(keep: slice) -> Callable[[], Any]:
     """Sum only some of the gradients that tensor ranks must sum."""
     original = engine_gradients.sum_over_tensor
 
@@ -245,7 +245,7 @@ def unsummed(keep: slice) -> Callable[[], Any]:
     return lambda: patch.object(engine_gradients, "sum_over_tensor", faulty)
 
 
-def saved(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[], Any]:
+def change_saved_weights(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[], Any]:
     """Change the weights that are saved."""
     original = save.named_weights
 
@@ -266,16 +266,16 @@ def reverse_rows(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 FAULTS: dict[str, Fault] = {
     # A missing sum
     "norms unsummed": Fault(
-        case=TENSOR, plant=unsummed(slice(0)), check="gradients", parameter="norm"
+        case=TENSOR, plant=skip_sums(slice(0)), check="gradients", parameter="norm"
     ),
     "last norm unsummed": Fault(
-        case=TENSOR, plant=unsummed(slice(-1)), check="gradients", parameter="model.norm"
+        case=TENSOR, plant=skip_sums(slice(-1)), check="gradients", parameter="model.norm"
     ),
     "first norm unsummed": Fault(
-        case=TENSOR, plant=unsummed(slice(1, None)), check="gradients", parameter="norm"
+        case=TENSOR, plant=skip_sums(slice(1, None)), check="gradients", parameter="norm"
     ),
     "head norms unsummed": Fault(
-        case=TENSOR, plant=unsummed(slice(0)), check="gradients", subject="qwen3", parameter="norm"
+        case=TENSOR, plant=skip_sums(slice(0)), check="gradients", subject="qwen3", parameter="norm"
     ),
     "ties unsummed": Fault(
         case=PIPELINE,
@@ -311,35 +311,49 @@ FAULTS: dict[str, Fault] = {
         check="logits",
     ),
     # A wrong factor
-    "averaged over data": Fault(case=DATA, plant=averaged, check="gradients", ratio="1/data"),
+    "averaged over data": Fault(
+        case=DATA, plant=average_over_data, check="gradients", ratio="1/data"
+    ),
     "embedding halved": Fault(
-        case=DATA, plant=scaled("embed", 0.5), check="gradients", ratio="1/data", parameter="embed"
+        case=DATA,
+        plant=scale_gradients("embed", 0.5),
+        check="gradients",
+        ratio="1/data",
+        parameter="embed",
     ),
     "head doubled": Fault(
-        case=TENSOR, plant=scaled("lm_head", 2.0), check="gradients", ratio="tensor"
+        case=TENSOR, plant=scale_gradients("lm_head", 2.0), check="gradients", ratio="tensor"
     ),
     "queries halved": Fault(
         case=TENSOR,
-        plant=scaled("1.self_attn.q_proj", 0.5),
+        plant=scale_gradients("1.self_attn.q_proj", 0.5),
         check="gradients",
         ratio="1/tensor",
         parameter="layers.1",
     ),
     "keys doubled": Fault(
-        case=PIPELINE, plant=scaled("k_proj", 2.0), check="gradients", ratio="pipeline"
+        case=PIPELINE, plant=scale_gradients("k_proj", 2.0), check="gradients", ratio="pipeline"
     ),
     "a microbatch's share": Fault(
-        case=BY_ROWS, plant=scaled("down_proj", 0.25), check="gradients", ratio="1/microbatches"
+        case=BY_ROWS,
+        plant=scale_gradients("down_proj", 0.25),
+        check="gradients",
+        ratio="1/microbatches",
     ),
     "recomputed twice": Fault(
-        case=RECOMPUTED, plant=scaled("up_proj", 2.0), check="gradients", ratio="2"
+        case=RECOMPUTED, plant=scale_gradients("up_proj", 2.0), check="gradients", ratio="2"
     ),
-    "a sign": Fault(case=DATA, plant=scaled("gate_proj", -1.0), check="gradients", ratio="-1"),
+    "a sign": Fault(
+        case=DATA, plant=scale_gradients("gate_proj", -1.0), check="gradients", ratio="-1"
+    ),
     "a tenth too much": Fault(
-        case=PIPELINE, plant=scaled("v_proj", 1.1), check="gradients", ratio="1.1"
+        case=PIPELINE, plant=scale_gradients("v_proj", 1.1), check="gradients", ratio="1.1"
     ),
     "one part in 10^11": Fault(
-        case=TENSOR, plant=scaled("o_proj", 1 + 1e-11), check="gradients", parameter="o_proj"
+        case=TENSOR,
+        plant=scale_gradients("o_proj", 1 + 1e-11),
+        check="gradients",
+        parameter="o_proj",
     ),
     # A shifted position
     "positions of stages": Fault(
@@ -383,10 +397,14 @@ FAULTS: dict[str, Fault] = {
     "a late layer looks ahead": Fault(case=DATA, plant=looking_ahead(3), check="causality"),
     # Something lost
     "a lost layer": Fault(
-        case=PIPELINE, plant=zeroed("layers.3.mlp"), check="gradients", ratio="0", parameter="3.mlp"
+        case=PIPELINE,
+        plant=zero_gradients("layers.3.mlp"),
+        check="gradients",
+        ratio="0",
+        parameter="3.mlp",
     ),
     "a lost bias of a norm": Fault(
-        case=DATA, plant=zeroed("layers.0.input_layernorm"), check="gradients", ratio="0"
+        case=DATA, plant=zero_gradients("layers.0.input_layernorm"), check="gradients", ratio="0"
     ),
     "a lost expert": Fault(
         case=TENSOR,
@@ -397,7 +415,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "an expert saved as another": Fault(
         case=PIPELINE,
-        plant=saved(
+        plant=change_saved_weights(
             lambda w: {n: v.detach().flip(0) if "1.mlp.experts" in n else v for n, v in w.items()}
         ),
         check="folder",
@@ -405,13 +423,17 @@ FAULTS: dict[str, Fault] = {
     ),
     "not saved": Fault(
         case=TENSOR,
-        plant=saved(lambda w: {n: v for n, v in w.items() if "layers.2.mlp.up" not in n}),
+        plant=change_saved_weights(
+            lambda w: {n: v for n, v in w.items() if "layers.2.mlp.up" not in n}
+        ),
         check="folder",
     ),
-    "saved in another order": Fault(case=PIPELINE, plant=saved(reverse_rows), check="folder"),
+    "saved in another order": Fault(
+        case=PIPELINE, plant=change_saved_weights(reverse_rows), check="folder"
+    ),
     "saved with another's values": Fault(
         case=DATA,
-        plant=saved(
+        plant=change_saved_weights(
             lambda w: {**w, "model.norm.weight": w["model.layers.0.input_layernorm.weight"] * 2}
         ),
         check="folder",

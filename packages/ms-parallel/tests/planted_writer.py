@@ -18,10 +18,10 @@ how, point, counts, memory, parent = sys.argv[1], int(sys.argv[2]), *sys.argv[3:
 done = 0
 
 
-def planted(act: Callable[..., Any]) -> Callable[..., Any]:
+def with_failure(act: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an operation with the failure."""
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         global done
         done += 1
         Path(counts).write_text(str(done))
@@ -33,11 +33,11 @@ def planted(act: Callable[..., Any]) -> Callable[..., Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         return act(*args, **kwargs)
 
-    return wrapped
+    return wrapper
 
 
-write_all = planted(durable.write_all)
+write_all = with_failure(durable.write_all)
 durable.write_all = writing_process.write_all = write_all
-os.fsync = planted(os.fsync)
-Path.rename = planted(Path.rename)  # type: ignore[method-assign]
+os.fsync = with_failure(os.fsync)
+Path.rename = with_failure(Path.rename)  # type: ignore[method-assign]
 writing_process.main(int(memory), int(parent))

@@ -45,7 +45,7 @@ def _engine(job: dict[str, Any], device: str | None) -> Engine:
     return build(job.get("settings", {}), groups, **options)
 
 
-def repeated(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict[str, Any]]:
+def train_jobs(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict[str, Any]]:
     """Updates of each job, and digests of this process's final state."""
     torch.set_num_threads(1)
     results = []
@@ -56,7 +56,7 @@ def repeated(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dic
     return results
 
 
-def resumed(
+def resume_jobs(
     jobs: list[dict[str, Any]], folder: str, first: int, last: int, device: str | None = "cpu"
 ) -> list[dict[str, Any]]:
     """Resume each job from the checkpoint of step `first`, train up to `last`, and save.

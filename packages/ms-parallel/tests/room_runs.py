@@ -45,7 +45,7 @@ def predicted_memory(layout: str, settings: dict[str, Any], sizes: list[int]) ->
     return {str(rows): [msgspec.structs.asdict(rank) for rank in memory[rows]] for rows in sizes}
 
 
-def planned(
+def plan_run(
     processes: int, settings: dict[str, Any], bandwidth: float, share: float
 ) -> dict[str, Any]:
     """Plan a run on processes of this machine within a memory limit.
@@ -64,7 +64,7 @@ def planned(
     uneven = options.batch_size % processes
     spread = Layout(tensor=processes) if uneven else Layout(data=processes)
     rows = options.batch_size // spread.data_ranks
-    minimum, maximum = (_bytes_held(options, spread, size) for size in (1, rows))
+    minimum, maximum = (_planned_bytes(options, spread, size) for size in (1, rows))
     memory = int(MIN_LIMIT * minimum + share * max(0, maximum - MIN_LIMIT * minimum))
     cluster = Cluster(
         device="cpu",
@@ -87,12 +87,12 @@ def planned(
         "settings": best_settings,
         "rows": best.settings["microbatch_size"],
         "sizes": sizes,
-        "fits": [size for size in sizes if _bytes_held(final, layout, size) <= memory],
+        "fits": [size for size in sizes if _planned_bytes(final, layout, size) <= memory],
         "memory_bytes": memory,
     }
 
 
-def _bytes_held(options: Options, layout: Layout, rows: int) -> float:
+def _planned_bytes(options: Options, layout: Layout, rows: int) -> float:
     """Bytes that a plan assumes a rank of this machine to hold, with `rows` in a microbatch."""
     split = Split(layout=layout, rows=rows, microbatches=1)
     model = ModelSizes.of(fit_model(options, layout, None))
@@ -131,7 +131,7 @@ def measured_in(room_bytes: int) -> float:
     return cluster.memory_gib
 
 
-def trained(
+def train_within_limit(
     room_bytes: int,
     layout: str,
     settings: dict[str, Any],

@@ -114,7 +114,7 @@ def messages(layout: str, **options: Any) -> list[dict[str, int]]:
     return steps
 
 
-def padded(layout: str) -> list[str]:
+def refusals_of_padding(layout: str) -> list[str]:
     """Refusals of updates with only padding on all data ranks but the first, and on all."""
     model = engine(layout)
     results = []

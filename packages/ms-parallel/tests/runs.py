@@ -166,7 +166,7 @@ def curves(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict[
 PROMPTS = [[5, 6, 7, 8], [11], [20, 22, 24, 26, 28], [3, 6, 9]]
 
 
-def probed(layout: str) -> list[str]:
+def passed_probes(layout: str) -> list[str]:
     """Checks that passed in a generation probe of a model with four key-value heads."""
     torch.set_num_threads(1)
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)

@@ -37,7 +37,7 @@ def digest(state: dict[str, Tensor]) -> str:
     return sha256.hexdigest()
 
 
-def trained(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict[str, Any]]:
+def train_jobs(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict[str, Any]]:
     """Losses, norms, state digest and moments' devices after three updates of each job."""
     torch.set_num_threads(1)
     results = []
@@ -56,7 +56,9 @@ def trained(jobs: list[dict[str, Any]], device: str | None = "cpu") -> list[dict
     return results
 
 
-def resumed(jobs: list[dict[str, Any]], folder: str, device: str | None = "cpu") -> list[list[str]]:
+def resume_jobs(
+    jobs: list[dict[str, Any]], folder: str, device: str | None = "cpu"
+) -> list[list[str]]:
     """Digests of the state that a job saves and its `other` job loads, and the next losses."""
     torch.set_num_threads(1)
     results = []

@@ -66,7 +66,7 @@ def engines(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-def trained(
+def train_with_shares(
     corpus: str, output: str, slow: dict[str, float], steps: int, **settings: Any
 ) -> dict[str, Any]:
     """Train with the trainer; `slow` maps ranks to seconds of sleep per row."""

@@ -68,7 +68,7 @@ class Sleeper(nn.Module):
         return F.linear(Sleep.apply(x, *self.lengths_s), self.weight)  # type: ignore[no-untyped-call]
 
 
-def recorded(jobs: list[dict[str, Any]], tries: int) -> list[list[Any]]:
+def record_times(jobs: list[dict[str, Any]], tries: int) -> list[list[Any]]:
     """Recorded times of each job, which has a `table` and `costs_ms` (three per stage).
 
     Several recordings, as disturbances only ever make a sleep longer.

@@ -30,7 +30,7 @@ def plant(seconds: float) -> None:
     nn.modules.module.register_module_forward_pre_hook(wait)
 
 
-def compared(slow: dict[str, float], steps: int) -> dict[str, Any]:
+def compare_stages(slow: dict[str, float], steps: int) -> dict[str, Any]:
     """Step time and losses with equal layers and with searched ones."""
     torch.set_num_threads(1)
     plant(slow[os.environ["RANK"]])

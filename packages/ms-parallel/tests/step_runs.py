@@ -59,7 +59,7 @@ def is_sync(name: str, result: Any, args: Any) -> bool:
     return name in ("aten::_to_copy", "aten::copy_") and to_host and bool(sources)
 
 
-def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
+def count_steps(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Counts of the second step of each job, which has a layout, a family and engine settings."""
     results = []
     for job in jobs:

@@ -21,12 +21,12 @@ RUNS = Path(__file__).parent / "background_runs.py"
 
 
 @pytest.fixture(autouse=True)
-def disconnected() -> None:
+def disconnect_first() -> None:
     """Disconnect the process group of an earlier test."""
     disconnect()
 
 
-def reported(root: Path) -> list[int]:
+def read_reported_steps(root: Path) -> list[int]:
     """Steps that were reported as saved."""
     path = root / "reported"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
@@ -47,7 +47,7 @@ def check(root: Path, world: int = 1) -> list[int]:
         loaded = {name: torch.full_like(tensor, 7) for name, tensor in expected.items()}
         checkpoint.load(folder, manifest, loaded)
         assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-    if reported_steps := reported(root):
+    if reported_steps := read_reported_steps(root):
         assert complete
         assert complete[-1] >= reported_steps[-1]
         assert {step for step in reported_steps if step > complete[-1] - KEPT} <= set(complete)
@@ -61,7 +61,7 @@ def points(tmp_path: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "PROGRAM", shared_memory.PROGRAM)
         assert saves(str(root), "nothing", 0) == ""
-    assert reported(root) == list(STEPS)
+    assert read_reported_steps(root) == list(STEPS)
     assert check(root) == list(STEPS[-KEPT:])
     return int((root / "points").read_text())
 
@@ -90,7 +90,7 @@ def test_a_failed_writer_never_commits_and_raises(
         message = saves(str(root), how, point)
         assert ("signal 9" if how == "kill" else "No space left on device") in message, point
         check(root)
-        assert reported(root) != list(STEPS) or message
+        assert read_reported_steps(root) != list(STEPS) or message
 
 
 @pytest.mark.parametrize("slow", SLOW)

@@ -88,9 +88,9 @@ def test_gradients_under_random_layouts_equal_one_process(tmp_path: Path) -> Non
     check(jobs, tmp_path)
 
 
-def trained(count: int, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def train_jobs(count: int, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Results of each job, checked to be equal on all processes."""
-    ranks = run_processes(count, RUNS, "trained", jobs=jobs)
+    ranks = run_processes(count, RUNS, "train_jobs", jobs=jobs)
     assert all(results == ranks[0] for results in ranks)
     results: list[dict[str, Any]] = ranks[0]
     return results
@@ -103,8 +103,8 @@ def test_all_shardings_give_the_same_weights() -> None:
     """
     cases = [{"layout": "data=2", "options": {"sharding": name}} for name in SHARDINGS]
     cases += [{"layout": "data=2", "options": sharding_options(name)} for name in SHARDINGS]
-    single = trained(1, [{"layout": "data=1", "options": {}}])[0]
-    results = trained(2, cases)
+    single = train_jobs(1, [{"layout": "data=1", "options": {}}])[0]
+    results = train_jobs(2, cases)
     for result in results:
         for key in ("losses", "norms"):
             assert result[key] == pytest.approx(single[key], rel=1e-5)
@@ -158,7 +158,7 @@ def test_checkpoints_load_under_other_shardings(tmp_path: Path) -> None:
             "other": {"layout": "pipeline=2"},
         },
     ]
-    ranks = run_processes(2, RUNS, "resumed", jobs=jobs, folder=str(tmp_path))
+    ranks = run_processes(2, RUNS, "resume_jobs", jobs=jobs, folder=str(tmp_path))
     for results in ranks:
         for saved, loaded, *losses in results[:2]:
             assert saved == loaded
@@ -169,12 +169,14 @@ def test_offloaded_moments_are_bit_identical(tmp_path: Path) -> None:
     """On an emulated accelerator, also through a checkpoint."""
     plain = {"layout": "data=2", "settings": PLAIN, "options": {}}
     offloaded = {**plain, "options": {"offload": "moments"}}
-    for results in run_on_rig(2, RUNS, "trained", jobs=[plain, offloaded], device=None):
+    for results in run_on_rig(2, RUNS, "train_jobs", jobs=[plain, offloaded], device=None):
         on_device, on_host = results
         assert (on_device["moments"], on_host["moments"]) == (["rig"], ["cpu"])
         assert {**on_device, "moments": 0} == {**on_host, "moments": 0}
     pairs = [{**plain, "other": offloaded}, {**offloaded, "other": plain}]
-    for results in run_on_rig(2, RUNS, "resumed", jobs=pairs, folder=str(tmp_path), device=None):
+    for results in run_on_rig(
+        2, RUNS, "resume_jobs", jobs=pairs, folder=str(tmp_path), device=None
+    ):
         for saved, loaded, *losses in results:
             assert saved == loaded
             assert len(set(losses)) == 1

@@ -108,7 +108,7 @@ def test_checkpoints_load_under_other_layouts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS[2])
 def test_schedules_are_measured_and_steps_recorded(layout: str) -> None:
     """Times come from the device's events and are gathered over its groups."""
-    first, second = run_on_rig(2, DEVICE_RUNS, "measured", layout=layout)
+    first, second = run_on_rig(2, DEVICE_RUNS, "search_and_record", layout=layout)
     assert first == second
     assert all(first["times"])
 
@@ -125,7 +125,12 @@ def test_trainers_stop_and_resume(layout: str, corpus: Path, tmp_path: Path) -> 
     """A resumed run has three steps, and the last loss is below the first."""
     count = 1 if layout == "data=1" else 2
     results = run_on_rig(
-        count, DEVICE_RUNS, "trained", corpus=str(corpus), output=str(tmp_path), layout=layout
+        count,
+        DEVICE_RUNS,
+        "train_and_resume",
+        corpus=str(corpus),
+        output=str(tmp_path),
+        layout=layout,
     )
     assert [result["step"] for result in results] == [3] * count
     losses = results[0]["losses"]  # only the first process emits events

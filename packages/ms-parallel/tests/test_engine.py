@@ -254,8 +254,10 @@ def test_an_out_of_range_target_of_a_split_vocabulary_is_refused(wrong: int) -> 
 
 def test_mixed_precision_works_under_every_axis() -> None:
     """Losses equal one process's within the precision of bfloat16."""
-    (expected,) = run_processes(1, FAULTS, "mixed", layouts=["data=1"])
-    for results in run_processes(2, FAULTS, "mixed", layouts=["data=2", "tensor=2", "pipeline=2"]):
+    (expected,) = run_processes(1, FAULTS, "mixed_precision_losses", layouts=["data=1"])
+    for results in run_processes(
+        2, FAULTS, "mixed_precision_losses", layouts=["data=2", "tensor=2", "pipeline=2"]
+    ):
         for losses in results:
             assert losses == pytest.approx(expected[0], rel=0.02)
 

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def saved(folder: Path, count: int) -> Results:
+def saved_results(folder: Path, count: int) -> Results:
     """Results of each of `count` processes, which also save checkpoints of their layouts."""
     layouts = SAVED[count]
     return run_processes(
@@ -70,9 +70,9 @@ def _flat(values: Any) -> list[float]:
 @pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_evaluation_and_generation_equal_one_process(folder: Path, count: int) -> None:
     """Losses, logits, greedy and sampled tokens, with prompts of different lengths."""
-    expected = saved(folder, 1)[0][0]
+    expected = saved_results(folder, 1)[0][0]
     assert len({tuple(row) for row in expected["sampled"]}) > 1
-    for results in saved(folder, count):
+    for results in saved_results(folder, count):
         for layout, result in zip(SAVED[count], results, strict=True):
             check(layout, result, expected)
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_loads_under_another_layout(
     The model folder saved with it contains the same model.
     """
     for layout, _ in jobs:
-        saved(folder, Layout.parse(layout).world_size)
+        saved_results(folder, Layout.parse(layout).world_size)
     ranks = run_processes(
         count, RUNS, "load_and_evaluate", jobs=jobs, settings=SETTINGS, folder=str(folder)
     )
@@ -97,4 +97,4 @@ def test_a_checkpoint_loads_under_another_layout(
         for job, result in zip(jobs, results, strict=True):
             assert result["step"] == 2
             assert result["losses of the folder"] == result["losses"], job
-            check(str(job), result, saved(folder, 1)[0][0])
+            check(str(job), result, saved_results(folder, 1)[0][0])

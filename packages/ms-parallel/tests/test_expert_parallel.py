@@ -154,7 +154,7 @@ def save_and_load_pairs(pairs: list[tuple[str, str, str]], folder: Path) -> None
         for index, (family, source, target) in enumerate(pairs)
     }
     results: dict[str, dict[str, Any]] = {}
-    for end, function in (("from", "saved"), ("to", "loaded")):
+    for end, function in (("from", "save_jobs"), ("to", "load_jobs")):
         for count in (1, 2, 4, 8):
             subset = {
                 key: {**job, "layout": job[end]}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from combinations_table import FILE, PAGE, counted, encoded, page_table, table
+from combinations_table import FILE, PAGE, count_all_pairs, encode, page_table, table
 from processes import run_command
 
 from ms_parallel.cluster.connection import connect
@@ -16,8 +16,8 @@ from ms_parallel.errors import ConfigError, LayoutError
 
 def test_the_tables_match_the_random_jobs() -> None:
     """In the package and the docs; `python tests/combinations_table.py` writes both."""
-    pairs = counted()
-    assert FILE.read_bytes() == encoded(pairs)
+    pairs = count_all_pairs()
+    assert FILE.read_bytes() == encode(pairs)
     assert page_table(PAGE.read_text()) == table(pairs)
 
 

@@ -43,7 +43,7 @@ def groups() -> Groups:
     return connect(Layout(), device="cpu")
 
 
-def trained(groups: Groups, settings: dict[str, Any], **options: Any) -> Engine:
+def trained_engine(groups: Groups, settings: dict[str, Any], **options: Any) -> Engine:
     """Engine after two updates."""
     torch.set_num_threads(1)
     engine = build(settings, groups, **options)
@@ -55,16 +55,16 @@ def trained(groups: Groups, settings: dict[str, Any], **options: Any) -> Engine:
 @pytest.mark.parametrize("family", ["biases", *FAMILIES])
 def test_every_recompute_mode_gives_the_same_bits(family: str, groups: Groups) -> None:
     """Weights after two updates equal those without recomputation, in every family."""
-    plain = trained(groups, FAMILIES[family])
+    plain = trained_engine(groups, FAMILIES[family])
     for mode in (*RECOMPUTE_MODES[1:], "24KiB"):
-        recomputed = trained(groups, FAMILIES[family], recompute=mode)
+        recomputed = trained_engine(groups, FAMILIES[family], recompute=mode)
         for name, weight in plain.parameters.items():
             assert torch.equal(weight, recomputed.parameters[name]), (family, mode, name)
 
 
 def test_saved_bytes_equal_the_measured_costs(groups: Groups) -> None:
     """Bytes alive after each block's forward equal the budget's measurement, in every mode."""
-    costs = trained(groups, WIDE, recompute="1GiB").runner.budget
+    costs = trained_engine(groups, WIDE, recompute="1GiB").runner.budget
     assert costs is not None
     (blocks,) = costs.blocks.values()
     measured = blocks[1].costs
@@ -94,7 +94,7 @@ def test_blocks_stay_within_the_budget_and_use_it(groups: Groups) -> None:
     batch = {name: tensor[:2] for name, tensor in global_batch(0).items()}
     peaks, recompute_flops = [], []
     for kib in (13, 40, 60, 80, 100, 130, 1000):
-        engine = trained(groups, WIDE, recompute=f"{kib}KiB")
+        engine = trained_engine(groups, WIDE, recompute=f"{kib}KiB")
         budget = engine.runner.budget
         assert budget is not None
         assert budget.peak_bytes <= kib * KIB
@@ -115,7 +115,7 @@ def test_blocks_stay_within_the_budget_and_use_it(groups: Groups) -> None:
 
 def test_longer_batches_are_measured_again(groups: Groups) -> None:
     """The budget also holds for a later, longer batch; a shorter one changes nothing."""
-    engine = trained(groups, WIDE, recompute="100KiB")
+    engine = trained_engine(groups, WIDE, recompute="100KiB")
     budget = engine.runner.budget
     assert budget is not None
     before = block_modes(engine)
@@ -139,7 +139,7 @@ def test_tokens_are_routed_once(groups: Groups, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Router, "_select", counted)
     for mode in (*RECOMPUTE_MODES, "24KiB"):
         calls.clear()
-        engine = trained(groups, FAMILIES["olmoe"], recompute=mode)
+        engine = trained_engine(groups, FAMILIES["olmoe"], recompute=mode)
         assert len(calls) == 2 * 2 * 3, mode  # updates, microbatches, layers
         load = engine.step(global_batch(2), NextTokenLoss()).experts
         assert load is not None
@@ -213,7 +213,7 @@ def test_invalid_recompute_settings_are_refused(groups: Groups) -> None:
     with pytest.raises(ConfigError, match="did you mean 'attention'"):
         build({}, groups, recompute="atention")
     with pytest.raises(ConfigError, match=r"must be at least the 0\.0 MiB .*; raise it, or lower"):
-        trained(groups, WIDE, recompute="1KiB")
+        trained_engine(groups, WIDE, recompute="1KiB")
     model = torch.nn.Sequential(
         torch.nn.Embedding(8, 4), torch.nn.Sequential(torch.nn.Linear(4, 8))
     )
@@ -342,8 +342,8 @@ def check_memory(jobs: list[dict[str, Any]]) -> None:
     """Check that predicted bytes are within 5% of the counted bytes in every category."""
     common = {"rows": 2, "length": 64, "microbatches": 4}
     jobs = [{**common, **job, "settings": LARGER | job.get("settings", {})} for job in jobs]
-    (predictions,) = run_processes(1, RUNS, "predicted", jobs=jobs)
-    counts = run_processes(4, RUNS, "counted", jobs=jobs, timeout_s=500)
+    (predictions,) = run_processes(1, RUNS, "predict_bytes", jobs=jobs)
+    counts = run_processes(4, RUNS, "count_bytes", jobs=jobs, timeout_s=500)
     mismatches: list[tuple[Any, ...]] = []
     relative_errors: dict[str, list[float]] = {}
     for index, job in enumerate(jobs):
@@ -494,7 +494,7 @@ def check_offload(layout: str) -> None:
     sizes = {"settings": LARGER | {"num_hidden_layers": 2}, "layout": layout}
     options_list = ({"offload": name, "microbatch_size": 2} for name in ("none", "all"))
     jobs = [{**sizes, "options": options} for options in options_list]
-    for baseline, offloaded in run_on_rig(2, RUNS, "offloaded", jobs=jobs):
+    for baseline, offloaded in run_on_rig(2, RUNS, "train_offloaded", jobs=jobs):
         assert (offloaded["losses"], offloaded["sums"]) == (baseline["losses"], baseline["sums"])
         assert offloaded["on_device"] < baseline["on_device"] / 5
 
@@ -514,9 +514,9 @@ def test_offloading_activations_on_a_cpu_warns_and_does_nothing(
     groups: Groups, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They are in host memory already; the bits are equal."""
-    offloaded = trained(groups, WIDE, offload="activations")
+    offloaded = trained_engine(groups, WIDE, offload="activations")
     assert "has no effect on activations on a CPU" in caplog.text
-    baseline = trained(groups, WIDE)
+    baseline = trained_engine(groups, WIDE)
     for name, weight in baseline.parameters.items():
         assert torch.equal(weight, offloaded.parameters[name])
     with pytest.raises(ConfigError, match="set offload to activations, or use AdamW"):
@@ -527,7 +527,9 @@ def test_offloading_activations_on_a_cpu_warns_and_does_nothing(
 def test_compiled_blocks_give_the_losses_of_eager_ones() -> None:
     """With recomputation and packed documents."""
     jobs: list[dict[str, Any]] = [{"layout": "data=1", "options": {"recompute": "full"}}]
-    ((eager, compiled),) = run_processes(1, RUNS, "compiled", jobs=jobs, backend="aot_eager")[0]
+    ((eager, compiled),) = run_processes(1, RUNS, "train_compiled", jobs=jobs, backend="aot_eager")[
+        0
+    ]
     assert compiled == pytest.approx(eager, rel=1e-5)  # float32 sums in a different order
 
 
@@ -538,7 +540,7 @@ def test_compiled_blocks_give_the_losses_of_eager_ones_under_layouts() -> None:
         {"layout": "data=2", "options": {"recompute": "full"}},
         {"layout": "pipeline=2", "options": {}},
     ]
-    for results in run_processes(2, RUNS, "compiled", jobs=jobs, backend="aot_eager"):
+    for results in run_processes(2, RUNS, "train_compiled", jobs=jobs, backend="aot_eager"):
         for eager, compiled in results:
             assert compiled == pytest.approx(eager, rel=1e-5)  # sums of float32 in another order
 
@@ -551,7 +553,7 @@ def test_blocks_compiled_to_machine_code_give_the_losses_of_eager_ones() -> None
         {"layout": "data=1", "options": {"recompute": "full"}},
         {"layout": "data=1", "options": {}, "settings": FAMILIES["qwen3"]},
     ]
-    (results,) = run_processes(1, RUNS, "compiled", jobs=jobs, timeout_s=500)
+    (results,) = run_processes(1, RUNS, "train_compiled", jobs=jobs, timeout_s=500)
     for eager, compiled in results:
         assert compiled == pytest.approx(eager, rel=1e-5)
 
@@ -562,7 +564,7 @@ def test_compiled_blocks_cast_their_own_weights() -> None:
         {"layout": "data=1", "options": {"mixed_precision": True, "recompute": recompute}}
         for recompute in ("none", "full")
     ]
-    (results,) = run_processes(1, RUNS, "compiled", jobs=jobs, backend="aot_eager")
+    (results,) = run_processes(1, RUNS, "train_compiled", jobs=jobs, backend="aot_eager")
     for eager, compiled in results:
         assert eager == compiled
 

@@ -127,10 +127,10 @@ def test_a_trainer_assigns_rows_by_speed_and_resumes(tmp_path: Path) -> None:
         "device": None,
     }
     runs = Path(__file__).with_name("share_runs.py")
-    first, _ = run_on_rig(2, runs, "trained", steps=6, **shared)
+    first, _ = run_on_rig(2, runs, "train_with_shares", steps=6, **shared)
     assert first["changes"][0]["rows.0"] < first["changes"][0]["rows.1"]
     assert first["slow"] == [0]
-    resumed, _ = run_on_rig(2, runs, "trained", steps=8, **shared)
+    resumed, _ = run_on_rig(2, runs, "train_with_shares", steps=8, **shared)
     assert resumed["shares"] == first["shares"]
     assert len(resumed["losses"]) == 2
 
@@ -155,16 +155,20 @@ def test_a_resumed_run_on_mixed_devices_is_bit_identical(tmp_path: Path) -> None
     }
     runs = Path(__file__).with_name("share_runs.py")
     uninterrupted, _ = run_on_rig(
-        2, runs, "trained", output=str(tmp_path / "whole"), steps=8, **shared
+        2, runs, "train_with_shares", output=str(tmp_path / "whole"), steps=8, **shared
     )
     parts = [
-        run_on_rig(2, runs, "trained", output=str(tmp_path / "parts"), steps=steps, **shared)[0]
+        run_on_rig(
+            2, runs, "train_with_shares", output=str(tmp_path / "parts"), steps=steps, **shared
+        )[0]
         for steps in (4, 8)
     ]
     assert parts[0]["losses"] + parts[1]["losses"] == uninterrupted["losses"]
     shared |= {"devices": {"cpu": "0-1"}, "async_checkpoints": False}
     (tmp_path / "parts/checkpoints/step-00000008").rename(tmp_path / "away")
-    cpus, _ = run_on_rig(2, runs, "trained", output=str(tmp_path / "parts"), steps=8, **shared)
+    cpus, _ = run_on_rig(
+        2, runs, "train_with_shares", output=str(tmp_path / "parts"), steps=8, **shared
+    )
     assert cpus["losses"] == pytest.approx(uninterrupted["losses"][4:], rel=TOLERANCE)
 
 

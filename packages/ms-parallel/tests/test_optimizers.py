@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from launching import write_corpus, write_run
-from optimizer_runs import RATE, advance, planted
+from optimizer_runs import RATE, advance, random_gradient
 from processes import run_processes
 from runs import FAMILIES, build, train
 from torch import Tensor, nn
@@ -138,7 +138,7 @@ def torch_weights(engine: Engine, make: Any, weight_decay: float, steps: int) ->
     torch_optimizers = make(weights)
     for step in range(steps):
         for name, weight in weights.items():
-            weight.grad = planted(name, step, tuple(weight.shape))
+            weight.grad = random_gradient(name, step, tuple(weight.shape))
             if weight.dim() > 1:
                 weight.mul_(1.0 - RATE * weight_decay)
         for optimizer in torch_optimizers:
@@ -201,7 +201,7 @@ def test_muon_equals_torchs_for_hidden_matrices_and_adamw_for_other_weights(
     ]
     for step in range(STEPS):
         for name, weight in (muon | others).items():
-            weight.grad = planted(name, step, tuple(weight.shape))
+            weight.grad = random_gradient(name, step, tuple(weight.shape))
         for optimizer in optimizers:
             optimizer.step()
     assert len(muon) == 21
@@ -251,7 +251,7 @@ def test_muon_equals_the_paper(groups: Groups) -> None:
     }
     for name in hidden_matrices(engine):
         check_matrix(
-            changed[name], [planted(name, s, tuple(changed[name].shape)) for s in range(3)]
+            changed[name], [random_gradient(name, s, tuple(changed[name].shape)) for s in range(3)]
         )
 
 
@@ -273,7 +273,7 @@ def test_muon_updates_experts_separately_and_leaves_routers_and_biases_to_adamw(
     (name,) = [n for n in by_muon if n.endswith("1.mlp.experts.gate_up_proj.weight")]
     shape = tuple(changed[name].shape)
     assert len(shape) == 4
-    grads = [planted(name, step, shape) for step in range(2)]
+    grads = [random_gradient(name, step, shape) for step in range(2)]
     for expert in range(shape[0]):
         for half in range(2):
             matrix_grads = [grad[expert, half] for grad in grads]
@@ -287,7 +287,7 @@ def test_muon_splits_fused_projections(groups: Groups) -> None:
     engine = build({}, groups, optimizer=config)
     name = "model.layers.1.self_attn.o_proj.weight"
     change = changes(engine, 2)[name]
-    grads = [planted(name, step, (32, 32)) for step in range(2)]
+    grads = [random_gradient(name, step, (32, 32)) for step in range(2)]
     check_matrix(change[:20], [grad[:20] for grad in grads])
     check_matrix(change[20:], [grad[20:] for grad in grads])
     with pytest.raises(
@@ -319,7 +319,10 @@ def test_muon_needs_the_rows_of_fused_projections(groups: Groups) -> None:
     changed = changes(Engine(Fused(), groups=groups, plan=plan, optimizer=config), 2)
     for name, rows in {"qkv_proj": (8, 4, 4), "gate_up_proj": (6, 6)}.items():
         weight_name = f"layers.0.{name}.weight"
-        grads = [planted(weight_name, step, tuple(changed[weight_name].shape)) for step in range(2)]
+        grads = [
+            random_gradient(weight_name, step, tuple(changed[weight_name].shape))
+            for step in range(2)
+        ]
         parts = zip(
             changed[weight_name].split(rows), *(grad.split(rows) for grad in grads), strict=True
         )
@@ -338,7 +341,7 @@ def test_parameter_groups_override_settings(groups: Groups) -> None:
     config = SGDConfig(learning_rate=3e-4, groups=rules, weight_decay=0.0)
     changed = changes(build({}, groups, optimizer=config), 2)
     for name, change in changed.items():
-        first, second = (planted(name, step, tuple(change.shape)) for step in range(2))
+        first, second = (random_gradient(name, step, tuple(change.shape)) for step in range(2))
         expected = -RATE * (first + (0.9 * first + second))
         if ".layers.0." in name:
             expected = torch.zeros_like(change) if "norm" in name else -2 * RATE * (first + second)

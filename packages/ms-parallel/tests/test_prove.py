@@ -102,7 +102,7 @@ def test_a_correct_model_holds_and_the_page_says_so() -> None:
 def test_generation_is_probed_with_a_split_sequence() -> None:
     """Prompts of any length, on four processes that each hold a part of the sequence."""
     runs = Path(__file__).parent / "runs.py"
-    assert run_processes(4, runs, "probed", layout="tensor=4") == [["generation"]] * 4
+    assert run_processes(4, runs, "passed_probes", layout="tensor=4") == [["generation"]] * 4
 
 
 @pytest.mark.slow

@@ -21,13 +21,13 @@ TIED = VARIANTS["tied grouped"]
 EXPERTS = {**FAMILIES["qwen3_moe"], "num_experts": 4}
 
 
-def repeated(count: int, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def train_jobs(count: int, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Results of each job, checked to be equal on all processes, with the merged state."""
-    ranks = run_processes(count, RUNS, "repeated", jobs=jobs)
-    return [_merged(results) for results in zip(*ranks, strict=True)]
+    ranks = run_processes(count, RUNS, "train_jobs", jobs=jobs)
+    return [_merge(results) for results in zip(*ranks, strict=True)]
 
 
-def _merged(results: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def _merge(results: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     state: dict[str, str] = {}
     for result in results:
         assert result["updates"] == results[0]["updates"]
@@ -51,13 +51,13 @@ def job(layout: str = "data=1", settings: Any = None, **options: Any) -> dict[st
 
 def test_two_processes_have_the_bits_of_one() -> None:
     """Data ranks or stages, with tied weights and clipped gradients."""
-    (expected,) = repeated(1, [job(settings=TIED, microbatch_size=3)])
+    (expected,) = train_jobs(1, [job(settings=TIED, microbatch_size=3)])
     jobs = [
         job("data=2", TIED, sharding="zero3"),
         job("data=2", TIED, sharding="replicate", microbatch_size=2),
         job("pipeline=2", TIED, schedule="zb-h1", recompute="full"),
     ]
-    for run, result in zip(jobs, repeated(2, jobs), strict=True):
+    for run, result in zip(jobs, train_jobs(2, jobs), strict=True):
         assert not differing(result, expected), run
 
 
@@ -69,11 +69,11 @@ def check_reproduced(jobs: list[dict[str, Any]]) -> None:
         reference = {"layout": "data=1", "settings": run["settings"], "options": options}
         references[str(reference)] = reference
         run["reference"] = str(reference)
-    expected = dict(zip(references, repeated(1, list(references.values())), strict=True))
+    expected = dict(zip(references, train_jobs(1, list(references.values())), strict=True))
     sizes = sorted({Layout.parse(run["layout"]).world_size for run in jobs})
     for size in sizes:
         runs = [run for run in jobs if Layout.parse(run["layout"]).world_size == size]
-        for run, result in zip(runs, repeated(size, runs), strict=True):
+        for run, result in zip(runs, train_jobs(size, runs), strict=True):
             assert not differing(result, expected[run["reference"]]), run
 
 
@@ -123,16 +123,16 @@ def test_the_number_of_processes_may_change_between_checkpoints(tmp_path: Path) 
         for run in (several, single):
             count = Layout.parse(run["layout"]).world_size
             arguments = {"folder": str(tmp_path), "first": 2 * first, "last": 2 * first + 2}
-            ranks = run_processes(count, RUNS, "resumed", jobs=[run], **arguments)
-            results += [_merged(rank_results) for rank_results in zip(*ranks, strict=True)]
+            ranks = run_processes(count, RUNS, "resume_jobs", jobs=[run], **arguments)
+            results += [_merge(rank_results) for rank_results in zip(*ranks, strict=True)]
         assert not differing(*results), layout
 
 
 def test_without_reproducible_two_processes_differ_in_the_last_bits() -> None:
     """Shows that the comparison can fail."""
     plain = {"reproducible": False}
-    (single,) = repeated(1, [job(settings=TIED, **plain)])
-    (double,) = repeated(2, [job("data=2", TIED, **plain)])
+    (single,) = train_jobs(1, [job(settings=TIED, **plain)])
+    (double,) = train_jobs(2, [job("data=2", TIED, **plain)])
     assert differing(double, single)
     assert [len(u) for u in double["updates"]] == [len(u) for u in single["updates"]]
 

@@ -128,7 +128,7 @@ def test_random_runs_stay_within_their_memory(seed: int) -> None:
         results: list[dict[str, Any]] = run_processes(
             layout.world_size,
             RUNS,
-            "trained",
+            "train_within_limit",
             check=False,
             room_bytes=limit,
             size=size,
@@ -153,7 +153,7 @@ def test_random_runs_stay_within_their_memory(seed: int) -> None:
 def test_plans_stay_within_their_memory(seed: int) -> None:
     """All sizes that a plan says fit train within the limit; two sizes larger runs out."""
     case = random_plan(seed)
-    (planned,) = run_processes(1, RUNS, "planned", **case)
+    (planned,) = run_processes(1, RUNS, "plan_run", **case)
     layout, sizes, fits = Layout.parse(planned["layout"]), planned["sizes"], planned["fits"]
     assert planned["rows"] in fits, planned
     settings = case["settings"] | planned["settings"]
@@ -162,7 +162,7 @@ def test_plans_stay_within_their_memory(seed: int) -> None:
         ranks: list[dict[str, Any]] = run_processes(
             layout.world_size,
             RUNS,
-            "trained",
+            "train_within_limit",
             check=False,
             room_bytes=planned["memory_bytes"] + RESERVE_BYTES,
             layout=planned["layout"],

@@ -65,7 +65,7 @@ def test_copies_of_one_row_may_repeat() -> None:
 
 def test_rows_without_targets_may_repeat() -> None:
     """Padding on one data rank or on both trains nothing twice."""
-    assert run_processes(2, RUNS, "padded", layout="data=2") == [["", ""], ["", ""]]
+    assert run_processes(2, RUNS, "refusals_of_padding", layout="data=2") == [["", ""], ["", ""]]
 
 
 def test_a_stream_without_a_place_is_refused(tmp_path: Path) -> None:

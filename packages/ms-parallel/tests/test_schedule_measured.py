@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 def test_a_searched_schedule_is_equal_on_all_ranks_and_trains_like_one_process(layout: str) -> None:
     """All ranks agree on a valid schedule, and measuring does not change random state."""
     count = 4 if "data" in layout else 2
-    of_ranks = run_processes(count, MEASURING, "searched", layout=layout, steps=3)
+    of_ranks = run_processes(count, MEASURING, "search_and_train", layout=layout, steps=3)
     (expected,) = run_processes(1, MEASURING, "one_process", rows=4 * count // 2, steps=3)
     assert len({result["digest"] for result in of_ranks}) == 1
     for result in of_ranks:
@@ -90,7 +90,7 @@ def test_a_stopped_run_resumes_with_its_schedule_bit_identically(tmp_path: Path)
     """The schedule is read from its file, although costs would be measured differently now."""
     corpus = write_corpus(tmp_path / "corpus")
     for result in run_processes(
-        2, MEASURING, "stopped_and_resumed", corpus=str(corpus), folder=str(tmp_path)
+        2, MEASURING, "stop_and_resume", corpus=str(corpus), folder=str(tmp_path)
     ):
         assert result["same schedule"]
         assert result["same bits"]
@@ -107,7 +107,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
     """A recorded step of ZB-V on two processes."""
     path = tmp_path_factory.mktemp("recorded") / "step.json"
     return path, run_processes(
-        2, MEASURING, "recorded", schedule="zb-v", path=str(path), shift_ns=5_000_000_000
+        2, MEASURING, "record_update", schedule="zb-v", path=str(path), shift_ns=5_000_000_000
     )
 
 

@@ -66,7 +66,7 @@ def test_the_simulated_makespan_equals_the_measured_one(ranks: int, count: int, 
         for _, schedule, unequal in cases
     ]
     names = [name for name, _, _ in cases]
-    (runs, *_) = run_processes(ranks, SLEEPERS, "recorded", jobs=jobs, tries=tries)
+    (runs, *_) = run_processes(ranks, SLEEPERS, "record_times", jobs=jobs, tries=tries)
     for (name, schedule, _), recordings in zip(cases, runs, strict=True):
         errors = []
         for times in recordings:

@@ -134,12 +134,14 @@ SETTINGS = {
 }
 
 
-def trained(shards: Path, output: Path, steps: int, **settings: Any) -> list[dict[str, Any]]:
+def train_on_two_ranks(
+    shards: Path, output: Path, steps: int, **settings: Any
+) -> list[dict[str, Any]]:
     """Results of two data ranks; one is slower per row."""
     return run_processes(
         2,
         RUNS,
-        "trained",
+        "train_with_shares",
         corpus=str(shards),
         output=str(output),
         steps=steps,
@@ -149,8 +151,8 @@ def trained(shards: Path, output: Path, steps: int, **settings: Any) -> list[dic
 
 def test_a_slow_rank_gets_fewer_rows_and_is_named(shards: Path, tmp_path: Path) -> None:
     """Losses are as with equal shares, and a resumed run starts with the last shares."""
-    equal, _ = trained(shards, tmp_path / "equal", 8)
-    measured, other = trained(shards, tmp_path / "measured", 6, shares="measured")
+    equal, _ = train_on_two_ranks(shards, tmp_path / "equal", 8)
+    measured, other = train_on_two_ranks(shards, tmp_path / "measured", 6, shares="measured")
     change = measured["changes"][0]
     assert change["step"] == 5
     assert change["rows.0"] + change["rows.1"] == 12
@@ -158,7 +160,7 @@ def test_a_slow_rank_gets_fewer_rows_and_is_named(shards: Path, tmp_path: Path) 
     assert change["rows_per_s.0"] > 1.2 * change["rows_per_s.1"]
     assert measured["slow"] == other["slow"] == [1]
     assert measured["shares"] == other["shares"] == [change["rows.0"], change["rows.1"]]
-    resumed, _ = trained(shards, tmp_path / "measured", 8, shares="measured")
+    resumed, _ = train_on_two_ranks(shards, tmp_path / "measured", 8, shares="measured")
     assert resumed["shares"] == measured["shares"]
     assert measured["losses"] + resumed["losses"] == pytest.approx(equal["losses"], rel=TOLERANCE)
 
@@ -166,7 +168,7 @@ def test_a_slow_rank_gets_fewer_rows_and_is_named(shards: Path, tmp_path: Path) 
 def test_a_slow_rank_is_detected_if_others_wait_for_it(shards: Path, tmp_path: Path) -> None:
     """Under zero1 both ranks finish together, so only computations without waiting are timed."""
     settings = {"sharding": "zero1", "microbatch_size": 1, "shares": "measured"}
-    result, _ = trained(shards, tmp_path, 5, **settings)
+    result, _ = train_on_two_ranks(shards, tmp_path, 5, **settings)
     assert result["slow"] == [1]
     assert result["shares"][0] > result["shares"][1]
 
@@ -254,7 +256,7 @@ def test_measured_shares_use_the_speed_of_all_ranks(shards: Path, tmp_path: Path
     """Both reach 0.93 of the sum of their speeds; equal shares reach at most 0.7."""
     seconds = {}
     for shares in ("equal", "measured"):
-        results = trained(
+        results = train_on_two_ranks(
             shards,
             tmp_path / shares,
             30,

@@ -93,7 +93,7 @@ def check(processes: int, expected: list[Expected]) -> None:
         {"layout": layout, "family": family, "engine": engine}
         for layout, family, engine, _ in expected
     ]
-    for counts in run_on_rig(processes, RUNS, "counted", jobs=jobs):
+    for counts in run_on_rig(processes, RUNS, "count_steps", jobs=jobs):
         measured = [(*job[:3], count) for job, count in zip(expected, counts, strict=True)]
         assert measured == expected
 

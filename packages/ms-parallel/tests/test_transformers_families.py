@@ -28,7 +28,7 @@ BATCH = {"tokens": TOKENS, "targets": TOKENS.roll(-1, 1)}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
-def saved(model_type: str, folder: Path, **settings: Any) -> Any:
+def saved_model(model_type: str, folder: Path, **settings: Any) -> Any:
     """A transformers model with random weights, saved to a folder."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[model_type](**{**SIZES, **settings})
@@ -65,7 +65,7 @@ def test_an_unknown_argument_of_an_attention_call_is_refused(name: str) -> None:
 
 def test_a_parameter_between_split_layers_is_summed_over_the_tensor_axis(tmp_path: Path) -> None:
     """Apertus's activation has parameters that the published plan omits."""
-    saved("apertus", tmp_path, num_hidden_layers=2)
+    saved_model("apertus", tmp_path, num_hidden_layers=2)
     name = "model.layers.0.mlp.act_fn.alpha_p"
     arguments = {"folder": str(tmp_path), "name": name}
     (expected,) = run_processes(1, CHILD, "gradient_of", layout="", **arguments)
@@ -92,7 +92,7 @@ def test_a_tied_head_keeps_its_bias(
     model_type: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """In logits, gradients and the saved folder."""
-    model = saved(model_type, tmp_path / "begin", **settings)
+    model = saved_model(model_type, tmp_path / "begin", **settings)
     engine = Engine(TransformersModel(tmp_path / "begin"), device="cpu")
     logits = engine.evaluate(BATCH, lambda output, _: output.logits())
     with torch.no_grad():
@@ -122,8 +122,8 @@ def test_initial_weights_of_gemma4_have_gradients() -> None:
 def test_a_folder_of_experts_loads_in_a_new_process(tmp_path: Path) -> None:
     """`load_model` builds on the meta device, where a router cannot be run."""
     settings = {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS}
-    model = saved("qwen2_moe", tmp_path, **settings)
-    ((total,),) = run_processes(1, CHILD, "loaded", folder=str(tmp_path))
+    model = saved_model("qwen2_moe", tmp_path, **settings)
+    ((total,),) = run_processes(1, CHILD, "logit_sum_of_loaded", folder=str(tmp_path))
     with torch.no_grad():
         expected = float(model(TOKENS).logits.double().sum())
     assert total == pytest.approx(expected, abs=1e-2)
@@ -228,7 +228,7 @@ def test_a_folder_without_its_mtp_layers_loads_with_one_warning(
     latent |= {"qk_rope_head_dim": 4, "head_dim": 4}
     widths = latent if model_type == "deepseek_v3" else {}
     widths |= {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_shared_experts": 1}
-    saved(model_type, tmp_path / "begin", **small, **widths, num_nextn_predict_layers=1)
+    saved_model(model_type, tmp_path / "begin", **small, **widths, num_nextn_predict_layers=1)
     config = json.loads((tmp_path / "begin" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
     engine = Engine(tmp_path / "begin", device="cpu")

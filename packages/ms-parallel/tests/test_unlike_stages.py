@@ -104,15 +104,15 @@ def test_a_rank_without_slowness_is_refused() -> None:
         model([1] * 3, [1, 0])
 
 
-def slowed() -> tuple[dict[str, Any], dict[str, Any]]:
+def slow_run() -> tuple[dict[str, Any], dict[str, Any]]:
     """Search and train two stages whose second rank sleeps four times as long in each block."""
-    first, second = run_processes(2, RUNS, "compared", slow={"0": 0.005, "1": 0.02}, steps=4)
+    first, second = run_processes(2, RUNS, "compare_stages", slow={"0": 0.005, "1": 0.02}, steps=4)
     return first, second
 
 
 def test_a_slow_rank_gets_fewer_layers_and_losses_stay_equal() -> None:
     """Slowness is measured with the real runtime, and ranks agree on it."""
-    first, second = slowed()
+    first, second = slow_run()
     assert first["layers"] == second["layers"]
     assert first["slowness"] == second["slowness"]
     assert first["slowness"][0] == 1.0
@@ -127,5 +127,5 @@ def test_a_slow_rank_gets_fewer_layers_and_losses_stay_equal() -> None:
 @pytest.mark.slow
 def test_fewer_layers_on_a_slow_rank_make_a_step_shorter() -> None:
     """Compares elapsed time, so it is not a default test."""
-    first, _ = slowed()
+    first, _ = slow_run()
     assert first["searched"]["seconds"] < 0.85 * first["equal"]["seconds"]

@@ -192,7 +192,7 @@ def gradient_of(folder: str, layout: str, name: str) -> list[float]:
     return [update.grad_norm, float((before - after).sum())]
 
 
-def loaded(folder: str) -> list[float]:
+def logit_sum_of_loaded(folder: str) -> list[float]:
     """Sum of the logits of `load_model`, in a process that has not built a model before."""
     model = load_model(folder)
     return [float(model(torch.arange(3, 27)[None]).detach().double().sum())]

@@ -164,6 +164,6 @@ def _seconds(row: Mapping[str, str], sizes: DecoderSizes) -> float:
     return 96 * tokens * layers * hidden**2 * terms / (value * 1e12 * devices)
 
 
-def excluded() -> dict[str, str]:
+def excluded_rows() -> dict[str, str]:
     """Rows of the sources that are left out, with the reasons."""
     return dict(tables()["excluded"])
