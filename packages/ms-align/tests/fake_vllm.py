@@ -23,6 +23,7 @@ from ms_align.models.folder import load_model
 GENERATE = "/inference/v1/generate"
 PATHS = {
     "kept_weights": "/collective_rpc",
+    "kept_head": "/collective_rpc",
     "no_dev_mode": "/collective_rpc",
     "reload_fails": "/collective_rpc",
     "other_models": "/v1/models",
@@ -39,9 +40,13 @@ class Model:
         self.version = "default"
         self.load(folder)
 
-    def load(self, folder: Path) -> None:
-        """Load weights from a folder."""
-        self.generate = LocalGenerator(load_model(folder), fused=False)
+    def load(self, folder: Path, keeps_head: bool = False) -> None:
+        """Load weights from a folder, perhaps without those of the head."""
+        new = load_model(folder)
+        if keeps_head:
+            old = self.generate.model.module.state_dict()["lm_head.weight"]
+            new.load_state_dict({"lm_head.weight": old}, strict=False)
+        self.generate = LocalGenerator(new, fused=False)
 
     @torch.no_grad()
     def score(self, tokens: list[int]) -> list[dict[str, Any] | None]:
@@ -195,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
                 return self.error(500, "Call to collective_rpc method failed")
             if fault != "kept_weights":
                 with self.model.lock:
-                    self.model.load(Path(body["kwargs"]["weights_path"]))
+                    self.model.load(Path(body["kwargs"]["weights_path"]), fault == "kept_head")
             return self.answer({"results": [None]})
         if self.path == "/update_weight_version":
             self.model.version = "older" if fault == "older_version" else body["new_version"]

@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import run_command
 from small_models import decoder, vowels
 
 from ms_align import (
@@ -24,6 +25,7 @@ from ms_align import (
     GRPOTrainer,
     PPOTrainer,
     RLOOTrainer,
+    Sample,
     Sampling,
     ServerError,
     VllmOptions,
@@ -121,6 +123,11 @@ def settings(folder: Path, server: FakeServer, **more: Any) -> dict[str, Any]:
     }
 
 
+def spread(samples: Sequence[Sample]) -> list[float]:
+    """Reward that differs within every group."""
+    return [sum(sample.response_tokens) % 7 / 6 for sample in samples]
+
+
 @pytest.mark.parametrize("trainer", [PPOTrainer, GRPOTrainer, RLOOTrainer])
 def test_every_rollout_is_sampled_with_the_policys_newest_weights(
     tmp_path: Path, server: FakeServer, trainer: Any
@@ -131,7 +138,7 @@ def test_every_rollout_is_sampled_with_the_policys_newest_weights(
     """
     groups = {} if trainer is PPOTrainer else {"num_generations": 4}
     epochs = {"epochs": 2, "minibatch_size": 4, "steps": 16}
-    run = settings(tmp_path, server, temperature=0.8, **groups, **epochs)
+    run = settings(tmp_path, server, reward_model=spread, temperature=0.8, **groups, **epochs)
     assert trainer(**run, held_out=["to be"], eval_every=3).optimize(PROMPTS).finished
     rollouts = events(tmp_path, "rollout")
     assert len(rollouts) == 4
@@ -140,7 +147,9 @@ def test_every_rollout_is_sampled_with_the_policys_newest_weights(
         assert abs(rollout["sampler_kl"]) < 1e-8
         assert rollout["sampler_clip_fraction"] == 0.0
     assert [rollout["weight_version"] for rollout in rollouts] == [0, 4, 8, 12]
-    assert all(step["sampler_difference"] < 1e-5 for step in events(tmp_path, "step"))
+    steps = events(tmp_path, "step")
+    assert all(step["sampler_difference"] < 1e-5 for step in steps)
+    assert all(step["grad_norm"] > 0 for step in steps[::4])  # the first update of each rollout
     # Each saved folder is deleted once a newer one is loaded, the last at the end.
     assert not list((tmp_path / "vllm").iterdir())
 
@@ -182,6 +191,28 @@ def test_responses_do_not_depend_on_the_number_of_servers(
         rollouts.close()
     finally:
         servers[1].close()
+
+
+def test_two_processes_get_the_rollouts_of_one(tmp_path: Path, server: FakeServer) -> None:
+    """The first one speaks to the server; losses agree within 1e-5, and a failure ends both."""
+    save_model(decoder(), tmp_path / "start")
+    script = str(Path(__file__).with_name("vllm_layout_run.py"))
+    for axis, count in (("one", 1), ("data", 2)):
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command += [script, str(tmp_path), axis, server.url]
+        imports = ("ms_align.trainers.grpo", "ms_parallel.engine.engine")
+        result = run_command(command, imports=imports)
+        assert result.returncode == 0, result.stderr[-3000:]
+    one, two = (events(tmp_path / name, "step") for name in ("one", "data"))
+    assert len(one) == len(two) == 4
+    for expected, actual in zip(one, two, strict=True):
+        for name in ("loss", "reward", "kl", "entropy", "kl_old"):
+            assert actual[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
+        assert actual["sampler_difference"] < 1e-5
+    assert sum(rollout["stopped"] for rollout in events(tmp_path / "data", "rollout")) > 0
+    first, second = sorted((tmp_path / "errors.txt").read_text().splitlines())
+    assert "a rollout failed on the first process" in first
+    assert "cannot be reached (Connection refused)" in second
 
 
 def test_responses_carry_tokens_logprobs_stops_and_versions(
@@ -333,9 +364,21 @@ def test_a_server_that_keeps_old_weights_stops_the_run(tmp_path: Path, server: F
         return vowels(samples)
 
     run = settings(tmp_path, server, reward_model=reward, steps=9, learning_rate=1e-4)
-    with pytest.raises(ServerError, match=r"must have the weights of version 4 and still has "):
+    with pytest.raises(
+        ServerError, match=r"must have the weights of version 4 and still has some of version 0"
+    ):
         PPOTrainer(**run, epochs=4).optimize(PROMPTS)
     assert len(events(tmp_path, "rollout")) == len(calls) == 1
+    # A server that keeps some of the old weights, as vLLM 0.32 keeps a tied head on a CPU.
+    server.fail("none", times=0)
+
+    def reward_then_fail(samples: Sequence[Sample]) -> list[float]:
+        server.fail("kept_head")
+        return spread(samples)
+
+    more = settings(tmp_path / "head", server, reward_model=reward_then_fail, learning_rate=1e-4)
+    with pytest.raises(ServerError, match=r"version 1 and still has some of version 0"):
+        GRPOTrainer(**more, num_generations=4).optimize(PROMPTS)
     # From the start, the server's weights are those of another model.
     server.fail("none", times=0)
     server.post("/collective_rpc", kwargs={"weights_path": str(save(tmp_path / "other", 2))})

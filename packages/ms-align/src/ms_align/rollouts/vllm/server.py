@@ -129,9 +129,11 @@ class Server:
             ConnectionLostError: the request failed and may be repeated.
             ServerError: the answer is not usable.
         """
+        # vLLM samples one response at temperature 0, as all would be equal.
+        samples = count if sampling.temperature else 1
         params = {
             # Everything is explicit, as a server may have other defaults.
-            "n": count,
+            "n": samples,
             "seed": seed,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -149,9 +151,10 @@ class Server:
         limit = ANSWER_BYTES + TOKEN_BYTES * (count * sampling.max_new_tokens + len(prompt))
         answer = self._generate(prompt, params, limit)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
-        if [choice.index for choice in choices] != list(range(count)):
-            raise self._unusable(f"must have {count} responses and has {len(choices)}")
-        return [self._checked(choice, sampling) for choice in choices]
+        if [choice.index for choice in choices] != list(range(samples)):
+            raise self._unusable(f"must have {samples} responses and has {len(choices)}")
+        responses = [self._checked(choice, sampling) for choice in choices]
+        return responses * (count // samples)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability of each token after the first, at temperature 1.
