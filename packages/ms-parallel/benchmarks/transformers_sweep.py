@@ -193,10 +193,10 @@ def near(name: str, actual: Tensor, expected: Tensor, rounding: float = 0.0) -> 
     if not expected.numel():
         return 0.0
     scale = max(1.0, float(expected.abs().max()))
-    apart = float((actual.float() - expected.float()).abs().max()) / scale
-    if not apart <= max(TOLERANCE, MARGIN * rounding):
-        raise WrongError(f"{name} differs by {apart:.1e}")
-    return apart
+    difference = float((actual.float() - expected.float()).abs().max()) / scale
+    if not difference <= max(TOLERANCE, MARGIN * rounding):
+        raise WrongError(f"{name} differs by {difference:.1e}")
+    return difference
 
 
 # The reference: transformers alone, in eager attention and float32.
@@ -249,11 +249,11 @@ def scatter(model: Any, seed: int) -> None:
             continue
         if not value.is_floating_point():
             continue
-        drawn = torch.randn(value.shape, generator=generator)
+        noise = torch.randn(value.shape, generator=generator)
         if value.ndim > 1 and isinstance(value, torch.nn.Parameter):
-            value.copy_(drawn * SPREAD)
+            value.copy_(noise * SPREAD)
         else:
-            value.add_(drawn * 0.1)
+            value.add_(noise * 0.1)
 
 
 def small_config(row: Row) -> TransformersModel:
@@ -467,12 +467,20 @@ def two_updates(engine: Engine, folder: Path, saved: Path) -> float:
     engine.save(saved)
     if engine.groups.mesh.get_rank():
         return difference
-    found, right = tensors(saved), tensors(folder / "after")
-    if found.keys() != right.keys():
-        raise WrongError(f"saved tensors differ: {sorted(found.keys() ^ right.keys())[:2]}")
+    actual, reference_tensors = tensors(saved), tensors(folder / "after")
+    if actual.keys() != reference_tensors.keys():
+        raise WrongError(
+            f"saved tensors differ: {sorted(actual.keys() ^ reference_tensors.keys())[:2]}"
+        )
     rounding = float(expected["rounding"][2])
     return max(
-        [difference, *(near(f"saved {name}", found[name], right[name], rounding) for name in right)]
+        [
+            difference,
+            *(
+                near(f"saved {name}", actual[name], reference_tensors[name], rounding)
+                for name in reference_tensors
+            ),
+        ]
     )
 
 
@@ -489,10 +497,10 @@ def check_load_model(row: Row, folder: Path) -> float:
 def check_save(row: Row, folder: Path) -> float:
     """Save, and load the folder in transformers."""
     engine_of(row, folder).save(folder / "saved")
-    found, right = tensors(folder / "saved"), tensors(folder / "begin")
-    if found.keys() != right.keys():
-        raise WrongError(f"saved tensors differ: {sorted(found.keys() ^ right.keys())[:2]}")
-    changed = [name for name in right if not torch.equal(found[name], right[name])]
+    saved, original = tensors(folder / "saved"), tensors(folder / "begin")
+    if saved.keys() != original.keys():
+        raise WrongError(f"saved tensors differ: {sorted(saved.keys() ^ original.keys())[:2]}")
+    changed = [name for name in original if not torch.equal(saved[name], original[name])]
     if changed:
         raise WrongError(f"{changed[0]} is saved with other values")
     auto: Any = transformers.AutoModelForCausalLM
@@ -542,7 +550,7 @@ def check_fresh(row: Row, folder: Path) -> float:
         raise WrongError(f"the first gradient norm of fresh weights is {update.grad_norm}")
     if row.native:  # ms-parallel's families have other initializations
         return 0.0
-    found, auto = tensors(folder / "fresh"), transformers.AutoModelForCausalLM
+    initial, auto = tensors(folder / "fresh"), transformers.AutoModelForCausalLM
     samples = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -550,9 +558,9 @@ def check_fresh(row: Row, folder: Path) -> float:
         samples.append(tensors(folder / f"fresh-{seed}"))
     for name, sample in samples[0].items():
         if torch.equal(sample, samples[1][name]):
-            near(f"initial {name}", found[name], sample)
+            near(f"initial {name}", initial[name], sample)
         elif sample.numel() >= 256:
-            error = abs(float(found[name].std() / sample.std()) - 1.0)
+            error = abs(float(initial[name].std() / sample.std()) - 1.0)
             if not error <= 8 / sample.numel() ** 0.5:
                 raise WrongError(f"the standard deviation of initial {name} is {error:.0%} off")
     return 0.0

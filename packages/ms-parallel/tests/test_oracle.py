@@ -131,6 +131,6 @@ def test_a_sample_of_layouts_has_the_gradients_of_one_process(tmp_path: Path) ->
 def test_random_layouts_have_the_gradients_of_one_process(tmp_path: Path, part: int) -> None:
     """30 of 300 jobs on up to eight processes, with all axes, schedules, kinds and families."""
     jobs = random_jobs(part)
-    world_sizes = Counter(Layout.parse(drawn["layout"]).world_size for drawn in jobs)
+    world_sizes = Counter(Layout.parse(job["layout"]).world_size for job in jobs)
     assert world_sizes[8] >= 3
     check(jobs, tmp_path)

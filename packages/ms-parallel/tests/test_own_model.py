@@ -206,12 +206,12 @@ def test_an_engine_warns_about_a_forward_without_documents(
 
 def test_frozen_weights_do_not_change() -> None:
     """Neither gradients nor weight decay change them."""
-    mine = Mine()
-    mine.embed.requires_grad_(False)
-    before = mine.embed.weight.clone()
-    engine = Engine(mine, device="cpu", optimizer=AdamWConfig(warmup_steps=0))
+    model = Mine()
+    model.embed.requires_grad_(False)
+    before = model.embed.weight.clone()
+    engine = Engine(model, device="cpu", optimizer=AdamWConfig(warmup_steps=0))
     engine.step(global_batch(0), NextTokenLoss())
-    assert torch.equal(mine.embed.weight, before)
+    assert torch.equal(model.embed.weight, before)
     assert not any(name.startswith("embed") for name in engine.state_dict())
 
 

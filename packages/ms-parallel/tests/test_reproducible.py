@@ -117,10 +117,10 @@ def test_the_number_of_processes_may_change_between_checkpoints(tmp_path: Path) 
     """4, 2, 3, 4 processes and stages: all updates and checkpoints equal one process's."""
     layouts = ("data=4", "pipeline=2", "data=3", "data=2,pipeline=2")
     for first, layout in enumerate(layouts):
-        several = {"layout": layout, "settings": TIED, "chain": "several"}
+        changing = {"layout": layout, "settings": TIED, "chain": "several"}
         single = {"layout": "data=1", "settings": TIED, "chain": "single"}
         results = []
-        for run in (several, single):
+        for run in (changing, single):
             count = Layout.parse(run["layout"]).world_size
             arguments = {"folder": str(tmp_path), "first": 2 * first, "last": 2 * first + 2}
             ranks = run_processes(count, RUNS, "resume_jobs", jobs=[run], **arguments)

@@ -71,13 +71,13 @@ def test_angles_are_those_of_transformers_bit_for_bit(rope_type: str, seed: int)
     for length in (10, LIMIT, 200):
         positions = torch.arange(length)[None]
         tables = rotary_tables(ours, positions, document_ends(positions, None))
-        for found, expected in zip(tables, hf_tables(rope, width, length), strict=True):
+        for actual, expected in zip(tables, hf_tables(rope, width, length), strict=True):
             if rope_type == "dynamic" and length > LIMIT:
                 # Bases differ by document, so the powers are tensor operations, whose last bit may
                 # differ: 6e-8 of an angle of up to 200, and as much for its base.
-                torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+                torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
             else:
-                assert torch.equal(found, expected)
+                assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("rope_type", ROPE_TYPES[1:])

@@ -114,14 +114,14 @@ def test_swapped_rows_of_two_data_ranks_do_not_cancel() -> None:
 @pytest.mark.parametrize("options", [{}, {"reproducible": True}])
 def test_the_check_adds_no_collective_to_a_step(options: dict[str, Any]) -> None:
     """One gather in the first update; afterwards the counts, the gradients and the totals."""
-    for first, *later in run_processes(2, RUNS, "messages", layout="pipeline=2", **options):
+    for first, *rest in run_processes(2, RUNS, "messages", layout="pipeline=2", **options):
         assert first.get("all_gather") == 1
-        assert later[0] == later[1]
-        assert "all_gather" not in later[0]
-        assert later[0]["all_reduce"] == 1
+        assert rest[0] == rest[1]
+        assert "all_gather" not in rest[0]
+        assert rest[0]["all_reduce"] == 1
     settings = {"sharding": "replicate", **options}
-    for first, *later in run_processes(2, RUNS, "messages", layout="data=2", **settings):
-        assert later[0] == later[1]
-        assert first == {**later[0], "all_gather": later[0]["all_gather"] + 1}
+    for first, *rest in run_processes(2, RUNS, "messages", layout="data=2", **settings):
+        assert rest[0] == rest[1]
+        assert first == {**rest[0], "all_gather": rest[0]["all_gather"] + 1}
         if not options:
-            assert later[0] == {"all_gather": 1, "all_reduce": 2}
+            assert rest[0] == {"all_gather": 1, "all_reduce": 2}

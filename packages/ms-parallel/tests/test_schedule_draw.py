@@ -49,9 +49,9 @@ def test_the_svg_has_a_box_for_each_computation(schedule):
     boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
     assert len(boxes) == sum(map(len, line.spans))
     scale = 1000 / float(line.makespan)
-    drawn = sum(float(box.get("width")) for box in boxes)
+    total_width = sum(float(box.get("width")) for box in boxes)
     # Each width is rounded to a hundredth of a pixel.
-    assert drawn == pytest.approx(float(sum(line.busy)) * scale, abs=0.01 * len(boxes))
+    assert total_width == pytest.approx(float(sum(line.busy)) * scale, abs=0.01 * len(boxes))
     red = [box for box in boxes if box.get("stroke") == "#d93025"]
     assert len(red) == len(line.critical_path)
 

@@ -215,7 +215,7 @@ def test_a_larger_cap_is_not_worse_than_a_smaller_one(ranks, microbatches, extra
 
 @settings(deadline=None, max_examples=40, derandomize=True)
 @given(st.integers(2, 4), st.integers(1, 6), st.integers(0, 60), st.integers(1, 60), st.data())
-def test_a_larger_cap_tries_all_smaller_caps(ranks, microbatches, extra, more, data):
+def test_a_larger_cap_tries_all_smaller_caps(ranks, microbatches, slack, growth, data):
     """Smaller caps to try do not depend on the cap, and include twice the minimum."""
     sizes = data.draw(st.lists(numbers, min_size=2 * ranks, max_size=2 * ranks))
     costs = Costs.uniform(2 * ranks)
@@ -226,9 +226,9 @@ def test_a_larger_cap_tries_all_smaller_caps(ranks, microbatches, extra, more, d
 
     (loose,) = at(None)
     min_cap = max(map(loose.min_memory, range(ranks)))
-    small, large = (list(_tighter(at(min_cap + room))) for room in (extra, extra + more))
+    small, large = (list(_tighter(at(min_cap + amount))) for amount in (slack, slack + growth))
     assert all(problem in large for problem in small)
-    if extra + more > min_cap and microbatches > 2:
+    if slack + growth > min_cap and microbatches > 2:
         assert dict(enumerate(at(2 * min_cap))) in large
 
 

@@ -34,18 +34,18 @@ def skipped_events(results: dict[str, Any]) -> list[tuple[int, str, str, int]]:
 
 def test_a_spike_is_skipped(shards: Path, tmp_path: Path) -> None:
     """Before it changes weights; the update is counted, and the run continues."""
-    found = run_with_faults(shards, tmp_path, {7: SPIKE}, on_spike="skip")
-    assert skipped_events(found) == [(7, "refused", "skip", 7)]
-    assert (found["taken"], found["counts"]) == (11, {"refused": 1})
-    assert [step for step, _ in found["steps"]] == list(range(1, 13))
+    result = run_with_faults(shards, tmp_path, {7: SPIKE}, on_spike="skip")
+    assert skipped_events(result) == [(7, "refused", "skip", 7)]
+    assert (result["updates"], result["counts"]) == (11, {"refused": 1})
+    assert [step for step, _ in result["steps"]] == list(range(1, 13))
 
 
 def test_a_roll_back_skips_the_batches_since_the_checkpoint(shards: Path, tmp_path: Path) -> None:
     """After a spike in batch 8 the run resumes at step 6 without batches 7 and 8."""
-    found = run_with_faults(shards, tmp_path / "a", {8: SPIKE}, on_spike="roll_back")
-    assert skipped_events(found) == [(8, "refused", "roll_back", 6)]
-    assert [step for step, _ in found["steps"]] == [*range(1, 9), *range(7, 13)]
-    assert (found["taken"], found["rolled_back"]) == (12, 1)
+    result = run_with_faults(shards, tmp_path / "a", {8: SPIKE}, on_spike="roll_back")
+    assert skipped_events(result) == [(8, "refused", "roll_back", 6)]
+    assert [step for step, _ in result["steps"]] == [*range(1, 9), *range(7, 13)]
+    assert (result["updates"], result["rolled_back"]) == (12, 1)
     other = DistributedTrainer(
         **{**SETTINGS, "output_dir": tmp_path / "b", "on_event": lambda *_: None}
     )
@@ -54,7 +54,7 @@ def test_a_roll_back_skips_the_batches_since_the_checkpoint(shards: Path, tmp_pa
         other.train(shards, steps=12)
     run = other._run
     assert run is not None
-    assert found["weights"] == {
+    assert result["weights"] == {
         name: parameter.detach().double().norm().item()
         for name, parameter in run.engine.parameters.items()
     }
@@ -75,36 +75,39 @@ def test_a_run_that_dies_after_a_roll_back_ends_the_same(shards: Path, tmp_path:
     """It rolls back again, with the same numbers, and skips the same batches."""
     settings = {"on_spike": "roll_back", "on_nonfinite": "skip"}
     planted = {8: SPIKE, 11: NOT_FINITE}
-    whole = run_with_faults(shards, tmp_path / "a", planted, **settings)
-    died = run_with_faults(shards, tmp_path / "b", planted, **settings, fails_at=8)
-    assert died["said"] == "OSError: a crash of this test"
-    found = run_with_faults(shards, tmp_path / "b", planted, **settings)
-    assert found["weights"] == whole["weights"]
-    assert (found["counts"], found["rolled_back"]) == (whole["counts"], whole["rolled_back"])
-    assert whole["counts"] == {"refused": 1, "nonfinite": 1}
+    uninterrupted = run_with_faults(shards, tmp_path / "a", planted, **settings)
+    crashed = run_with_faults(shards, tmp_path / "b", planted, **settings, fails_at=8)
+    assert crashed["error"] == "OSError: a crash of this test"
+    resumed = run_with_faults(shards, tmp_path / "b", planted, **settings)
+    assert resumed["weights"] == uninterrupted["weights"]
+    assert (resumed["counts"], resumed["rolled_back"]) == (
+        uninterrupted["counts"],
+        uninterrupted["rolled_back"],
+    )
+    assert uninterrupted["counts"] == {"refused": 1, "nonfinite": 1}
 
 
 def test_without_a_checkpoint_a_roll_back_skips(shards: Path, tmp_path: Path) -> None:
     """The run cannot return to a checkpoint yet."""
-    found = run_with_faults(shards, tmp_path, {2: NOT_FINITE}, on_nonfinite="roll_back", steps=4)
-    assert skipped_events(found) == [(2, "nonfinite", "skip", 2)]
+    result = run_with_faults(shards, tmp_path, {2: NOT_FINITE}, on_nonfinite="roll_back", steps=4)
+    assert skipped_events(result) == [(2, "nonfinite", "skip", 2)]
 
 
 def test_a_run_stops_on_request_and_keeps_its_checkpoints(shards: Path, tmp_path: Path) -> None:
     """Exit code 1 with one line; with another remedy the run resumes from the checkpoint."""
-    found = run_with_faults(shards, tmp_path, {5: NOT_FINITE}, on_nonfinite="stop")
-    assert found["said"].startswith("DivergenceError: step 5: gradient is not finite (loss inf")
-    assert skipped_events(found) == [(5, "nonfinite", "stop", 5)]
-    found = run_with_faults(shards, tmp_path, {5: NOT_FINITE}, on_nonfinite="skip")
-    assert [step for step, _ in found["steps"]] == list(range(4, 13))
+    result = run_with_faults(shards, tmp_path, {5: NOT_FINITE}, on_nonfinite="stop")
+    assert result["error"].startswith("DivergenceError: step 5: gradient is not finite (loss inf")
+    assert skipped_events(result) == [(5, "nonfinite", "stop", 5)]
+    result = run_with_faults(shards, tmp_path, {5: NOT_FINITE}, on_nonfinite="skip")
+    assert [step for step, _ in result["steps"]] == list(range(4, 13))
 
 
 def test_a_run_that_only_rolls_back_is_ended(shards: Path, tmp_path: Path) -> None:
     """After a number of roll-backs to one checkpoint."""
     planted = dict.fromkeys(range(5, 100), NOT_FINITE)
-    found = run_with_faults(shards, tmp_path, planted, on_nonfinite="roll_back")
-    assert found["said"].startswith(f"DivergenceError: rolled back {ROLL_BACKS} times to one")
-    assert found["rolled_back"] == ROLL_BACKS + 1
+    result = run_with_faults(shards, tmp_path, planted, on_nonfinite="roll_back")
+    assert result["error"].startswith(f"DivergenceError: rolled back {ROLL_BACKS} times to one")
+    assert result["rolled_back"] == ROLL_BACKS + 1
 
 
 LAYOUTS = {
@@ -144,9 +147,10 @@ def test_skips_and_roll_backs_are_the_same_under_every_layout(
     ranks = run_processes(count, RUNS, "run_jobs", jobs=jobs_of(LAYOUTS[count]))
     for rank, results in enumerate(ranks):
         for layout, result in zip(LAYOUTS[count], results, strict=True):
-            assert (result["counts"], result["taken"]) == (expected["counts"], expected["taken"]), (
-                layout
-            )
+            assert (result["counts"], result["updates"]) == (
+                expected["counts"],
+                expected["updates"],
+            ), layout
             if rank:
                 continue
             assert skipped_events(result) == skipped_events(expected), layout

@@ -169,8 +169,8 @@ def test_training_continues_from_the_weights_of_a_folder(corpus: Path, tmp_path:
     """The first held-out loss of the second run is the last of the first."""
     first = trainer(tmp_path / "a").train(corpus, steps=5)
     shards = tmp_path / "a" / "shards"
-    more = trainer(tmp_path / "b", model_arch=first.model_folder, model_config={})
-    second = more.train(shards, steps=1)
+    continued = trainer(tmp_path / "b", model_arch=first.model_folder, model_config={})
+    second = continued.train(shards, steps=1)
     assert second.first_held_out_loss == pytest.approx(first.held_out_loss, rel=1e-6)
 
 

@@ -64,9 +64,13 @@ def run_with_faults(
     events: list[tuple[str, dict[str, Any]]] = []
     fails_at, steps = settings.pop("fails_at", None), settings.pop("steps", 12)
 
-    def on_event(kind: str, fields: Mapping[str, Any]) -> None:
-        events.append((kind, dict(fields)))
-        if kind == "step" and fields["step"] == fails_at and any(k == "skipped" for k, _ in events):
+    def on_event(event: str, fields: Mapping[str, Any]) -> None:
+        events.append((event, dict(fields)))
+        if (
+            event == "step"
+            and fields["step"] == fails_at
+            and any(name == "skipped" for name, _ in events)
+        ):
             raise OSError("a crash of this test")
 
     trainer = DistributedTrainer(
@@ -81,10 +85,10 @@ def run_with_faults(
     run = trainer._run
     assert run is not None
     return {
-        "said": error_text,
-        "skipped": [fields for kind, fields in events if kind == "skipped"],
-        "steps": [[fields["step"], fields["loss"]] for kind, fields in events if kind == "step"],
-        "taken": run.engine.optimizer.update_count,
+        "error": error_text,
+        "skipped": [fields for event, fields in events if event == "skipped"],
+        "steps": [[fields["step"], fields["loss"]] for event, fields in events if event == "step"],
+        "updates": run.engine.optimizer.update_count,
         "counts": run.progress.skipped,
         "rolled_back": run.progress.rolled_back,
         "weights": {
