@@ -32,12 +32,12 @@ def state_of(step: int) -> dict[str, Tensor]:
     }
 
 
-def plant(how: str, point: int, counts: Path) -> None:
+def plant(failure: str, point: int, counts: Path) -> None:
     """Plant a failure in the writing process that is started next."""
-    shared_memory.PROGRAM = [SCRIPT, how, str(point), str(counts)]
+    shared_memory.PROGRAM = [SCRIPT, failure, str(point), str(counts)]
 
 
-def saves(folder: str, how: str, point: int, rank: int = 0, world: int = 1) -> str:
+def saves(folder: str, failure: str, point: int, rank: int = 0, world: int = 1) -> str:
     """Save three times with a planted failure in one rank's writer; return the error message.
 
     Steps reported as saved are listed in the file `reported`.
@@ -47,7 +47,7 @@ def saves(folder: str, how: str, point: int, rank: int = 0, world: int = 1) -> s
         connect(Layout(data=world), device="cpu", timeout_s=60)
     own_rank = dist.get_rank() if world > 1 else 0
     if own_rank == rank:
-        plant(how, point, root / "points")
+        plant(failure, point, root / "points")
     saver = BackgroundSaver(root / "checkpoints", KEPT)
     message = ""
     try:

@@ -142,21 +142,21 @@ def mixed_precision_losses(layouts: list[str]) -> list[list[float]]:
     ]
 
 
-def wait_for_rank_2(how: str) -> tuple[int, str]:
+def wait_for_rank_2(behavior: str) -> tuple[int, str]:
     """Exit code and error output if rank 2 of 3 does not join a collective.
 
     Args:
-        how: rank 2 is "stopped", "slow", "killed" before, or calls "another" collective.
+        behavior: rank 2 is "stopped", "slow", "killed" before, or calls "another" collective.
     """
     connection.join(Layout(data=3), timeout_s=60)
     position.step, position.activity = 7, "update"
     dist.all_reduce(torch.ones(1))
     distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
-    if dist.get_rank() == 2 and how != "another":
-        _stay_away(how)
+    if dist.get_rank() == 2 and behavior != "another":
+        _stay_away(behavior)
     stderr = io.StringIO()
     try:
-        if dist.get_rank() == 2 and how == "another":
+        if dist.get_rank() == 2 and behavior == "another":
             dist.all_gather([torch.ones(1) for _ in range(3)], torch.ones(1))
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
@@ -164,18 +164,19 @@ def wait_for_rank_2(how: str) -> tuple[int, str]:
             code = exits.report_error(error)
         assert code is not None
         pid_match = re.search(r"process (\d+)", stderr.getvalue())
-        if pid_match and how != "another":  # there it may be this process, whose result is needed
+        # With "another" it may be this process, whose result is needed.
+        if pid_match and behavior != "another":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid_match[1]), signal.SIGKILL)
         return code, stderr.getvalue()
     return 0, ""
 
 
-def _stay_away(how: str) -> None:
+def _stay_away(behavior: str) -> None:
     time.sleep(1.5)  # so that its heartbeats and messages have arrived
-    if how == "killed":
+    if behavior == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "stopped":
+    if behavior == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)  # killed by the rank that names it
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ms_parallel.files import durable, writing_process
 
-how, point, counts, memory, parent = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+failure, point, counts, memory, parent = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
 done = 0
 
 
@@ -25,11 +25,11 @@ def with_failure(act: Callable[..., Any]) -> Callable[..., Any]:
         global done
         done += 1
         Path(counts).write_text(str(done))
-        if done == point and how == "full":
+        if done == point and failure == "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if done == point and how == "kill both":
+        if done == point and failure == "kill both":
             os.kill(int(parent), signal.SIGKILL)
-        if done == point and how.startswith("kill"):
+        if done == point and failure.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         return act(*args, **kwargs)
 

@@ -76,9 +76,9 @@ SLOW = [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(9
 
 
 @pytest.mark.parametrize("slow", SLOW)
-@pytest.mark.parametrize("how", ["kill", "full"])
+@pytest.mark.parametrize("failure", ["kill", "full"])
 def test_a_failed_writer_never_commits_and_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, slow: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, slow: bool
 ) -> None:
     """Killed or out of space at any write, sync or rename; reported checkpoints are there."""
     monkeypatch.setattr(shared_memory, "PROGRAM", shared_memory.PROGRAM)
@@ -87,8 +87,8 @@ def test_a_failed_writer_never_commits_and_raises(
     for point in sample(count, slow):
         root = tmp_path / str(point)
         root.mkdir()
-        message = saves(str(root), how, point)
-        assert ("signal 9" if how == "kill" else "No space left on device") in message, point
+        message = saves(str(root), failure, point)
+        assert ("signal 9" if failure == "kill" else "No space left on device") in message, point
         check(root)
         assert read_reported_steps(root) != list(STEPS) or message
 
@@ -100,7 +100,7 @@ def test_a_killed_rank_leaves_reported_checkpoints(tmp_path: Path, slow: bool) -
         root = tmp_path / str(point)
         root.mkdir()
         (result,) = run_processes(
-            1, RUNS, "saves", folder=str(root), how="kill both", point=point, check=False
+            1, RUNS, "saves", folder=str(root), failure="kill both", point=point, check=False
         )
         assert result["code"] == -signal.SIGKILL
         check(root)
@@ -110,7 +110,7 @@ def test_a_killed_rank_leaves_reported_checkpoints(tmp_path: Path, slow: bool) -
 def test_a_failure_of_one_rank_is_raised_on_all(tmp_path: Path, rank: int) -> None:
     """With the same message; the previous checkpoint is complete on both."""
     messages = run_processes(
-        2, RUNS, "saves", folder=str(tmp_path), how="full", point=12, rank=rank, world=2
+        2, RUNS, "saves", folder=str(tmp_path), failure="full", point=12, rank=rank, world=2
     )
     assert messages[0] == messages[1]
     assert "No space left on device" in messages[0]

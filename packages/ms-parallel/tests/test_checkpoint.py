@@ -156,8 +156,8 @@ def test_incomplete_checkpoints_are_ignored_and_swept(tmp_path: Path) -> None:
     checkpoint.keep_last(tmp_path, 2)
     assert checkpoint.complete_steps(tmp_path) == [2, 3]
     assert not (tmp_path / "step-00000004.partial").exists()
-    aside = checkpoint.set_aside(tmp_path, 3)
-    assert aside.name == "step-00000003.damaged-1"
+    moved = checkpoint.set_aside(tmp_path, 3)
+    assert moved.name == "step-00000003.damaged-1"
     assert checkpoint.complete_steps(tmp_path) == [2]
 
 

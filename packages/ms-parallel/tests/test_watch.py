@@ -88,16 +88,18 @@ def test_messages_about_thousands_of_ranks_are_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "state"),
+    ("behavior", "state"),
     [
         ("stopped", "is stopped (by SIGSTOP or a debugger)"),
         ("slow", "is running but missing"),
         ("killed", "is gone (killed"),
     ],
 )
-def test_a_missing_rank_is_named_by_another_rank(how: str, state: str) -> None:
+def test_a_missing_rank_is_named_by_another_rank(behavior: str, state: str) -> None:
     """With its process and step, and the others' collective and line."""
-    results = run_processes(3, FAULTS, "wait_for_rank_2", check=False, timeout_s=60, how=how)
+    results = run_processes(
+        3, FAULTS, "wait_for_rank_2", check=False, timeout_s=60, behavior=behavior
+    )
     first, second = results[:2]
     assert first[0] == second[0] == 1
     (line,) = [text for _, text in (first, second) if text]
@@ -105,7 +107,7 @@ def test_a_missing_rank_is_named_by_another_rank(how: str, state: str) -> None:
     assert line.startswith("ms-parallel: rank 2 (process ")
     assert f") {state}" in line
     assert "step 7, update" in line
-    assert "faults.py" in line.split(";")[1 if how != "slow" else 0]
+    assert "faults.py" in line.split(";")[1 if behavior != "slow" else 0]
     assert "ranks 0-1: step 7, update, waiting in all_reduce, at " in line
     assert f"faults.py:{line_of_the_wait()} in wait_for_rank_2" in line
     assert "the same command resumes from the last complete checkpoint" in line
@@ -131,7 +133,9 @@ def test_ranks_in_different_collectives_are_distinguished() -> None:
 
 def test_a_rank_in_another_collective_is_named_with_both_lines() -> None:
     """The line where it waits, and the line where the others do."""
-    results = run_processes(3, FAULTS, "wait_for_rank_2", check=False, timeout_s=60, how="another")
+    results = run_processes(
+        3, FAULTS, "wait_for_rank_2", check=False, timeout_s=60, behavior="another"
+    )
     (line,) = [result[1] for result in results if isinstance(result, list) and result[1]]
     assert "the ranks wait in different collectives" in line
     assert "rank 2 (process " in line.split(";")[1]
