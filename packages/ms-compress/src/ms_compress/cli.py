@@ -13,10 +13,11 @@ from ms_compress.commands.options import QuantizeRun
 from ms_compress.entry import CommandParser, file_argument, folder_argument, path_argument, perform
 from ms_compress.errors import ConfigError
 from ms_compress.files.model_name import missing_dataset, missing_model
-from ms_compress.settings.run_file import add_run_file, build, read_settings
+from ms_compress.settings.run_file import add_run_file, build, override, read_settings
 from ms_compress.settings.template import help_text, write_template
 
 PROG = "ms-compress"
+ARGUMENT_TYPES = {"scheme": str, "output_dir": folder_argument, "dataset": path_argument}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     command: Command = options.command
-    settings = read_settings(options.run_file, options.set)
+    if command.arguments and options.run_file.is_dir():
+        settings: dict[str, Any] = {"model": str(options.run_file)}
+        for text in options.set:
+            override(settings, text)
+    else:
+        settings = read_settings(options.run_file, options.set)
+    arguments = {name: getattr(options, name) for name in command.arguments}
+    settings |= {name: str(value) for name, value in arguments.items() if value is not None}
     settings |= {flag: True for flag in command.flags if getattr(options, flag)}
     run: Any = build(command.options, settings, where=options.run_file)
     try:
@@ -113,6 +121,13 @@ def _add_command(commands: Any, command: Command) -> None:
         epilog=f"{help_text(command.groups())}\n\nexample: {command.example}",
     )
     add_run_file(parser)
+    for name in command.arguments:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=ARGUMENT_TYPES[name],
+            metavar=name.upper(),
+            help=f"the same as {name}=...; the file may then be a model folder",
+        )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     for flag in command.flags:
         parser.add_argument(f"--{flag}", action="store_true", help=f"the same as {flag}=true")

@@ -35,6 +35,7 @@ COMMANDS: tuple[Command, ...] = (
         options=QuantizeRun,
         job="quantize",
         flags=("verify",),
+        arguments=("scheme", "output_dir", "dataset"),
     ),
     Command(
         name="evaluate",

@@ -1,7 +1,7 @@
 """Definition of a command: name, help, settings class, and the job that runs it."""
 
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 from attrs import evolve, field, frozen
 
@@ -18,6 +18,10 @@ class Outcome:
     facts: dict[str, Any]
     """JSON document for `--json`."""
 
+    def with_line(self, line: str, **facts: Any) -> Self:
+        """Return this outcome with another line and further facts."""
+        return evolve(self, lines=(*self.lines, line), facts=self.facts | facts)
+
 
 @frozen(kw_only=True)
 class Command:
@@ -33,6 +37,9 @@ class Command:
     """Module in `ms_compress.jobs`, imported (with torch) when the command runs."""
     flags: tuple[str, ...] = field(default=())
     """Settings that a command-line option of the same name sets to true."""
+    arguments: tuple[str, ...] = field(default=())
+    """Settings that command-line options of the same name give, so that a model folder can be given
+    in place of a run file."""
     begins_with: tuple[str, ...] = ("dataset",)
     """Optional keys that a new run file sets, as most runs need them."""
 

@@ -33,6 +33,7 @@ def export(
     overwrite: bool = False,
     stored_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     on_written: Callable[[Path], object] = lambda folder: None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Path:
     """Write a prepared model for its scheme's target; a collective call on every process.
 
@@ -57,6 +58,7 @@ def export(
             by name, such as those of the base model's folder; other tensors keep their dtype. The
             model's tensors are rounded to them.
         on_written: called with the complete folder before it gets its final name.
+        progress: called with the number of tensors that were quantized, and their total.
 
     Raises:
         LayerError: the target does not support a layer, or no layer is prepared.
@@ -66,7 +68,8 @@ def export(
     """
     check_path("folder", folder, error=ExportError, written="folder")
     check_path("tokenizer", tokenizer, error=ExportError, optional=True)
-    folder, whole_model = Path(folder), WholeModel(model, stored_dtypes=stored_dtypes)
+    folder = Path(folder)
+    whole_model = WholeModel(model, stored_dtypes=stored_dtypes, progress=progress)
     # Reads are collective, so an error on one rank must end the export on all of them.
     with whole_model.collective:
         whole_model.round_to_stored()

@@ -14,6 +14,7 @@ from ms_compress.deployment.export import check_export, export
 from ms_compress.errors import ExportError
 from ms_compress.figures import figure
 from ms_compress.jobs.output import RunOutput
+from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.jobs.training import outcome_of
 from ms_compress.targets.safetensors_folder import stored_dtypes
 from ms_compress.targets.target import find_target
@@ -53,14 +54,16 @@ def finish(
         carry_files(options.model, partial, tokenizer=options.tokenizer is None)
         output.seal(partial)
 
-    folder = export(
-        model,
-        options.output_dir,
-        verify=options.verify,
-        tokenizer=_tokenizer(options),
-        stored_dtypes=stored_dtypes(options.model) if keeps_dtypes else {},
-        on_written=complete,
-    )
+    with ProgressDisplay("tensor") as display:
+        folder = export(
+            model,
+            options.output_dir,
+            verify=options.verify,
+            tokenizer=_tokenizer(options),
+            stored_dtypes=stored_dtypes(options.model) if keeps_dtypes else {},
+            on_written=complete,
+            progress=display.update,
+        )
     output.end()
     size = sum(path.stat().st_size for path in folder.iterdir())
     checked = ", verified in its runtime" if options.verify else ""
@@ -71,7 +74,9 @@ def finish(
         "verified": options.verify,
     }
     facts |= {"float_layers": in_float, "float_layer_count": len(in_float)}
-    return outcome_of(folder, result, losses, **facts)
+    outcome = outcome_of(folder, result, losses, **facts)
+    serve = find_target(options.scheme.target).serve
+    return outcome.with_line(f"serve: {serve.format(folder=folder)}") if serve else outcome
 
 
 def float_layers(model: nn.Module) -> list[str]:

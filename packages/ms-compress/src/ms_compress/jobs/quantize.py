@@ -1,10 +1,14 @@
 """`ms-compress quantize`: round a trained model without further training, and export it."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import QuantizeRun
+from ms_compress.deployment.verification import probe
+from ms_compress.errors import ConfigError, DataError
+from ms_compress.evaluation.divergence import compare_logits
+from ms_compress.figures import figure
 from ms_compress.jobs.dataset import calibration_rows, check_tokenizers
 from ms_compress.jobs.finish import check_exportable, finish
 from ms_compress.jobs.loading import load
@@ -12,6 +16,10 @@ from ms_compress.jobs.methods import prepare, round_by_gptq
 from ms_compress.jobs.output import run_output
 from ms_compress.methods.calibration import calibrate_inputs
 from ms_compress.methods.qat import fit_scales
+from ms_compress.models.logits import model_logits, vocabulary_of
+
+SAMPLE_ROWS, SAMPLE_LENGTH = 4, 128
+"""Rows of the dataset, and tokens of each, on which the quality is measured."""
 
 
 def run(options: QuantizeRun) -> Outcome:
@@ -22,8 +30,35 @@ def run(options: QuantizeRun) -> Outcome:
         check_tokenizers(options)
         model = load(options.model)
         check_exportable(model, options)
+        sample = _sample(options, model)
+        tokens = probe(vocabulary_of(model)) if sample is None else sample
+        float_logits = model_logits(model, tokens)
         _round(model, options)
-        return finish(model, options, output)
+        quality = compare_logits(float_logits, model_logits(model, tokens))
+        outcome = finish(model, options, output)
+        no_text = "a probe; set dataset to measure on your text"
+        source = no_text if sample is None else options.dataset
+        return outcome.with_line(
+            f"quality: KL {figure(quality.kl)} nats per token to the float model, the same most"
+            f" likely token at {quality.agreement:.1%} of positions ({tokens.numel()} tokens of"
+            f" {source})",
+            kl=quality.kl,
+            top1_agreement=quality.agreement,
+        )
+
+
+def _sample(options: QuantizeRun, model: nn.Module) -> Tensor | None:
+    """Return a few tokens of the dataset, (B, S) int64; None if there is none.
+
+    Raises:
+        ConfigError, DataError: the dataset is bad, and the method needs it.
+    """
+    try:
+        return calibration_rows(options, model, limit=SAMPLE_ROWS)[:, :SAMPLE_LENGTH]
+    except (ConfigError, DataError):
+        if options.method == "rtn" and not options.has_calibrated_inputs:
+            return None  # rounding to nearest needs no data
+        raise
 
 
 def _round(model: nn.Module, options: QuantizeRun) -> None:

@@ -4,7 +4,7 @@ Each process only stores its shards; rank 0 additionally stores the tensor that 
 Weights are quantized where they are stored, so that only codes are sent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +32,7 @@ class WholeModel:
         model: complete, or this process's stage or stages; plain, split or sharded.
         stored_dtypes: dtypes in which unprepared floating-point tensors are read, by name; other
             tensors keep their dtype.
+        progress: called with the number of tensors that were read, and their total.
 
     Raises:
         ExportError: the processes together do not have all of a tensor, a value is NaN or infinite,
@@ -43,7 +44,10 @@ class WholeModel:
         model: nn.Module | Sequence[nn.Module],
         *,
         stored_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
+        self._progress = progress
+        self._names_read: set[str] = set()
         modules = [model] if isinstance(model, nn.Module) else list(model)
         stages = [unwrapped(stage) for stage in modules]
         for stage in stages:
@@ -97,6 +101,8 @@ class WholeModel:
             ExportError: a scale is NaN or infinite, or another process failed.
         """
         parts = [self._read(part) for part in self._fused.get(name, (name,))]
+        self._names_read.add(name)  # a format may need two parts of a tensor at different times
+        self._progress(len(self._names_read), len(self.tensors))
         values = [value for value in parts if value is not None]
         if not values:
             return None

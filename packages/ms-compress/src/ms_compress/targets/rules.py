@@ -29,15 +29,18 @@ NAMES = tuple(_SCHEMES)
 def scheme(name: str | Scheme) -> Scheme:
     """Return the scheme with a name such as `"gguf.q4_0"`; a scheme is returned unchanged.
 
+    The target may be left out, as in `"q4_0"`, as scheme names differ between targets.
+
     Raises:
         SchemeError: the scheme does not exist, or its target does not support the group; the
             message has the nearest name, or the supported groups.
     """
     if isinstance(name, Scheme):
         return name
-    if name in _SCHEMES:
-        return _SCHEMES[name]
-    stem, _, group = name.rpartition("_g")  # ct.int4_g64: stem ct.int4, group 64
-    if stem in _GROUPED and group.isdecimal():
-        return evolve(_GROUPED[stem], name=name, group_size=int(group))
+    for full_name in (name, *(f"{target}.{name}" for target in TARGETS)):
+        if full_name in _SCHEMES:
+            return _SCHEMES[full_name]
+        stem, _, group = full_name.rpartition("_g")  # ct.int4_g64: stem ct.int4, group 64
+        if stem in _GROUPED and group.isdecimal():
+            return evolve(_GROUPED[stem], name=full_name, group_size=int(group))
     raise SchemeError(f"unknown scheme {name!r}; {nearest(name, NAMES)}")

@@ -20,6 +20,7 @@ TARGET = Target(
     runtime=TransformersRuntime.name,
     libraries=("transformers", "compressed_tensors"),
     extra="ct",
+    serve="vllm serve {folder}",
     keeps_stored_dtypes=True,
     opens_cheaply=False,  # transformers loads the whole model into memory
 )

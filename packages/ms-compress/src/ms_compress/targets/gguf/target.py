@@ -18,6 +18,7 @@ TARGET = Target(
     runtime=LlamaRuntime.name,
     libraries=("llama_cpp",),
     extra="llama",
+    serve="llama-server -m {folder}/model.gguf",
     needs_tokenizer=True,
     tolerance=0.02,  # its kernels round the input of every quantized matmul
 )
