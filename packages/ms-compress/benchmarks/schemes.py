@@ -1,6 +1,6 @@
 """Compare schemes on a small trained model: size, KL to the float model, and the runtime's logits.
 
-python packages/ms-compress/benchmarks/schemes.py OUT [--steps 400]
+python packages/ms-compress/benchmarks/schemes.py OUT [--steps 600]
 
 The model predicts bytes of the standard library's source; other files are held out. Each scheme is
 rounded to nearest and with GPTQ on 64 rows, exported, and run in transformers.
@@ -23,16 +23,16 @@ from ms_parallel.weights import initialize, load_model, save_model
 
 SIZES = DecoderConfig(
     vocab_size=256,
-    hidden_size=256,
-    intermediate_size=768,
+    hidden_size=128,
+    intermediate_size=384,
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=64,
+    head_dim=32,
     max_position_embeddings=256,
     tie_word_embeddings=True,
 )
-LENGTH = 128
+LENGTH = 64
 SCHEMES = (
     *("ct.w8a8", "ct.fp8", "ct.fp8_dynamic", "ct.fp8_block", "ct.mxfp8", "ct.mxfp8a16"),
     *("ct.int4_g32", "ct.int4_g128", "ct.w4a16_asym_g32", "ct.w4a16_asym_g128", "ct.w4afp8_g128"),
@@ -61,7 +61,7 @@ def trained(folder: Path, steps: int) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
-        rows = batch(data, 16, generator)
+        rows = batch(data, 8, generator)
         loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -81,7 +81,7 @@ def main() -> None:
     """Train the model once, then print one row per scheme."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=600)
     options = parser.parse_args()
     base = options.out / "base"
     if not base.is_dir():

@@ -172,7 +172,7 @@ class Scheme:
         if self.groups is not None and self.group_size not in self.groups:
             raise SchemeError(
                 f"{self.name}: group must be one of {', '.join(map(str, self.groups))} for"
-                f" {self.target}, got {self.group_size}"
+                f" {self.target}, got {self.group_size}; use {self.groups[0]}"
             )
         if (self.strategy in ("group", "tensor_group")) != (self.group_size is not None):
             raise SchemeError(
