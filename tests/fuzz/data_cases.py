@@ -195,8 +195,11 @@ def interrupted_dedup(folder: Path) -> None:
     lines(folder)
     child = os.fork()
     if child == 0:
-        dedup_module.join_alike = lambda *_, **__: os._exit(0)
-        dedup_module.dedup(folder / "corpus.jsonl", out=folder / "out", workers=1)
+        dedup_module.join_equal_keys = lambda *_, **__: os._exit(0)
+        try:
+            dedup_module.dedup(folder / "corpus.jsonl", out=folder / "out", workers=1)
+        finally:
+            os._exit(1)  # it did not end where it should
     if os.waitpid(child, 0)[1] or not (folder / "out.partial").exists():
         raise RuntimeError("the killed run left no state to resume")
 

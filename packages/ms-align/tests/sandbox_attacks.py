@@ -29,10 +29,11 @@ SECRET = "a secret of the trainer"
 IPC_KEY = 0x6D730000 | os.getpid() & 0xFFFF  # two runs at once share the kernel's tables
 
 _VICTIM = f"""
-import ctypes, sys, time
+import ctypes, sys
 buffer = ctypes.create_string_buffer({SECRET!r}.encode())
 print(ctypes.addressof(buffer), flush=True)
-time.sleep(600)
+for line in sys.stdin:
+    print(line, end="", flush=True)
 """
 
 _PRELUDE = """
@@ -67,6 +68,7 @@ class Scene:
         self.before = set(folder.iterdir())
         self.victim = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _VICTIM],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={"WORD": SECRET},
             text=True,
@@ -91,7 +93,8 @@ class Scene:
     def close(self) -> None:
         """Remove all targets."""
         self.victim.kill()
-        self.victim.wait()
+        with suppress(BrokenPipeError):  # a killed victim did not read the last question
+            self.victim.communicate()
         self.listener.close()
         self.datagrams.close()
         if os.path.ismount(self.folder):
@@ -136,10 +139,13 @@ def printed_secret(scene: Scene, outcome: Outcome) -> bool:
 
 
 def victim_killed(scene: Scene, outcome: Outcome) -> bool:
-    """Return whether the victim process is dead."""
-    with suppress(subprocess.TimeoutExpired):
-        scene.victim.wait(0.05)
-    return scene.victim.poll() is not None
+    """Return whether the victim process is dead: a pending SIGKILL ends it before it answers."""
+    assert scene.victim.stdin is not None
+    assert scene.victim.stdout is not None
+    with suppress(BrokenPipeError):
+        scene.victim.stdin.write("alive?\n")
+        scene.victim.stdin.flush()
+    return not scene.victim.stdout.readline()
 
 
 def content_changed(scene: Scene, outcome: Outcome) -> bool:

@@ -91,7 +91,12 @@ def test_a_correct_model_holds_and_the_page_says_so() -> None:
     proof = prove("qwen3", processes=2, cases=3)
     assert proof.holds
     assert [outcome.refused for outcome in proof.outcomes] == [""] * 4
-    assert {outcome.compared for outcome in proof.outcomes[1:]} == {2 + 4 * 11 + 1 - 1}
+    weights = 2 + 4 * 11 + 1 - 1
+    # Every data rank has the gradients of all weights.
+    assert [outcome.compared for outcome in proof.outcomes] == [
+        0 if outcome.case.text == "data=1" else weights * outcome.case.processes
+        for outcome in proof.outcomes
+    ]
     assert all(0 < outcome.apart < 1e-12 for outcome in proof.outcomes[3:])
     page = draw_page(proof)
     assert "qwen3: holds" in page

@@ -158,7 +158,7 @@ def _collect(number: int, case: Case, folder: Path) -> Outcome | None:
         case=case,
         refused=rank_outcomes[0].refused,
         checks=rank_outcomes[0].checks,
-        compared=sum({outcome.compared for outcome in rank_outcomes}),
+        compared=sum(outcome.compared for outcome in rank_outcomes),
         apart=max(outcome.apart for outcome in rank_outcomes),
         found=tuple(unique.values()),
     )

@@ -72,7 +72,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[Check, ...] = ()
     """Checks that were made."""
     compared: int = 0
-    """Number of gradients that were compared."""
+    """Number of gradients that were compared, over all ranks."""
     apart: float = 0.0
     """Largest difference of a gradient relative to the largest value of its reference."""
     found: tuple[Counterexample, ...] = ()
