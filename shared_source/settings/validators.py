@@ -89,7 +89,7 @@ def one_of(*choices: str) -> Check:
     """Require a string from `choices`."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-        if value not in choices:
+        if not (isinstance(value, str) and value in choices):
             remedy = nearest(str(value), choices)
             raise ConfigError(f"{attribute.name} is {short_repr(value)}; {remedy}")
 
@@ -160,7 +160,7 @@ def short_repr(value: object) -> str:
     """Format a value for a message, with bounded length."""
     if isinstance(value, int) and abs(value) > 10**40:  # Python formats at most 4,300 digits
         return f"a number of {value.bit_length()} bits"
-    text = repr(value)
+    text = " ".join(repr(value).splitlines())  # tensors and modules have several
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
 
 

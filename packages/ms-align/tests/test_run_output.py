@@ -320,6 +320,23 @@ def test_a_run_that_diverges_saves_no_model(sets: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
+def test_each_skipped_update_is_an_event(sets: Path, tmp_path: Path) -> None:
+    """With its step and its reason."""
+    model = decoder()
+    skipped = []
+
+    def on_event(kind: str, fields: Any) -> None:
+        if kind == "skipped":
+            skipped.append(dict(fields))
+        if kind == "step" and fields["step"] == 1:
+            with torch.no_grad():
+                model.get_submodule("model.norm").weight[0] = float("inf")
+
+    with pytest.raises(NonFiniteError, match="2 of 3 updates were skipped"):
+        SFTTrainer(**quiet(model, tmp_path, 3), on_event=on_event).train(instructions(sets))
+    assert skipped == [{"step": step, "reason": "nonfinite"} for step in (2, 3)]
+
+
 def test_no_run_overwrites_a_model_or_another_run(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

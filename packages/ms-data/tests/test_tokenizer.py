@@ -118,6 +118,15 @@ def test_invalid_tokenizer_files_are_refused_by_path(tmp_path: Path, content: by
         Tokenizer.load(tmp_path / "t.json")
 
 
+@pytest.mark.parametrize("name", ["tok.json", "TOK.JSON", "tok.Json"])
+def test_a_name_of_json_means_a_file(lines: Path, tmp_path: Path, name: str) -> None:
+    """Any other name means a folder."""
+    train_tokenizer(lines, vocab_size=260, out=tmp_path / name)
+    assert (tmp_path / name).is_file()
+    train_tokenizer(lines, vocab_size=260, out=tmp_path / "tok")
+    assert (tmp_path / "tok" / "tokenizer.json").is_file()
+
+
 def test_training_needs_a_valid_vocab_size_and_text(lines: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="257"):
         train_tokenizer(lines, vocab_size=256)

@@ -228,7 +228,7 @@ class Loop:
             throughput.count(update.tokens)
             self._log_step(update, statistics, throughput, log)
             # Raises after too many skipped updates in a row, before a checkpoint is saved.
-            self._check_finite(update, skipped)
+            self._check_finite(update, skipped, log)
             start = monotonic()
             last = self.progress.step == self.steps
             if last or _due(self.progress.step, self.options.eval_every):
@@ -270,8 +270,9 @@ class Loop:
             },
         )
 
-    def _check_finite(self, update: StepReport, skipped: int) -> None:
+    def _check_finite(self, update: StepReport, skipped: int, log: RunLog) -> None:
         if skipped:
+            log.event("skipped", {"step": self.progress.step, "reason": str(update.skipped)})
             reason = SKIP_REASONS[update.skipped or "nonfinite"]
             if processes.rank() == 0:
                 logger.warning("step %d: %s; the update is skipped", self.progress.step, reason)

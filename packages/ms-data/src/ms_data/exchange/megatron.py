@@ -41,8 +41,11 @@ class MegatronReader:
     """
 
     def __init__(self, path: Path) -> None:
-        prefix = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
-        self.index, self.tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        named = path.suffix.lower() in (".idx", ".bin")
+        prefix = path.with_suffix("") if named else path
+        # A copy from another file system may have its names in capitals.
+        suffixes = (".IDX", ".BIN") if named and path.suffix.isupper() else (".idx", ".bin")
+        self.index, self.tokens = (Path(f"{prefix}{suffix}") for suffix in suffixes)
         try:
             with open_file(self.index, error=CorpusError) as file:
                 content = file.readall()

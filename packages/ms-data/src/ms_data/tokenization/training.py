@@ -94,7 +94,7 @@ def _is_file(out: str | Path) -> bool:
     """Return whether `out` means a file: by its name, or because a file exists there."""
     with decoding(out, error=OutputError):
         exists = os.path.exists(out) and not os.path.isdir(out)
-    return Path(out).suffix == ".json" or exists
+    return Path(out).suffix.lower() == ".json" or exists
 
 
 def _split_long_words(text: str) -> Iterator[str]:

@@ -209,7 +209,7 @@ class _TarReader:
     def claims(self, name: str, head: bytes, /) -> bool:
         """Return whether a file is a tar archive."""
         has_magic = head.startswith(_MAGIC, _MAGIC_OFFSET) and b"\0" in head
-        return has_magic or name.endswith(".tar")
+        return has_magic or name.lower().endswith(".tar")
 
 
 READER = _TarReader()
