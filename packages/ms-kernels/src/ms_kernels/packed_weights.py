@@ -30,6 +30,7 @@ def pack_codes(codes: Tensor, *, bits: int) -> Tensor:
         ArgumentError: a code is out of range, or K is odd.
     """
     _check_bits("pack_codes", bits)
+    _check_tensor("pack_codes", "codes", codes)
     if codes.ndim != 2 or codes.is_floating_point() or codes.shape[1] * bits % 8:
         got = f"{describe(codes.dtype)} of shape {describe(codes.shape)}"
         even = ", K even" if bits == 4 else ""
@@ -48,6 +49,7 @@ def unpack_codes(packed: Tensor, *, bits: int) -> Tensor:
         ArgumentError: `bits` is not 4 or 8, or `packed` is not a uint8 matrix.
     """
     _check_bits("unpack_codes", bits)
+    _check_tensor("unpack_codes", "packed", packed)
     if packed.dtype != torch.uint8 or packed.ndim != 2:
         got = f"{describe(packed.dtype)} of shape {describe(packed.shape)}"
         raise ArgumentError("unpack_codes", "packed", got, "uint8 of shape (N, bytes)")
@@ -76,6 +78,7 @@ def quantize(
         ArgumentError: an argument is invalid.
     """
     _check_bits("quantize", bits)
+    _check_tensor("quantize", "weight", weight)
     if weight.ndim != 2 or weight.dtype not in FLOATING:
         got = f"{describe(weight.dtype)} of shape {describe(weight.shape)}"
         raise ArgumentError("quantize", "weight", got, "floating, of shape (N, K)")
@@ -117,6 +120,16 @@ def dequantize(
             not match the numbers of features and scales.
     """
     _check_bits("dequantize", bits)
+    for name, tensor in (("packed", packed), ("scales", scales), ("zeros", zeros)):
+        if tensor is not None or name != "zeros":
+            _check_tensor("dequantize", name, tensor)
+    if packed.ndim != 2 or scales.ndim != 2 or not scales.is_floating_point():
+        got = f"{describe(scales.dtype)} of shape {describe(scales.shape)}"
+        fits = f"floating, of shape (N, groups), for packed of shape {describe(packed.shape)}"
+        raise ArgumentError("dequantize", "scales", got, fits)
+    if zeros is not None and zeros.shape != scales.shape:
+        fits = f"of the shape of scales, {describe(scales.shape)}"
+        raise ArgumentError("dequantize", "zeros", f"of shape {describe(zeros.shape)}", fits)
     features = packed.shape[-1] * 8 // bits
     if not is_integer(group_size, 1) or scales.shape[-1] * group_size != features:
         fits = f"the {features} features of a row over the {scales.shape[-1]} scales"
@@ -128,6 +141,11 @@ def dequantize(
     # (code - zero) · scale in one pass; zero · scale is computed once per group.
     weight: Tensor = torch.addcmul(-offsets * scales, codes, scales).flatten(1)
     return weight
+
+
+def _check_tensor(operator: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ArgumentError(operator, name, shown(value), "a tensor")
 
 
 def _check_bits(operator: str, bits: int) -> None:

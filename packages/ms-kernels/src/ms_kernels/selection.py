@@ -9,7 +9,7 @@ from torch import Tensor
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.choice import Choice, with_launches
 from ms_kernels.core.dispatch import PREFERRED, decide, describe_call
-from ms_kernels.errors import ArgumentError, BackendError
+from ms_kernels.errors import ArgumentError, BackendError, shown
 from ms_kernels.operators import BACKENDS, CONTRACTS
 
 
@@ -19,8 +19,8 @@ def contract_of(name: str) -> Contract:
     Raises:
         BackendError: if no operator has this name.
     """
-    if name not in CONTRACTS:
-        raise BackendError(f"unknown operator {name!r}; use one of {', '.join(CONTRACTS)}")
+    if not isinstance(name, str) or name not in CONTRACTS:
+        raise BackendError(f"unknown operator {shown(name)}; use one of {', '.join(CONTRACTS)}")
     return CONTRACTS[name]
 
 
@@ -31,8 +31,8 @@ def check_backends(names: Iterable[str]) -> None:
         BackendError: if a name is unknown.
     """
     for name in names:
-        if name not in BACKENDS:
-            raise BackendError(f"unknown backend {name!r}; use one of {', '.join(BACKENDS)}")
+        if not isinstance(name, str) or name not in BACKENDS:
+            raise BackendError(f"unknown backend {shown(name)}; use one of {', '.join(BACKENDS)}")
 
 
 @contextmanager

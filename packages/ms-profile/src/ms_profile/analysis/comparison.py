@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ms_profile.analysis.activity import PHASES
 from ms_profile.analysis.operators import operator_table
 from ms_profile.analysis.whole_run import Analysis
+from ms_profile.arguments import check_items, check_number, check_type, shown
 from ms_profile.errors import ProfileError, TraceError
 from ms_profile.log.event_reader import EventFilter, read_events
 from ms_profile.log.manifest import read_run
@@ -123,10 +124,19 @@ def compare(
     Raises:
         TraceError: a run has fewer than 4 named steps.
     """
+    for name, analysis in (("before", before), ("after", after)):
+        check_type(name, analysis, Analysis, "an Analysis, as analyse returns", error=TraceError)
+    check_number("min_change", min_change, minimum=0, error=TraceError)
+    if recorded is not None and (not isinstance(recorded, Sequence) or len(recorded) != 2):
+        raise TraceError(
+            f"recorded must be the RecordedSteps of A's runs and of B's, got {shown(recorded)}"
+        )
     pairs: list[tuple[Runs, Runs]]
     if recorded is None:
         pairs = [([step_times(before)], [step_times(after)])]
     else:
+        for runs in recorded:
+            check_items("recorded", runs, RecordedSteps, "RecordedSteps", error=TraceError)
         pairs = _series(*recorded)
     old, new = pairs[0]
     # The larger p-value decides: a change must show with and without the CPU waits.

@@ -6,6 +6,8 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
+from ms_profile.arguments import check_type
+from ms_profile.errors import TraceError
 from ms_profile.trace.categories import HOST_COLLECTIVE
 from ms_profile.trace.columns import Trace, matching
 from ms_profile.trace.nesting import parents, self_times
@@ -53,6 +55,7 @@ def operator_table(trace: Trace, *, by_shape: bool = False) -> tuple[Operator, .
         trace: trace of one rank.
         by_shape: one row per operator and input shape, instead of one per operator.
     """
+    check_type("trace", trace, Trace, "a Trace, as read_trace returns", error=TraceError)
     rows = _host_rows(trace)
     if not len(rows):
         return ()
@@ -84,6 +87,7 @@ def operator_table(trace: Trace, *, by_shape: bool = False) -> tuple[Operator, .
 
 def kernel_table(trace: Trace) -> tuple[Kernel, ...]:
     """Aggregate kernels and copies on devices, most time first; empty without a device."""
+    check_type("trace", trace, Trace, "a Trace, as read_trace returns", error=TraceError)
     rows = trace.rows(*DEVICE)
     rows = rows[~_runs_on_host(trace, rows)]
     table = []

@@ -6,6 +6,8 @@ import numpy as np
 from attrs import frozen
 
 from ms_profile.analysis.ledger import Ledger
+from ms_profile.arguments import check_type
+from ms_profile.errors import TraceError
 from ms_profile.links.fit import LinkFit, fit_link
 
 FAIR_RATIO = 1.5  # a group is slow from 1.5 times the usual transfer time
@@ -159,6 +161,7 @@ def diagnose(ledger: Ledger) -> Verdict | None:
 
     None if there were neither waits nor slow transfers.
     """
+    check_type("ledger", ledger, Ledger, "a Ledger, as in Analysis.ledger", error=TraceError)
     suspect, slow = ledger.suspect, find_slow_group(ledger)
     if slow is not None and (
         suspect is None or suspect.phase == "link" or slow.excess_ns > suspect.caused_ns

@@ -23,6 +23,7 @@ from ms_profile.analysis.inputs import RunDescription, describe_run, find_traces
 from ms_profile.analysis.ledger import Ledger, build_ledger
 from ms_profile.analysis.shared_clock import align_collectives, shift_collective
 from ms_profile.analysis.unnamed_groups import split_groups
+from ms_profile.arguments import check_items, check_type
 from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import ProfileError, TraceError
 from ms_profile.files.untrusted import check_path, decoding
@@ -213,7 +214,15 @@ def analyse_traces(
             rank's wall clock.
         data: waits for the next batch of each rank, in the same form.
         warnings: problems in reading the traces, one sentence each.
+
+    Raises:
+        TraceError: an argument has the wrong type.
     """
+    check_type("traces", traces, Mapping, "a dict of a Trace by rank", error=TraceError)
+    check_items("traces.values()", traces.values(), Trace, "traces", error=TraceError)
+    for name, intervals in (("garbage", garbage), ("data", data)):
+        description = "a dict of intervals by rank"
+        check_type(name, intervals, Mapping, description, error=TraceError, optional=True)
     hosts = {rank: trace.host for rank, trace in traces.items()}
     collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}
     activities = {

@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from ms_profile.arguments import check_integer, check_type
 from ms_profile.errors import ClockError
 
 SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
@@ -78,6 +79,13 @@ def align_clocks(
     Raises:
         ClockError: the reference has no collectives.
     """
+    for name, times in (("ends", ends), ("starts", starts)):
+        optional = name == "starts"
+        description = "a dict of each rank's times by collective"
+        check_type(name, times, Mapping, description, error=ClockError, optional=optional)
+        for rank_times in (times or {}).values():
+            check_type(name, rank_times, Mapping, description, error=ClockError)
+    check_integer("reference", reference, minimum=0, error=ClockError, optional=True)
     ranks = sorted(rank for rank, times in ends.items() if times)
     base_rank = reference if reference is not None else (ranks[0] if ranks else None)
     if base_rank is None or base_rank not in ranks:

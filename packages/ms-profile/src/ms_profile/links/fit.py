@@ -12,8 +12,9 @@ from typing import Final
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from ms_profile.arguments import shown
 from ms_profile.errors import LinkError
 
 STEPS: Final = 64
@@ -44,11 +45,10 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
     Raises:
         LinkError: fewer than two different sizes, or a time that is not positive.
     """
-    sizes = np.asarray(sizes_bytes, dtype=np.float64)
-    times = np.asarray(times_s, dtype=np.float64)
+    sizes, times = numbers_of("sizes_bytes", sizes_bytes), numbers_of("times_s", times_s)
     if len(np.unique(sizes)) < 2 or len(sizes) != len(times) or not (times > 0).all():
         raise LinkError(
-            f"sizes {sizes.tolist()} and times {times.tolist()} do not determine a line; "
+            f"sizes_bytes {sizes.tolist()} and times_s {times.tolist()} do not determine a line; "
             "pass two different sizes and positive times"
         )
     low = np.log(sizes[sizes > 0].min() * MIN_HALF)
@@ -69,3 +69,18 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
         bandwidth_bytes_per_s=float(half / latency) if grows else None,
         residual=float(np.sqrt(np.mean(((times - fitted) / times) ** 2))),
     )
+
+
+def numbers_of(name: str, values: ArrayLike) -> NDArray[np.float64]:
+    """Convert an argument to numbers (N,).
+
+    Raises:
+        LinkError: it is not a list of numbers.
+    """
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        numbers = np.empty(())
+    if numbers.ndim != 1:
+        raise LinkError(f"{name} must be a list of numbers, got {shown(values)}")
+    return numbers

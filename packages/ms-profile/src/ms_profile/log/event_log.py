@@ -22,6 +22,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
+from ms_profile.arguments import check_integer, check_number
 from ms_profile.clocks.clock_pair import ClockPair, read_clocks
 from ms_profile.errors import EventError, number_in_environment
 from ms_profile.files.untrusted import check_path
@@ -115,11 +116,11 @@ class EventLog:
         segment_bytes: int = 1 << 26,
         segments: int = 16,
     ) -> None:
-        if segments < 1 or segment_bytes < 1 or flush_interval_s <= 0:
-            raise EventError(
-                "segments, segment_bytes and flush_interval_s must be positive, got "
-                f"{segments}, {segment_bytes} and {flush_interval_s}; use numbers above 0"
-            )
+        check_integer("rank", rank, minimum=0, maximum=2**31 - 1, error=EventError, optional=True)
+        check_integer("world_size", world_size, minimum=1, error=EventError, optional=True)
+        check_integer("segments", segments, minimum=1, error=EventError)
+        check_integer("segment_bytes", segment_bytes, minimum=1, error=EventError)
+        check_number("flush_interval_s", flush_interval_s, minimum=1e-3, error=EventError)
         check_path("folder", folder, error=EventError, written="folder")
         self.folder = Path(folder)
         self.rank = number_in_environment("RANK", 0) if rank is None else rank

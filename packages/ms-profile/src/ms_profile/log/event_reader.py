@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from attrs import field, frozen
 
+from ms_profile.arguments import check_number, check_type
 from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import FormatError
 from ms_profile.files.untrusted import check_path, decoding, open_file, read_bytes
@@ -73,9 +74,12 @@ def read_events(
         on_problem: called with a message about each damaged file; readable events are yielded.
 
     Raises:
-        FormatError: the folder has no event files.
+        FormatError: the folder has no event files, or an argument has the wrong type.
     """
-    selection = event_filter or EventFilter()
+    selection = _selection(event_filter)
+    check_type(
+        "clocks", clocks, Mapping, "a dict of ClockFit by rank", error=FormatError, optional=True
+    )
     by_rank: dict[int, list[Path]] = {}
     for path in event_files(folder):
         match = EVENT_FILE.fullmatch(path.name)
@@ -87,6 +91,18 @@ def read_events(
     ]
     # Each rank's events are already in order, so the streams are merged lazily.
     return heapq.merge(*streams, key=lambda event: event.wall_ns)
+
+
+def _selection(event_filter: EventFilter | None) -> EventFilter:
+    check_type(
+        "event_filter",
+        event_filter,
+        EventFilter,
+        "an EventFilter",
+        error=FormatError,
+        optional=True,
+    )
+    return event_filter or EventFilter()
 
 
 EVENT_FILE: Final = re.compile(r"rank-([0-9]{1,9})\..*" + re.escape(SUFFIX))
@@ -127,7 +143,8 @@ def follow_events(
         until: condition to stop; events flushed before it became true are still yielded.
     """
     check_path("a log", folder, error=FormatError)
-    selection = event_filter or EventFilter()
+    selection = _selection(event_filter)
+    check_number("poll_s", poll_s, minimum=0, error=FormatError)
     states: defaultdict[Path, _ReadState] = defaultdict(_ReadState)
     while True:
         # Before reading, so that events flushed before the end are still read after it.

@@ -5,7 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from ms_profile.errors import RecordError
+from ms_profile.arguments import check_type
+from ms_profile.errors import EventError, RecordError
 from ms_profile.files.untrusted import check_path
 from ms_profile.log.event_log import Event
 from ms_profile.log.manifest import atomic_file
@@ -32,6 +33,7 @@ def export_tensorboard(events: Iterable[Event], folder: Path | str) -> int:
     written = 0
     with ExitStack() as open_files:
         for event in events:
+            check_type("each item of events", event, Event, "an Event", error=EventError)
             if event.step is None:
                 continue
             if event.rank not in files:

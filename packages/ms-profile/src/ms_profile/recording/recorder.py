@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ms_profile.errors import number_in_environment
+from ms_profile.arguments import check_integer, check_number
+from ms_profile.errors import RecordError, number_in_environment
 from ms_profile.log.ring import Kind, Ring
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ class Recorder:
         on_update: Callable[[], None] = lambda: None,
         collect_interval_s: float = 2.0,
     ) -> None:
+        check_integer("rank", rank, minimum=0, maximum=2**31 - 1, error=RecordError, optional=True)
+        check_integer("capacity", capacity, minimum=1, error=RecordError)
+        check_number("collect_interval_s", collect_interval_s, minimum=0, error=RecordError)
         own_rank = number_in_environment("RANK", 0) if rank is None else rank
         self.ring = Ring(path, capacity=capacity, rank=own_rank)
         self.problem: str | None = None

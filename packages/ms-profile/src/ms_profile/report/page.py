@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from ms_profile.analysis.whole_run import Analysis
-from ms_profile.errors import RecordError
+from ms_profile.arguments import check_integer, check_items, check_type
+from ms_profile.errors import MetricError, RecordError, TraceError
 from ms_profile.files.untrusted import check_path
 from ms_profile.links.matrix import LinkMatrix
 from ms_profile.log.manifest import write_atomically
@@ -49,6 +50,12 @@ def write_report(
         RecordError: the path is invalid, or something other than a file exists there.
         OSError: the file cannot be written.
     """
+    check_type("analysis", analysis, Analysis, "an Analysis, as analyse returns", error=TraceError)
+    check_type("title", title, str, "a string", error=TraceError)
+    check_type("links", links, LinkMatrix, "a LinkMatrix", error=TraceError, optional=True)
+    check_integer("max_events", max_events, minimum=1, error=TraceError)
+    if metrics is not None:
+        check_items("metrics", metrics, str, "names of metrics", error=MetricError)
     check_path("path", path, error=RecordError, written="file")
     timeline = build_timeline(analysis, max_events=max_events)
     table, packed = pack_columns(timeline.columns)

@@ -10,7 +10,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ms_profile.analysis.whole_run import Analysis, RankAnalysis
-from ms_profile.errors import RecordError
+from ms_profile.arguments import check_type
+from ms_profile.errors import RecordError, TraceError
 from ms_profile.files.untrusted import check_path
 from ms_profile.log.manifest import atomic_file
 from ms_profile.trace.columns import EXPORT
@@ -28,6 +29,7 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
         RecordError: the path is invalid, or something other than a file exists there.
         OSError: the file cannot be written; an earlier file stays unchanged.
     """
+    check_type("analysis", analysis, Analysis, "an Analysis, as analyse returns", error=TraceError)
     check_path("path", path, error=RecordError, written="file")
     target = Path(path)
     encode = msgspec.json.Encoder().encode

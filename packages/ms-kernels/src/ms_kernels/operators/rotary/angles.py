@@ -162,9 +162,17 @@ def rotary_table(
     if not is_number(base, 1) or base == 1:
         fits = f"a number above 1, up to {LARGEST:g}"
         raise ArgumentError("rotary_table", "base", shown(base), fits)
+    if scaling is not None and not callable(getattr(scaling, "scale", None)):
+        fits = "a LinearScaling, Llama3Scaling or YarnScaling"
+        raise ArgumentError("rotary_table", "scaling", shown(scaling), fits)
     steps = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
     frequencies, factor = 1.0 / base**steps, 1.0
     if scaling is not None:
         frequencies, factor = scaling.scale(frequencies, base)
-    angles = positions.reshape(-1, positions.shape[-1], 1).to(torch.float32) * frequencies
+    angles = (
+        positions.reshape(*(positions.shape if positions.ndim == 2 else (1, -1)), 1).to(
+            torch.float32
+        )
+        * frequencies
+    )
     return angles.cos() * factor, angles.sin() * factor
