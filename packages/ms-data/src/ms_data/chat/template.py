@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from ms_data.arguments import check_type, shown
 from ms_data.chat.messages import Message
 from ms_data.chat.printed import check_printed
 from ms_data.chat.process import ask
@@ -63,9 +64,10 @@ class ChatTemplate:
         if not isinstance(source, str) or not isinstance(tokens, Mapping):
             raise TokenizerError(
                 "a chat template must be a string and its special tokens a dict, got"
-                f" {printable(repr(source if isinstance(tokens, Mapping) else tokens))}; pass the"
+                f" {shown(source if isinstance(tokens, Mapping) else tokens)}; pass the"
                 " text, as in chat_template.jinja"
             )
+        check_type("today", today, date, "a date", error=TokenizerError, optional=True)
         if len(source) > TEMPLATE_LIMIT_BYTES or not _is_text([source, special_tokens or {}]):
             raise TokenizerError(
                 "not a valid chat template: it or its special tokens are not valid text, or longer "

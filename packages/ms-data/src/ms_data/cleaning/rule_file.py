@@ -6,6 +6,7 @@ from typing import Any
 
 from attrs import asdict, evolve, field, frozen
 
+from ms_data.arguments import check_items
 from ms_data.cleaning.rows import RowRule
 from ms_data.cleaning.rule import Rule
 from ms_data.cleaning.rules import RULES
@@ -87,6 +88,7 @@ def read_rules(rules: Rules) -> RuleSet:
         return _rule_set(read_toml(rules, error=ConfigError), str(rules))
     if isinstance(rules, Mapping):
         return _rule_set(rules, "rules")
+    check_items("rules", rules, Rule, "rules", error=ConfigError)
     return _checked_set(RuleSet(rules=tuple(rules)), "rules")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from ms_data.arguments import shown
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.dataset_folders import select_data_files
 from ms_data.corpus.places import CorpusFile, is_remote, remote_files, strip_credentials
@@ -57,7 +58,7 @@ def find_corpus(
     check_flags(skip_invalid=skip_invalid)
     if not isinstance(corpus, str | Path | Sequence):
         raise SettingError(
-            f"corpus must be a path, a URL or a list of paths and URLs, got {corpus!r}"
+            f"corpus must be a path, a URL or a list of paths and URLs, got {shown(corpus)}"
         )
     entries = [corpus] if isinstance(corpus, str | Path) else list(corpus)
     if not entries:

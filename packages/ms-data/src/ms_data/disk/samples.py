@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ms_data.arguments import check_type, shown
 from ms_data.disk.format import (
     DOCUMENT_KINDS,
     LOSS_BIT,
@@ -110,6 +111,9 @@ class Samples(Sequence[Sample | PairSample | UnpairedSample]):
     def __init__(
         self, folder: str | Path, split: str = "train", *, kind: DocumentKind | None = None
     ) -> None:
+        if kind is not None and not (isinstance(kind, str) and kind in DOCUMENT_KINDS):
+            raise SettingError(f"kind must be {' or '.join(DOCUMENT_KINDS)}, got {shown(kind)}")
+        check_type("split", split, str, "the name of a split", error=SettingError)
         self.folder, self.split = dataset_folder(folder), split
         kinds: tuple[DocumentKind, ...] = (
             (kind,) if kind else ("conversations", "preferences", "unpaired", "media")

@@ -15,10 +15,12 @@ from typing import Generic, TypeVar
 
 from attrs import frozen
 
+from ms_data.arguments import shown
 from ms_data.engine.batches import BATCH_CHARACTERS, DocumentBatch, ReadBatch
 from ms_data.engine.ray_cluster import check_ray, ray_pool
 from ms_data.engine.worker import PREFIX_BYTES, RESULT
 from ms_data.errors import DataError, SettingError, printable
+from ms_data.settings.arguments import is_integer
 
 _WORKER = Path(__file__).with_name("worker.py")
 MAX_WORKERS = 1024
@@ -219,6 +221,6 @@ def worker_count(workers: int | str | None) -> int | str:
         return workers
     if workers is None:
         return len(os.sched_getaffinity(0))
-    if not 1 <= workers <= MAX_WORKERS:
-        raise SettingError(f"workers must be from 1 to {MAX_WORKERS}, got {printable(workers)}")
+    if not is_integer(workers) or not 1 <= workers <= MAX_WORKERS:
+        raise SettingError(f"workers must be from 1 to {MAX_WORKERS}, got {shown(workers)}")
     return workers

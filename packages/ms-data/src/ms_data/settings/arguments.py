@@ -55,5 +55,9 @@ def check_strings(**arguments: object) -> None:
 
 
 def is_integer(value: object) -> bool:
-    """Return whether a value is of an integer type other than bool."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    """Return whether a value is an integer, of any type other than bool."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # also a tensor of several elements
+        return False
+    return not isinstance(value, bool)

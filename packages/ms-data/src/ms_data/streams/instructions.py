@@ -8,9 +8,11 @@ from typing import Any, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ms_data.arguments import shown
 from ms_data.disk.samples import Samples
 from ms_data.errors import DamageError, SettingError
 from ms_data.media.processor import Processor
+from ms_data.settings.arguments import is_integer
 from ms_data.streams.batch import WeightedBatch, fill_rows
 from ms_data.streams.draws import DrawSequence
 from ms_data.streams.media import AudioBatch, ImageBatch, media_batch
@@ -276,9 +278,9 @@ def _common_processor(names: Sequence[str], sources: Sequence[PackedSource]) -> 
 
 
 def _check(open_rows: int, choices: Mapping[str, str]) -> None:
-    if open_rows < 0:
-        raise SettingError(f"open_rows must be 0 (no packing) or more, got {open_rows}")
+    if not is_integer(open_rows) or open_rows < 0:
+        raise SettingError(f"open_rows must be 0 (no packing) or more, got {shown(open_rows)}")
     for name, value in choices.items():
-        if value not in _CHOICES[name]:
+        if not isinstance(value, str) or value not in _CHOICES[name]:
             names = " or ".join(map(repr, _CHOICES[name]))
-            raise SettingError(f"{name} must be {names}, got {value!r}")
+            raise SettingError(f"{name} must be {names}, got {shown(value)}")

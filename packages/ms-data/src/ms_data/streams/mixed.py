@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from ms_data.arguments import check_number, check_type
 from ms_data.disk.format import Index
 from ms_data.disk.split import dataset_folder
 from ms_data.errors import SettingError, printable
@@ -78,13 +79,15 @@ class MixedStream(BatchStream[B]):
         }
         limits = {}
         if max_epochs is not None:
+            description = "a dict of a number by source"
+            check_type("max_epochs", max_epochs, Mapping, description, error=SettingError)
+            for name, limit in max_epochs.items():
+                check_number(f"max_epochs of {name!r}", limit, minimum=0, error=SettingError)
             self._settings["max_epochs"] = {
                 name: float(limit) for name, limit in max_epochs.items()
             }
             size_of = dict(zip(self.names, sizes, strict=True))
             for name, limit in max_epochs.items():
-                if not 0 <= limit < float("inf"):
-                    raise SettingError(f"max_epochs of {name!r} must be 0 or more, got {limit}")
                 limits[name] = int(limit * size_of.get(name, 0))  # in samples
         initial: Weights = [float(size) for size in sizes] if weights is None else weights
         self._mixture = Mixture(self.names, initial, limits=limits)

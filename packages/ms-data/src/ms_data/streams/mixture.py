@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from attrs import field, frozen
 
+from ms_data.arguments import check_items, check_type, shown
 from ms_data.errors import SettingError, StateError
 from ms_data.streams.share import state_errors
 
@@ -33,7 +34,10 @@ _LeadIn = tuple[int, _Counts]
 
 
 def _floats(values: Iterable[float]) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise SettingError(f"weights must be numbers, got {shown(values)}") from None
 
 
 @frozen
@@ -85,6 +89,9 @@ class Mixture:
         *,
         limits: Mapping[str, int] | None = None,
     ) -> None:
+        check_items("names", names, str, "names of sources", error=SettingError)
+        description = "a dict of a number by source"
+        check_type("limits", limits, Mapping, description, error=SettingError, optional=True)
         if not names or len(set(names)) != len(names):
             raise SettingError(f"sources must be one or more distinct names, got {list(names)!r}")
         self.names = tuple(names)

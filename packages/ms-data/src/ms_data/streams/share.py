@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from attrs import frozen
 
+from ms_data.arguments import shown
 from ms_data.errors import SettingError, StateError
 from ms_data.settings.arguments import check_counts, check_flags, check_strings, is_integer
 
@@ -57,11 +58,13 @@ class RankRows:
                 rank, count = place.rank, place.count
             except AttributeError:
                 raise SettingError(
-                    f"place must have `rank` and `count`, got {place!r}; pass the `place` of an"
-                    " engine, or None to read all rows"
+                    f"place must have `rank` and `count`, got {shown(place)}; pass the `place` of"
+                    " an engine, or None to read all rows"
                 ) from None
         if not (is_integer(rank) and is_integer(count) and 0 <= rank < count):
-            raise SettingError(f"place: rank must be 0 to count - 1, got {rank!r} of {count!r}")
+            raise SettingError(
+                f"place: rank must be 0 to count - 1, got {shown(rank)} of {shown(count)}"
+            )
         if batch_size % count:
             raise SettingError(
                 f"batch_size {batch_size} cannot be divided among {count} ranks; "
@@ -112,7 +115,7 @@ class BatchStream(Iterator[B]):
         check_flags(shuffle=shuffle)
         check_strings(split=split)
         if not is_integer(seed):
-            raise SettingError(f"seed must be an integer, got {seed!r}")
+            raise SettingError(f"seed must be an integer, got {shown(seed)}")
         self._rank_rows = RankRows.at(place, batch_size)
         self.sequence_length = operator.index(sequence_length)
         self.batch_size = operator.index(batch_size)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ms_data.arguments import shown
 from ms_data.disk.format import Index
 from ms_data.disk.split import Split
 from ms_data.errors import SettingError
@@ -59,7 +60,7 @@ class TokenSource:
         rank: int = 0,
     ) -> None:
         if not is_integer(cache_mib) or cache_mib < 0:
-            raise SettingError(f"cache_mib must be 0 or more, got {cache_mib!r}")
+            raise SettingError(f"cache_mib must be 0 or more, got {shown(cache_mib)}")
         self._split = Split(
             folder, split, cache_bytes=operator.index(cache_mib) << 20, shared_cache=shared_cache
         )

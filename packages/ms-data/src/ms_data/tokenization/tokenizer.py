@@ -12,6 +12,7 @@ import tokenizers
 import xxhash
 from numpy.typing import NDArray
 
+from ms_data.arguments import shown
 from ms_data.chat.template import Rendered
 from ms_data.disk.split import read_index
 from ms_data.errors import DamageError, DataError, OutputError, TokenizerError, printable
@@ -316,7 +317,9 @@ class Tokenizer:
     def _token(self, name_or_id: str | int, edge: str) -> int:
         """Return the ID of the token that starts or ends a document, given by name or ID."""
         if isinstance(name_or_id, bool) or not isinstance(name_or_id, str | int):
-            raise TokenizerError(f"{edge}_of_text must be a token's name or id, got {name_or_id!r}")
+            raise TokenizerError(
+                f"{edge}_of_text must be a token's name or id, got {shown(name_or_id)}"
+            )
         if isinstance(name_or_id, int):
             if not 0 <= name_or_id < self.vocabulary_size:
                 raise TokenizerError(

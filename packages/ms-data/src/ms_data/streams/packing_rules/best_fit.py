@@ -9,6 +9,8 @@ decreasing, which sorts first, does not fill better here and needs all lengths.
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+from ms_data.arguments import check_integer
+from ms_data.errors import SettingError
 from ms_data.streams.packer import OpenRow, Row, Segment
 
 
@@ -21,14 +23,12 @@ class BestFitPacker:
             row.
 
     Raises:
-        ValueError: `capacity` is below 1 or `window` below 0.
+        SettingError: `capacity` is below 1 or `window` below 0.
     """
 
     def __init__(self, capacity: int, *, window: int = 512) -> None:
-        if capacity < 1 or window < 0:
-            raise ValueError(
-                f"capacity must be at least 1 and window at least 0, got {capacity} and {window}"
-            )
+        check_integer("capacity", capacity, minimum=1, error=SettingError)
+        check_integer("window", window, minimum=0, error=SettingError)
         self._capacity, self._window = capacity, window
         self._open: dict[int, list[Segment]] = {}
         self._spaces: list[tuple[int, int]] = []  # (free tokens, row), sorted
