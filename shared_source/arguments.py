@@ -96,7 +96,8 @@ def check_items(
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise error(f"{name} must be a list of {description}, got {shown(value)}")
     for item in value:
-        check_type(f"each item of {name}", item, types, f"one of {description}", error=error)
+        if not isinstance(item, types):
+            raise error(f"{name} must be a list of {description}, got {shown(item)} in it")
 
 
 def shown(value: object) -> str:

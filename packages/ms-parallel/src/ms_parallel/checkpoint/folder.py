@@ -5,8 +5,11 @@ import re
 import shutil
 from pathlib import Path
 
+from ms_parallel.arguments import check_integer
 from ms_parallel.checkpoint.manifest import MANIFEST
+from ms_parallel.errors import CheckpointError
 from ms_parallel.files.durable import publish, write_file, writing
+from ms_parallel.files.untrusted import check_path
 
 STEP = re.compile(r"step-([0-9]{8,15})")
 DAMAGED = re.compile(r"step-[0-9]{8,15}\.damaged-[0-9]+")
@@ -15,44 +18,56 @@ LAST = "last"
 LEFTOVER = re.compile(r"step-[0-9]{8,15}\.(partial|removed)")
 
 
-def step_folder(root: Path, step: int) -> Path:
+def _folder(root: str | Path) -> Path:
+    check_path("root", root, error=CheckpointError)
+    return Path(root)
+
+
+def step_folder(root: str | Path, step: int) -> Path:
     """Return the folder of the checkpoint of a step."""
-    return root / f"step-{step:08d}"
+    check_integer("step", step, minimum=0, error=CheckpointError)
+    return _folder(root) / f"step-{step:08d}"
 
 
-def all_steps(root: Path) -> list[int]:
+def all_steps(root: str | Path) -> list[int]:
     """List the steps of all checkpoint folders, complete or not, in ascending order."""
     matches = [STEP.fullmatch(name) for name in _names(root)]
     return sorted(int(match[1]) for match in matches if match)
 
 
-def complete_steps(root: Path) -> list[int]:
+def complete_steps(root: str | Path) -> list[int]:
     """List the steps of the checkpoints that have a manifest, in ascending order."""
     return [step for step in all_steps(root) if (step_folder(root, step) / MANIFEST).is_file()]
 
 
-def was_begun(root: Path) -> bool:
+def was_begun(root: str | Path) -> bool:
     """Return whether a checkpoint was ever completed here, even if it is damaged or lost now."""
     return any(
         name == LAST or STEP.fullmatch(name) or DAMAGED.fullmatch(name) for name in _names(root)
     )
 
 
-def note_last(root: Path, step: int) -> None:
+def note_last(root: str | Path, step: int) -> None:
     """Record that the checkpoint of `step` was completed."""
-    write_file(root / LAST, b"%d\n" % step)
+    check_integer("step", step, minimum=0, error=CheckpointError)
+    write_file(_folder(root) / LAST, b"%d\n" % step)
 
 
-def _names(root: Path) -> list[str]:
-    return os.listdir(root) if root.is_dir() else []
+def _names(root: str | Path) -> list[str]:
+    folder = _folder(root)
+    return os.listdir(folder) if folder.is_dir() else []
 
 
-def keep_last(root: Path, count: int) -> None:
+def keep_last(root: str | Path, count: int) -> None:
     """Delete all but the last `count` complete checkpoints.
 
     Each is renamed before it is deleted, so that a crash leaves no partial checkpoint that looks
     complete.
+
+    Raises:
+        CheckpointError: `count` is below 1.
     """
+    check_integer("count", count, minimum=1, error=CheckpointError)
     for step in complete_steps(root)[:-count]:
         folder = step_folder(root, step)
         removed = folder.with_name(folder.name + ".removed")
@@ -62,7 +77,7 @@ def keep_last(root: Path, count: int) -> None:
             shutil.rmtree(removed)
 
 
-def set_aside(root: Path, step: int) -> Path:
+def set_aside(root: str | Path, step: int) -> Path:
     """Rename a damaged checkpoint so that it is kept but never loaded; return its new path."""
     folder = step_folder(root, step)
     number = 1
@@ -73,9 +88,10 @@ def set_aside(root: Path, step: int) -> Path:
     return renamed
 
 
-def sweep(root: Path) -> None:
+def sweep(root: str | Path) -> None:
     """Remove leftovers of interrupted saves and deletions."""
-    if root.is_dir():
-        for path in root.iterdir():
+    folder = _folder(root)
+    if folder.is_dir():
+        for path in folder.iterdir():
             if LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from ms_parallel.errors import DamageError
+from ms_parallel.errors import CheckpointError, DamageError
 from ms_parallel.files.safetensors_file import DTYPES as NAMES
-from ms_parallel.files.untrusted import decoding, read_bytes
+from ms_parallel.files.untrusted import check_path, decoding, read_bytes
 
 MANIFEST = "checkpoint.json"
 MANIFEST_LIMIT_BYTES = 1 << 30
@@ -79,13 +79,15 @@ class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: msgspec.Raw
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: str | Path) -> Manifest:
     """Read and validate the manifest of a checkpoint's folder.
 
     Raises:
         DamageError: the file is damaged or inconsistent.
+        CheckpointError: `folder` is not a path.
     """
-    path = folder / MANIFEST
+    check_path("folder", folder, error=CheckpointError)
+    path = Path(folder) / MANIFEST
     content = read_bytes(path, error=DamageError, limit_bytes=MANIFEST_LIMIT_BYTES)
     with decoding(path, error=DamageError):
         manifest = _decode(path, content)

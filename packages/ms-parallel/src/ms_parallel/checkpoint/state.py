@@ -11,13 +11,17 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ms_parallel.arguments import check_integer, check_type
 from ms_parallel.checkpoint.manifest import Manifest
 from ms_parallel.checkpoint.reader import Reader
 from ms_parallel.checkpoint.writer import Writer
 from ms_parallel.errors import CheckpointError, ParallelError
+from ms_parallel.files.untrusted import check_path
 
 
-def save(folder: Path, state: Mapping[str, Tensor], *, step: int, facts: Mapping[str, Any]) -> None:
+def save(
+    folder: str | Path, state: Mapping[str, Tensor], *, step: int, facts: Mapping[str, Any]
+) -> None:
     """Write a checkpoint. Collective: every rank passes its part of the state.
 
     The folder gets its name after all ranks have written and synced their files. Replicated tensors
@@ -32,6 +36,11 @@ def save(folder: Path, state: Mapping[str, Tensor], *, step: int, facts: Mapping
     Raises:
         CheckpointError: a rank could not write, for example on a full disk; raised on every rank.
     """
+    check_path("folder", folder, error=CheckpointError)
+    check_integer("step", step, minimum=0, error=CheckpointError)
+    check_type("facts", facts, Mapping, "a dict of JSON values", error=CheckpointError)
+    check_type("state", state, Mapping, "a dict of tensors", error=CheckpointError)
+    folder = Path(folder)
     writer = Writer(folder, step=step, facts=facts)
     try:
         with _without_warning():
@@ -43,7 +52,7 @@ def save(folder: Path, state: Mapping[str, Tensor], *, step: int, facts: Mapping
         raise _cause(failure, folder) from failure
 
 
-def load(folder: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
+def load(folder: str | Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
     """Load a checkpoint written under any layout into the tensors of a state, in place.
 
     Args:
@@ -55,6 +64,18 @@ def load(folder: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
         DamageError: bytes that a rank needs have changed; raised on every rank.
         CheckpointError: a tensor is missing or has another shape.
     """
+    check_path("folder", folder, error=CheckpointError)
+    check_type(
+        "manifest",
+        manifest,
+        Manifest,
+        "a Manifest, as read_manifest returns",
+        error=CheckpointError,
+    )
+    check_type("state", state, Mapping, "a dict of tensors", error=CheckpointError)
+    for name, tensor in state.items():
+        check_type(f"state[{name!r}]", tensor, Tensor, "a tensor", error=CheckpointError)
+    folder = Path(folder)
     try:
         with _without_warning():
             reader = Reader(folder, manifest, {name: tuple(t.shape) for name, t in state.items()})

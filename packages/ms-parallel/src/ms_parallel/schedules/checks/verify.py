@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from attrs import frozen
 
+from ms_parallel.arguments import check_type
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.checks.messages import check_pairing, check_progress
 from ms_parallel.schedules.checks.stage_actions import check_stage_actions, check_waits
@@ -38,6 +39,7 @@ def verify(schedule: Schedule) -> Report:
         ScheduleError: describes the first failing check, for the smallest microbatch and stage, or
             the shortest cycle of ranks that wait for each other.
     """
+    check_type("schedule", schedule, Schedule, "a Schedule", error=ScheduleError)
     _check_membership(schedule)
     _check_complete(schedule)
     _check_order(schedule)

@@ -7,7 +7,9 @@ from textwrap import wrap
 
 from attrs import frozen
 
-from ms_parallel.schedules.drawing.text import is_later_stage, number, summary
+from ms_parallel.arguments import check_number, check_type
+from ms_parallel.errors import ScheduleError
+from ms_parallel.schedules.drawing.text import check_lines, is_later_stage, number, summary
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.event_simulation import Span
 from ms_parallel.schedules.timeline.simulate import Timeline
@@ -42,6 +44,10 @@ _CLOSEST_MARKS = 56
 """Minimum distance of tick marks, in pixels."""
 _NARROWEST_LABEL = 14
 """Minimum width of a box with a label, in pixels."""
+
+
+_LEAST_WIDTH = 100
+"""Minimum width of a picture, in pixels; the labels of a row take 64."""
 
 
 @frozen
@@ -91,6 +97,9 @@ def draw_svg(
         width: width of the picture, in pixels.
         unit: unit of time, such as "ms"; by default "unit of the costs".
     """
+    check_lines(lines, titles)
+    check_number("width", width, minimum=_LEAST_WIDTH, error=ScheduleError)
+    check_type("unit", unit, str, "a string", error=ScheduleError)
     longest = max(float(line.makespan) for line in lines)
     parts, top, page = [], 0, _Page(width)
     for index, line in enumerate(lines):

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
+from ms_parallel.arguments import check_items, check_number, check_type
+from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.event_simulation import Span
 from ms_parallel.schedules.timeline.simulate import Timeline
@@ -34,6 +36,8 @@ def draw_text(
         width: line width in characters, at least 40.
         color: mark kinds with ANSI colors.
     """
+    check_lines(lines, titles)
+    check_number("width", width, minimum=1, error=ScheduleError)
     # 36 characters for the rank, its idle time and its peak memory.
     columns = max(width, 40) - 36
     longest = max(float(line.makespan) for line in lines)
@@ -47,6 +51,19 @@ def draw_text(
             peak = number(line.peak_memory[rank])
             text.append(f"rank {rank:<4}|{cells}| idle {idle:4.1f}%, peak {peak}")
     return "\n".join(text) + "\n"
+
+
+def check_lines(lines: Sequence[Timeline], titles: Sequence[str]) -> None:
+    """Check the timelines to draw, and their titles.
+
+    Raises:
+        ScheduleError: there is none, or one has the wrong type.
+    """
+    if not lines:
+        raise ScheduleError("a drawing needs at least one Timeline, as simulate returns; pass it")
+    check_items("lines", lines, Timeline, "Timelines", error=ScheduleError)
+    check_type("titles", titles, Sequence, "a list of titles", error=ScheduleError)
+    check_items("titles", titles, str, "titles", error=ScheduleError)
 
 
 def _cells(line: Timeline, rank: int, slices: int, color: bool) -> str:
@@ -89,6 +106,7 @@ def is_later_stage(line: Timeline, rank: int, span: Span) -> bool:
 
 def path_text(line: Timeline) -> str:
     """Format the critical path; runs on one rank are shortened to the first and last action."""
+    check_type("line", line, Timeline, "a Timeline, as simulate returns", error=ScheduleError)
     runs: list[tuple[int, list[Span]]] = []
     for rank, span in line.critical_path:
         if not runs or runs[-1][0] != rank:

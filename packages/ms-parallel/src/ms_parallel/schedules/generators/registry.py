@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from attrs import frozen
 
+from ms_parallel.arguments import check_integer, check_type
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.placements import looped
@@ -90,6 +91,9 @@ def named_schedule(
     Raises:
         ScheduleError: the name is unknown (the nearest one is suggested), or sizes do not fit.
     """
+    check_type("name", name, str, "the name of a schedule", error=ScheduleError)
+    check_integer("ranks", ranks, minimum=1, error=ScheduleError)
+    check_type("costs", costs, Costs, "Costs", error=ScheduleError, optional=True)
     if name not in GENERATORS:
         close_matches = get_close_matches(name, GENERATORS, n=1)
         names = ", ".join(sorted(GENERATORS))

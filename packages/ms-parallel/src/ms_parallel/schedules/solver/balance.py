@@ -9,9 +9,11 @@ goal is the makespan with bubbles and messages rather than the largest stage.
 from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
+from numbers import Integral
 
 from attrs import frozen
 
+from ms_parallel.arguments import check_integer, check_items, check_number, check_type
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.portfolio import quick_arrangement
 from ms_parallel.schedules.construction.problem import problem_of
@@ -60,6 +62,11 @@ def balance(
     Raises:
         ScheduleError: there are fewer segments than stages, or a cap is too small.
     """
+    check_type("segments", segments, SegmentCosts, "SegmentCosts", error=ScheduleError)
+    check_items("placement", placement, Integral, "ranks of stages", error=ScheduleError)
+    ranks_of(placement)
+    check_integer("microbatches", microbatches, minimum=1, error=ScheduleError)
+    check_number("effort", effort, minimum=0, error=ScheduleError)
     stages = len(placement)
     if segments.count < stages:
         raise ScheduleError(

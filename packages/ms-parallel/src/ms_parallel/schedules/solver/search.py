@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from numbers import Integral
 
 from attrs import evolve, frozen
 
+from ms_parallel.arguments import check_integer, check_items, check_number, check_type
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.list_scheduler import arrange
 from ms_parallel.schedules.construction.policies import keep_order
@@ -98,6 +100,11 @@ def search(
         ScheduleError: the cap is too small (names the minimum), sizes do not fit, or OR-tools is
             needed and not installed.
     """
+    check_type("costs", costs, Costs, "Costs", error=ScheduleError)
+    check_integer("ranks", ranks, minimum=1, error=ScheduleError, optional=True)
+    check_number("effort", effort, minimum=0, error=ScheduleError)
+    if placement is not None:
+        check_items("placement", placement, Integral, "ranks of stages", error=ScheduleError)
     check_size(costs.stages, microbatches)
     problems, errors = [], []
     for stage_placement in _placements(costs.stages, ranks, placement):

@@ -9,9 +9,11 @@ arrives, so that it is posted early.
 """
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from attrs import evolve
 
+from ms_parallel.arguments import check_items
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Ticks
@@ -76,7 +78,9 @@ def _exchange(result: Result, placement: Sequence[int], output: list[list[Action
 
 
 def _check_placement(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
+    check_items("placement", placement, Integral, "ranks of stages", error=ScheduleError)
     for rank, row in enumerate(rows):
+        check_items(f"row {rank}", row, Action, "actions", error=ScheduleError)
         for action in row:
             for part in action.flat:
                 if not 0 <= part.stage < len(placement):

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from math import isfinite, lcm
+from numbers import Rational
 from typing import Any, ClassVar
 
 from attrs import evolve, field, frozen
 from attrs.converters import optional
 
+from ms_parallel.arguments import shown
 from ms_parallel.errors import ScheduleError
 
 Number = int | float | Fraction
@@ -25,12 +27,16 @@ def as_fraction(value: Number) -> Fraction:
             raise ScheduleError(f"a cost must be a finite number, got {value}; measure it again")
         # The shortest decimal that prints the float: 0.1 is 1/10, not the nearest binary fraction.
         value = Fraction(repr(value))
+    if not isinstance(value, Rational) or isinstance(value, bool):
+        raise ScheduleError(f"a cost must be a number, got {shown(value)}")
     if value < 0:
         raise ScheduleError(f"a cost must be at least 0, got {value}")
     return Fraction(value)
 
 
 def _fractions(values: Iterable[Number]) -> tuple[Fraction, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise ScheduleError(f"costs must be a list of numbers, got {shown(values)}")
     return tuple(map(as_fraction, values))
 
 

@@ -1,9 +1,11 @@
 """`Schedule`: immutable table of the actions of every pipeline rank, in order."""
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 from attrs import field, frozen
 
+from ms_parallel.arguments import check_items, check_type
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import MESSAGES, Action, parse_action
 from ms_parallel.schedules.table.communication import with_communication
@@ -12,7 +14,10 @@ from ms_parallel.schedules.table.placements import integers
 
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
-    return tuple(tuple(row) for row in rows)
+    rows = tuple(tuple(row) if isinstance(row, Iterable) else row for row in rows)
+    for row in rows:
+        check_items("a rank's actions", row, Action, "actions", error=ScheduleError)
+    return rows
 
 
 @frozen(kw_only=True)
@@ -118,6 +123,7 @@ def check_size(stages: int, microbatches: int) -> None:
     Raises:
         ScheduleError: `stages` or `microbatches` is below 1.
     """
+    check_type("microbatches", microbatches, Integral, "an integer", error=ScheduleError)
     if stages < 1 or microbatches < 1:
         raise ScheduleError(
             f"a schedule needs at least 1 stage and 1 microbatch, got {stages} stages and "

@@ -10,6 +10,7 @@ from math import lcm
 
 from attrs import evolve
 
+from ms_parallel.arguments import check_items, check_type
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Number, as_fraction
@@ -121,6 +122,8 @@ def _mean(values: Sequence[Fraction]) -> Fraction:
 
 
 def _with_times(schedule: Schedule, times: Times) -> list[list[_TimedAction]]:
+    check_type("schedule", schedule, Schedule, "a Schedule", error=ScheduleError)
+    check_items("times", times, Sequence, "lists of times, one list per rank", error=ScheduleError)
     rows = [[p for a in row for p in a.computations] for row in schedule.computations()]
     if [len(row) for row in rows] != [len(row) for row in times]:
         raise ScheduleError(

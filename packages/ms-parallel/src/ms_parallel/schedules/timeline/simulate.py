@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from attrs import frozen
 
+from ms_parallel.arguments import check_type
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Ticks
@@ -89,6 +90,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises:
         ScheduleError: the costs are for another number of stages, or the schedule deadlocks.
     """
+    check_type("schedule", schedule, Schedule, "a Schedule", error=ScheduleError)
+    check_type("costs", costs, Costs, "Costs", error=ScheduleError)
     if costs.stages != schedule.stages:
         raise ScheduleError(
             f"costs of {costs.stages} stages for a schedule of {schedule.stages} stages; use one "

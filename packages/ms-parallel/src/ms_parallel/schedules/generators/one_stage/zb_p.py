@@ -1,5 +1,7 @@
 """ZB1P and ZB2P: zero-bubble schedules for given costs (Qi 2023)."""
 
+from ms_parallel.arguments import check_type
+from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.portfolio import best
 from ms_parallel.schedules.construction.problem import Problem
 from ms_parallel.schedules.construction.tabulate import tabulate
@@ -20,6 +22,7 @@ def zb1p(costs: Costs, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: `microbatches` is below 1.
     """
+    check_type("costs", costs, Costs, "Costs", error=ScheduleError)
     return _best_within(costs, microbatches, costs.stages, "ZB1P")
 
 
@@ -32,6 +35,7 @@ def zb2p(costs: Costs, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: `microbatches` is below 1.
     """
+    check_type("costs", costs, Costs, "Costs", error=ScheduleError)
     return _best_within(costs, microbatches, 2 * costs.stages, "ZB2P")
 
 
