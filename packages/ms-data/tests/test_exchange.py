@@ -102,15 +102,15 @@ def test_megatron_export_holds_every_document_and_imports_back(
     assert next(stream)["tokens"].shape == (2, 16)
 
 
-def test_a_pair_whose_names_are_in_capitals_is_imported(place: Path, tmp_path: Path) -> None:
+def test_a_pair_whose_names_are_in_capitals_is_imported(workspace: Path, tmp_path: Path) -> None:
     """Either file, or the prefix alone for names in small letters."""
     path = write_pair(tmp_path / "x", [[[1, 2, 3]], [[4]]])
     for file in (path, path.with_suffix(".bin")):
         file.rename(file.with_name(file.name.upper()))
     for number, name in enumerate(("X.IDX", "X.BIN")):
         out = tmp_path / f"{number}"
-        import_dataset(tmp_path / name, tokenizer=place / "tokenizer.json", out=out)
-        assert [row[:-1] for row in documents_of(out)] == [[1, 2, 3], [4]]
+        import_dataset(tmp_path / name, tokenizer=workspace / "tokenizer.json", out=out)
+        assert [row[:-1] for row in read_documents(out)] == [[1, 2, 3], [4]]
 
 
 @settings(max_examples=50, deadline=None)

@@ -27,7 +27,7 @@ def as_fraction(value: Number) -> Fraction:
             raise ScheduleError(f"a cost must be a finite number, got {value}; measure it again")
         # The shortest decimal that prints the float: 0.1 is 1/10, not the nearest binary fraction.
         value = Fraction(repr(value))
-    if not isinstance(value, Rational) or isinstance(value, bool):
+    if not isinstance(value, Rational):
         raise ScheduleError(f"a cost must be a number, got {shown(value)}")
     if value < 0:
         raise ScheduleError(f"a cost must be at least 0, got {value}")

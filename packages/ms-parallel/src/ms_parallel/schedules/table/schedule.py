@@ -14,10 +14,14 @@ from ms_parallel.schedules.table.placements import integers
 
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
-    rows = tuple(tuple(row) if isinstance(row, Iterable) else row for row in rows)
+    check_type("actions", rows, Iterable, "a list of actions per rank", error=ScheduleError)
+    table = []
     for row in rows:
-        check_items("a rank's actions", row, Action, "actions", error=ScheduleError)
-    return rows
+        check_type("a rank's actions", row, Iterable, "a list of actions", error=ScheduleError)
+        actions = tuple(row)
+        check_items("a rank's actions", actions, Action, "actions", error=ScheduleError)
+        table.append(actions)
+    return tuple(table)
 
 
 @frozen(kw_only=True)
