@@ -50,13 +50,13 @@ def write_report(
         RecordError: the path is invalid, or something other than a file exists there.
         OSError: the file cannot be written.
     """
+    check_path("path", path, error=RecordError, written="file")
     check_type("analysis", analysis, Analysis, "an Analysis, as analyse returns", error=TraceError)
     check_type("title", title, str, "a string", error=TraceError)
     check_type("links", links, LinkMatrix, "a LinkMatrix", error=TraceError, optional=True)
     check_integer("max_events", max_events, minimum=1, error=TraceError)
     if metrics is not None:
         check_items("metrics", metrics, str, "names of metrics", error=MetricError)
-    check_path("path", path, error=RecordError, written="file")
     timeline = build_timeline(analysis, max_events=max_events)
     table, packed = pack_columns(timeline.columns)
     summary = build_summary(analysis, title=title, links=links, metrics=metrics)

@@ -29,8 +29,8 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
         RecordError: the path is invalid, or something other than a file exists there.
         OSError: the file cannot be written; an earlier file stays unchanged.
     """
-    check_type("analysis", analysis, Analysis, "an Analysis, as analyse returns", error=TraceError)
     check_path("path", path, error=RecordError, written="file")
+    check_type("analysis", analysis, Analysis, "an Analysis, as analyse returns", error=TraceError)
     target = Path(path)
     encode = msgspec.json.Encoder().encode
     written, separator = 0, b""
