@@ -18,7 +18,7 @@ COMMANDS = {
     "ms-parallel train": "timeout_s",
     "ms-parallel inspect": "timeout_s",
     "ms-parallel plan": "timeout_s",
-    **{f"ms-align {name}": "batch_size" for name in ("sft", "reward", "dpo", "kto")},
+    **{f"ms-align {name}": "batch_size" for name in ("sft", "reward", "dpo", "kto", "gkd")},
     **{f"ms-align {name}": "batch_size" for name in ("ppo", "grpo", "rloo")},
     "ms-align generate": "num_generations",
     "ms-align evaluate": "limit",
@@ -104,7 +104,12 @@ def test_trivial_mistakes_are_reported_before_torch_is_imported(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     text = (tmp_path / "RUN.toml").read_text()
-    text = re.sub(r'^(model|reward_model) = "\S*/\S*"', r'\1 = "model"', text, flags=re.MULTILINE)
+    text = re.sub(
+        r'^(model|reward_model|teacher_model) = "\S*/\S*"',
+        r'\1 = "model"',
+        text,
+        flags=re.MULTILINE,
+    )
     (tmp_path / "RUN.toml").write_text(text)
     (tmp_path / "empty.toml").write_text("")
     (tmp_path / "binary.toml").write_bytes(bytes(range(256)))

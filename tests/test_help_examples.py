@@ -161,6 +161,7 @@ class Inputs:
             "runs/train/model": self.write_model,
             "runs/sft/model": lambda path: self.copy("runs/train/model", path),
             "run/model": lambda path: self.copy("runs/train/model", path),
+            "path/to/teacher": lambda path: self.copy("runs/train/model", path),
             "path/to/model": lambda path: self.copy("runs/train/model", path),
             "runs/reward/model": self.write_reward_model,
             "runs/quantize": self.write_quantized,
@@ -322,7 +323,7 @@ def copy_inputs(line: str, folder: Path, inputs: Inputs) -> None:
             write_run_file(command_of(line), folder / name)
             text = (folder / name).read_text()
             names += re.findall(r'^(?!out)[^#\n]*"([^"\n]+)"', text, re.MULTILINE)
-    rows = {"sft": "chats", "dpo": "pairs", "kto": "pairs", "reward": "pairs"}
+    rows = {"sft": "chats", "gkd": "chats", "dpo": "pairs", "kto": "pairs", "reward": "pairs"}
     for name in {re.sub(r"^\./|/$", "", name) for name in names}:
         source = rows.get(command_of(line).split()[1], name) if name == "shards" else name
         if name in inputs.writers:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 COMMANDS = [
-    *(("ms_align", name) for name in ("sft", "reward", "dpo", "kto", "ppo", "grpo", "rloo")),
+    *(("ms_align", name) for name in ("sft", "reward", "dpo", "kto", "gkd", "ppo", "grpo", "rloo")),
     *(("ms_align", name) for name in ("generate", "evaluate")),
     *(("ms_compress", name) for name in ("qat", "prune", "distill", "quantize", "evaluate")),
     *(("ms_parallel", name) for name in ("train", "inspect", "plan")),

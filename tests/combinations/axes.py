@@ -18,7 +18,7 @@ UNSET = None
 """Leaves the key out of the run file."""
 COMMANDS = (
     "ms-parallel train",
-    *(f"ms-align {name}" for name in ("sft", "reward", "dpo", "kto", "ppo", "grpo", "rloo")),
+    *(f"ms-align {name}" for name in ("sft", "reward", "dpo", "kto", "gkd", "ppo", "grpo", "rloo")),
     *(f"ms-compress {name}" for name in ("qat", "prune", "distill")),
 )
 LAYOUTS = [UNSET, *({axis: 2} for axis in ("data", "tensor", "pipeline", "context"))]
@@ -107,6 +107,10 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "discopop_tau": [0.05],
         "simpo_gamma": [0.5],
         "cpo_alpha": [1.0],
+    },
+    "ms-align gkd": {
+        "lmbda": [0.5, 0.0, 1.0],
+        "teacher_layout": [UNSET],
     },
     "ms-align kto": {"loss_type": ["kto", "apo_zero_unpaired", "bco"]},
     "ms-align reward": {"microbatch_size": [UNSET, 1, 2], "layout": LAYOUTS[:4]},

@@ -19,7 +19,7 @@ import torch
 WARM = (
     *(
         f"ms_align.trainers.{name}"
-        for name in ("sft", "reward", "dpo", "kto", "ppo", "grpo", "rloo")
+        for name in ("sft", "reward", "dpo", "kto", "gkd", "ppo", "grpo", "rloo")
     ),
     *(f"ms_compress.jobs.{name}" for name in ("qat", "prune", "distill")),
     *("ms_align.commands.train", "ms_align.engines.parallel", "ms_data.building.build"),

@@ -116,8 +116,14 @@ def base_of(command: str, inputs: Path) -> dict[str, Any]:
     if package_of(command) == "ms-compress":
         base = dict(BASE["ms-compress"])
         return base | ({"pattern": "2:4"} if name == "prune" else {})
-    if name in ("sft", "reward", "dpo", "kto"):
-        return BASE["offline"] | {"dataset": str(inputs / ("copy" if name == "sft" else "pairs"))}
+    if name in ("sft", "reward", "dpo", "kto", "gkd"):
+        dataset = "copy" if name in ("sft", "gkd") else "pairs"
+        teacher = {"teacher_model": str(inputs / "llama"), "max_new_tokens": 6}
+        return (
+            BASE["offline"]
+            | {"dataset": str(inputs / dataset)}
+            | (teacher if name == "gkd" else {})
+        )
     files = {"dataset": inputs / "prompts.jsonl", "tokenizer": inputs / "tokenizer.json"}
     group = {} if name == "ppo" else {"num_generations": 2}
     return BASE["online"] | group | {key: str(path) for key, path in files.items()}
@@ -233,7 +239,7 @@ class Runner:
     @property
     def uses_rollouts(self) -> bool:
         """Whether the model generates responses, which rounding can change."""
-        return self.command.split()[1] in ("ppo", "grpo", "rloo")
+        return self.command.split()[1] in ("ppo", "grpo", "rloo", "gkd")
 
     def value(self, row: Row, axis: str) -> Any:
         """Value of an axis in a row; the default if the row has none."""

@@ -20,10 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig
 from trl import KTOTrainer as TRLKTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDTrainer
 
 from ms_align import KTOTrainer
 from ms_align.engines.local import LocalEngine
 from ms_align.losses.dpo import DPOLoss
+from ms_align.losses.gkd import GKDLoss
 from ms_align.losses.policy import PolicyLoss
 from ms_align.losses.preference import F_DIVERGENCES, LOSSES, WITHOUT_REFERENCE
 from ms_align.losses.surrogates import LOSS_TYPES, SurrogateOptions, at_level
@@ -62,6 +64,11 @@ KTO_CASES: list[dict[str, Any]] = [
     {"loss_type": "apo_zero_unpaired"},
     {"loss_type": "apo_zero_unpaired", "desirable_weight": 0.25},
 ]
+GKD_CASES: list[dict[str, Any]] = [
+    {"beta": beta, "temperature": temperature}
+    for beta in (0.0, 0.1, 0.5, 0.9, 1.0)
+    for temperature in (1.0, 0.9)
+]
 GRPO_CASES: list[dict[str, Any]] = [
     *({"loss_type": name} for name in LOSS_TYPES),
     {"loss_type": "grpo", "importance_sampling_level": "sequence"},
@@ -85,6 +92,10 @@ class LogitsOutput:
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
+
+    def logits(self, positions: slice) -> Tensor:
+        """Return logits of some columns, (B, W, V)."""
+        return self._logits[:, positions]
 
     def token_losses(self, targets: Tensor, **_: float) -> Tensor:
         """Return -log p(target), (B, S), 0 where the target is -100."""
@@ -263,6 +274,27 @@ def compare_kto(case: dict[str, Any], folder: str) -> float:
     return difference(theirs, (value.item(), gradients(model)))
 
 
+def compare_gkd(case: dict[str, Any]) -> float:
+    """Compare one setting of TRL's generalized_jsd_loss on the logits of two models."""
+    model, teacher = small_model(0), small_model(1)
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, 62, (6, 14), generator=draw)
+    lengths = torch.randint(2, 10, (6,), generator=draw)
+    completion = (torch.arange(14) >= 4) & (torch.arange(14) < 4 + lengths[:, None])
+    targets = targets_of(tokens, completion)
+    with torch.no_grad():
+        teacher_logits = teacher(tokens).logits
+    loss = GKDTrainer.generalized_jsd_loss(model(tokens).logits, teacher_logits, targets, **case)
+    loss.backward()
+    theirs = (loss.item(), gradients(model))
+    ours = GKDLoss(**case, first=3)
+    batch = {"targets": targets, "teacher_logits": teacher_logits[:, 3:13]}
+    output: Any = LogitsOutput(model(tokens).logits)
+    value = ours(output, batch)[0] / ours.weight(batch)
+    value.backward()
+    return difference(theirs, (value.item(), gradients(model)))
+
+
 class FixedLogprobs(GRPOTrainer):
     """TRL's trainer on given log-probabilities (B, S) instead of a model's."""
 
@@ -369,11 +401,16 @@ def main() -> int:
             value = compare_kto(case, folder)
             worst = max(worst, value)
             print(f"{value:8.1e}  KTOTrainer {case}", flush=True)
+        for case in GKD_CASES:
+            value = compare_gkd(case)
+            worst = max(worst, value)
+            print(f"{value:8.1e}  GKDTrainer {case}", flush=True)
         for case in GRPO_CASES:
             value = compare_grpo(case, folder)
             worst = max(worst, value)
             print(f"{value:8.1e}  GRPOTrainer {case}", flush=True)
-    count = len(DPO_CASES) + len(CPO_CASES) + len(KTO_CASES) + len(GRPO_CASES)
+    cases = (DPO_CASES, CPO_CASES, KTO_CASES, GKD_CASES, GRPO_CASES)
+    count = sum(map(len, cases))
     print(f"largest relative difference of {count} settings: {worst:.1e}")
     return int(worst > TOLERANCE)
 

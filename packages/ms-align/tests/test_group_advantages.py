@@ -44,7 +44,7 @@ def test_best_of_k_ignores_skipped_responses() -> None:
     nan = float("nan")
     rewards = torch.tensor([1.0, nan, 0.0, 0.0, nan, nan, nan, nan])
     result = best_of_k(rewards, 4, 2)
-    # Sets of {1, 0, 0}: the first response is always the best, the others in one of two sets.
+    # Sets of {1, 0, 0}: the first response is always the best, the others in half of their sets.
     torch.testing.assert_close(result[:4], torch.tensor([1.0, nan, 0.5, 0.5]), equal_nan=True)
     assert result[4:].isnan().all()
 
@@ -180,7 +180,7 @@ def sparse(samples: Sequence[Sample]) -> list[float]:
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_groups_with_equal_rewards_are_replaced(tmp_path: Path, kind: Any) -> None:
-    """All groups of a rollout have unequal rewards, and what was generated is counted."""
+    """All groups of a rollout have unequal rewards, and generated groups are counted."""
     trainer(tmp_path / "with", kind, reward_model=sparse, max_resample_times=20).optimize(PROMPTS)
     rollouts = events(tmp_path / "with", "rollout")
     assert [event["equal_groups"] for event in rollouts] == [0] * 3

@@ -22,6 +22,7 @@ from .generation.sampling import Sampling
 from .lora.adapters import AdaptedModel, LoraOptions, add_lora
 from .lora.loading import load_lora
 from .losses.advantage import gae
+from .losses.distillation import GKDOptions
 from .losses.preference import DPOOptions
 from .losses.unpaired import KTOOptions
 from .models.reward_model import RewardModel
@@ -31,6 +32,7 @@ from .rewards.verifiable import ExactMatch, Numeric, PythonParses, PythonTests
 from .rollouts.vllm.options import VllmOptions
 from .streams.task_sampler import TaskOptions
 from .trainers.dpo import DPOTrainer
+from .trainers.gkd import GKDTrainer
 from .trainers.grpo import GRPOTrainer
 from .trainers.kto import KTOTrainer
 from .trainers.ppo import PPOTrainer
@@ -51,6 +53,8 @@ __all__ = [
     "DataError",
     "ExactMatch",
     "FolderError",
+    "GKDOptions",
+    "GKDTrainer",
     "GRPOTrainer",
     "Generator",
     "KTOOptions",

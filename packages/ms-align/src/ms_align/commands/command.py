@@ -115,7 +115,7 @@ def _trainer(name: str) -> Command:
     keys = {key.name for group in groups_of(settings) for key in group.keys}
     online = "policy_model" in keys  # only online trainers generate responses
     placeholders: dict[str, Any] = {"model": "path/to/model", "dataset": "shards"}
-    placeholders |= {"sequence_length": 512, "epochs": 1}
+    placeholders |= {"sequence_length": 512, "epochs": 1, "teacher_model": "path/to/teacher"}
     if online:
         placeholders = {"model": "runs/sft/model", "dataset": "prompts.jsonl"}
         placeholders |= {"reward_model": "runs/reward/model"}

@@ -17,6 +17,7 @@ from ms_align.engines.options import ComputeOptions, DeviceOptions, EngineOption
 from ms_align.errors import ConfigError
 from ms_align.files.model_name import missing_dataset, missing_model
 from ms_align.generation.sampling import Sampling
+from ms_align.losses.distillation import GKDOptions
 from ms_align.losses.preference import DPOOptions
 from ms_align.losses.surrogates import SurrogateOptions
 from ms_align.losses.unpaired import KTOOptions
@@ -42,7 +43,7 @@ VALIDATORS = {"integer": integer, "number": number, "numbers": numbers, "one_of"
 VALIDATORS |= {"text": text, "valid_path": valid_path}
 OPTIONS_CLASSES: tuple[type, ...] = (EngineOptions, ComputeOptions, DeviceOptions, OptimizerOptions)
 OPTIONS_CLASSES += (RunOptions, RolloutOptions, Sampling, DPOOptions, SurrogateOptions)
-OPTIONS_CLASSES += (KTOOptions,)
+OPTIONS_CLASSES += (KTOOptions, GKDOptions)
 """Base classes of commands' settings that do not need torch."""
 
 

@@ -35,10 +35,10 @@ class Rollout:
         return highest > groups.masked_fill(skipped, torch.inf).amin(1)
 
     def refill(self, other: "Rollout", num_generations: int) -> "tuple[Rollout, Tensor]":
-        """Replace groups with equal rewards by informative groups of another rollout, in order.
+        """Replace groups with equal rewards by informative groups of another rollout.
 
         Returns:
-            The new rollout, and the responses of this one that were replaced, (r,) int64.
+            The new rollout, and the indices of the replaced responses, (r,) int64.
         """
         empty = (~self.informative_groups(num_generations)).nonzero()[:, 0]
         usable = other.informative_groups(num_generations).nonzero()[:, 0]

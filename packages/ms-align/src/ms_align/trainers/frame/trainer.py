@@ -23,7 +23,14 @@ from ms_align.settings import flag, integer
 from ms_align.tokenizer_files import TokenizerFiles
 
 T = TypeVar("T")
-MODELS = ("model", "policy_model", "reference_model", "value_model", "reward_model")
+MODELS = (
+    "model",
+    "policy_model",
+    "reference_model",
+    "value_model",
+    "reward_model",
+    "teacher_model",
+)
 """Settings that name a model; a model in the run's own output folder would be overwritten."""
 
 
