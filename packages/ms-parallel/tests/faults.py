@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.nn import functional as F
 
 from ms_parallel.cluster import connection
-from ms_parallel.cluster import endings as exits
+from ms_parallel.cluster import error_report as exits
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout

@@ -30,7 +30,12 @@ RUN = {
     "log_every": 1,
     "device": "cpu",
 }
-IMPORTS = ("ms_parallel.training.trainer", "ms_parallel.cluster.endings", "ms_data", "ms_kernels")
+IMPORTS = (
+    "ms_parallel.training.trainer",
+    "ms_parallel.cluster.error_report",
+    "ms_data",
+    "ms_kernels",
+)
 """Modules of a run that the fork server imports once."""
 IN_FILES = {"model_arch": "model", "dataset_path": "dataset"}
 """Names in run files of the trainer's arguments."""

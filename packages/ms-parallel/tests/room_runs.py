@@ -24,7 +24,7 @@ from ms_parallel.planner.layouts.enumeration import divisors
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.history import History
-from ms_parallel.training.fitting import engine_settings, fit_model
+from ms_parallel.training.engine_setup import engine_settings, fit_model
 from ms_parallel.training.memory import run_memory
 from ms_parallel.training.microbatch_size import predict_microbatch_size, resolve_microbatch_size
 from ms_parallel.training.options import Options

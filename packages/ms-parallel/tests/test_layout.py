@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_parallel.cluster.layout import AXES, Layout, ModelShape, Place
-from ms_parallel.cluster.rest import PartialLayout
+from ms_parallel.cluster.partial_layout import PartialLayout
 from ms_parallel.errors import LayoutError
 from ms_parallel.training.inspection import MAX_WIDTH, picture
 

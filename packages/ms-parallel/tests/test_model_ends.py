@@ -17,7 +17,7 @@ from ms_parallel import (
     NonFiniteError,
     load_model,
 )
-from ms_parallel.cluster import endings as exits
+from ms_parallel.cluster import error_report as exits
 from ms_parallel.models import StagedModel, architecture, build_model
 from ms_parallel.training.tokenizer import run_tokenizer, with_ends
 from ms_parallel.weights import initialize, save_model

@@ -12,7 +12,7 @@ from processes import run_processes
 from ms_parallel.cli import main
 from ms_parallel.errors import ConfigError, ScheduleError
 from ms_parallel.pipeline.step_file import read_step
-from ms_parallel.planner.found_schedule import read_searched_schedule
+from ms_parallel.planner.searched_schedule import read_searched_schedule
 from ms_parallel.planner.shortest import shortest_schedule
 from ms_parallel.schedules import Schedule, SegmentCosts, simulate, verify
 

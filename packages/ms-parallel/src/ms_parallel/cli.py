@@ -31,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(error: BaseException) -> int | None:
     """Report an error once for all processes of a run; None: `perform` reports it."""
-    if "WORLD_SIZE" not in os.environ and "ms_parallel.cluster.endings" not in sys.modules:
+    if "WORLD_SIZE" not in os.environ and "ms_parallel.cluster.error_report" not in sys.modules:
         return None
-    from ms_parallel.cluster.endings import report_error
+    from ms_parallel.cluster.error_report import report_error
 
     return report_error(error)
 

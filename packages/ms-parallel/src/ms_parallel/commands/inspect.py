@@ -32,7 +32,7 @@ def run(options: Namespace) -> int:
     from ms_parallel.run_file import read_run_file
 
     run = read_run_file(options.run_file, options.set)  # before torch is imported
-    from ms_parallel.training.fitting import layout_of
+    from ms_parallel.training.engine_setup import layout_of
     from ms_parallel.training.inspection import format_groups, inspect
     from ms_parallel.training.memory import run_memory
     from ms_parallel.training.microbatch_size import predict_microbatch_size

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.planner.found_schedule import SearchedSchedule
+from ms_parallel.planner.searched_schedule import SearchedSchedule
 from ms_parallel.schedules.generators.one_stage.one_f_one_b import one_f_one_b
 from ms_parallel.schedules.solver.balance import Balanced, balance, split_by_work
 from ms_parallel.schedules.table.placements import looped, one_a_rank, vee

@@ -17,7 +17,6 @@ from ms_parallel.models.batch import Batch
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import model_plan
 from ms_parallel.pipeline.recorder import ComputationRecorder
-from ms_parallel.planner.found_schedule import SearchedSchedule
 from ms_parallel.planner.probes import (
     MICROBATCHES,
     MemoryRuntime,
@@ -28,6 +27,7 @@ from ms_parallel.planner.probes import (
     segment_layers,
     segment_stages,
 )
+from ms_parallel.planner.searched_schedule import SearchedSchedule
 from ms_parallel.planner.shortest import shortest_schedule
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.segments import SegmentCosts

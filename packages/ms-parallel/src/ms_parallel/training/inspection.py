@@ -15,13 +15,13 @@ from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.models.registry import model_plan, parameter_shapes
 from ms_parallel.pipeline.choice import SEARCH, ScheduleTables
 from ms_parallel.pipeline.layer_split import ScheduleChoice
-from ms_parallel.planner.found_schedule import FILE, read_searched_schedule
+from ms_parallel.planner.searched_schedule import FILE, read_searched_schedule
 from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.split.context.assignment import document_starts
 from ms_parallel.split.context.kinds import HeadSizes, resolve_context_mode, ulysses_size
 from ms_parallel.split.context.splitter import ContextLoad, assign_positions, windows_of
 from ms_parallel.split.stages import cut_layers
-from ms_parallel.training.fitting import first_documents, fit_model, microbatch
+from ms_parallel.training.engine_setup import first_documents, fit_model, microbatch
 from ms_parallel.training.options import Options
 
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2

@@ -6,7 +6,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.planner.fake_cluster import in_process_group
 from ms_parallel.planner.memory import predict_memory
 from ms_parallel.planner.rank_memory import RankMemory
-from ms_parallel.training.fitting import memory_arguments
+from ms_parallel.training.engine_setup import memory_arguments
 from ms_parallel.training.options import Options
 from ms_parallel.training.planning.subprocesses import MemoryArguments, ask_memory, decode_path
 

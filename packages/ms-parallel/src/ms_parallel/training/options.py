@@ -10,7 +10,7 @@ from attrs import field, fields, frozen
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.mixed.devices import Devices, devices_of
-from ms_parallel.cluster.rest import PartialLayout
+from ms_parallel.cluster.partial_layout import PartialLayout
 from ms_parallel.engine.optimizer import betas, check_takes, decay, optimizer_of
 from ms_parallel.engine.settings import (
     BAD_STEPS,

@@ -22,7 +22,7 @@ from ms_parallel.errors import DivergenceError
 from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.recorder import recorded_step
 from ms_parallel.pipeline.step_file import write_step
-from ms_parallel.planner.found_schedule import SearchedSchedule
+from ms_parallel.planner.searched_schedule import SearchedSchedule
 from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress, Stream
 from ms_parallel.training.dataset import SHARDS

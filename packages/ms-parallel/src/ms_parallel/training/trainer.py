@@ -11,7 +11,7 @@ from attrs import asdict, evolve
 from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.connection import connect, join
-from ms_parallel.cluster.endings import install_exception_hook
+from ms_parallel.cluster.error_report import install_exception_hook
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.process import is_first, rank
 from ms_parallel.cluster.slurm import adopt_scheduler
@@ -22,13 +22,13 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.pipeline.choice import SEARCH
-from ms_parallel.planner.found_schedule import (
+from ms_parallel.planner.rank_memory import RankMemory
+from ms_parallel.planner.searched_schedule import (
     FILE,
     SearchedSchedule,
     read_searched_schedule,
     write_searched_schedule,
 )
-from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay
 from ms_parallel.signature import takes
@@ -36,7 +36,7 @@ from ms_parallel.split.precision_choice import MixedPrecision
 from ms_parallel.training.audits import AuditLog
 from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress
 from ms_parallel.training.dataset import prepare
-from ms_parallel.training.fitting import (
+from ms_parallel.training.engine_setup import (
     build_engine,
     fit_model,
     layout_of,

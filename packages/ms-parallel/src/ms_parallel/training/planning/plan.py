@@ -46,7 +46,7 @@ from ms_parallel.planner.roofline.model_sizes import decoder_sizes
 from ms_parallel.planner.roofline.pass_times import RooflineTimes, at_achieved_bandwidth
 from ms_parallel.planner.roofline.settings import StepSettings
 from ms_parallel.settings import nearest
-from ms_parallel.training.fitting import (
+from ms_parallel.training.engine_setup import (
     check_fit,
     engine_settings,
     first_documents,

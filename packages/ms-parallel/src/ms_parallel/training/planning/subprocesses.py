@@ -10,7 +10,7 @@ from attrs import asdict, fields, has
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.mixed.devices import Devices
-from ms_parallel.cluster.rest import DATA, REST, PartialLayout
+from ms_parallel.cluster.partial_layout import DATA, REST, PartialLayout
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.history import History

@@ -10,7 +10,7 @@ from ms_parallel import checkpoint
 from ms_parallel.cluster import process
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.layout import Layout, Place
-from ms_parallel.cluster.rest import PartialLayout
+from ms_parallel.cluster.partial_layout import PartialLayout
 from ms_parallel.engine.assembly import check_devices, sharded_layout
 from ms_parallel.engine.balance.settings import balance_of
 from ms_parallel.engine.engine import Engine
@@ -25,7 +25,7 @@ from ms_parallel.models.family import family_of
 from ms_parallel.models.registry import architecture, model_plan
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.pipeline.layer_split import ScheduleChoice
-from ms_parallel.planner.found_schedule import SearchedSchedule
+from ms_parallel.planner.searched_schedule import SearchedSchedule
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.split.context.kinds import check_context
