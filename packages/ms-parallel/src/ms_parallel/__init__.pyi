@@ -1,6 +1,6 @@
 from . import checkpoint
 from .cluster.connection import connect
-from .cluster.endings import report_error
+from .cluster.error_report import report_error
 from .cluster.layout import Layout
 from .cluster.mixed.devices import Devices
 from .engine.engine import Engine
