@@ -542,7 +542,7 @@ def test_compiled_blocks_give_the_losses_of_eager_ones_under_layouts() -> None:
     ]
     for results in run_processes(2, RUNS, "train_compiled", jobs=jobs, backend="aot_eager"):
         for eager, compiled in results:
-            assert compiled == pytest.approx(eager, rel=1e-5)  # sums of float32 in another order
+            assert compiled == pytest.approx(eager, rel=1e-5)  # float32 sums in a different order
 
 
 @pytest.mark.slow
