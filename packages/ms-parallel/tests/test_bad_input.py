@@ -185,9 +185,9 @@ def test_a_lone_rank_times_out(shards: Path, tmp_path: Path) -> None:
 def test_under_torchrun_the_line_comes_first_and_once(shards: Path, tmp_path: Path) -> None:
     """Only a single process prints it, before torchrun's report."""
     run = write_run(tmp_path / "run.toml", shards)
-    done = train(run, 2, "--set", "parallel_config.tensor=3")
-    assert done.returncode == 1  # torchrun's code for any failed worker
-    stderr = done.stderr
+    result = train(run, 2, "--set", "parallel_config.tensor=3")
+    assert result.returncode == 1  # torchrun's code for any failed worker
+    stderr = result.stderr
     assert stderr.count("ms-parallel: layout tensor=3 needs 3 processes, but 2 run") == 1
     before = stderr[: stderr.index("ms-parallel: ")]
     assert "Traceback" not in before
@@ -197,10 +197,10 @@ def test_under_torchrun_the_line_comes_first_and_once(shards: Path, tmp_path: Pa
 def test_under_torchrun_an_error_of_rank_0_is_printed_once(tmp_path: Path) -> None:
     """Only rank 0 reads the text; the other rank exits silently."""
     run = write_run(tmp_path / "run.toml", corpora(tmp_path)["latin"])
-    done = train(run, 2)
-    assert done.returncode == 1
-    assert done.stderr.count("ms-parallel: ") == 1
-    assert re.search(r"ms-parallel: .*a\.txt.*UTF-8", done.stderr)
+    result = train(run, 2)
+    assert result.returncode == 1
+    assert result.stderr.count("ms-parallel: ") == 1
+    assert re.search(r"ms-parallel: .*a\.txt.*UTF-8", result.stderr)
 
 
 SCRIPT = """
@@ -218,9 +218,9 @@ def python(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
 def test_a_script_without_torchrun_prints_the_command(tmp_path: Path) -> None:
     """Where torchrun is needed: the command to type, exit code 2 and no traceback."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = python(tmp_path, "train.py", "--fast")
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
+    result = python(tmp_path, "train.py", "--fast")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
         "ms-parallel: layout tensor=2 needs 2 processes and this is one; type:"
         " torchrun --standalone --nproc-per-node 2 train.py --fast"
     ]
@@ -245,10 +245,10 @@ def test_a_script_prints_one_line_for_an_error_after_connecting(
     """The excepthook is then wrapped by torch's, which keeps output that an exit would cut off."""
     (tmp_path / "train.py").write_text(CONNECTED)
     assert python(tmp_path, "train.py", str(shards), "0").returncode == 0
-    done = python(tmp_path, "train.py", str(shards), "1")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("ms-parallel: ")
-    assert "seed" in done.stderr
+    result = python(tmp_path, "train.py", str(shards), "1")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("ms-parallel: ")
+    assert "seed" in result.stderr
 
 
 def test_an_error_that_a_script_catches_is_not_printed(tmp_path: Path) -> None:
@@ -256,8 +256,8 @@ def test_an_error_that_a_script_catches_is_not_printed(tmp_path: Path) -> None:
     handled = SCRIPT.replace("trainer.train", "try:\n    trainer.train")
     handled += "except Exception as error:\n    print(type(error).__name__)\n"
     (tmp_path / "train.py").write_text(handled)
-    done = python(tmp_path, "train.py")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "LaunchError\n", "")
+    result = python(tmp_path, "train.py")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "LaunchError\n", "")
 
 
 @pytest.mark.parametrize("name", ["cuda:300", "cuda:200", "cpu:200"])

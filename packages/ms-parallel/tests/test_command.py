@@ -57,11 +57,11 @@ def test_commands_without_a_model_do_not_import_torch(words: list[str]) -> None:
         "except SystemExit as done: code = done.code\n"
         "sys.exit('torch is imported' if 'torch' in sys.modules else code)"
     )
-    done = python("-c", script, *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    result = python("-c", script, *words)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
     if "--help" in words:
-        assert "example: " in done.stdout
+        assert "example: " in result.stdout
 
 
 def test_schedules_work_without_torch() -> None:
@@ -79,8 +79,8 @@ found = s.search(costs, microbatches=2, effort=0.01)
 s.verify(found.schedule)
 print(s.draw_text(s.simulate(found.schedule, costs)))
 """
-    done = python("-c", script)
-    assert done.returncode == 0, done.stderr
+    result = python("-c", script)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,8 +190,8 @@ def test_the_suggested_command_works(table: str, corpus: Path, tmp_path: Path) -
     words = subprocess.run(
         ["sh", "-c", f"printf '%s\\n' {advised}"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    done = run_command(words, environment=environment(), imports=IMPORTS)
-    assert done.returncode == 0, done.stderr
+    result = run_command(words, environment=environment(), imports=IMPORTS)
+    assert result.returncode == 0, result.stderr
     (begin,) = events(run, "begin")
     assert begin["layout"] == "data=2"
 

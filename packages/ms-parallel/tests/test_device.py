@@ -143,5 +143,5 @@ def test_the_command_trains_on_the_best_device(corpus: Path, tmp_path: Path) -> 
     """Under torchrun, with one device per process."""
     run = write_run(tmp_path / "run.toml", corpus, steps=2, device=None)
     command_words = words(run, 2, "--set", "parallel_config.data=2")
-    done = run_command_on_rig(command_words, variables=environment(), imports=IMPORTS)
-    assert done.returncode == 0, done.stderr
+    result = run_command_on_rig(command_words, variables=environment(), imports=IMPORTS)
+    assert result.returncode == 0, result.stderr

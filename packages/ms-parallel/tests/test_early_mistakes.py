@@ -44,9 +44,9 @@ def test_a_mistake_is_reported_before_torch_is_imported(
     if content is not None:
         run_file.write_text(content)
     words = command.replace("RUN", str(run_file)).split()
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", CALL, *words], capture_output=True, text=True, cwd=tmp_path
     )
-    assert done.stdout == "2 False\n", done.stderr
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert result.stdout == "2 False\n", result.stderr
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -166,8 +166,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of one process."""
     folder = tmp_path_factory.mktemp("whole")
     run = write_run(folder / "whole.toml", write_corpus(folder / "corpus"), **SETTINGS)
-    done = train(run, 1)
-    assert done.returncode == 0, done.stderr
+    result = train(run, 1)
+    assert result.returncode == 0, result.stderr
     return run
 
 
@@ -217,8 +217,8 @@ def test_a_pipeline_with_data_rest_is_bit_identical_at_other_widths(tmp_path: Pa
         wait_for(lambda: len(events(run, "step")) > 4, started)
         signal_process(workers(started.pid)[0], signal.SIGKILL)
         started.wait(timeout=120)
-    done = train(run, 4)
-    assert done.returncode == 0, done.stderr
+    result = train(run, 4)
+    assert result.returncode == 0, result.stderr
     assert [event["layout"] for event in events(run, "begin")] == [
         "pipeline=2",
         "data=2,pipeline=2",

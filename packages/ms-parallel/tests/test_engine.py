@@ -270,10 +270,10 @@ def test_a_launched_process_exits_cleanly(tmp_path: Path) -> None:
         "from runs import *\n"
         "train(build({}, connect(Layout(data=2), device='cpu')), 1)\n"
     )
-    done = torchrun(script)
-    assert done.returncode == 0, done.stderr
-    assert "destroy_process_group" not in done.stderr
-    assert "terminate called" not in done.stderr
+    result = torchrun(script)
+    assert result.returncode == 0, result.stderr
+    assert "destroy_process_group" not in result.stderr
+    assert "terminate called" not in result.stderr
 
 
 def test_a_start_without_torchrun_prints_the_command(tmp_path: Path) -> None:
@@ -284,8 +284,8 @@ def test_a_start_without_torchrun_prints_the_command(tmp_path: Path) -> None:
         "from ms_parallel.cluster.layout import Layout\n"
         "connect(Layout(data=2), device='cpu')\n"
     )
-    done = run_command([script.name, "--x"], folder=tmp_path)
-    assert "torchrun --standalone --nproc-per-node 2 train.py --x" in done.stderr
+    result = run_command([script.name, "--x"], folder=tmp_path)
+    assert "torchrun --standalone --nproc-per-node 2 train.py --x" in result.stderr
 
 
 def test_a_port_in_use_gives_a_one_line_error(tmp_path: Path) -> None:
@@ -301,8 +301,8 @@ def test_a_port_in_use_gives_a_one_line_error(tmp_path: Path) -> None:
         port = occupied.getsockname()[1]
         launch = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         variables = {**os.environ, **launch, "MASTER_PORT": str(port)}
-        done = run_command(["train.py"], folder=tmp_path, environment=variables)
-    (line,) = done.stdout.splitlines()
+        result = run_command(["train.py"], folder=tmp_path, environment=variables)
+    (line,) = result.stdout.splitlines()
     assert f"127.0.0.1:{port}" in line
     assert "--master-port" in line
 

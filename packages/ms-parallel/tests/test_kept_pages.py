@@ -44,8 +44,8 @@ print(json.dumps(refused))
 def run(program: str) -> Any:
     """Output of a new process, in which no memory was freed before."""
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    return json.loads(result.stdout)
 
 
 def test_steps_of_a_small_model_cause_few_page_faults() -> None:

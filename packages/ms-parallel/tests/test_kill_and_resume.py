@@ -28,8 +28,8 @@ from ms_parallel.cli import main
 def uninterrupted(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of 2 data ranks."""
     run = write_run(tmp_path_factory.mktemp("whole") / "run.toml", shards)
-    done = train(run, 2)
-    assert done.returncode == 0, done.stderr
+    result = train(run, 2)
+    assert result.returncode == 0, result.stderr
     return run
 
 
@@ -61,8 +61,8 @@ def test_a_run_killed_in_a_checkpoint_ends_bit_identical(
     """After a SIGKILL of either rank, with blocking and with background checkpoints."""
     run = write_run(tmp_path / "run.toml", shards, async_checkpoints=background)
     kill_one(run, 2, "checkpoint", random.Random(3))
-    done = train(run, 2)
-    assert done.returncode == 0, done.stderr
+    result = train(run, 2)
+    assert result.returncode == 0, result.stderr
     assert_the_same(run, uninterrupted)
     assert partial_checkpoints(run) == []
 
@@ -87,8 +87,8 @@ def test_repeated_kills_at_random_moments_change_nothing(
     rng = random.Random(layout)
     for index in range(12):
         kill_one(run, processes, ("step", "checkpoint")[index % 2], rng)
-    done = train(run, processes)
-    assert done.returncode == 0, done.stderr
+    result = train(run, processes)
+    assert result.returncode == 0, result.stderr
     assert_the_same(run, uninterrupted_run)
 
 
@@ -117,8 +117,8 @@ def test_sigterm_saves_and_another_layout_resumes(
     assert "the same command resumes" in log
     (last,) = checkpoint.complete_steps(run.with_suffix("") / "checkpoints")
     assert last == max(losses(run))
-    done = train(run, 2, "--set", "parallel_config.tensor=2")
-    assert done.returncode == 0, done.stderr
+    result = train(run, 2, "--set", "parallel_config.tensor=2")
+    assert result.returncode == 0, result.stderr
     expected = losses(uninterrupted)
     assert list(losses(run)) == list(expected)
     # float32 sums have a different order under another layout: a few rounding errors.

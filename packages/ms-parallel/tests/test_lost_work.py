@@ -121,25 +121,25 @@ def test_a_background_save_on_a_full_file_system_ends_with_exit_code_2(
             checkpoint_every=1,
             async_checkpoints=True,
         )
-        done = train(run, 1)
+        result = train(run, 1)
     finally:
         subprocess.run(["umount", str(small)], check=True, timeout=60)
-    assert done.returncode == 2, done.stderr
-    assert "No space left on device; free some space" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 2, result.stderr
+    assert "No space left on device; free some space" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_diverged_run_exits_1_and_writes_no_model(shards: Path, tmp_path: Path) -> None:
     """The same holds when the command is run again."""
     run = write_run(tmp_path / "run.toml", shards, steps=10, learning_rate=1e9, progress=False)
     for _ in range(2):
-        done = train(run, 1)
-        assert done.returncode == 1, done.stdout
-        assert re.search(r"step 10: \d+ of 10 steps were skipped, so no model", done.stderr)
+        result = train(run, 1)
+        assert result.returncode == 1, result.stdout
+        assert re.search(r"step 10: \d+ of 10 steps were skipped, so no model", result.stderr)
         assert not (run.with_suffix("") / "model").exists()
     ends = events(run, "end")
     assert [event["finished"] for event in ends] == [0, 0]
-    skipped = int(re.findall(r"(\d+) of 10 steps were skipped", done.stderr)[0])
+    skipped = int(re.findall(r"(\d+) of 10 steps were skipped", result.stderr)[0])
     assert [(event["skipped"], event["rolled_back"]) for event in ends] == [(skipped, 0)] * 2
 
 
@@ -169,9 +169,9 @@ def test_warnings_do_not_depend_on_the_progress_setting(shards: Path, tmp_path: 
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    done = train(run, 1)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "step-00000012/rank-00000.safetensors" in done.stderr
+    result = train(run, 1)
+    assert (result.returncode, result.stdout) == (0, "")
+    assert "step-00000012/rank-00000.safetensors" in result.stderr
 
 
 def test_a_checkpoint_with_a_wrong_data_position_is_skipped(shards: Path, tmp_path: Path) -> None:
@@ -183,9 +183,9 @@ def test_a_checkpoint_with_a_wrong_data_position_is_skipped(shards: Path, tmp_pa
     assert manifest.facts["stream"]["consumed_samples"] == manifest.facts["standing"]["samples"]
     manifest.facts["stream"]["consumed_samples"] += 4
     (folder / "checkpoint.json").write_bytes(manifest.encode())
-    done = train(run, 1)
-    assert done.returncode == 0
-    assert "checkpoint.json: the data position is after" in done.stderr
+    result = train(run, 1)
+    assert result.returncode == 0
+    assert "checkpoint.json: the data position is after" in result.stderr
     assert [event["step"] for event in events(run, "damaged_checkpoint")] == [12]
     rewritten = checkpoint.read_manifest(folder)
     assert rewritten.facts["stream"]["consumed_samples"] == rewritten.facts["standing"]["samples"]

@@ -250,9 +250,9 @@ def test_a_planned_run_file_trains(tmp_path: Path) -> None:
     write_cluster(machine, cluster(2))
     out = tmp_path / "planned.toml"
     words = ["-m", "ms_parallel", "plan", str(run), "--cluster", str(machine), "--json"]
-    done = run_command([*words, "--out", str(out)], environment=environment())
-    assert done.returncode == 0, done.stderr
-    planned_json = json.loads(done.stdout)
+    result = run_command([*words, "--out", str(out)], environment=environment())
+    assert result.returncode == 0, result.stderr
+    planned_json = json.loads(result.stdout)
     planned = read_run_file(out)
     assert planned.options.parallel_config == Layout(**planned_json["best"][0]["layout"])
     stored = read_plan(planned.options.output_dir / FILE)

@@ -181,8 +181,8 @@ def test_a_killed_run_of_unequal_shares_ends_bit_identical(shards: Path, tmp_pat
     )
     assert train(uninterrupted, 2).returncode == 0
     kill_one(run, 2, "checkpoint", random.Random(3))
-    done = train(run, 2)
-    assert done.returncode == 0, done.stderr
+    result = train(run, 2)
+    assert result.returncode == 0, result.stderr
     assert_the_same(run, uninterrupted)
     equal = write_run(tmp_path / "c.toml", shards, sharding="zero1")
     assert train(equal, 1).returncode == 0
@@ -195,8 +195,8 @@ def test_a_killed_run_of_measured_shares_ends_bit_identical(shards: Path, tmp_pa
     settings: dict[str, Any] = {"shares": "measured", "sharding": "replicate", "reproducible": True}
     run = write_run(tmp_path / "run.toml", shards, **settings)
     kill_one(run, 2, "checkpoint", random.Random(3))
-    done = train(run, 2)
-    assert done.returncode == 0, done.stderr
+    result = train(run, 2)
+    assert result.returncode == 0, result.stderr
     single = write_run(tmp_path / "alone.toml", shards, reproducible=True)
     assert train(single, 1).returncode == 0
     assert_the_same(run, single)

@@ -125,8 +125,8 @@ def test_a_model_with_several_stages_per_process_is_saved_completely(
     """With schedules where a process has the first and last stage, or every second one."""
     run = write_run(tmp_path / "run.toml", corpus, steps=2, schedule=schedule)
     layers = ["--set", "model_config.num_hidden_layers=4", "--set", "parallel_config.pipeline=2"]
-    done = train(run, 2, *layers)
-    assert done.returncode == 0, done.stderr
+    result = train(run, 2, *layers)
+    assert result.returncode == 0, result.stderr
     model = load_model(tmp_path / "run" / "model")
     assert model.config.num_hidden_layers == 4
 

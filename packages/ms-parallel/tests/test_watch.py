@@ -208,6 +208,6 @@ def test_ranks_end_with_a_launcher_that_is_killed(corpus: Path, tmp_path: Path) 
         while any(runs(rank) for rank in ranks):
             assert time.monotonic() < deadline, "ranks continue without their launcher"
             time.sleep(0.01)
-    done = train(run, 2)
-    assert done.returncode == 0, done.stderr
+    result = train(run, 2)
+    assert result.returncode == 0, result.stderr
     assert events(run, "resume")
