@@ -421,7 +421,7 @@ ATTACKS = (
     Attack(
         "child that lives on",
         "if os.fork() == 0:\n    os.setsid()\n    print(f'CHILD={os.getpid()}', flush=True)\n"
-        "[os.close(fd) for fd in range(16)]\n    import time; time.sleep(60)\n"
+        "    [os.close(fd) for fd in range(16)]\n    import time; time.sleep(60)\n"
         "import time; time.sleep(0.5)",
         _lives_on,
         "seccomp",
