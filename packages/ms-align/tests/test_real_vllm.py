@@ -84,27 +84,33 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["tied", "untied"])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, str]]:
-    """Family and address of a running server, which starts with other weights than the policy's."""
+) -> Iterator[tuple[bool, str]]:
+    """A running server of a model with tied or untied head, with other weights than the policy's.
+
+    Yields whether the head is tied, and the address.
+    """
     folder = tmp_path_factory.mktemp("server")
-    save_model(model(request.param, 1, tied=False), folder / "start")
+    is_tied = request.param == "tied"
+    save_model(model("llama", 1, tied=is_tied), folder / "start")
     local = LocalServer(VllmOptions(**STARTED), vocabulary=258, log_path=folder / "vllm-server.log")
     local.start(folder / "start")
-    yield request.param, local.connection.url
+    yield is_tied, local.connection.url
     local.close()
 
 
 @pytest.mark.parametrize("trainer", [GRPOTrainer, PPOTrainer])
 def test_vllms_log_probabilities_are_the_policys_after_every_update(
-    tmp_path: Path, server: tuple[str, str], trainer: Any
+    tmp_path: Path, server: tuple[bool, str], trainer: Any
 ) -> None:
     """Within 1e-5 in every rollout, each with new weights; the server starts with others."""
-    family, url = server
+    is_tied, url = server
     steps = 4 if trainer is GRPOTrainer else 8
-    run = settings(tmp_path, policy_model=model(family, tied=False), vllm={"url": url}, steps=steps)
+    run = settings(
+        tmp_path, policy_model=model("llama", tied=is_tied), vllm={"url": url}, steps=steps
+    )
     assert trainer(**run, temperature=0.8, held_out=["to be"]).optimize(PROMPTS).finished
     rollouts = events(tmp_path, "rollout")
     versions = [rollout["weight_version"] for rollout in rollouts]
@@ -117,30 +123,22 @@ def test_vllms_log_probabilities_are_the_policys_after_every_update(
     assert all(step["grad_norm"] > 0 for step in events(tmp_path, "step"))
 
 
-def test_a_tied_head_that_a_running_server_keeps_is_found(tmp_path: Path) -> None:
-    """On a CPU, vLLM 0.32 does not update it; a server that is started here gets it untied."""
-    save_model(model("llama"), tmp_path / "start")
-    local = LocalServer(
-        VllmOptions(**STARTED), vocabulary=258, log_path=tmp_path / "vllm-server.log"
-    )
-    local.start(tmp_path / "start")
-    run = settings(tmp_path / "running", vllm={"url": local.connection.url})
-    with pytest.raises(ServerError, match="still has some of version 0"):
+def test_experts_that_vllm_does_not_reload_are_found(tmp_path: Path) -> None:
+    """On a CPU, vLLM 0.32 keeps old parts of packed experts; the first update stops the run."""
+    run = settings(tmp_path, policy_model=model("qwen3_moe"))
+    with pytest.raises(ServerError, match=r"version 1 and still has some of version 0"):
         GRPOTrainer(**run).optimize(PROMPTS)
-    local.close()
-    assert len(events(tmp_path / "running", "rollout")) == 1
-    assert GRPOTrainer(**settings(tmp_path / "started")).optimize(PROMPTS).finished
-    steps = events(tmp_path / "started", "step")
-    assert all(step["sampler_difference"] < 1e-5 and step["grad_norm"] > 0 for step in steps)
+    (rollout,) = events(tmp_path, "rollout")
+    assert rollout["sampler_difference"] < 1e-5
 
 
 def test_new_weights_change_the_responses_and_old_ones_are_found(
-    tmp_path: Path, server: tuple[str, str]
+    tmp_path: Path, server: tuple[bool, str]
 ) -> None:
     """Each token's log-probability is that of its version, and of no other."""
-    family, url = server
-    policies = [LocalEngine(model(family, seed, tied=False)) for seed in (0, 1)]
-    engine = LocalEngine(model(family, tied=False))
+    is_tied, url = server
+    policies = [LocalEngine(model("llama", seed, tied=is_tied)) for seed in (0, 1)]
+    engine = LocalEngine(model("llama", tied=is_tied))
     rollouts: VllmRollouts = build(
         engine, max_num_seqs=16, decode=None, vllm=VllmOptions(url=url), folder=tmp_path
     )
@@ -164,10 +162,10 @@ def test_new_weights_change_the_responses_and_old_ones_are_found(
     rollouts.close()
 
 
-def test_stop_tokens_and_truncated_sampling(tmp_path: Path, server: tuple[str, str]) -> None:
+def test_stop_tokens_and_truncated_sampling(tmp_path: Path, server: tuple[bool, str]) -> None:
     """Only our stop tokens end a response, which includes them; top-k tokens are the likeliest."""
-    family, url = server
-    engine = LocalEngine(model(family, tied=False))
+    is_tied, url = server
+    engine = LocalEngine(model("llama", tied=is_tied))
     rollouts = build(
         engine, max_num_seqs=16, decode=None, vllm=VllmOptions(url=url), folder=tmp_path
     )
@@ -210,30 +208,31 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("victim", ["server", "engine"])
-def test_a_killed_server_is_restarted_and_the_run_is_the_same(tmp_path: Path, victim: str) -> None:
-    """After kill -9 of the API server or the engine in the second rollout: losses within 1e-5."""
-    rewards: list[int] = []
+def test_a_killed_server_is_restarted_and_the_run_is_the_same(tmp_path: Path) -> None:
+    """After kill -9 of the API server in one rollout and the engine in the next: within 1e-5."""
+    rollouts: list[int] = []
 
     def kills(samples: Sequence[Sample]) -> list[float]:
-        rewards.append(len(samples))
-        if len(rewards) == 2:
-            # guard, API server, engine and its workers
-            guard = next(pid for pid in children(os.getpid()) if "vllm" in command_of(pid))
-            api_server = children(guard)[0]
-            target = api_server if victim == "server" else children(api_server)[-1]
-            os.kill(target, signal.SIGKILL)
+        rollouts.append(len(samples))
+        guard = next(pid for pid in children(os.getpid()) if "vllm" in command_of(pid))
+        (api_server,) = children(guard)
+        if len(rollouts) == 1:
+            os.kill(api_server, signal.SIGKILL)
+        elif len(rollouts) == 2:
+            for engine in children(api_server):
+                os.kill(engine, signal.SIGKILL)
         return spread(samples)
 
-    run = settings(tmp_path / "calm", steps=4)
-    GRPOTrainer(**run).optimize(PROMPTS)
-    run = settings(tmp_path / "killed", steps=4, reward_model=kills)
+    GRPOTrainer(**settings(tmp_path / "calm", steps=3)).optimize(PROMPTS)
+    run = settings(tmp_path / "killed", steps=3, reward_model=kills)
     GRPOTrainer(**run).optimize(PROMPTS)
     calm, killed = (events(tmp_path / name, "step") for name in ("calm", "killed"))
-    assert len(calm) == len(killed) == 4
+    assert len(calm) == len(killed) == 3
     for expected, actual in zip(calm, killed, strict=True):
         assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         assert actual["sampler_difference"] < 1e-5
+    # Each restart begins with vLLM's banner.
+    assert (tmp_path / "killed" / "vllm-server.log").read_text().count("non-default args") == 3
     assert [pid for pid in descendants(os.getpid()) if "vllm" in command_of(pid)] == []
 
 

@@ -20,8 +20,9 @@ INDEX = "model.safetensors.index.json"
 def untie_head(folder: Path) -> None:
     """Store the head of a model with tied embeddings as a second matrix.
 
-    vLLM 0.32 keeps a copy of a tied head on a CPU, which `reload_weights` does not update. Models
-    that name their embeddings in another way are left unchanged.
+    On a CPU, vLLM 0.32 keeps a packed copy of a tied head, and `reload_weights` only updates it if
+    the folder has a matrix for it. Models that name their embeddings in another way are left
+    unchanged.
     """
     config = read_json(folder / "config.json", dict[str, Any], error=ModelError)
     if not config.get("tie_word_embeddings"):
