@@ -1,8 +1,8 @@
 """Compare rollouts of the built-in generator and of vLLM in one GRPO run each.
 
 The same Llama with 6.84M parameters, prompts and settings as `peers.py`, float32, one thread for
-each process; wall time, as vLLM works in processes of its own. The first step, in which vLLM starts
-and compiles, is left out.
+each process; wall time, as vLLM runs in other processes. The first step, in which vLLM starts and
+compiles, is not counted.
 
     python packages/ms-align/benchmarks/vllm_rollouts.py --python VLLM/bin/python
 """

@@ -2,7 +2,7 @@
 
 It prints its address, generates with the model in FOLDER, and loads other weights as vLLM does.
 POST /fault {"name": NAME, "times": N} makes the next N requests that the fault concerns misbehave;
-GET /served tells how often each endpoint was called. It ends when its standard input closes.
+GET /served returns the number of requests by endpoint. It ends when its standard input closes.
 """
 
 import json
@@ -29,7 +29,7 @@ PATHS = {
     "other_models": "/v1/models",
     "older_version": "/update_weight_version",
 }
-"""Endpoint of each fault that is not one of generation."""
+"""Endpoint of each fault that does not concern generation."""
 
 
 class Model:
@@ -41,7 +41,7 @@ class Model:
         self.load(folder)
 
     def load(self, folder: Path, keeps_head: bool = False) -> None:
-        """Load weights from a folder, perhaps without those of the head."""
+        """Load weights from a folder; optionally keep the old head."""
         new = load_model(folder)
         if keeps_head:
             old = self.generate.model.module.state_dict()["lm_head.weight"]
@@ -77,10 +77,10 @@ class Model:
         for index in range(params.get("n", 1)):
             with self.lock:
                 seed = params.get("seed", 0) + index
-                one = self.generate([prompt], sampling, count=1, seed=seed)
-            assert one.sampling_logprobs is not None
-            tokens = one.row(0)
-            logprobs = one.sampling_logprobs[0, : len(tokens)].tolist()
+                sample = self.generate([prompt], sampling, count=1, seed=seed)
+            assert sample.sampling_logprobs is not None
+            tokens = sample.row(0)
+            logprobs = sample.sampling_logprobs[0, : len(tokens)].tolist()
             content = [
                 {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
                 for token, logprob in zip(tokens, logprobs, strict=True)
@@ -88,7 +88,7 @@ class Model:
             choices.append(
                 {
                     "index": index,
-                    "finish_reason": "stop" if bool(one.stopped[0]) else "length",
+                    "finish_reason": "stop" if bool(sample.stopped[0]) else "length",
                     "token_ids": tokens,
                     "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
                     "logprobs": {"content": content},
@@ -218,7 +218,7 @@ class Handler(BaseHTTPRequestHandler):
         return cls.fault
 
     def misbehaves(self, fault: str) -> bool:
-        """Act on faults that concern the answer as a whole."""
+        """Send a bad answer, for faults that do not change its JSON."""
         if fault == "malformed":
             self.send(200, b'{"choices": [')
         elif fault == "html":

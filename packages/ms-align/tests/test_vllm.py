@@ -104,7 +104,7 @@ def server(shared_server: FakeServer) -> FakeServer:
     return shared_server
 
 
-def settings(folder: Path, server: FakeServer, **more: Any) -> dict[str, Any]:
+def settings(folder: Path, server: FakeServer, **overrides: Any) -> dict[str, Any]:
     """Settings of a run that takes a second."""
     vllm = {"url": server.url, "retries": 1, "retry_wait_s": 0.0, "timeout_s": 30.0}
     return {
@@ -118,8 +118,8 @@ def settings(folder: Path, server: FakeServer, **more: Any) -> dict[str, Any]:
         "output_dir": folder,
         "progress": False,
         "generator": "vllm",
-        **more,
-        "vllm": {**vllm, **more.get("vllm", {})},
+        **overrides,
+        "vllm": {**vllm, **overrides.get("vllm", {})},
     }
 
 
@@ -157,22 +157,22 @@ def test_every_rollout_is_sampled_with_the_policys_newest_weights(
 def test_responses_do_not_depend_on_the_number_of_servers(
     tmp_path: Path, server: FakeServer, start: Path
 ) -> None:
-    """Seeds belong to prompts; prompts are spread evenly, and all servers get new weights."""
+    """Each prompt has its own seed; prompts are spread evenly, and all servers get new weights."""
     servers = [server, FakeServer(start)]
     try:
         for name, urls in (("one", servers[:1]), ("two", servers)):
             before = [server.served().get("/inference/v1/generate", 0) for server in servers]
-            more = settings(tmp_path / name, servers[0], num_generations=4)
-            more["vllm"] = {"urls": [server.url for server in urls]}
-            GRPOTrainer(**more).optimize(PROMPTS)
+            run = settings(tmp_path / name, servers[0], num_generations=4)
+            run["vllm"] = {"urls": [server.url for server in urls]}
+            GRPOTrainer(**run).optimize(PROMPTS)
             after = [server.served().get("/inference/v1/generate", 0) for server in servers]
         requests = [new - old for new, old in zip(after, before, strict=True)]
-        # 3 rollouts of 2 prompts and 2 probes
-        assert requests == [5, 5]
+        # 3 rollouts of 2 prompts, and a probe before each
+        assert requests == [6, 6]
         pairs = zip(events(tmp_path / "one", "step"), events(tmp_path / "two", "step"), strict=True)
-        for one, two in pairs:
-            assert one["loss"] == two["loss"]
-            assert one["reward"] == two["reward"]
+        for expected, actual in pairs:
+            assert actual["loss"] == expected["loss"]
+            assert actual["reward"] == expected["reward"]
         # A dead server's prompts go to the other one, which answers the same.
         engine = LocalEngine(decoder())
         options = VllmOptions(
@@ -194,7 +194,7 @@ def test_responses_do_not_depend_on_the_number_of_servers(
 
 
 def test_two_processes_get_the_rollouts_of_one(tmp_path: Path, server: FakeServer) -> None:
-    """The first one speaks to the server; losses agree within 1e-5, and a failure ends both."""
+    """The first process sends the requests; losses agree within 1e-5, and a failure ends both."""
     save_model(decoder(), tmp_path / "start")
     script = str(Path(__file__).with_name("vllm_layout_run.py"))
     for axis, count in (("one", 1), ("data", 2)):
@@ -203,9 +203,9 @@ def test_two_processes_get_the_rollouts_of_one(tmp_path: Path, server: FakeServe
         imports = ("ms_align.trainers.grpo", "ms_parallel.engine.engine")
         result = run_command(command, imports=imports)
         assert result.returncode == 0, result.stderr[-3000:]
-    one, two = (events(tmp_path / name, "step") for name in ("one", "data"))
-    assert len(one) == len(two) == 4
-    for expected, actual in zip(one, two, strict=True):
+    single, parallel = (events(tmp_path / name, "step") for name in ("one", "data"))
+    assert len(single) == len(parallel) == 4
+    for expected, actual in zip(single, parallel, strict=True):
         for name in ("loss", "reward", "kl", "entropy", "kl_old"):
             assert actual[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
         assert actual["sampler_difference"] < 1e-5
@@ -240,26 +240,26 @@ def test_responses_carry_tokens_logprobs_stops_and_versions(
     assert int(responses.stopped.sum()) > 0
     # Different responses to a prompt, and the same ones again for the same seed.
     assert len({tuple(responses.row(row)) for row in range(9)}) == 9
-    again = rollouts.generate(prompts, sampling, count=3, seed=1)
-    assert torch.equal(again.tokens, responses.tokens)
+    repeated = rollouts.generate(prompts, sampling, count=3, seed=1)
+    assert torch.equal(repeated.tokens, responses.tokens)
     rows = sequences([prompt for prompt in prompts for _ in range(3)], responses)
     mask = rows["targets"] != -100
-    own = logprobs_of(engine, rows, 0.7)
-    torch.testing.assert_close(own[mask], rows["sampling_logprobs"][mask], rtol=0, atol=1e-5)
+    expected = logprobs_of(engine, rows, 0.7)
+    torch.testing.assert_close(rows["sampling_logprobs"][mask], expected[mask], rtol=0, atol=1e-5)
     rollouts.close()
 
 
 def test_a_run_that_stops_resumes_with_the_servers(tmp_path: Path, server: FakeServer) -> None:
-    """Two launches make the updates of one; a server's responses depend on weights and seed."""
-    more = settings(tmp_path / "whole", server, num_generations=4, steps=4)
-    GRPOTrainer(**more).optimize(PROMPTS)
+    """Two launches give the updates of a single one, as responses depend on weights and seed."""
+    run = settings(tmp_path / "single", server, num_generations=4, steps=4)
+    GRPOTrainer(**run).optimize(PROMPTS)
     for steps in (2, 4):
-        more = settings(tmp_path / "split", server, num_generations=4, steps=steps)
-        GRPOTrainer(**more).optimize(PROMPTS)
-    whole, split = (events(tmp_path / name, "step") for name in ("whole", "split"))
-    assert [step["loss"] for step in split] == [step["loss"] for step in whole]
+        run = settings(tmp_path / "split", server, num_generations=4, steps=steps)
+        GRPOTrainer(**run).optimize(PROMPTS)
+    single, split = (events(tmp_path / name, "step") for name in ("single", "split"))
+    assert [step["loss"] for step in split] == [step["loss"] for step in single]
     model = Path("model", "model.safetensors")
-    assert (tmp_path / "split" / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
+    assert (tmp_path / "split" / model).read_bytes() == (tmp_path / "single" / model).read_bytes()
 
 
 FAULTS = {
@@ -316,7 +316,7 @@ def test_a_server_that_fails_ends_the_run_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No update is made of a rollout of which any part is bad, and no message has the key."""
+    """A rollout with any bad part is never trained on, and no message contains the key."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     server.fail(fault)
     timeout_s = 0.5 if fault in ("slow", "dripping") else 30.0
@@ -345,17 +345,17 @@ def test_a_request_that_failed_once_is_repeated(
     tmp_path: Path, server: FakeServer, fault: str
 ) -> None:
     """The run is the same as without the fault."""
-    more = settings(tmp_path / "calm", server, num_generations=4)
-    GRPOTrainer(**more).optimize(PROMPTS)
+    run = settings(tmp_path / "calm", server, num_generations=4)
+    GRPOTrainer(**run).optimize(PROMPTS)
     server.fail(fault, times=1)
-    more = settings(tmp_path / "failed", server, num_generations=4)
-    GRPOTrainer(**more).optimize(PROMPTS)
+    run = settings(tmp_path / "failed", server, num_generations=4)
+    GRPOTrainer(**run).optimize(PROMPTS)
     calm, failed = (events(tmp_path / name, "step") for name in ("calm", "failed"))
     assert [step["loss"] for step in failed] == [step["loss"] for step in calm]
 
 
 def test_a_server_that_keeps_old_weights_stops_the_run(tmp_path: Path, server: FakeServer) -> None:
-    """At the first update that it ignores, though it says that it made it."""
+    """At the first update that it ignores, although it reports success."""
     calls = []
 
     def reward(samples: Any) -> list[float]:
@@ -376,10 +376,10 @@ def test_a_server_that_keeps_old_weights_stops_the_run(tmp_path: Path, server: F
         server.fail("kept_head")
         return spread(samples)
 
-    more = settings(tmp_path / "head", server, reward_model=reward_then_fail, learning_rate=1e-4)
+    run = settings(tmp_path / "head", server, reward_model=reward_then_fail, learning_rate=1e-4)
     with pytest.raises(ServerError, match=r"version 1 and still has some of version 0"):
-        GRPOTrainer(**more, num_generations=4).optimize(PROMPTS)
-    # From the start, the server's weights are those of another model.
+        GRPOTrainer(**run, num_generations=4).optimize(PROMPTS)
+    # The server has another model's weights from the start.
     server.fail("none", times=0)
     server.post("/collective_rpc", kwargs={"weights_path": str(save(tmp_path / "other", 2))})
     server.fail("kept_weights")
@@ -406,9 +406,9 @@ def test_a_server_that_is_missing_or_of_another_model_ends_the_run(
         ({"url": "http://no-such-host.invalid"}, r"cannot be reached"),
         ({"model": "gpt"}, r"must offer the model 'gpt' and offers \['policy'\]"),
     ):
-        more = settings(tmp_path, server, vllm=vllm)
+        run = settings(tmp_path, server, vllm=vllm)
         with pytest.raises((ServerError, ConfigError), match=text):
-            PPOTrainer(**more).optimize(PROMPTS)
+            PPOTrainer(**run).optimize(PROMPTS)
     with pytest.raises(DataError, match=r"exceeds the server's context of 128"):
         PPOTrainer(**settings(tmp_path, server, max_new_tokens=126)).optimize(PROMPTS)
     assert events(tmp_path, "step") == []

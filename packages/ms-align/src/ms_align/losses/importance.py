@@ -1,8 +1,8 @@
-"""Importance weights of tokens that another implementation of the policy sampled.
+"""Importance weights of tokens sampled by another implementation of the policy.
 
 A server computes the policy's probabilities with other kernels or another precision, so it samples
-from μ, close to the policy π. Weighting a token's loss by π/μ makes the gradient that of responses
-sampled from π; the limits trade this for less variance (Yao et al., 2025, "Your efficient RL
+from μ, close to the policy π. Weighting a token's loss by π/μ corrects the gradient to that of
+responses sampled from π; the limits trade bias for variance (Yao et al., 2025, "Your efficient RL
 framework secretly brings you off-policy RL training"). Modes and limits are TRL's. Shapes: N
 responses, S positions.
 """
