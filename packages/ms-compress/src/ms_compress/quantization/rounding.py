@@ -372,7 +372,7 @@ def _plain_step(peak: Tensor, scheme: Scheme, factor: Tensor | None) -> Tensor:
     return step
 
 
-def _global_scale(peak: Tensor, high: float) -> Tensor:
+def _global_scale(peak: Tensor, high: int) -> Tensor:
     """Return the factor, (1,), that maps a tensor's largest scale to the end of E4M3's range.
 
     It is rounded down to a power of two, which the format permits: the values of all codes are then

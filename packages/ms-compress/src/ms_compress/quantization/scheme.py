@@ -35,8 +35,8 @@ class FloatFormat:
     name: str
     exponent_bits: int
     mantissa_bits: int
-    high: float
-    """Largest value; larger magnitudes saturate."""
+    high: int
+    """Largest value; larger magnitudes saturate. Compilers treat integers as constants."""
 
     @property
     def min_exponent(self) -> int:
@@ -49,21 +49,21 @@ class FloatFormat:
         return floor(log2(self.high))
 
 
-E4M3 = FloatFormat(name="e4m3", exponent_bits=4, mantissa_bits=3, high=448.0)
-E5M2 = FloatFormat(name="e5m2", exponent_bits=5, mantissa_bits=2, high=57344.0)
-E2M1 = FloatFormat(name="e2m1", exponent_bits=2, mantissa_bits=1, high=6.0)
+E4M3 = FloatFormat(name="e4m3", exponent_bits=4, mantissa_bits=3, high=448)
+E5M2 = FloatFormat(name="e5m2", exponent_bits=5, mantissa_bits=2, high=57344)
+E2M1 = FloatFormat(name="e2m1", exponent_bits=2, mantissa_bits=1, high=6)
 FLOAT_FORMATS = {8: E4M3, 4: E2M1}
 """Format of a scheme's floating-point codes, by number of bits."""
 
 
-def _default_high(rule: "Activations | Scheme") -> float:
+def _default_high(rule: "Activations | Scheme") -> int:
     if rule.type == "int":
         return (1 << (rule.num_bits - 1)) - 1
     # A scheme with another number of bits is rejected when all its fields are set.
     return FLOAT_FORMATS.get(rule.num_bits, E4M3).high
 
 
-def _default_low(rule: "Activations | Scheme") -> float:
+def _default_low(rule: "Activations | Scheme") -> int:
     return -(1 << (rule.num_bits - 1)) if rule.type == "int" else -rule.high
 
 
@@ -78,9 +78,9 @@ class Activations:
     strategy: Strategy = Factory(
         lambda rule: "group" if rule.group_size else "token", takes_self=True
     )
-    high: float = Factory(_default_high, takes_self=True)
+    high: int = Factory(_default_high, takes_self=True)
     """Largest code; by default, that of the element type."""
-    low: float = Factory(_default_low, takes_self=True)
+    low: int = Factory(_default_low, takes_self=True)
     dynamic: bool | Literal["local"] = True
     """Whether scales follow the input of each forward (True), come from calibration (False), or
     follow the input in units of a calibrated scale ("local", for strategy `tensor_group`)."""
@@ -132,9 +132,9 @@ class Scheme:
     """Rows and columns of the blocks that share a scale; the last blocks may be smaller."""
     symmetric: bool = True
     """Whether zero has code 0. Otherwise each group has an integer zero point."""
-    high: float = Factory(_default_high, takes_self=True)
+    high: int = Factory(_default_high, takes_self=True)
     """Largest code; by default, that of the element type."""
-    low: float = Factory(_default_low, takes_self=True)
+    low: int = Factory(_default_low, takes_self=True)
     signed_peak: bool = False
     """Whether the peak is the value of largest magnitude with its sign, or the magnitude itself."""
     first_peak: bool = False
