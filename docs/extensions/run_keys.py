@@ -41,6 +41,7 @@ CONVERTED_KEYS = {
     "devices": ("table",),
     "held_out": ("text",),
     "layout": ("table",),
+    "teacher_layout": ("table",),
     "pattern": ("text", "number"),
     "scheme": ("text",),
     "stop_token_ids": ("whole number", "list"),

@@ -145,7 +145,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
 FIXED = {
     "set by every run": "steps batch_size sequence_length output_dir seed resume progress log_every"
     " device vocab_size held_out_fraction num_generations max_new_tokens rows eval_batches"
-    " reward_model"
+    " reward_model teacher_model"
     " tuning.steps tuning.batch_size tuning.sequence_length tuning.seed timeout_s",
     "a number in one formula that no other key uses": "learning_rate warmup_steps betas eps"
     " final_learning_rate_ratio weight_decay spike_factor spike_window"
@@ -157,6 +157,8 @@ FIXED = {
     " uncertainty_rate tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"
     " lora.rank lora.alpha lora.target_modules lora.use_rslora tasks.* layout.*",
     "only how much is saved or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
+    "only for rollouts from servers, which have their own tests": "vllm vllm.*"
+    " importance_sampling_clip_min importance_sampling_clip_max max_logprob_difference",
     "a file or table with its own tests": "model_config cluster devices text_column"
     " task_weights held_out response_dataset stop_token_ids tuning",
     "a limit on the choice of another key": "memory_gib schedule_memory_gib",
