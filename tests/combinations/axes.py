@@ -161,6 +161,9 @@ FIXED = {
     " importance_sampling_clip_min importance_sampling_clip_max max_logprob_difference",
     "a file or table with its own tests": "model_config cluster devices text_column"
     " task_weights held_out response_dataset stop_token_ids tuning",
+    "only for rollouts from servers, with their own tests": "vllm vllm.*"
+    " importance_sampling_correction importance_sampling_mode importance_sampling_clip_min"
+    " importance_sampling_clip_max max_logprob_difference",
     "a limit on the choice of another key": "memory_gib schedule_memory_gib",
     "another way to set the length of a run, exclusive with steps": "epochs",
 }
