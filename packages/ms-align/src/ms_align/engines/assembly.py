@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ms_align.arguments import check_integer, check_type
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.options import ComputeOptions, EngineOptions
@@ -53,6 +54,9 @@ def start_engine(
         ConfigError: `model` is not a model, or a setting does not match it.
         ModelError: the model cannot be loaded from its folder.
     """
+    description = "EngineOptions or ComputeOptions"
+    check_type("options", options, ComputeOptions, description, error=ConfigError, optional=True)
+    check_integer("seed", seed, minimum=0, error=ConfigError)
     options = options or EngineOptions()
     lora = lora_options(lora)
     folder = model if isinstance(model, str | Path) else None

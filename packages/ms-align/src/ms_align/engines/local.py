@@ -9,10 +9,11 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from ms_align.arguments import check_integer, check_type, shown
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.output import LocalOutput
 from ms_align.engines.protocol import Adapters
-from ms_align.errors import CheckpointError, ModelError, NonFiniteError, WriteError
+from ms_align.errors import CheckpointError, ConfigError, ModelError, NonFiniteError, WriteError
 from ms_align.files.untrusted import check_path
 from ms_align.generation.generator import LocalGenerator
 from ms_align.generation.sampling import Sampling
@@ -21,6 +22,17 @@ from ms_align.losses.protocol import IGNORED, Batch, Loss, Output
 from ms_align.losses.token_statistics import Scratch
 from ms_align.models.folder import save_model
 from ms_align.models.language_model import check_tokens, language_model
+
+
+def check_heads(heads: Mapping[str, int] | None) -> None:
+    """Check the widths of extra heads.
+
+    Raises:
+        ConfigError: `heads` is not a dict of positive integers.
+    """
+    check_type("heads", heads, Mapping, "a dict of widths", error=ConfigError, optional=True)
+    for name, width in (heads or {}).items():
+        check_integer(f"heads[{name!r}]", width, minimum=1, error=ConfigError)
 
 
 @frozen(kw_only=True)
@@ -71,6 +83,16 @@ class LocalEngine:
         on_nonfinite: Literal["skip", "raise"] = "skip",
     ) -> None:
         self.model = language_model(model)
+        check_heads(heads)
+        check_integer(
+            "microbatch_size", microbatch_size, minimum=1, error=ConfigError, optional=True
+        )
+        description = "OptimizerOptions"
+        check_type(
+            "optimizer", optimizer, OptimizerOptions, description, error=ConfigError, optional=True
+        )
+        if on_nonfinite not in ("skip", "raise"):
+            raise ConfigError(f"on_nonfinite must be 'skip' or 'raise', got {shown(on_nonfinite)}")
         self.module = model
         self.vocabulary_size = self.model.vocabulary_size
         self.context = self.model.context

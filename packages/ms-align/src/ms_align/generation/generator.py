@@ -12,7 +12,8 @@ import torch
 from attrs import define
 from torch import Tensor, nn
 
-from ms_align.errors import DataError, ModelError
+from ms_align.arguments import check_integer, shown
+from ms_align.errors import ConfigError, DataError, ModelError
 from ms_align.generation.columns import Columns
 from ms_align.generation.drawing import SampledTokens, sample_tokens
 from ms_align.generation.fused import fused_reader
@@ -48,6 +49,9 @@ class LocalGenerator:
         fused: bool = True,
     ) -> None:
         self.model: LanguageModel = language_model(model)
+        check_integer("max_num_seqs", max_num_seqs, minimum=1, error=ConfigError)
+        if decode is not None and not callable(decode):
+            raise ConfigError(f"decode must be a function of token ids, got {shown(decode)}")
         self.max_num_seqs = max_num_seqs
         self.decode = decode
         self.fused = fused

@@ -20,6 +20,7 @@ from attrs import field, frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ms_align.arguments import check_type
 from ms_align.errors import ConfigError, ModelError, WriteError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import LARGEST_ALPHA, AdapterConfig, write_adapter
@@ -176,6 +177,8 @@ class AdaptedModel(nn.Module):
 
     def __init__(self, model: nn.Module, options: LoraOptions, base_name: str = "") -> None:
         super().__init__()
+        check_type("model", model, nn.Module, "a torch.nn.Module", error=ConfigError)
+        check_type("options", options, LoraOptions, "LoraOptions", error=ConfigError)
         self.base = model
         self.options = options
         self.base_name = base_name
@@ -330,6 +333,8 @@ def add_lora(
         ConfigError: no layer matches `target_modules`, or the rank exceeds every layer's size.
     """
     options = lora_options(options) or LoraOptions()
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=ConfigError)
+    check_type("base_name", base_name, str, "a string", error=ConfigError)
     names = _matching(model, options.target_modules)
     _check_rank(model, names, options.rank)
     adapted = adapt(model, names, options, base_name)

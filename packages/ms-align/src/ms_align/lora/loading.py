@@ -8,6 +8,7 @@ import torch
 from attrs import evolve
 from torch import Tensor, nn
 
+from ms_align.arguments import check_type
 from ms_align.errors import ModelError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import AdapterConfig, read_adapter
@@ -31,6 +32,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
             modules), or it does not match the model.
     """
     check_path("an adapter", folder, error=ModelError)
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=ModelError)
     config, weights = read_adapter(Path(folder))
     layers = linear_layers(model)
     _check_layers(folder, config, weights, layers)

@@ -9,6 +9,9 @@ from math import comb
 import torch
 from torch import Tensor
 
+from ms_align.arguments import check_number, check_type
+from ms_align.errors import ConfigError
+
 
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95
@@ -32,6 +35,10 @@ def gae(
     Raises:
         ValueError: shapes differ.
     """
+    for name, tensor in (("rewards", rewards), ("values", values), ("mask", mask)):
+        check_type(name, tensor, Tensor, "a tensor (B, T)", error=ConfigError)
+    check_number("gamma", gamma, minimum=0, error=ConfigError)
+    check_number("lam", lam, minimum=0, error=ConfigError)
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
         raise ValueError(
             f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask "

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from ms_align.arguments import check_type
 from ms_align.errors import DamageError, ModelError, WriteError
 from ms_align.files.durable import atomic_folder, write_file
 from ms_align.files.untrusted import check_file, check_path, read_bytes, read_json
@@ -52,6 +53,7 @@ class RewardModel(nn.Module):
                 "use a decoder of ms-parallel or a causal language model of transformers"
             )
         self.body = body
+        check_type("head", head, nn.Linear, "a torch.nn.Linear", error=ModelError, optional=True)
         if head is None:
             device = next(body.parameters()).device
             head = nn.Linear(interface.hidden_size, 1, bias=False, device=device)

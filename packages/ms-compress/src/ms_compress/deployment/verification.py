@@ -19,6 +19,7 @@ import torch
 from attrs import asdict, evolve, frozen
 from torch import Tensor, nn
 
+from ms_compress.arguments import check_type
 from ms_compress.errors import ExportError, VerifyError
 from ms_compress.files.tokenizer_source import TokenizerSource
 from ms_compress.files.untrusted import check_path
@@ -102,6 +103,8 @@ def verify(
         ExportError: the runtime is missing, or cannot read the folder.
     """
     check_path("folder", folder, error=ExportError)
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=ExportError)
+    check_type("tokens", tokens, Tensor, "a tensor of tokens", error=ExportError, optional=True)
     folder, model = Path(folder), unwrapped(model)
     if tokens is None:
         tokens = probe(vocabulary_of(model))

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ms_compress.errors import DataError
-from ms_compress.models.logits import check_tokens, model_logits
+from ms_compress.arguments import check_integer
+from ms_compress.errors import ConfigError, DataError
+from ms_compress.models.logits import as_columns, check_tokens, model_logits
 from ms_compress.targets.target import Runtime
 
 IGNORED = -100
@@ -34,8 +35,8 @@ def perplexity(
     Raises:
         DataError: a token is outside the vocabulary, all targets are ignored, or a loss is NaN.
     """
-    if isinstance(text, Tensor):
-        text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    check_integer("batch_size", batch_size, minimum=1, error=ConfigError)
+    text = as_columns(text)
     total, count = 0.0, 0
     for first in range(0, len(text["tokens"]), batch_size):
         batch = slice(first, first + batch_size)

@@ -15,6 +15,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
+from ms_compress.arguments import check_items
 from ms_compress.errors import CalibrationError
 from ms_compress.methods.calibration import calibrate_inputs, check_calibration, walk
 from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
@@ -75,6 +76,7 @@ def gptq(
         CalibrationError: no tokens are given or a weight is not finite, and the model is unchanged;
             or a layer's input is not finite, and earlier layers are already rounded.
     """
+    check_items("batches", batches, Tensor, "tensors of tokens", error=CalibrationError)
     rounding = _Rounding(
         model=model,
         batches=batches,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ms_compress.arguments import check_type
 from ms_compress.errors import ConfigError, LayerError, OrderError
 from ms_compress.methods.pattern import Pattern, parse_pattern
 from ms_compress.models.selection import select
@@ -86,6 +87,7 @@ def _check_unsharded(model: nn.Module) -> None:
 
 
 def _check_scores(scores: Mapping[str, Tensor], selected: Sequence[tuple[str, nn.Module]]) -> None:
+    check_type("scores", scores, Mapping, "a dict of scores by layer name", error=LayerError)
     for name, layer in selected:
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if name not in scores or scores[name].shape != weight.shape:
@@ -109,6 +111,7 @@ def _set_mask(layer: nn.Module, name: str, mask: Tensor) -> None:
 
 def masks(model: nn.Module) -> dict[str, Tensor]:
     """Return the mask (N, K) bool of each pruned layer, by name."""
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
     return {
         name: layer.local_mask
         for name, layer in prepared_layers(model)
@@ -129,6 +132,10 @@ def set_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
         LayerError: a name or shape does not belong to this model.
         OrderError: the model is sharded.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
+    check_type("masks", masks, Mapping, "a dict of masks by layer name", error=LayerError)
+    for name, mask in masks.items():
+        check_type(f"masks[{name!r}]", mask, Tensor, "a tensor", error=LayerError)
     if masks:
         _check_unsharded(model)
     layers = dict(model.named_modules())
@@ -148,6 +155,7 @@ def keep_zeros(model: nn.Module) -> None:
 
     Each rank of a split or sharded model processes its own part.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
     drop_gathered(model)  # gathered copies are not the stored weights
     for _, layer in prepared_layers(model):
         weight, mask = layer.weight, layer.stored_mask

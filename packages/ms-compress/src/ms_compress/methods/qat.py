@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from ms_compress.arguments import check_type
 from ms_compress.errors import LayerError, OrderError
 from ms_compress.models.head import find_head
 from ms_compress.models.selection import select
@@ -106,6 +107,7 @@ def fit_scales(model: nn.Module) -> None:
     Raises:
         LayerError: no layer has learned scales.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
     drop_gathered(model)
     layers = [layer for _, layer in prepared_layers(model) if layer.factor is not None]
     if not layers:

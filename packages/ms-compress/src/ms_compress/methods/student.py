@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ms_compress.arguments import check_integer, check_type
 from ms_compress.errors import ConfigError, LayerError
 from ms_compress.models.selection import blocks_of
 from ms_compress.quantization.layers import FACTOR
@@ -46,6 +47,9 @@ def cut_student(
         ConfigError: more layers or neurons are requested than the teacher has.
         LayerError: the model is not a Llama-like decoder.
     """
+    check_type("teacher", teacher, nn.Module, "a torch.nn.Module", error=LayerError)
+    check_integer("layers", layers, minimum=1, error=ConfigError, optional=True)
+    check_integer("inner", inner, minimum=1, error=ConfigError, optional=True)
     blocks = [block for _, block in blocks_of(teacher)]
     depth = kept_layers(len(blocks), len(blocks) if layers is None else layers)
     width = _width(blocks[0])

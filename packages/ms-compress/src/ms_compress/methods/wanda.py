@@ -10,6 +10,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from ms_compress.arguments import check_items
+from ms_compress.errors import CalibrationError
 from ms_compress.methods.calibration import walk
 from ms_compress.methods.pattern import Pattern, Unstructured, parse_pattern
 from ms_compress.methods.pruning import check_pattern, keep_zeros
@@ -39,6 +41,7 @@ def wanda(
         CalibrationError: no tokens are given or a weight is not finite, and nothing is masked; or a
             layer's input is not finite, and earlier layers are already masked.
     """
+    check_items("batches", batches, Tensor, "tensors of tokens", error=CalibrationError)
     parsed = parse_pattern(pattern)
     if isinstance(parsed, Unstructured):
         # The paper compares within rows, since the scale of a row is not comparable to others.

@@ -1,12 +1,13 @@
 """Logits of models from transformers or ms-parallel."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ms_compress.arguments import check_type
 from ms_compress.errors import DataError
 
 
@@ -36,6 +37,28 @@ def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     device = next(model.parameters()).device
     with evaluating(model):
         return next_token_logits(model, tokens.to(device)).float().cpu()
+
+
+def as_columns(text: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a text as `tokens` and `targets`; of rows of tokens, the targets are the next tokens.
+
+    Args:
+        text: (R, S + 1) int64, or the columns (R, S).
+
+    Raises:
+        DataError: it is neither.
+    """
+    if isinstance(text, Tensor):
+        if text.ndim != 2 or text.is_floating_point():
+            raise DataError(
+                f"text must be rows of token ids (R, S), got {text.dtype} of shape "
+                f"{tuple(text.shape)}; pass int64"
+            )
+        return {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    check_type("text", text, Mapping, "a tensor or a dict of tensors", error=DataError)
+    for name in ("tokens", "targets"):
+        check_type(f"text[{name!r}]", text.get(name), Tensor, "a tensor", error=DataError)
+    return text
 
 
 def check_tokens(model: nn.Module, tokens: Tensor, source: str) -> None:

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from ms_compress.arguments import check_items, check_type
 from ms_compress.errors import ConfigError, LayerError
 from ms_compress.models.head import find_head
 from ms_compress.quantization.layers import Prepared
@@ -28,6 +29,8 @@ def select(
     Raises:
         ConfigError: an exception matches nothing.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
+    check_items("ignore", ignore, str, "name patterns", error=ConfigError)
     output = find_head(model)
     unused = set(ignore)
     selected = []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ms_compress.arguments import check_number, check_type
 from ms_compress.errors import ConfigError
 from ms_compress.settings import nearest
 from ms_compress.training.options import Divergence
@@ -49,6 +50,11 @@ def distillation_loss(
     """
     if kind not in DIVERGENCES:
         raise ConfigError(f"kind is {kind!r}; {nearest(str(kind), DIVERGENCES)}")
+    for name, tensor in (("student", student), ("teacher", teacher), ("targets", targets)):
+        optional = name == "targets"
+        check_type(name, tensor, Tensor, "a tensor", error=ConfigError, optional=optional)
+    check_number("temperature", temperature, minimum=0, error=ConfigError)
+    check_number("skew", skew, minimum=0, error=ConfigError)
     if not temperature > 0 or not 0 <= skew < 1:
         raise ConfigError(
             "temperature must be above 0 and skew from 0 to below 1, got"

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ms_compress.arguments import check_number, check_type
 from ms_compress.errors import ConfigError, DataError, DivergedError
 from ms_compress.files.untrusted import check_path
-from ms_compress.models.logits import check_tokens, next_token_logits
+from ms_compress.models.logits import as_columns, check_tokens, next_token_logits
 from ms_compress.quantization.layers import FACTOR
 from ms_compress.training.checkpoint import TrainingCheckpoint
 from ms_compress.training.distillation import distillation_loss
@@ -66,6 +67,11 @@ def tune(
         DivergedError: a later loss is not finite.
     """
     check_path("checkpoint", checkpoint, error=ConfigError, optional=True)
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=ConfigError)
+    check_type("options", options, Tuning, "a Tuning", error=ConfigError)
+    description = "a torch.nn.Module"
+    check_type("teacher", teacher, nn.Module, description, error=ConfigError, optional=True)
+    check_number("checkpoint_every_s", checkpoint_every_s, minimum=0, error=ConfigError)
     batch = _as_batch(model, text, options)
     training_checkpoint = None
     if checkpoint is not None:
@@ -95,8 +101,7 @@ def _as_batch(
     model: nn.Module, text: Tensor | Mapping[str, Tensor], options: Tuning
 ) -> dict[str, Tensor]:
     """Return `tokens`, `targets` and `weights`, truncated to `sequence_length`."""
-    if isinstance(text, Tensor):
-        text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    text = as_columns(text)
     tokens, length = text["tokens"], options.sequence_length
     if options.batch_size > len(tokens) > 0:
         raise ConfigError(
