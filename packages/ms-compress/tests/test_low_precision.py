@@ -40,6 +40,7 @@ from ms_parallel.weights import initialize
 NAMES = (
     "ct.w4a16_asym_g32",
     "ct.w4a16_asym_g128",
+    "ct.w4a8_g128",
     "ct.w4afp8_g128",
     "ct.fp8",
     "ct.fp8_dynamic",
@@ -113,7 +114,7 @@ def test_codes_and_scales_of_weights_equal_the_library(name: str, size: float) -
         has_values = scales > torch.finfo(torch.float32).eps
         assert torch.equal(ours.zeros[has_values], zeros[has_values])
     differs = (ours.codes.float() != codes) & (weight != 0)
-    if name == "ct.w4afp8_g128":
+    if name in ("ct.w4a8_g128", "ct.w4afp8_g128"):
         assert bool((ours.codes[differs] == -8).all())
         assert float(differs.float().mean()) < 0.02
     else:

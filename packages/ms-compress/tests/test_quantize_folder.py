@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from folders import write_run
 
+from ms_compress import SchemeError
 from ms_compress.cli import main
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.rules import scheme
@@ -81,3 +82,5 @@ def test_scheme_names_do_not_need_their_target() -> None:
     assert scheme("q4_0") == scheme("gguf.q4_0")
     assert scheme("fp8_dynamic") == scheme("ct.fp8_dynamic")
     assert scheme("w4a16_asym_g128") == scheme("ct.w4a16_asym_g128")
+    with pytest.raises(SchemeError, match=r"unknown scheme 'fp8_dinamic'.*'fp8_dynamic'"):
+        scheme("fp8_dinamic")

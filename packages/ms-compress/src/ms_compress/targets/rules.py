@@ -43,4 +43,5 @@ def scheme(name: str | Scheme) -> Scheme:
         stem, _, group = full_name.rpartition("_g")  # ct.int4_g64: stem ct.int4, group 64
         if stem in _GROUPED and group.isdecimal():
             return evolve(_GROUPED[stem], name=full_name, group_size=int(group))
-    raise SchemeError(f"unknown scheme {name!r}; {nearest(name, NAMES)}")
+    choices = NAMES if "." in name else tuple(full.partition(".")[2] for full in NAMES)
+    raise SchemeError(f"unknown scheme {name!r}; {nearest(name, choices)}")

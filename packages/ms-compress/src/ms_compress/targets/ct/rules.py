@@ -27,6 +27,15 @@ W8A8 = _scheme(
 W4A16_ASYM = _scheme(
     "w4a16_asym_g32", num_bits=4, group_size=32, symmetric=False, format="pack-quantized"
 )
+W4A8 = _scheme(
+    "w4a8_g128",
+    num_bits=4,
+    group_size=128,
+    activations=Activations(num_bits=8),
+    input_ndim=3,
+    format="pack-quantized",
+)
+"""Groups of int4 weights and int8 tokens."""
 E4M3_TOKENS = Activations(num_bits=8, type="float")
 W4AFP8 = _scheme(
     "w4afp8_g128",
@@ -111,6 +120,7 @@ SCHEMES = (
     INT3_G32,
     W8A8,
     W4A16_ASYM,
+    W4A8,
     W4AFP8,
     FP8,
     FP8_DYNAMIC,
@@ -126,6 +136,7 @@ GROUPED = {
     "ct.int4": INT4_G32,
     "ct.int3": INT3_G32,
     "ct.w4a16_asym": W4A16_ASYM,
+    "ct.w4a8": W4A8,
     "ct.w4afp8": W4AFP8,
 }
 """Schemes that can be named with another group size, such as `ct.int4_g64`."""

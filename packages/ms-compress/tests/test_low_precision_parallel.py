@@ -1,0 +1,43 @@
+"""Low-precision exports from several processes equal those of a single one."""
+
+from pathlib import Path
+
+from low_precision_runs import export_schemes
+from processes import run_processes
+
+RUNS = Path(__file__).parent / "low_precision_runs.py"
+BY_ROW = ["ct.fp8_dynamic", "ct.mxfp4", "ct.w4a16_asym_g32"]
+OVER_ROWS = ["ct.fp8", "ct.fp8_block", "ct.nvfp4"]
+
+
+def test_files_from_fsdp_shards_equal_a_single_process(tmp_path: Path) -> None:
+    """Byte for byte, also if a scale depends on the shards of both processes."""
+    schemes = [*BY_ROW, *OVER_ROWS]
+    expected = export_schemes({}, schemes, str(tmp_path / "one"))
+    assert not any("Error" in digest for digest in expected.values()), expected
+    runs = run_processes(
+        2, RUNS, "export_schemes", layout={"data": 2}, schemes=schemes, folder=str(tmp_path / "two")
+    )
+    assert all(run == expected for run in runs)
+
+
+def test_tensor_parallelism_takes_scales_of_groups_and_rejects_those_over_rows(
+    tmp_path: Path,
+) -> None:
+    """Files of the former are equal; the error of the latter is one line with schemes to use."""
+    grouped = ["ct.mxfp4", "ct.w4a16_asym_g32"]
+    expected = export_schemes({}, grouped, str(tmp_path / "one"))
+    runs = run_processes(
+        2,
+        RUNS,
+        "export_schemes",
+        layout={"tensor": 2},
+        schemes=[*grouped, *OVER_ROWS],
+        folder=str(tmp_path / "two"),
+    )
+    for run in runs:
+        assert {name: run[name] for name in grouped} == expected
+        for name in OVER_ROWS:
+            assert run[name].startswith("OrderError: ")
+            assert "ct.mxfp8" in run[name]
+            assert "\n" not in run[name]
