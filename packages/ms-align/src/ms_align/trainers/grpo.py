@@ -63,8 +63,8 @@ class GRPOTrainer(SurrogateOptions, GroupOptions, OnlineTrainer):
         if not self.learns_from_groups and (self.max_resample_times or self.pass_at_k > 1):
             raise ConfigError(
                 "max_resample_times and pass_at_k compare the responses of a group, and "
-                "advantage_estimator = 'reinforce_plus_plus' does not; use "
-                "'reinforce_plus_plus_baseline', or remove them"
+                "advantage_estimator = 'reinforce_plus_plus' does not; change "
+                "advantage_estimator or remove them"
             )
 
     @property
