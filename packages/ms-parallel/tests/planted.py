@@ -281,7 +281,7 @@ FAULTS: dict[str, Fault] = {
         case=PIPELINE,
         plant=lambda: patch.object(engine_gradients, "sum_tied", no_reduction),
         check="gradients",
-        subject="planted:tied",
+        subject="planted:tied_config",
         parameter="embed_tokens",
     ),
     "maxima unsettled": Fault(case=TENSOR, plant=unreduced_loss("max"), check="loss"),
