@@ -18,14 +18,15 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from tiny import BATCH, GROUP, RESPONSE, decoder, prompts
+from tiny import BATCH, GROUP, RESPONSE, causal, decoder, prompts
 
 from ms_align import GRPOTrainer, Sample, Sampling
 from ms_align.engines.local import LocalEngine
 from ms_align.rollouts.generators import rollout_engine_builder
+from ms_align.rollouts.vllm.local_server import LocalServer
 from ms_align.rollouts.vllm.options import VllmOptions
 
-STEPS = 8
+STEPS = 6
 
 
 def spread(samples: Sequence[Sample]) -> list[float]:
@@ -92,23 +93,34 @@ def measure_steps(name: str, folder: Path, vllm: Mapping[str, Any] | None, batch
 
 
 def main() -> None:
-    """Run both engines, alternating, for two batch sizes."""
+    """Run both engines, with one server for all of vLLM's runs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--python", required=True, help="Python of an environment with vLLM")
+    parser.add_argument("--batch", type=int, action="append", help="responses per rollout")
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    arguments = ["--dtype", "float32", "--max-model-len", "256"]
-    vllm = {"python": options.python, "arguments": arguments}
+    arguments = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
     with tempfile.TemporaryDirectory() as scratch:
-        for batch in (BATCH, 4 * BATCH):
-            for name, settings in (("policy", None), ("vllm", vllm)):
+        causal().save_pretrained(Path(scratch, "start"))
+        server = LocalServer(
+            VllmOptions(python=options.python, arguments=arguments),
+            vocabulary=None,
+            log_path=Path(scratch, "vllm-server.log"),
+        )
+        start = perf_counter()
+        server.start(Path(scratch, "start"))
+        print(f"vLLM started in {perf_counter() - start:.0f} s", flush=True)
+        running = {"url": server.connection.url}
+        for batch in options.batch or (BATCH, 4 * BATCH):
+            for name in ("vllm", "policy"):
                 folder = Path(scratch, f"{name}-{batch}")
-                servers = VllmOptions(**settings) if settings else None
+                servers = VllmOptions(**running) if name == "vllm" else None
                 measure_rollouts(name, folder / "rollouts", servers, batch)
-                measure_steps(name, folder / "steps", settings, batch)
+                measure_steps(name, folder / "steps", running if servers else None, batch)
+        server.close()
 
 
 if __name__ == "__main__":

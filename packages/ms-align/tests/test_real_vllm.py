@@ -245,14 +245,14 @@ def command_of(pid: int) -> str:
 
 
 def test_a_killed_trainer_takes_its_server_along_and_resumes(tmp_path: Path) -> None:
-    """After kill -9 in its third rollout, no process of vLLM is left."""
+    """After kill -9 between updates, no process of vLLM is left; the same command finishes."""
     save_model(model("llama"), tmp_path / "start")
     (tmp_path / "prompts.json").write_text(json.dumps([list(text.encode()) for text in PROMPTS]))
     run = tmp_path / "RUN.toml"
     run.write_text(
         f'model = "{tmp_path}/start"\ndataset = "{tmp_path}/prompts.json"\n'
-        f'reward_model = "test_real_vllm:spread"\noutput_dir = "{tmp_path}/out"\n'
-        f'tokenizer = "bytes"\nsteps = 4\nbatch_size = 8\nnum_generations = 4\n'
+        f'reward_model = "online_layout_run:spread"\noutput_dir = "{tmp_path}/out"\n'
+        f'tokenizer = "bytes"\nsteps = 20\nbatch_size = 8\nnum_generations = 4\n'
         f"max_new_tokens = 12\ncheckpoint_every = 1\nlearning_rate = 1e-2\n"
         f'generator = "vllm"\n[vllm]\npython = "{PYTHON}"\n'
         f"arguments = {json.dumps(STARTED['arguments'])}\n"
@@ -268,7 +268,7 @@ def test_a_killed_trainer_takes_its_server_along_and_resumes(tmp_path: Path) -> 
     trainer.wait()
     wait_until(lambda: not any(map(is_alive, processes)))
     assert subprocess.run(command, env=env, check=False).returncode == 0
-    assert [step["step"] for step in events(tmp_path / "out", "step")][-1] == 4
+    assert [step["step"] for step in events(tmp_path / "out", "step")][-1] == 20
     assert events(tmp_path / "out", "resume")
 
 
