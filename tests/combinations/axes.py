@@ -157,8 +157,6 @@ FIXED = {
     " uncertainty_rate tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"
     " lora.rank lora.alpha lora.target_modules lora.use_rslora tasks.* layout.*",
     "only how much is saved or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
-    "only for rollouts from servers, which have their own tests": "vllm vllm.*"
-    " importance_sampling_clip_min importance_sampling_clip_max max_logprob_difference",
     "a file or table with its own tests": "model_config cluster devices text_column"
     " task_weights held_out response_dataset stop_token_ids tuning",
     "only for rollouts from servers, with their own tests": "vllm vllm.*"
