@@ -22,7 +22,14 @@ def _reset_compiled_graphs() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", NAMES)
+VARIANTS = {"ct.mxfp8a16", "ct.mxfp4a16", "ct.nvfp4a16", "ct.w4a8_g128", "ct.w4afp8_g128"}
+"""Schemes whose arithmetic is that of two others."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in NAMES],
+)
 def test_inductor_rounds_bit_for_bit(name: str) -> None:
     """Also for zeros, ties and scales below float16's normal range: inductor elides no cast."""
     target = scheme(name)
