@@ -23,7 +23,7 @@ from ms_data.cleaning.words import HAN, KANA
 from ms_data.cli import main
 from ms_data.deduplication.clusters import Cluster, Components, Edges, choose
 from ms_data.deduplication.minhash import MinHash, WordHashes
-from ms_data.deduplication.sorting import FACTS, RECORD, SPAN, Buckets, repeat_first_record, runs
+from ms_data.deduplication.sorting import DOCUMENT, RECORD, SPAN, Buckets, repeat_first_record, runs
 from ms_data.deduplication.substrings import join_spans
 from ms_data.deduplication.windows import WindowHasher, cut_words
 from ms_data.ledger.entries import read_ledger
@@ -306,7 +306,7 @@ def test_the_kept_document_matches_a_brute_force_choice(
 ) -> None:
     """Ties go to the first document; clusters are ordered by their first member."""
     labels = np.array([sets.index(label) for label in sets], np.uint32)
-    facts = np.zeros(len(sets), FACTS)
+    facts = np.zeros(len(sets), DOCUMENT)
     facts["size"] = facts["rank"] = sizes[: len(sets)]
     folder = tmp_path_factory.mktemp("choose")
     with pytest.MonkeyPatch.context() as patch:
