@@ -190,7 +190,9 @@ def test_invalid_mixtures_are_refused(sources: dict[str, Path], tmp_path: Path) 
         open_stream(sources["code"], weights=[1])
     with pytest.raises(SettingError, match="limits has 'poems', the sources are"):
         open_stream(sources, max_epochs={"poems": 1})
-    with pytest.raises(SettingError, match="max_epochs of 'law' must be 0 or more, got -1"):
+    with pytest.raises(
+        SettingError, match="max_epochs of 'law' must be a number of at least 0, got -1"
+    ):
         open_stream(sources, max_epochs={"law": -1})
     with pytest.raises(SettingError, match="reach their limits after"):
         open_stream(
