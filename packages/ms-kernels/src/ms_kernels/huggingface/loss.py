@@ -26,8 +26,10 @@ def has_plain_logits(model: nn.Module) -> bool:
     once, or by a larger expression. Trying the model would not show it, as a cap hardly changes
     the small logits of a model that is not trained.
     """
-    head: Any = getattr(model, "lm_head", None)
-    if type(head) is not nn.Linear or head.bias is not None or causal_output_class(model) is None:
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return False
+    if head.bias is not None or causal_output_class(model) is None:
         return False
     try:
         source = inspect.getsource(inspect.unwrap(type(model).forward))

@@ -106,7 +106,8 @@ def patch(
             if output_class and not _loss_agrees(model, batch, expected, bound):
                 output_class = None
         if output_class is not None:
-            replace_forward(model, forward_without_logits(type(model), output_class))
+            model_class: Any = type(model)
+            replace_forward(model, forward_without_logits(model_class, output_class))
         elif loss:
             skipped.append("loss: the logits are not hidden states times an output matrix")
     except BaseException:
