@@ -29,7 +29,7 @@ def has_plain_logits(model: nn.Module) -> bool:
     head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
-    if head.bias is not None or causal_output_class(model) is None:
+    if getattr(head, "bias", None) is not None or causal_output_class(model) is None:
         return False
     try:
         source = inspect.getsource(inspect.unwrap(type(model).forward))
