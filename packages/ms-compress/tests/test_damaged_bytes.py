@@ -207,7 +207,8 @@ def test_a_damaged_model_folder_gives_one_line(
     code = main(["quantize", str(run)])
     error = capsys.readouterr().err
     if file == "tokenizer_config.json":  # a circular link counts as absent
-        assert (code, error) == (0, "")
+        assert code == 0
+        assert all(line.startswith("tensor ") for line in error.splitlines())  # progress
         return
     assert code == 2
     assert error.count("\n") == 1
