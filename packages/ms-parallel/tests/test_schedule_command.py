@@ -73,7 +73,10 @@ def test_a_search_prints_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
         (["zb-w", "--stages", "2", "--microbatches", "2"], "unknown schedule 'zb-w'; did you"),
         (["1f1b", "--microbatches", "2"], "1f1b needs sizes; add --stages"),
         (["1f1b", "--stages", "2", "--microbatches", "0"], "got 2 stages and 0 microbatches"),
-        (["1f1b", "--stages", "0", "--microbatches", "2"], "for 0 ranks"),
+        (
+            ["1f1b", "--stages", "0", "--microbatches", "2"],
+            "ranks must be an integer of at least 1, got 0",
+        ),
         (["none.csv"], "schedule none.csv: cannot be read: No such file"),
         (["1f1b", "--stages", "2", "--microbatches", "2", "--costs", "forwrd=1"], "'forward'"),
         (["1f1b", "--stages", "2", "--microbatches", "2", "--costs", "forward=x"], "not a number"),
