@@ -73,6 +73,7 @@ TEXT_FIELDS = {
         "loss_type",
         "f_divergence_type",
         "importance_sampling_level",
+        "teacher_layout",
         "url",
         "urls",
         "api_key_env",

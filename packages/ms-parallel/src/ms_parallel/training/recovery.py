@@ -47,7 +47,9 @@ class RecoveryPolicy:
         """Return whether a number is far above the previous ones.
 
         >>> usual = [2.0, 2.1, 1.9, 2.0]
-        >>> policy = Policy(on_nonfinite="skip", on_spike="skip", factor=10.0, window=4)
+        >>> policy = RecoveryPolicy(
+        ...     on_nonfinite="skip", on_spike="skip", factor=10.0, window=4
+        ... )
         >>> policy.is_spike(2.4, usual), policy.is_spike(3.0, usual)
         (False, True)
         """
