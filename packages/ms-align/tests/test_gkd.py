@@ -180,7 +180,7 @@ def one_process(sets: Path, teacher: Path, tmp_path_factory: pytest.TempPathFact
     "layout",
     [
         ["layout.data=2"],
-        ["layout.tensor=2"],
+        pytest.param(["layout.tensor=2"], marks=pytest.mark.slow),
         ["layout.pipeline=2"],
         ["layout.tensor=2", "teacher_layout.pipeline=2"],
     ],

@@ -158,7 +158,7 @@ def one_process(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])
-@pytest.mark.parametrize("name", ["kto", "bco"])
+@pytest.mark.parametrize("name", ["kto", pytest.param("bco", marks=pytest.mark.slow)])
 def test_losses_equal_those_of_one_process(
     sets: Path, tmp_path: Path, one_process: Path, axis: str, name: str
 ) -> None:

@@ -115,6 +115,7 @@ def test_all_shardings_give_the_same_weights() -> None:
     assert by_name["auto"] == by_name["zero1"] == by_name["replicate"]
 
 
+@pytest.mark.slow
 def test_memory_between_microbatches_is_as_predicted() -> None:
     """A shard of everything, plus full weights or gradients where a sharding keeps them."""
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 4}

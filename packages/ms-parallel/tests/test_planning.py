@@ -86,6 +86,7 @@ def test_with_less_memory_a_plan_holds_less() -> None:
     assert "does not fit into memory" in {out.reason for out in poor.fallen}
 
 
+@pytest.mark.slow
 def test_nothing_is_recomputed_with_enough_memory() -> None:
     """Only the least-memory objective then considers recomputation."""
     large_cluster = cluster(memory_gib=4.0)
@@ -97,6 +98,7 @@ def test_nothing_is_recomputed_with_enough_memory() -> None:
     assert reason not in {out.reason for out in least_memory.fallen}
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_too_small_is_refused_with_the_memory_needed() -> None:
     """The one-line error also gives a number of devices that suffices."""
     with pytest.raises(
@@ -124,7 +126,12 @@ def test_explicit_settings_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "objective", ["cheapest", "least-memory", pytest.param("largest-model", marks=pytest.mark.slow)]
+    "objective",
+    [
+        "cheapest",
+        pytest.param("least-memory", marks=pytest.mark.slow),
+        pytest.param("largest-model", marks=pytest.mark.slow),
+    ],
 )
 def test_each_objective_is_met(objective: Any) -> None:
     """Fewest device seconds, least memory or most layers, not worse than in the fastest plan."""

@@ -55,9 +55,8 @@ def jobs_of(ranks: int, count: int) -> list[tuple[str, Schedule, bool]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "count", "tries"), [(2, 4, 5), pytest.param(4, 6, 5, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # sleeps
+@pytest.mark.parametrize(("ranks", "count", "tries"), [(2, 4, 5), (4, 6, 5)])
 def test_the_simulated_makespan_equals_the_measured_one(ranks: int, count: int, tries: int) -> None:
     """Within 3%, with the recording's mean costs, on processes that sleep for their costs."""
     cases = jobs_of(ranks, count)[:: 1 if ranks == 4 else 2]
