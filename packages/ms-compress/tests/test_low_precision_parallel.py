@@ -1,4 +1,4 @@
-"""Low-precision exports from several processes equal those of a single one."""
+"""Low-precision exports from several processes equal those of one process."""
 
 from pathlib import Path
 

@@ -3,10 +3,9 @@
     python benchmarks/patch.py                 # a Llama of 23 million weights, on the CPU
     python benchmarks/patch.py --device cuda --layers 16 --hidden 2048 --dtype bfloat16
 
-Each model runs in a process of its own for its peak memory; its steps alternate with the other's,
-one step at a time. Rows are packed: `position_ids` start again at every document. Prints the
-median time of a step (on a CPU, the process's own CPU time), the ratio, and the peak memory above
-that of the model and its gradients.
+Each model runs in a separate process, to measure its peak memory, and the two take turns. Rows
+are packed: `position_ids` start again at every document. Prints the median time of a step (CPU time
+on a CPU), the ratio, and the peak memory above that of the model and its gradients.
 """
 
 import argparse

@@ -33,7 +33,7 @@ def prove(report: Report) -> None:
 
 
 def _check_operators(report: Report, backend: str, dtype: torch.dtype) -> Iterator[Finding]:
-    """Check operator by operator, so that one that raises does not hide the others."""
+    """Check operator by operator, so that an error in one does not hide the others."""
     for operator in CONTRACTS:
         try:
             yield from check([operator], [backend], device=report.device, dtype=dtype)

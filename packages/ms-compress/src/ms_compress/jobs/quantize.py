@@ -48,7 +48,7 @@ def run(options: QuantizeRun) -> Outcome:
 
 
 def _sample(options: QuantizeRun, model: nn.Module) -> Tensor | None:
-    """Return a few tokens of the dataset, (B, S) int64; None if there is none.
+    """Return a few tokens of the dataset, (B, S) int64; None without a dataset.
 
     Raises:
         ConfigError, DataError: the dataset is bad, and the method needs it.

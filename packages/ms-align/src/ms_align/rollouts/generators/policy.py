@@ -36,7 +36,7 @@ class PolicyRollouts:
         self.version = version
 
     def close(self) -> None:
-        """Do nothing, as there are no processes or connections."""
+        """Do nothing: the generator has no processes or connections."""
 
 
 def build(
