@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,19 +59,29 @@ class CommandParser(argparse.ArgumentParser):
         `nargs="*"` only what precedes the next option, so `RUN.toml --json seed=1` would leave
         `seed=1` over.
         """
-        options, extras = super().parse_known_args(args, namespace)
-        for text in extras:
-            if text.startswith("-"):
-                self.error(f"unknown option {text.partition('=')[0]}{self._suggestion(text)}")
+        arguments = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is None:  # before argparse reports what is missing because of it
+            self._check_options(arguments)
+        options, extras = super().parse_known_args(arguments, namespace)
+        self._check_options(extras)
+        for argument in extras:
+            if argument.startswith("-"):
+                self.error(f"unknown option {argument}")
         if "set" in options:
             options.set, extras = [*options.set, *extras], []
         return options, extras
 
-    def _suggestion(self, text: str) -> str:
-        """Return `, did you mean --OPTION?` for an unknown option, or an empty string."""
+    def _check_options(self, arguments: Sequence[str]) -> None:
+        """Exit with code 2 at an unknown option, naming the nearest; `--` ends the options."""
+        for argument in takewhile(lambda argument: argument != "--", arguments):
+            option = argument.partition("=")[0]
+            if option.startswith("--") and option not in self._option_string_actions:
+                self.error(f"unknown option {option}{self._suggestion(option)}")
+
+    def _suggestion(self, word: str) -> str:
+        """Return `; did you mean --OPTION?` for an unknown option, or an empty string."""
         from difflib import get_close_matches
 
-        word = text.partition("=")[0]
         known = [option for option in self._option_string_actions if option.startswith("--")]
         matches = [option for option in known if option.startswith(word) and len(word) > 3]
         matches = matches or get_close_matches(word, known, n=1, cutoff=0.5)

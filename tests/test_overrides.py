@@ -88,6 +88,7 @@ def test_overrides_reach_the_rules_of_ms_data(
         ("ms_parallel", ["train", "run.toml", "--sett", "a=1"], "--set"),
         ("ms_profile", ["report", "traces", "--titel", "x"], "--title"),
         ("ms_kernels", ["bench", "--devise", "cpu"], "--device"),
+        ("ms_data", ["build", "corpus", "--output_dir", "shards"], "--out"),  # --tokenizer missing
     ],
 )
 def test_an_unknown_option_is_refused_with_the_nearest_one(

@@ -85,7 +85,7 @@ def test_files_and_settings_of_the_base_folder_are_copied(
         (base / "tokenizer.json").unlink()
     arguments = [str(run_file), COMMANDS[command], f"model={base}"]
     if command == "export":
-        arguments = [str(base), "--scheme", COMMANDS[command], "--output-dir", str(out)]
+        arguments = [str(base), "--scheme", COMMANDS[command], "--out", str(out)]
     assert main([command, *arguments, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     for name, text in COPIED_FILES.items():

@@ -256,7 +256,7 @@ def test_export_equals_quantize_with_defaults(
 ) -> None:
     """It takes a folder and a scheme, and --verify checks the result in the runtime."""
     model, out = run_file.parent / "model", tmp_path / "exported"
-    words = [str(model), "--scheme", "ct.int4_g32", "--output-dir", str(out)]
+    words = [str(model), "--scheme", "ct.int4_g32", "--out", str(out)]
     assert main(["export", *words, "--verify", "--json"]) == 0
     assert main(["quantize", str(run_file), "scheme=ct.int4_g32"]) == 0
     quantized = run_file.parent / "out" / "model.safetensors"

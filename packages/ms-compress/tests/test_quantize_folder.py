@@ -1,4 +1,4 @@
-"""`ms-compress quantize FOLDER --scheme NAME --output-dir DIR` without a run file."""
+"""`ms-compress quantize FOLDER --scheme NAME --out DIR` without a run file."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_a_model_folder_is_quantized_with_one_command(
 ) -> None:
     """It prints size, quality and how to serve, and the target of the scheme may be left out."""
     out = tmp_path / "out"
-    arguments = ["--scheme", "fp8_dynamic", "--output-dir", str(out), "--verify"]
+    arguments = ["--scheme", "fp8_dynamic", "--out", str(out), "--verify"]
     assert main(["quantize", str(model), *arguments]) == 0
     written, serve, quality = capsys.readouterr().out.splitlines()
     assert written.startswith(f"{out}: ct.fp8_dynamic, ")
@@ -41,7 +41,7 @@ def test_calibrated_input_scales_need_a_dataset(
     name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without one the command names schemes that need none; with one it measures on it."""
-    arguments = ["quantize", str(model), "--scheme", name, "--output-dir", str(tmp_path / "out")]
+    arguments = ["quantize", str(model), "--scheme", name, "--out", str(tmp_path / "out")]
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert "set dataset" in error
@@ -60,9 +60,9 @@ def test_calibrated_input_scales_need_a_dataset(
 
 
 def test_options_override_a_run_file(model: Path, tmp_path: Path) -> None:
-    """`--scheme` and `--output-dir` are the keys of the run file."""
+    """`--scheme` and `--out` are the keys of the run file."""
     file, out = tmp_path / "run.toml", tmp_path / "elsewhere"
-    arguments = ["--scheme", "ct.mxfp4a16", "--output-dir", str(out)]
+    arguments = ["--scheme", "ct.mxfp4a16", "--out", str(out)]
     assert main(["quantize", str(file), *arguments]) == 0
     assert footprint(out).scheme == "fp4-bit g32"
 

@@ -18,6 +18,7 @@ from ms_compress.settings.template import help_text, write_template
 
 PROG = "ms-compress"
 ARGUMENT_TYPES = {"scheme": str, "output_dir": folder_argument, "dataset": path_argument}
+FLAGS = {"scheme": "--scheme", "output_dir": "--out", "dataset": "--dataset"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def _export(options: argparse.Namespace) -> int:
     run = QuantizeRun(
         model=options.model,
         scheme=options.scheme,
-        output_dir=options.output_dir,
+        output_dir=options.out,
         tokenizer=None if options.tokenizer is None else str(options.tokenizer),
         verify=options.verify,
     )
@@ -123,7 +124,8 @@ def _add_command(commands: Any, command: Command) -> None:
     add_run_file(parser)
     for name in command.arguments:
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
+            FLAGS[name],
+            dest=name,
             type=ARGUMENT_TYPES[name],
             metavar=name.upper(),
             help=f"the same as {name}=...; the file may then be a model folder",
@@ -140,7 +142,7 @@ def _add_export(commands: Any) -> None:
         "export",
         help=text,
         description=f"{text.capitalize()}. `quantize` has more settings.",
-        example="ms-compress export runs/train/model --scheme gguf.q8_0 --output-dir deploy/gguf",
+        example="ms-compress export runs/train/model --scheme gguf.q8_0 --out deploy/gguf",
     )
     parser.add_argument("model", type=path_argument, metavar="MODEL", help="Hugging Face folder")
     parser.add_argument(
@@ -149,7 +151,7 @@ def _add_export(commands: Any) -> None:
         help="storage format: gguf.q4_0, gguf.q8_0, ort.matmulnbits, ct.int4_g32, ...",
     )
     parser.add_argument(
-        "--output-dir", type=folder_argument, required=True, metavar="DIR", help="new folder"
+        "--out", type=folder_argument, required=True, metavar="DIR", help="new folder"
     )
     parser.add_argument(
         "--tokenizer",

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     # With subcommands, argparse does not accept positional arguments after options.
     options, extra = parser.parse_known_args(arguments)
-    if any(argument.startswith("-") for argument in extra) or (extra and "details" not in options):
+    if extra and "details" not in options:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
     if extra:
         options.details += extra
