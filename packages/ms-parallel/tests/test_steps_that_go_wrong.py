@@ -203,4 +203,6 @@ def test_spikes_are_relative_to_the_spread_of_recent_values() -> None:
     assert policy.is_spike(1.2, [1.0] * 4)
     assert not policy.is_spike(1.05, [1.0] * 4)
     assert not policy.is_spike(15.0, [1.0, 3.0, 2.0, 5.0])
-    assert policy.rejects(1.0, 99.0, [(1.0, 1.0)] * 4)
+    limits = policy.limits([(1.0, 1.0)] * 4)
+    assert limits.allow(1.0, 1.0)
+    assert not limits.allow(1.0, 99.0)

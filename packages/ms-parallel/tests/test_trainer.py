@@ -42,7 +42,7 @@ def test_epochs_and_steps_count_the_same_batches(corpus: Path, tmp_path: Path) -
     steps = [fields for event, fields in recorded if event == "step"]
     assert result.step == len(steps) > 10
     assert result.tokens == result.step * RUN["batch_size"] * RUN["sequence_length"]
-    samples = run._run.stream.samples_per_epoch  # type: ignore[union-attr,attr-defined]
+    samples = run._run.stream.stream.samples_per_epoch  # type: ignore[union-attr,attr-defined]
     assert result.step == round(0.05 * samples) // RUN["batch_size"]
     names = {"step", "loss", "grad_norm", "learning_rate", "tokens", "rate_tokens_per_s"}
     assert all(fields.keys() == names for fields in steps)

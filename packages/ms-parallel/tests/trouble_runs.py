@@ -10,12 +10,12 @@ import torch.distributed as dist
 from launching import MODEL, RUN
 from torch import Tensor
 
-from ms_data import TokenStream
 from ms_parallel import DistributedTrainer, NextTokenLoss, ParallelError
 from ms_parallel.engine.loss import Output
 from ms_parallel.models.batch import Batch
 from ms_parallel.split.part import gather_full_tensor
 from ms_parallel.training import run as runs
+from ms_parallel.training.read_ahead import ReadAhead
 
 SETTINGS: dict[str, Any] = {
     **{name: value for name, value in RUN.items() if name != "steps"},
@@ -40,20 +40,20 @@ class ScaledLoss(NextTokenLoss):
 @contextmanager
 def planting(factors: Mapping[int, float]) -> Iterator[None]:
     """Multiply the losses of some batches, numbered from 1 in data order."""
-    next_batch, loss = TokenStream.__next__, runs.NextTokenLoss
+    next_batch, loss = ReadAhead.__next__, runs.NextTokenLoss
 
-    def planted(self: TokenStream) -> Any:
+    def planted(self: ReadAhead) -> Any:
         batch = next_batch(self)
-        index = self.state_dict()["consumed_samples"] // self.batch_size
+        index = self.state_dict()["consumed_samples"] // SETTINGS["batch_size"]
         ScaledLoss.factor = factors.get(index, 1.0)
         return batch
 
-    TokenStream.__next__ = planted  # type: ignore[method-assign]
+    ReadAhead.__next__ = planted  # type: ignore[method-assign]
     runs.NextTokenLoss = ScaledLoss  # type: ignore[misc]
     try:
         yield
     finally:
-        TokenStream.__next__ = next_batch  # type: ignore[method-assign]
+        ReadAhead.__next__ = next_batch  # type: ignore[method-assign]
         runs.NextTokenLoss = loss  # type: ignore[misc]
 
 

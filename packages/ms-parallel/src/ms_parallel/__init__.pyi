@@ -11,6 +11,7 @@ from .engine.optimizers.muon import MuonConfig
 from .engine.optimizers.sgd import SGDConfig
 from .engine.optimizers.torch_class import TorchConfig
 from .engine.report import StepReport
+from .engine.updates.decision import StepLimits
 from .engine.updates.settings import LossScale
 from .errors import (
     CheckpointError,
@@ -57,6 +58,7 @@ __all__ = [
     "SGDConfig",
     "ScheduleError",
     "StageError",
+    "StepLimits",
     "StepReport",
     "TorchConfig",
     "__version__",

@@ -42,10 +42,12 @@ from ms_parallel.engine.stage_runner import StageRunner
 from ms_parallel.engine.state import SCALE, align_replicas, load_state, state_of
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.engine.updates.auditor import Auditor, NoAuditor
+from ms_parallel.engine.updates.decision import StepLimits
 from ms_parallel.engine.updates.loss_scale import LossScaler
 from ms_parallel.engine.updates.settings import check_audit
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.files.untrusted import check_path
+from ms_parallel.host_copy import HostCopy
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.family import family_of
 from ms_parallel.models.staged import StagedModel
@@ -70,10 +72,7 @@ from ms_parallel.weights.save import save_model
 
 logger = logging.getLogger(__name__)
 
-
-def always(loss: float, grad_norm: float) -> bool:
-    """Accept every step."""
-    return True
+NO_LIMITS = StepLimits()
 
 
 class Engine:
@@ -241,7 +240,7 @@ class Engine:
         batch: Mapping[str, Any],
         loss: Loss | LossWithStatistics,
         *,
-        accept: Callable[[float, float], bool] = always,
+        limits: StepLimits = NO_LIMITS,
     ) -> StepReport:
         """Take one optimizer step on this data rank's rows of the global batch.
 
@@ -249,8 +248,7 @@ class Engine:
             batch: tensors or arrays (b, S) of the Batch interface. All processes of a data rank
                 must pass the same rows, and data ranks different ones; this is checked.
             loss: loss summed over microbatches, then divided by its weight in the global batch.
-            accept: called before the update with the loss and the gradient norm, which are finite
-                and equal on all processes; False skips the step.
+            limits: largest loss and gradient norm; a step with larger ones is skipped.
 
         Raises:
             ConfigError: the batch is empty, the sequence length is not divisible by `tensor`, data
@@ -279,21 +277,29 @@ class Engine:
             results = self.runner.forward_backward(
                 microbatches, loss, counts.weight, self.reduction, scale
             )
-        load = self.balancer.expert_load(tokens)
+        router_sums = self.balancer.reduce()
         # Unscaled before the norm, so that clipping and reports see true gradients.
         gradients = self.scaler.unscale(self.reduction.gradients())
         mtp = mtp_depths(self.config, loss)
-        # One all-reduce, and the only host synchronization of the step.
-        totals = self.reduction.totals(
-            results, len(metrics), mtp, gradients, self.row_check.terms()
-        )
+        # One all-reduce.
+        sums = self.reduction.totals(results, len(metrics), mtp, gradients, self.row_check.terms())
+        copies = HostCopy(sums, *router_sums)
+        # Queued before the host knows the sums, so the device is never idle. An audit needs the
+        # weights of before the update, and suspicious rows may or may not end the run.
+        is_queued = not (
+            self.row_check.suspicion or self.auditor.is_due(self.step_count + 1)
+        ) and self.trained.queue(gradients, sums, limits, rate)
+        # The only host synchronization of the step.
+        host_sums, *router_sums_on_host = copies.wait()
+        totals = StepTotals.of(host_sums, len(metrics))
+        load = self.balancer.load_of(router_sums_on_host, tokens)
         try:
             self.row_check.check_totals(totals.row_terms)
         except ConfigError:
             # Gradients of wrong rows must not enter a later step if the caller continues.
             self.trained.zero_grad()
             raise
-        skipped = self._skip_reason(totals, accept)
+        skipped = self._skip_reason(totals, limits)
         if totals.grad_norm == 0.0 and self.step_count == 0 and dist.get_rank() == 0:
             logger.warning(
                 "the first gradient is exactly 0, so the model will not train; check the loss"
@@ -303,8 +309,11 @@ class Engine:
         audit = self.auditor.audit(
             self.step_count + 1, microbatches, loss, counts, totals, gradients
         )
-        # None skips the update, but steps, counters and hooks advance on all ranks alike.
-        self.trained.apply(None if skipped else gradients, totals.grad_norm, rate)
+        if is_queued and not any(totals.row_terms):
+            self.optimizer.update_count += skipped is None
+        else:
+            # None skips the update, but steps, counters and hooks advance on all ranks alike.
+            self.trained.apply(None if skipped else gradients, totals.grad_norm, rate)
         self.balancer.update_bias(None if skipped else load)
         self.trained.zero_grad()
         # The other reasons to skip say nothing about the loss scale.
@@ -331,20 +340,18 @@ class Engine:
             audit=audit,
         )
 
-    def _skip_reason(
-        self, totals: StepTotals, accept: Callable[[float, float], bool]
-    ) -> Skipped | None:
+    def _skip_reason(self, totals: StepTotals, limits: StepLimits) -> Skipped | None:
         """Return the reason to skip the step, or None; the same on all ranks, as totals are."""
         if not (isfinite(totals.loss) and isfinite(totals.grad_norm)):
             return "overflow" if self.scaler.may_overflow(totals.loss) else "nonfinite"
-        return None if accept(totals.loss, totals.grad_norm) else "refused"
+        return None if limits.allow(totals.loss, totals.grad_norm) else "refused"
 
     def record_step(
         self,
         batch: Mapping[str, Any],
         loss: Loss | LossWithStatistics,
         *,
-        accept: Callable[[float, float], bool] = always,
+        limits: StepLimits = NO_LIMITS,
     ) -> tuple[StepReport, ComputationRecorder]:
         """Take a step and record the timeline of this rank's computations. All processes call it.
 
@@ -352,7 +359,7 @@ class Engine:
         """
         recorder = self.runner.runtime.recorder = ComputationRecorder(self.device)
         try:
-            return self.step(batch, loss, accept=accept), recorder
+            return self.step(batch, loss, limits=limits), recorder
         finally:
             self.runner.runtime.recorder = None
 

@@ -158,17 +158,17 @@ def measure(microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> T
 def gather_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
     """Gather float64 numbers (n,) on the CPU from all data ranks, to (data ranks, n).
 
-    Each number is sent as a sum of two float32 numbers, because not every device has float64
-    collectives. Integers below 2^48 are exact.
+    Each number is sent as a sum of two float32 numbers. Integers below 2^48 are exact.
     """
     count = groups.place.count
     if count == 1:
         return numbers[None]
     coarse = numbers.float()  # high part; the remainder fits a second float32
-    words = torch.stack((coarse, (numbers - coarse).float())).to(groups.message_device)  # (2, n)
+    words = torch.stack((coarse, (numbers - coarse).float()))  # (2, n)
+    # Exchanged through host memory, so no rank waits for its device.
     parts = [torch.empty_like(words) for _ in range(count)]
     dist.all_gather(parts, words, group=groups.group("rows"))
-    return torch.stack(parts).cpu().double().sum(1)  # (ranks, 2, n) -> (ranks, n)
+    return torch.stack(parts).double().sum(1)  # (ranks, 2, n) -> (ranks, n)
 
 
 def sum_over_rows(numbers: Tensor, groups: Groups) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ms_parallel.engine.gradients import reduce_gradients
 from ms_parallel.engine.loss import Loss, LossWithStatistics
 from ms_parallel.engine.microbatches import gather_over_rows, measure, sum_over_rows
-from ms_parallel.engine.report import MicrobatchResult, StepCounts, StepTotals
+from ms_parallel.engine.report import MicrobatchResult, StepCounts
 from ms_parallel.engine.row_check import TERMS, fingerprint
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.models.batch import Batch
@@ -47,7 +47,7 @@ class Reduction(Protocol):
         mtp: int,
         gradients: dict[str, Tensor],
         row_terms: Tensor,
-    ) -> StepTotals:
+    ) -> Tensor:
         """Sum results and squared gradients over the global batch in one all-reduce.
 
         Args:
@@ -56,6 +56,9 @@ class Reduction(Protocol):
             mtp: number of multi-token-prediction losses.
             gradients: local part of each gradient, by parameter name.
             row_terms: `RowCheck.terms`, (TERMS,) on the CPU.
+
+        Returns:
+            [squared gradient norm, loss, metrics, MTP losses, row terms] on the device.
         """
 
 
@@ -117,14 +120,11 @@ class SummedReduction:
         mtp: int,
         gradients: dict[str, Tensor],
         row_terms: Tensor,
-    ) -> StepTotals:
+    ) -> Tensor:
         """Sum results and squared gradients over all processes in one all-reduce."""
-        # [squared norm, loss, metrics, MTP losses, row terms]
         local = torch.zeros(2 + metrics + mtp + TERMS, device=self.groups.device)
         local[0] = self.trained.squared_norm(gradients)
         if results and self.groups.place.is_loss_rank:  # one process per row adds its results
             local[1:-TERMS] = torch.stack([result.values for result in results]).sum(0)
         local[-TERMS:].copy_(row_terms, non_blocking=True)
-        # `tolist` is where the host waits for the device.
-        squared_norm, *sums = self.groups.all_reduce(local).tolist()
-        return StepTotals.of(squared_norm, sums[:-TERMS], metrics, sums[-TERMS:])
+        return self.groups.all_reduce(local)

@@ -1,7 +1,7 @@
 """Results of an optimizer step: per microbatch, summed over microbatches, and the step's report."""
 
 from collections.abc import Mapping, Sequence
-from math import nan
+from math import nan, sqrt
 from typing import Literal
 
 import torch
@@ -9,7 +9,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from ms_parallel.engine.balance.balancer import ExpertLoad
-from ms_parallel.engine.row_check import Fingerprint
+from ms_parallel.engine.row_check import TERMS, Fingerprint
 from ms_parallel.engine.updates.audit import AuditResult
 from ms_parallel.split.context.splitter import ContextLoad
 
@@ -58,21 +58,15 @@ class StepTotals:
     """Sums of `RowCheck.terms`; 0 unless rows look wrong."""
 
     @classmethod
-    def of(
-        cls,
-        squared_norm: float,
-        sums: Sequence[float],
-        metrics: int,
-        row_terms: Sequence[float],
-    ) -> "StepTotals":
-        """Build from the gradients' sum of squares and the sum of `MicrobatchResult.values`."""
-        loss, *other_sums = sums
+    def of(cls, sums: Tensor, metrics: int) -> "StepTotals":
+        """Build from the vector of `Reduction.totals` on the CPU, with this many statistics."""
+        squared_norm, loss, *other_sums = sums[:-TERMS].tolist()
         return cls(
-            grad_norm=squared_norm**0.5,
+            grad_norm=sqrt(squared_norm),
             loss=loss,
             metrics=tuple(other_sums[:metrics]),
             mtp_losses=tuple(other_sums[metrics:]),
-            row_terms=tuple(row_terms),
+            row_terms=tuple(sums[-TERMS:].tolist()),
         )
 
 
@@ -89,7 +83,7 @@ class StepReport:
     """Tokens of the global batch."""
     skipped: Skipped | None = None
     """Reason why the update was skipped: no position had a target; the gradient was not finite; it
-    overflowed in float16 (the loss scale is then lowered); or `accept` returned False. Weights,
+    overflowed in float16 (the loss scale is then lowered); or it exceeded a limit. Weights,
     optimizer state and learning rate schedule are unchanged. None if the update was applied."""
     loss_scale: float | None = None
     """Factor on the loss in float16; None in other precisions."""

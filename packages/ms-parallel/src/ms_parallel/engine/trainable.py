@@ -9,6 +9,7 @@ from ms_parallel.engine.gradients import is_counted, scale, squared_norm
 from ms_parallel.engine.optimizer import OptimizerConfig
 from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.engine.rules.rule import LocalParameters
+from ms_parallel.engine.updates.decision import CLIP_EPSILON, StepLimits, UpdateDecision
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import WeightRules
 from ms_parallel.split.part import is_plain_tensor
@@ -100,8 +101,29 @@ class Trainable:
         """
         limit = self.optimizer.config.max_grad_norm
         if gradients is not None and limit is not None and norm > limit:
-            scale(list(gradients.values()), limit / (norm + 1e-6))  # epsilon of clip_grad_norm_
+            scale(list(gradients.values()), limit / (norm + CLIP_EPSILON))
         self.optimizer.step(gradients, rate)
+
+    def queue(
+        self, gradients: Mapping[str, Tensor], sums: Tensor, limits: StepLimits, rate: float
+    ) -> bool:
+        """Queue an update that the device itself clips or skips, if the optimizer supports it.
+
+        Args:
+            gradients: local gradients by name.
+            sums: vector of `Reduction.totals`.
+            limits: limits of the step.
+            rate: learning rate.
+
+        Returns:
+            Whether it is queued; the caller then increases the optimizer's `update_count` if the
+            update was not skipped.
+        """
+        if not self.optimizer.decides_on_device:
+            return False
+        decision = UpdateDecision.of(sums, limits, self.optimizer.config.max_grad_norm)
+        self.optimizer.step(gradients, rate, decision)
+        return True
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -27,7 +27,7 @@ def full_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float, 
     weight, tokens = counts.weight, counts.tokens
     with engine.balancer.count_tokens(tokens):
         results = engine.runner.forward_backward(rows, loss, weight, engine.reduction)
-    engine.balancer.expert_load(tokens)
+    engine.balancer.reduce()
     loss_sum = torch.zeros((), device=engine.device)
     if results and engine.groups.place.is_loss_rank:
         loss_sum += torch.stack([result.loss for result in results]).sum()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.host_copy import send
 from ms_parallel.models.experts.grouped import Combine, Experts
 from ms_parallel.models.experts.replay import replayed
 from ms_parallel.operators.cpu import has_no_values
@@ -164,8 +165,8 @@ def _dispatch(
         group=group,
         sent_counts=sent_counts,
         received_counts=received_counts,
-        order=order.to(rows.device),
-        inverse=inverse.to(rows.device),
+        order=send(order, rows.device),
+        inverse=send(inverse, rows.device),
     )
 
     def combine(outputs: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ def _dispatch(
         return returned
 
     received: Tensor = _Exchange.apply(rows, route, False)  # type: ignore[no-untyped-call]
-    return received, all_counts[1].sum(0).to(counts.device), combine
+    return received, send(all_counts[1].sum(0), counts.device), combine
 
 
 def _counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:

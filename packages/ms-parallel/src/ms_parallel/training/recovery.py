@@ -6,7 +6,7 @@ is far above the median of the previous steps, in units of their median absolute
 
 import logging
 from collections.abc import Sequence
-from math import isfinite
+from math import inf, isfinite
 from statistics import median
 from typing import Literal
 
@@ -15,6 +15,7 @@ from attrs import define, frozen
 from ms_parallel.cluster.process import is_first
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.report import StepReport
+from ms_parallel.engine.updates.decision import StepLimits
 from ms_parallel.errors import DivergenceError
 from ms_parallel.events import OnEvent
 from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress
@@ -53,19 +54,23 @@ class RecoveryPolicy:
         >>> policy.is_spike(2.4, usual), policy.is_spike(3.0, usual)
         (False, True)
         """
+        return value > self.limit(previous)
+
+    def limit(self, previous: Sequence[float]) -> float:
+        """Return the largest number that is not a spike; infinite without enough numbers."""
         if len(previous) < self.window:
-            return False
+            return inf
         center = median(previous)
         # If all numbers are equal the deviation is 0, hence the minimum.
         deviation = NORMAL * median(abs(number - center) for number in previous)
-        return value > center + self.factor * max(deviation, LEAST * abs(center))
+        return center + self.factor * max(deviation, LEAST * abs(center))
 
-    def rejects(self, loss: float, norm: float, recent: Sequence[Sequence[float]]) -> bool:
-        """Return whether this loss or gradient norm is a spike compared with `recent` steps."""
+    def limits(self, recent: Sequence[Sequence[float]]) -> StepLimits:
+        """Return the limits of the next step, given the (loss, gradient norm) of recent steps."""
         if self.on_spike == "ignore":
-            return False
+            return StepLimits()
         losses, norms = [step[0] for step in recent], [step[1] for step in recent]
-        return self.is_spike(loss, losses) or self.is_spike(norm, norms)
+        return StepLimits(loss=self.limit(losses), grad_norm=self.limit(norms))
 
     def remedy(self, report: StepReport) -> Remedy | None:
         """Remedy for a step; None if it was taken, or skipped for an overflow in float16."""
@@ -90,9 +95,9 @@ class Recovery:
     roll_backs: int = 0
     """Roll-backs since the last checkpoint was saved."""
 
-    def accept(self, loss: float, grad_norm: float) -> bool:
-        """Return whether to take a finite step: it is not a spike, or spikes are ignored."""
-        return not self.policy.rejects(loss, grad_norm, self.progress.recent)
+    def limits(self) -> StepLimits:
+        """Return the limits of the next step, above which it is a spike."""
+        return self.policy.limits(self.progress.recent)
 
     def roll_back(self, report: StepReport) -> bool:
         """Apply the policy to a step; return whether the run is back at a checkpoint.

@@ -18,17 +18,19 @@ from ms_parallel.cluster.watch import position
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import Loss, NextTokenLoss
 from ms_parallel.engine.report import StepReport
+from ms_parallel.engine.updates.decision import StepLimits
 from ms_parallel.errors import DivergenceError
 from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.recorder import recorded_step
 from ms_parallel.pipeline.step_file import write_step
 from ms_parallel.planner.searched_schedule import SearchedSchedule
 from ms_parallel.progress import RunDisplay, Throughput, duration
-from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress, Stream
+from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress
 from ms_parallel.training.dataset import SHARDS
 from ms_parallel.training.held_out import HeldOut
 from ms_parallel.training.optional import data_package
 from ms_parallel.training.options import Options
+from ms_parallel.training.read_ahead import ReadAhead
 from ms_parallel.training.recovery import Recovery, check_outcome
 from ms_parallel.training.result import Result, printable, write_model
 from ms_parallel.training.rows_per_rank.assignment import RowAssignment
@@ -51,14 +53,12 @@ class StepRecorder:
     folder: Path
     """Folder of the files."""
 
-    def step(
-        self, batch: Mapping[str, Any], loss: Loss, *, accept: Callable[[float, float], bool]
-    ) -> StepReport:
+    def step(self, batch: Mapping[str, Any], loss: Loss, *, limits: StepLimits) -> StepReport:
         """Take a step like `Engine.step`, and record it if it is due."""
         engine, steps_before = self.engine, self.engine.step_count
         if (steps_before + 1) % self.every:
-            return engine.step(batch, loss, accept=accept)
-        report, recorder = engine.record_step(batch, loss, accept=accept)
+            return engine.step(batch, loss, limits=limits)
+        report, recorder = engine.record_step(batch, loss, limits=limits)
         recorded = recorded_step(recorder, engine.groups, steps_before)
         if recorded is not None:
             path = self.folder / f"step-{steps_before + 1:08}.json"
@@ -72,7 +72,7 @@ class Run:
 
     engine: Engine
     take_step: TakeStep
-    stream: Stream
+    stream: ReadAhead
     shards: Path
     """Folder that the stream reads; holds the run's tokenizer."""
     held_out: HeldOut | None
@@ -128,7 +128,7 @@ class Run:
                 position.step, position.activity = engine.step_count + 1, "update"
                 # Random numbers follow from seed and step, so checkpoints need no generator state.
                 torch.manual_seed((options.seed * 1_000_003 + engine.step_count) % 2**63)
-                report = self.take_step(next(self.stream), loss, accept=self.recovery.accept)
+                report = self.take_step(next(self.stream), loss, limits=self.recovery.limits())
                 step = engine.step_count
                 # A batch without targets has no loss, so the previous one stays.
                 if report.skipped != "no_targets":

@@ -51,6 +51,7 @@ from ms_parallel.training.options import AUTO, Length, Options
 from ms_parallel.training.ownership import output_lock
 from ms_parallel.training.planning.auto_layout import resolve_layout
 from ms_parallel.training.planning.subprocesses import ask_memory
+from ms_parallel.training.read_ahead import ReadAhead
 from ms_parallel.training.recovery import Recovery, RecoveryPolicy
 from ms_parallel.training.result import Result
 from ms_parallel.training.run import Run, StepRecorder, TakeStep
@@ -145,6 +146,7 @@ class DistributedTrainer:
                 self._run, resumed = run, run.engine.step_count
                 return run.finish(run.take_steps(), resumed)
             finally:
+                run.stream.close()
                 # Kills a background write that an error left running; complete checkpoints are
                 # not affected.
                 run.checkpoints.close()
@@ -209,6 +211,7 @@ class DistributedTrainer:
                 f" {options.batch_size}; lower batch_size or sequence_length, or give more epochs"
             )
         engine, schedule, options = self._engine(config, layout, total, emit)
+        batches = ReadAhead(stream, pin=engine.device.type != "cpu")
         # Held-out batches are multiples of this, so all data ranks run the same microbatches.
         rows = layout.data_ranks * (microbatch(options, layout) or 1)
         shares = row_assignment(options, layout, data_place, emit)
@@ -224,7 +227,7 @@ class DistributedTrainer:
         )
         checkpoints = RunCheckpoints(
             engine=engine,
-            stream=stream,
+            stream=batches,
             progress=progress,
             options=options,
             total=total,
@@ -245,7 +248,7 @@ class DistributedTrainer:
         return Run(
             engine=engine,
             take_step=take_step,
-            stream=stream,
+            stream=batches,
             shards=self._shards,
             held_out=HeldOut.find(
                 self._shards,

@@ -6,7 +6,7 @@ the losses are the same under every layout and microbatch size.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.balance.settings import BalanceSettings
+from ms_parallel.host_copy import send
 from ms_parallel.models.experts.router_config import Mixture
 from ms_parallel.models.experts.router_stats import DocumentNumbers, RouterStats, RouterWithStats
 
@@ -148,34 +149,45 @@ class ExpertBalancer:
         z_rate = self.balance.z_loss_coefficient / num_terms
         # The step-wise loss needs the counts of an earlier update.
         has_counts = bool(self.counts.any())
+        loads = self._previous_loads() if self.balance.method == "step" else {}
         for row, router in self.rows.items():
-            load = None
-            if self.balance.method == "step":
-                # f of the previous step; sums to k over experts.
-                load = self.counts[row].double() * self.top_k / max(1, int(self.counts[row].sum()))
-                load = load.to(
-                    router.weight.device, torch.promote_types(router.weight.dtype, torch.float32)
-                )
             router.stats = RouterStats(
                 self.counts.shape[1],
                 documents,
-                rate=rate if has_counts or load is None else 0.0,
+                rate=rate if has_counts or not loads else 0.0,
                 z_rate=z_rate,
-                load=load,
+                load=loads.get(row),
                 scale=scale,
                 device=self.groups.device,
             )
         try:
             yield
         except BaseException:
-            # Without an error, the statistics stay until `expert_load` reads them.
+            # Without an error, the statistics stay until `reduce` sums them.
             self._drop_stats()
             raise
 
-    def expert_load(self, tokens: int) -> ExpertLoad | None:
-        """Return the routing of the step's tokens, summed over all processes. Collective."""
+    def _previous_loads(self) -> dict[int, Tensor]:
+        """Return f (E,) of the previous step for each local MoE layer; f sums to k over experts."""
+        totals = self.counts.sum(1, keepdim=True).clamp_min(1)
+        loads = self.counts.double() * self.top_k / totals  # (layers, E) float64
+        dtypes = {row: router.weight.dtype for row, router in self.rows.items()}
+        # One message for all layers, in the precision of the routers.
+        on_device = {
+            dtype: send(loads.to(torch.promote_types(dtype, torch.float32)), self.groups.device)
+            for dtype in set(dtypes.values())
+        }
+        return {row: on_device[dtype][row] for row, dtype in dtypes.items()}
+
+    def reduce(self) -> tuple[Tensor, ...]:
+        """Sum the step's statistics over all processes, for `load_of`. Collective.
+
+        Returns:
+            (layers, experts) int64 counts, and (layers, `NUM_SUMS` + experts) sums and selection
+            biases, on the device; nothing for a dense model.
+        """
         if not self.layers:
-            return None
+            return ()
         device = self.groups.device
         counts = torch.zeros(self.counts.shape, dtype=torch.int64, device=device)
         # Columns: the sums of `RouterStats`, then the selection bias of each expert.
@@ -191,8 +203,13 @@ class ExpertBalancer:
             if self.corrected and self.groups.place.tensor == 0 and self.groups.token_rank == 0:
                 sums[row, NUM_SUMS:] = router.e_score_correction_bias
         self._drop_stats()
-        counts = self.groups.all_reduce(counts).cpu()
-        sums = self.groups.all_reduce(sums).cpu()
+        return self.groups.all_reduce(counts), self.groups.all_reduce(sums)
+
+    def load_of(self, sums_on_host: Sequence[Tensor], tokens: int) -> ExpertLoad | None:
+        """Return the routing of a step's tokens, from the result of `reduce` on the CPU."""
+        if not sums_on_host:
+            return None
+        counts, sums = sums_on_host
         return ExpertLoad(
             layers=self.layers,
             counts=counts,
@@ -217,8 +234,9 @@ class ExpertBalancer:
             return
         total, experts = load.counts.sum(1, keepdim=True), load.counts.shape[1]
         steps = (total - experts * load.counts).sign().float() * self.balance.bias_rate
+        steps = send(steps, self.groups.device)
         for row, router in self.rows.items():
-            router.e_score_correction_bias += steps[row].to(self.groups.device)
+            router.e_score_correction_bias += steps[row]
 
     def _drop_stats(self) -> None:
         for router in self.rows.values():

@@ -17,6 +17,7 @@ from ms_parallel.engine.optimizer import (
     kind_of,
 )
 from ms_parallel.engine.rules.rule import LocalParameters, Moments, UpdateRule
+from ms_parallel.engine.updates.decision import UpdateDecision
 from ms_parallel.settings import number
 from ms_parallel.split.part import local_part
 
@@ -96,15 +97,40 @@ class AdamWRule:
         """First and second moments."""
         return {"exp_avg": self.first, "exp_avg_sq": self.second}
 
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether the fused kernel of an accelerator makes the update."""
+        devices = {local_part(parameter).device.type for parameter in self.parameters.values()}
+        return self.fused and "cpu" not in devices
+
     def apply(self, gradients: Mapping[str, Tensor], rate: float, update_count: int) -> None:
         """Update the parameters in place."""
+        self._apply(gradients, rate, update_count, None)
+
+    def apply_decision(
+        self,
+        gradients: Mapping[str, Tensor],
+        rate: float,
+        update_count: int,
+        decision: UpdateDecision,
+    ) -> None:
+        """Update the parameters in place if `decision` says so."""
+        self._apply(gradients, rate, update_count, decision)
+
+    def _apply(
+        self,
+        gradients: Mapping[str, Tensor],
+        rate: float,
+        update_count: int,
+        decision: UpdateDecision | None,
+    ) -> None:
         parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         # Shards of small weights are empty on some ranks.
         nonempty = [name for name, part in parts.items() if part.numel()]
         if not nonempty:
             return
         for names in self._visits(parts, nonempty):
-            self._update(names, parts, gradients, rate, update_count)
+            self._update(names, parts, gradients, rate, update_count, decision)
 
     def _zeros(self, part: Tensor) -> Tensor:
         """Allocate a moment of a shard, in pinned host memory if offloaded."""
@@ -135,6 +161,7 @@ class AdamWRule:
         gradients: Mapping[str, Tensor],
         rate: float,
         update_count: int,
+        decision: UpdateDecision | None,
     ) -> None:
         """Update some parameters and their moments in place."""
         stored_moments = [(self.first[name], self.second[name]) for name in names]
@@ -145,7 +172,7 @@ class AdamWRule:
         # CPU kernel only: pad to full vectors, so that the result is independent of the sharding.
         needs_padding = self.fused and rows[0][0].device.type == "cpu"
         filled = [_filled(row) if needs_padding and row[0].numel() % UNIT else row for row in rows]
-        self._step(filled, rate, update_count)
+        self._step(filled, rate, update_count, decision)
         for row, padded_row in zip(rows, filled, strict=True):
             if padded_row is not row:
                 for tensor, longer in zip(row, padded_row, strict=True):
@@ -155,7 +182,13 @@ class AdamWRule:
                 if stored is not updated:  # offloaded: copy back to host memory
                     stored.copy_(updated)
 
-    def _step(self, rows: Sequence[Sequence[Tensor]], rate: float, update_count: int) -> None:
+    def _step(
+        self,
+        rows: Sequence[Sequence[Tensor]],
+        rate: float,
+        update_count: int,
+        decision: UpdateDecision | None,
+    ) -> None:
         """Update weights in place; a row is (weight, gradient, first moment, second moment)."""
         weights, gradients, first, second = map(list, zip(*rows, strict=True))
         device = weights[0].device if self.fused else "cpu"
@@ -169,6 +202,8 @@ class AdamWRule:
             list(torch.full((len(weights),), float(update_count), device=device).unbind()),
             foreach=False if self.fused else None,
             fused=self.fused,
+            grad_scale=None if decision is None else decision.grad_scale,
+            found_inf=None if decision is None else decision.found_inf,
             amsgrad=False,
             beta1=self.group.config.betas[0],
             beta2=self.group.config.betas[1],

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from ms_parallel.engine.gradients import add_tied
 from ms_parallel.engine.loss import Loss, LossWithStatistics
 from ms_parallel.engine.microbatches import measure
-from ms_parallel.engine.report import MicrobatchResult, StepCounts, StepTotals
+from ms_parallel.engine.report import MicrobatchResult, StepCounts
 from ms_parallel.engine.reproducible.gradients import RowGradients
 from ms_parallel.engine.reproducible.norm import FixedNorm
 from ms_parallel.engine.reproducible.rows import BatchRows
 from ms_parallel.engine.reproducible.tree import fold
 from ms_parallel.engine.row_check import TERMS, fingerprint
 from ms_parallel.engine.trainable import Trainable
+from ms_parallel.host_copy import send
 from ms_parallel.models.batch import Batch
 from ms_parallel.pipeline.runtime import OnGradients
 
@@ -89,16 +90,16 @@ class OrderedReduction:
         mtp: int,
         gradients: dict[str, Tensor],
         row_terms: Tensor,
-    ) -> StepTotals:
+    ) -> Tensor:
         """Sum results and squared gradients over all rows in the order of the tree."""
         squares = self.norm.squares(gradients, self.groups.device)
         values = [result.values for result in results] if self.groups.place.is_loss_rank else []
         placed = self.rows.placed(values, 1 + metrics + mtp, squares)
-        terms = row_terms.to(squares, non_blocking=True)
+        terms = send(row_terms.to(squares.dtype), squares.device)
         # Each number is nonzero on one process (row terms are small integers), so the all-reduce
         # is exact in any order; only `fold` rounds.
         self.groups.all_reduce(joined := torch.cat((squares, placed.flatten(), terms)))
-        squared_norm = float(fold(joined[: self.norm.length]))
+        squared_norm = fold(joined[: self.norm.length])
         # (rows, n) -> (n, rows), folded to (n,).
         sums = fold(joined[self.norm.length : -TERMS].view_as(placed).t().contiguous())
-        return StepTotals.of(squared_norm, sums.tolist(), metrics, joined[-TERMS:].tolist())
+        return torch.cat((squared_norm[None], sums, joined[-TERMS:]))

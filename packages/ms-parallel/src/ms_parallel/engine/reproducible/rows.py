@@ -29,7 +29,8 @@ class BatchRows:
         ranks = groups.place.count
         summaries = [[count, *local.numbers]]
         if ranks > 1:
-            local_summary = torch.tensor(summaries[0], device=groups.device)  # (3,) int64
+            # On the CPU, where all ranks have their numbers: no rank waits for its device.
+            local_summary = torch.tensor(summaries[0])  # (3,) int64
             gathered = [torch.empty_like(local_summary) for _ in range(ranks)]
             dist.all_gather(gathered, local_summary, group=groups.group("rows"))
             summaries = torch.stack(gathered).tolist()

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ms_parallel.engine.optimizer import OptimizerConfig
-from ms_parallel.engine.rules.rule import LocalParameters, Moments
+from ms_parallel.engine.rules.rule import DeviceDecidedRule, LocalParameters, Moments
+from ms_parallel.engine.updates.decision import UpdateDecision
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
@@ -43,23 +44,40 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """State of other shapes, which is not sharded, by state and parameter name."""
         return _merge(rule.unsharded for rule in self.rules)
 
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether `step` takes a decision."""
+        return all(
+            isinstance(rule, DeviceDecidedRule) and rule.decides_on_device for rule in self.rules
+        )
+
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, gradients: Mapping[str, Tensor] | None, rate: float, closure: Any = None
+        self,
+        gradients: Mapping[str, Tensor] | None,
+        rate: float,
+        decision: UpdateDecision | None = None,
+        closure: Any = None,
     ) -> None:
         """Update the parameters in place.
 
         Args:
             gradients: local part of each gradient by name; None for a skipped update.
             rate: learning rate.
+            decision: decision on the device, if `decides_on_device`; the caller then increases
+                `update_count` once the host knows it. None to update.
             closure: unused.
         """
         # torch wraps this method, so its hooks run for a skipped update too.
         if gradients is None:
             return
         for rule in self.rules:
-            rule.apply(gradients, rate, self.update_count)
-        self.update_count += 1
+            if decision is None:
+                rule.apply(gradients, rate, self.update_count)
+            else:
+                assert isinstance(rule, DeviceDecidedRule)
+                rule.apply_decision(gradients, rate, self.update_count, decision)
+        self.update_count += decision is None
 
 
 def _merge(every: Iterable[Moments]) -> dict[str, dict[str, Tensor]]:

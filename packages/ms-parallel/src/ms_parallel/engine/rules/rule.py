@@ -1,12 +1,13 @@
 """Interface of update rules: each updates a subset of the parameters."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from attrs import frozen
 from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.updates.decision import UpdateDecision
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import WeightRules
 
@@ -50,3 +51,21 @@ class UpdateRule(Protocol):
             rate: learning rate.
             update_count: number of earlier updates.
         """
+
+
+@runtime_checkable
+class DeviceDecidedRule(UpdateRule, Protocol):
+    """Update rule whose update can depend on a decision that the host does not know yet."""
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether `apply_decision` works on this rule's device."""
+
+    def apply_decision(
+        self,
+        gradients: Mapping[str, Tensor],
+        rate: float,
+        update_count: int,
+        decision: UpdateDecision,
+    ) -> None:
+        """Update the parameters in place as in `apply`, if `decision` says so."""

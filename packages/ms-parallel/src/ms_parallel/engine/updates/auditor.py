@@ -32,6 +32,10 @@ GROUP = re.compile(r"(.*\blayers\.\d+\.[^.]+|.*(?=\.[^.]+$))")
 class NoAuditor:
     """Default: audits no step."""
 
+    def is_due(self, step: int) -> bool:
+        """Return False."""
+        return False
+
     def audit(self, *step: object) -> None:
         """Return no audit."""
 
@@ -68,6 +72,10 @@ class Auditor:
         dist.all_gather_object(gathered, local_names)
         return list(dict.fromkeys(name for names in gathered for name in names))
 
+    def is_due(self, step: int) -> bool:
+        """Whether step number `step`, from 1, is audited."""
+        return step % self.every == 0
+
     def audit(
         self,
         step: int,
@@ -90,7 +98,7 @@ class Auditor:
         Returns:
             The comparison; None if no audit is due or the gradient is not finite.
         """
-        if step % self.every or not isfinite(totals.grad_norm):
+        if not self.is_due(step) or not isfinite(totals.grad_norm):
             return None
         runner, trained = self.build(), self.trained
         parameters = {
@@ -103,7 +111,7 @@ class Auditor:
             results = runner.forward_backward(
                 microbatches, loss, counts.weight, SummedReduction(trained)
             )
-        balancer.expert_load(counts.tokens)
+        balancer.reduce()
         groups = trained.groups
         # The same reductions as in the step, so both gradients are sharded alike.
         exact = reduce_gradients(

@@ -38,12 +38,22 @@ class DocumentNumbers:
         if self._key is None or self._key[0] is not documents or self._key[1] != key[1]:
             numbers = torch.arange(rows, device=like.device)[:, None].expand(rows, positions)
             if documents is not None:
-                # Unique (row, document) pairs, then numbered from 0 without gaps.
                 lowest = documents.min()
                 numbers = numbers * (documents.max() - lowest + 1) + (documents - lowest)
-                numbers = torch.unique(numbers, return_inverse=True)[1]
+                numbers = _renumbered(numbers)
             self._key, self._numbers = key, numbers
         return self._numbers
+
+
+def _renumbered(numbers: Tensor) -> Tensor:
+    """Replace numbers (B, S) by their rank among the different numbers, from 0.
+
+    `torch.unique` gives the same, but waits for the device to learn how many there are.
+    """
+    values, order = numbers.flatten().sort()
+    ranks = torch.zeros_like(values)
+    ranks[1:] = (values[1:] != values[:-1]).cumsum(0)
+    return torch.empty_like(ranks).scatter_(0, order, ranks).view(numbers.shape)
 
 
 class RouterStats:
@@ -128,7 +138,8 @@ class RouterStats:
         Returns:
             (B, local S, E) float64 on a CPU, else float32.
         """
-        count = int(numbers.max()) + 1
+        # On an accelerator reading the number of documents would wait, so its bound is used.
+        count = int(numbers.max()) + 1 if numbers.device.type == "cpu" else numbers.numel()
         pairs = numbers[..., None] * len(self.counts) + experts  # (B, S, k), document · E + expert
         size = count * len(self.counts)
         ones = torch.ones_like(pairs).flatten()

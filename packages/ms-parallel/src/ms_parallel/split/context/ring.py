@@ -15,6 +15,7 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor
 
+from ms_parallel.host_copy import send
 from ms_parallel.operators.cpu import widen
 from ms_parallel.split.context.assignment import QueryRange
 from ms_parallel.split.context.blocks import (
@@ -39,7 +40,7 @@ class BlockPair:
 
     def to(self, device: torch.device) -> "BlockPair":
         """Move the mask to a device."""
-        return self if self.mask is None else evolve(self, mask=self.mask.to(device))
+        return self if self.mask is None else evolve(self, mask=send(self.mask, device))
 
 
 def block_pairs(

@@ -8,6 +8,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ms_parallel.host_copy import send
 from ms_parallel.models.spans import document_lengths
 from ms_parallel.operators.packed_rows import attend_in_spans
 from ms_parallel.split.context.assignment import QueryRange, query_ranges
@@ -60,7 +61,7 @@ class ContextRowSplit:
         """Row positions of each rank along `positions`, (B, S / ranks)."""
         # Rows that are not split by position can use variable-length attention.
         self.lengths = document_lengths(documents) if ranks == 1 else None
-        self.order = order.to(device)
+        self.order = send(order, device)
         self.inverse = self.order.argsort(1)
         rows_per_rank = order.shape[1] // exchange.context.size()
         first = exchange.context.get_local_rank() * rows_per_rank
