@@ -49,7 +49,7 @@ TEXT_ARGUMENTS = {
         "device",
     },
     "ms-align": {"set"},
-    "ms-compress": {"scheme", "set"},
+    "ms-compress": {"method", "scheme", "set"},
 }
 """Text arguments that are not paths."""
 
@@ -98,6 +98,7 @@ INTERNAL = {
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of", "OpenFile.path"),
     *("Run.corpus", "CheckpointJob.folder", "Processor.folder", "ArrayShard.folder"),
     *("_PlanRequest.shards", "StepRecorder.folder", "Run.shards", "VllmOptions.model"),
+    "BlockFiles.folder",
 }
 """Fields that only the package sets, from validated paths, and other fields that share their name
 with a path of another class."""

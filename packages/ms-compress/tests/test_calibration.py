@@ -18,7 +18,7 @@ from ms_compress import (
     tune,
     wanda,
 )
-from ms_compress.methods.calibration import walk
+from ms_compress.methods.calibration import CalibratedBlock, walk
 from ms_compress.methods.pruning import masks
 from ms_compress.models.logits import model_logits
 from ms_compress.quantization.layers import prepared_layers
@@ -97,7 +97,7 @@ def test_each_layer_is_calibrated_with_the_inputs_of_a_plain_forward(
         model,
         batches,
         lambda previous, inputs: inputs if previous is None else torch.cat((previous, inputs)),
-        lambda name, layer, inputs: recorded.update({name: inputs}),
+        lambda block: recorded.update(block.statistics),
         names,
     )
     assert len(recorded) == len(names) > 1
@@ -192,9 +192,9 @@ def test_train_and_eval_modes_are_restored(look: str) -> None:
     frozen_block.eval()
     modes = {name: module.training for name, module in model.named_modules()}
 
-    def fail_on_layer(name: str, layer: nn.Linear, statistic: Tensor) -> None:
+    def fail_on_block(block: CalibratedBlock[Tensor]) -> None:
         assert not any(module.training for module in model.modules())
-        raise KeyError(name)
+        raise KeyError(block.name)
 
     if look == "walk":
         with pytest.raises(KeyError):
@@ -202,7 +202,7 @@ def test_train_and_eval_modes_are_restored(look: str) -> None:
                 model,
                 [tokens()],
                 lambda previous, x: x,
-                fail_on_layer,
+                fail_on_block,
                 {"model.layers.1.mlp.up_proj"},
             )
     else:

@@ -12,6 +12,7 @@ from .errors import (
     VerifyError,
 )
 from .evaluation.perplexity import perplexity
+from .methods.awq import awq, smoothquant
 from .methods.calibration import calibrate_inputs
 from .methods.gptq import gptq
 from .methods.pruning import (
@@ -51,6 +52,7 @@ __all__ = [
     "Tuning",
     "VerifyError",
     "__version__",
+    "awq",
     "calibrate_inputs",
     "cut_student",
     "distillation_loss",
@@ -66,6 +68,7 @@ __all__ = [
     "qat",
     "scheme",
     "set_masks",
+    "smoothquant",
     "sparsity",
     "tune",
     "verify",

@@ -17,8 +17,13 @@ from ms_compress.settings.run_file import add_run_file, build, override, read_se
 from ms_compress.settings.template import help_text, write_template
 
 PROG = "ms-compress"
-ARGUMENT_TYPES = {"scheme": str, "output_dir": folder_argument, "dataset": path_argument}
-FLAGS = {"scheme": "--scheme", "output_dir": "--out", "dataset": "--dataset"}
+ARGUMENT_TYPES = {
+    "scheme": str,
+    "method": str,
+    "output_dir": folder_argument,
+    "dataset": path_argument,
+}
+FLAGS = {name: f"--{name}" for name in ARGUMENT_TYPES} | {"output_dir": "--out"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

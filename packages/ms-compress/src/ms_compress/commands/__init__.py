@@ -30,12 +30,12 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="quantize",
-        help="quantize a trained model by rounding to nearest or GPTQ, and export it",
-        example="ms-compress quantize RUN.toml method=gptq scheme=ct.int4_g32",
+        help="quantize a model without training (RTN, GPTQ, AWQ, SmoothQuant), and export it",
+        example="ms-compress quantize RUN.toml method=awq scheme=ct.int4_g32",
         options=QuantizeRun,
         job="quantize",
         flags=("verify",),
-        arguments=("scheme", "output_dir", "dataset"),
+        arguments=("scheme", "method", "output_dir", "dataset"),
     ),
     Command(
         name="evaluate",

@@ -122,16 +122,22 @@ class QatRun(SchemeRun):
             )
 
 
+METHODS = ("rtn", "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq")
+"""Methods of `ms-compress quantize`; the second part rounds after the first part has scaled."""
+
+
 @frozen(kw_only=True)
 class QuantizeRun(SchemeRun):
     """Settings of `ms-compress quantize`; `export` sets only the model, scheme and output."""
 
-    method: str = field(default="rtn", validator=one_of("rtn", "gptq"))
-    """Round to nearest (rtn), or use GPTQ with the dataset's tokens."""
+    method: str = field(default="rtn", validator=one_of(*METHODS))
+    """Round to nearest (rtn), or calibrate with the dataset's tokens: GPTQ compensates rounding
+    errors, AWQ protects weights of large inputs, SmoothQuant moves outliers of inputs into weights.
+    """
     fit_scales: bool = field(default=False, validator=flag)
-    """Search for the scale of each group with the smallest error."""
+    """Search for the scale of each group with the smallest error; AWQ always does."""
     act_order: bool = field(default=False, validator=flag)
-    """GPTQ quantizes the columns with the largest inputs first."""
+    """GPTQ quantizes the columns with the largest inputs first (`actorder` weight)."""
     by_loss: bool = field(default=False, validator=flag)
     """GPTQ weights errors by their effect on the model's predictions."""
 
@@ -147,9 +153,16 @@ class QuantizeRun(SchemeRun):
                 f"scheme {self.scheme} needs calibration tokens for its input scales; set dataset,"
                 " or use a scheme without calibration such as ct.fp8_dynamic or ct.nvfp4a16"
             )
-        if self.method == "gptq" and (self.embeddings or self.head):
+        if self.method != "rtn" and (self.embeddings or self.head):
             raise ConfigError(
-                "method='gptq' quantizes only decoder layers; set embeddings and head to false"
+                f"method={self.method!r} quantizes only decoder layers; set embeddings and head to"
+                " false"
+            )
+        rounds_inputs = self.activations and self.scheme.activations is not None
+        if self.method.startswith("smoothquant") and not rounds_inputs:
+            raise ConfigError(
+                f"method={self.method!r} needs a scheme that quantizes inputs, and {self.scheme}"
+                " does not here; use method='awq', or a scheme such as ct.w8a8"
             )
 
 

@@ -5,7 +5,7 @@ text and settings. Running the same command again finds it finished.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,12 +14,14 @@ from typing import Any
 import attrs
 from attrs import frozen
 from msgspec import structs
+from torch import Tensor
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import ModelRun
 from ms_compress.errors import ConfigError, FolderError
 from ms_compress.files.run_folder import RunSeal, changes_between, read_seal, write_seal
 from ms_compress.output_lock import output_lock
+from ms_compress.training.block_checkpoint import BlockFiles, calibration_identity
 from ms_compress.training.checkpoint import read_header, saved_steps
 from ms_compress.training.identity import digest_of_path, is_digest
 
@@ -44,6 +46,16 @@ class RunOutput:
     def checkpoint(self) -> Path:
         """File with the state of the run's training, until the folder exists."""
         return self.folder.with_name(f"{self.folder.name}.training")
+
+    def layer_checkpoint(self, batches: Sequence[Tensor]) -> BlockFiles:
+        """Return the storage of calibrated decoder layers, until the folder exists."""
+        return BlockFiles(
+            folder=self._calibration, identity=calibration_identity(self.identity, batches)
+        )
+
+    @property
+    def _calibration(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.calibration")
 
     @property
     def identity(self) -> dict[str, str]:
@@ -71,9 +83,10 @@ class RunOutput:
         write_seal(folder, self.run)
 
     def end(self) -> None:
-        """Remove the checkpoint once the folder is written; other entries are not ours."""
+        """Remove the checkpoints once the folder is written; other entries are not ours."""
         if self.checkpoint.is_file():
             self.checkpoint.unlink()
+        BlockFiles(folder=self._calibration, identity={}).remove()
 
     def already_finished(self) -> Outcome:
         """Return the outcome of a run that was finished before."""
@@ -100,7 +113,7 @@ def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
             read_header(output.checkpoint)  # reports damage before a model is loaded
         if os.path.lexists(folder):
             _check_owner(output)
-            if output.steps_made() == output.steps:  # killed after its folder was written
+            if output.steps_made() in (None, output.steps):  # killed after its folder was written
                 output.end()
             output = attrs.evolve(output, finished=True)
         yield output

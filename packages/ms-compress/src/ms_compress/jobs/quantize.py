@@ -1,6 +1,5 @@
 """`ms-compress quantize`: round a trained model without further training, and export it."""
 
-import torch
 from torch import Tensor, nn
 
 from ms_compress.commands.command import Outcome
@@ -12,10 +11,8 @@ from ms_compress.figures import figure
 from ms_compress.jobs.dataset import calibration_rows, check_tokenizers
 from ms_compress.jobs.finish import check_exportable, finish
 from ms_compress.jobs.loading import load
-from ms_compress.jobs.methods import prepare, round_by_gptq
+from ms_compress.jobs.methods import quantize
 from ms_compress.jobs.output import run_output
-from ms_compress.methods.calibration import calibrate_inputs
-from ms_compress.methods.qat import fit_scales
 from ms_compress.models.logits import model_logits, vocabulary_of
 
 SAMPLE_ROWS, SAMPLE_LENGTH = 4, 128
@@ -33,7 +30,7 @@ def run(options: QuantizeRun) -> Outcome:
         sample = _sample(options, model)
         tokens = probe(vocabulary_of(model)) if sample is None else sample
         float_logits = model_logits(model, tokens)
-        _round(model, options)
+        quantize(model, options, output)
         quality = compare_logits(float_logits, model_logits(model, tokens))
         outcome = finish(model, options, output)
         no_text = "a probe; set dataset to measure on your text"
@@ -59,21 +56,3 @@ def _sample(options: QuantizeRun, model: nn.Module) -> Tensor | None:
         if options.method == "rtn" and not options.has_calibrated_inputs:
             return None  # rounding to nearest needs no data
         raise
-
-
-def _round(model: nn.Module, options: QuantizeRun) -> None:
-    if options.method == "gptq":
-        round_by_gptq(
-            model,
-            options,
-            act_order=options.act_order,
-            by_loss=options.by_loss,
-            fit_scales=options.fit_scales,
-        )
-        return
-    prepare(model, options, learned_scales=options.fit_scales)
-    if options.has_calibrated_inputs:
-        rows = calibration_rows(options, model)
-        calibrate_inputs(model, torch.split(rows, options.tuning.batch_size))
-    if options.fit_scales:
-        fit_scales(model)

@@ -3,24 +3,55 @@
 Memory holds the hidden states of the calibration tokens at one depth of the model, and the
 statistics of one decoder layer. A decoder layer sees the outputs of the layers before it after they
 were changed, as in GPTQ (Frantar et al. 2022, arXiv:2210.17323) and Wanda. All its linear layers
-are observed in one pass before any is visited, so their inputs from one another come from unchanged
+are observed in one pass before any is changed, so their inputs from one another come from unchanged
 weights; `gptq` has prepared these, so they are rounded to nearest.
+
+A checkpoint stores each finished decoder layer. A restarted walk loads these and runs them once, so
+that the next layer gets the same inputs, bit for bit.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from ms_compress.errors import CalibrationError
 from ms_compress.models.logits import check_tokens, evaluating, next_token_logits
 from ms_compress.models.selection import blocks_of
-from ms_compress.quantization.layers import prepared_layers
+from ms_compress.quantization.layers import Prepared, prepared_layers
 
-Statistic = Callable[[Tensor | None, Tensor], Tensor]
+S = TypeVar("S")
+Statistic = Callable[[S | None, Tensor], S]
 """Accumulate inputs (T, K) float32 into a layer's statistic (None for the first batch)."""
+
+
+@frozen(kw_only=True, eq=False)
+class CalibratedBlock(Generic[S]):
+    """A decoder layer with statistics of the inputs of its linear layers."""
+
+    name: str
+    module: nn.Module
+    layers: Mapping[str, nn.Linear]
+    """Target layers by their name in the model."""
+    statistics: dict[str, S]
+    """Statistic of each target layer; remove an entry to free its memory."""
+    run: Callable[[], Tensor]
+    """Return the decoder layer's output (B, S, D) for the first batch, with its current weights."""
+
+
+class BlockCheckpoint(Protocol):
+    """Storage of finished decoder layers."""
+
+    def load(self, name: str, block: nn.Module) -> bool:
+        """Restore a decoder layer; return False if it is not stored."""
+        ...
+
+    def save(self, name: str, block: nn.Module) -> None:
+        """Store a finished decoder layer."""
+        ...
 
 
 class _ReachedLastLayer(Exception):  # noqa: N818 - not an error
@@ -35,21 +66,24 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 def walk(
     model: nn.Module,
     batches: Sequence[Tensor],
-    statistic: Statistic,
-    visit: Callable[[str, nn.Linear, Tensor], None],
+    statistic: Statistic[S],
+    visit: Callable[[CalibratedBlock[S]], None],
     targets: set[str],
-    begin: Callable[[Mapping[str, nn.Linear]], object] | None = None,
+    *,
+    in_float: bool = False,
+    checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Visit each target linear layer with the statistic of its inputs; visits may change weights.
+    """Visit each decoder layer with statistics of its linear layers' inputs; visits change weights.
 
     Args:
         model: a complete decoder from ms-parallel or transformers.
         batches: tokens, (B, S) int64 each.
         statistic: accumulates a layer's inputs.
-        visit: called with the layer's name, the layer and its statistic.
-        targets: names of the layers to visit.
-        begin: called with a decoder layer's targets before any of them is visited.
+        visit: called with each decoder layer that has targets.
+        targets: names of the linear layers to observe.
+        in_float: observe and visit a decoder layer without the quantization of its prepared layers.
+        checkpoint: storage of finished decoder layers, which are not visited again.
         progress: called with the number of finished decoder layers, from 0, and their total.
 
     Raises:
@@ -70,16 +104,42 @@ def walk(
                 for name, layer in block.named_modules()
                 if isinstance(layer, nn.Linear) and f"{prefix}.{name}" in targets
             }
-            # One pass before any change, so that all layers of a block see unchanged siblings.
-            statistics = _gather(block, layers, hidden, layer_calls, statistic)
-            if begin is not None and layers:
-                begin(layers)
-            for name, layer in layers.items():
-                visit(name, layer, statistics.pop(name))
+            if layers and not (checkpoint is not None and checkpoint.load(prefix, block)):
+                with float_layers(block) if in_float else ExitStack():
+                    # One pass before any change, so that all layers see unchanged siblings.
+                    visit(
+                        CalibratedBlock(
+                            name=prefix,
+                            module=block,
+                            layers=layers,
+                            statistics=_gather(block, layers, hidden, layer_calls, statistic),
+                            run=lambda block=block, x=hidden[0], call=layer_calls[0]: (  # type: ignore[misc]
+                                _run(block, x, call)
+                            ),
+                        )
+                    )
+                if checkpoint is not None:
+                    checkpoint.save(prefix, block)
             # Second pass with the changed weights: the next layer sees the compressed inputs.
-            hidden = [_run(block, x, call) for x, call in zip(hidden, layer_calls, strict=True)]
+            for index, call in enumerate(layer_calls):
+                hidden[index] = _run(block, hidden[index], call)
+            layer_calls.clear()
         if progress is not None:
             progress(len(calls), len(calls))
+
+
+@contextmanager
+def float_layers(block: nn.Module) -> Iterator[None]:
+    """Switch off the quantization of a module's prepared layers."""
+    layers = [layer for layer in block.modules() if isinstance(layer, Prepared)]
+    modes = [layer.quantizing for layer in layers]
+    for layer in layers:
+        layer.quantizing = False
+    try:
+        yield
+    finally:
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.quantizing = mode
 
 
 @torch.no_grad()
@@ -144,7 +204,8 @@ def _arguments(
 ) -> tuple[list[Tensor], list[list[_Call]]]:
     """Record the first decoder layer's input, and every layer's other arguments, by batch.
 
-    Layers differ in their masks and rotary tables; tensors shared by several are stored once.
+    Layers differ in their masks and rotary tables; tensors shared by several layers, or equal in
+    successive batches, are stored once.
     """
     blocks = [block for _, block in blocks_of(model)]
     hidden: list[Tensor] = []
@@ -155,7 +216,8 @@ def _arguments(
         first = inputs[0] if inputs else kwargs.pop("hidden_states")
         if block is blocks[0]:
             hidden.append(first)
-        calls[block].append((tuple(inputs[1:]), kwargs))
+        previous = calls[block][-1] if calls[block] else None
+        calls[block].append(_with_shared_tensors((tuple(inputs[1:]), kwargs), previous))
         # The last layer's arguments are recorded, so its output and the head are not needed.
         if block is blocks[-1]:
             raise _ReachedLastLayer
@@ -178,6 +240,22 @@ def _arguments(
     return hidden, list(calls.values())
 
 
+def _with_shared_tensors(call: _Call, previous: _Call | None) -> _Call:
+    """Replace tensors by equal ones of the previous batch, to store masks and tables once."""
+    if previous is None or len(call[0]) != len(previous[0]):
+        return call
+    args = tuple(_shared(new, old) for new, old in zip(call[0], previous[0], strict=True))
+    return args, {name: _shared(new, previous[1].get(name)) for name, new in call[1].items()}
+
+
+def _shared(new: Any, old: Any) -> Any:
+    if isinstance(new, Tensor) and isinstance(old, Tensor):
+        return old if new.shape == old.shape and torch.equal(new, old) else new
+    if isinstance(new, tuple) and isinstance(old, tuple) and type(new) is tuple:
+        return tuple(map(_shared, new, old)) if len(new) == len(old) else new
+    return new
+
+
 def _run(block: nn.Module, hidden: Tensor, call: _Call) -> Tensor:
     args, kwargs = call
     out = block(hidden, *args, **kwargs)
@@ -190,10 +268,10 @@ def _gather(
     layers: dict[str, nn.Linear],
     hidden: Sequence[Tensor],
     calls: Sequence[_Call],
-    statistic: Statistic,
-) -> dict[str, Tensor]:
+    statistic: Statistic[S],
+) -> dict[str, S]:
     """Return the statistic of each layer's inputs over all batches."""
-    statistics: dict[str, Tensor] = {}
+    statistics: dict[str, S] = {}
     with _observing(layers, statistics, statistic):
         for x, call in zip(hidden, calls, strict=True):
             _run(block, x, call)
@@ -205,7 +283,7 @@ def _gather(
 
 @contextmanager
 def _observing(
-    layers: dict[str, nn.Linear], statistics: dict[str, Tensor], statistic: Statistic
+    layers: dict[str, nn.Linear], statistics: dict[str, S], statistic: Statistic[S]
 ) -> Iterator[None]:
     def observe(name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -8,7 +8,7 @@ Frantar et al. 2022, arXiv:2210.17323, algorithm 1. Differences from the paper:
 Shapes: N rows, K features.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from ms_compress.arguments import check_items
 from ms_compress.errors import CalibrationError
-from ms_compress.methods.calibration import calibrate_inputs, check_calibration, walk
+from ms_compress.methods.calibration import (
+    BlockCheckpoint,
+    CalibratedBlock,
+    calibrate_inputs,
+    check_calibration,
+    walk,
+)
 from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
 from ms_compress.methods.qat import qat
 from ms_compress.models.selection import select
@@ -49,6 +55,7 @@ def gptq(
     by_loss: bool = False,
     fit_scales: bool = False,
     for_training: bool = False,
+    checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Prepare a model for a scheme and round its weights with GPTQ, in place.
@@ -68,6 +75,7 @@ def gptq(
         fit_scales: search for the scale of each group with the smallest error.
         for_training: leave each weight as close to its original value as its code allows, instead
             of at the code itself, from which a small learning rate would hardly move it.
+        checkpoint: storage of finished decoder layers, to resume from.
         progress: called with the number of finished decoder layers, from 0, and their total.
 
     Raises:
@@ -77,7 +85,7 @@ def gptq(
             or a layer's input is not finite, and earlier layers are already rounded.
     """
     check_items("batches", batches, Tensor, "tensors of tokens", error=CalibrationError)
-    rounding = _Rounding(
+    rounding = GPTQRounding(
         model=model,
         batches=batches,
         damping=damping,
@@ -90,47 +98,49 @@ def gptq(
     qat(model, scheme_name, ignore=ignore, activations=activations, learned_scales=True)
     calibrate_inputs(model, batches)
     targets = {name for name, layer in prepared_layers(model) if layer.scheme is not None}
-    walk(model, batches, _add_outer, rounding.visit, targets, rounding.begin, progress)
+
+    def visit(block: CalibratedBlock[Tensor]) -> None:
+        rounding.round_layers(block.layers, block.statistics)
+
+    walk(model, batches, _add_outer, visit, targets, checkpoint=checkpoint, progress=progress)
 
 
 @frozen(kw_only=True, eq=False)
-class _Rounding:
-    """Rounds the layers that `walk` visits; for the fields see `gptq`."""
+class GPTQRounding:
+    """Rounds the layers of one decoder layer after the other; for the fields see `gptq`."""
 
     model: nn.Module
     batches: Sequence[Tensor]
-    damping: float = field(validator=number(minimum=1e-12))
-    act_order: bool
-    by_loss: bool
-    fit_scales: bool
-    for_training: bool
-    output_hessians: dict[str, Tensor] = field(factory=dict, init=False)
-    """Output Hessian of each layer, if errors are weighted by the loss."""
+    damping: float = field(default=0.01, validator=number(minimum=1e-12))
+    act_order: bool = False
+    by_loss: bool = False
+    fit_scales: bool = False
+    for_training: bool = False
 
-    def begin(self, layers: Mapping[str, nn.Linear]) -> None:
-        """Compute the output Hessians of a decoder layer's linear layers, if needed."""
-        self.output_hessians.clear()
-        if self.by_loss:
-            self.output_hessians.update(output_squares(self.model, layers, self.batches))
-
-    def visit(self, name: str, layer: nn.Linear, hessian: Tensor) -> None:
-        """Round a layer's weight in place."""
-        assert isinstance(layer, Prepared)
-        assert layer.scheme is not None
-        weight, scales = self._round(name, layer, layer.scheme, hessian)
-        if self.for_training:
-            original = layer.weight.detach()
-            masked = original if layer.mask is None else original * layer.mask
-            weight = clamp_to_codes(
-                masked, weight, per_weight(scales, weight.shape, layer.scheme), layer.scheme
+    def round_layers(
+        self, layers: Mapping[str, nn.Linear], hessians: MutableMapping[str, Tensor]
+    ) -> None:
+        """Round prepared layers in place, given XᵀX (K, K) of their inputs, which are removed."""
+        outputs = output_squares(self.model, layers, self.batches) if self.by_loss else {}
+        for name, layer in layers.items():
+            assert isinstance(layer, Prepared)
+            assert layer.scheme is not None
+            weight, scales = self._round(
+                name, layer, layer.scheme, hessians.pop(name), outputs.get(name)
             )
-        layer.weight.copy_(weight)
-        layer.get_parameter(FACTOR).copy_(_factor(layer.weight.detach(), scales, layer.scheme))
+            if self.for_training:
+                original = layer.weight.detach()
+                masked = original if layer.mask is None else original * layer.mask
+                weight = clamp_to_codes(
+                    masked, weight, per_weight(scales, weight.shape, layer.scheme), layer.scheme
+                )
+            layer.weight.copy_(weight)
+            layer.get_parameter(FACTOR).copy_(_factor(layer.weight.detach(), scales, layer.scheme))
 
     def _round(
-        self, name: str, layer: Prepared, scheme: Scheme, hessian: Tensor
+        self, name: str, layer: Prepared, scheme: Scheme, hessian: Tensor, outputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        weight, outputs = layer.weight.detach(), self.output_hessians.get(name)
+        weight = layer.weight.detach()
         options: dict[str, Any] = {
             "mask": layer.mask,
             "damping": self.damping,

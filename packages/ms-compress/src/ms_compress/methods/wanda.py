@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ms_compress.arguments import check_items
 from ms_compress.errors import CalibrationError
-from ms_compress.methods.calibration import walk
+from ms_compress.methods.calibration import CalibratedBlock, walk
 from ms_compress.methods.pattern import Pattern, Unstructured, parse_pattern
 from ms_compress.methods.pruning import check_pattern, keep_zeros
 from ms_compress.models.selection import select
@@ -49,9 +49,10 @@ def wanda(
     selected = select(model, ignore)
     check_pattern(model, parsed, selected)
 
-    def visit(name: str, layer: nn.Linear, squares: Tensor) -> None:
-        scores = layer.weight.detach().abs().float() * squares.sqrt()
-        prepare_layer(layer, name, None).set_mask(parsed.keep(scores))
+    def visit(block: CalibratedBlock[Tensor]) -> None:
+        for name, layer in block.layers.items():
+            scores = layer.weight.detach().abs().float() * block.statistics[name].sqrt()
+            prepare_layer(layer, name, None).set_mask(parsed.keep(scores))
 
     names = {name for name, _ in selected}
     walk(model, batches, _add_squares, visit, names, progress=progress)

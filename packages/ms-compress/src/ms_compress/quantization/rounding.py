@@ -150,16 +150,29 @@ def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None
     Args:
         weight: (N, K) floating point.
         scheme: quantization scheme, whose group divides K.
-        importance: (K,) weight of each feature's squared error. None: all 1.
+        importance: (K,) weight of each feature's squared error; or (K, K) second moment of the
+            inputs, for the squared error of a group's part of the output. None: all 1.
     """
+    if importance is not None and importance.ndim == 2:
+        if scheme.scale_shape(*weight.shape)[0] == weight.shape[0]:
+            group = scheme.group_of(weight.shape[1])
+            # (G, group, group): the blocks on the diagonal, one per group of features.
+            count = weight.shape[1] // group
+            blocks = importance.view(count, group, count, group)
+            importance = blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+        else:  # scales of several rows
+            importance = importance.diagonal()
     scales = compute_scales(weight, scheme)
     best, least_error = torch.zeros_like(scales), torch.full_like(scales, torch.inf)  # (R, G)
     for multiplier in sorted(SCALE_MULTIPLIERS, key=lambda m: abs(m - 1)):  # ties: closest to 1
         factor = torch.full_like(scales, multiplier).log()
-        errors = (round_weight(weight, scheme, factor).float() - weight.float()).square_()
-        if importance is not None:
-            errors *= importance
-        error = _cells(errors, scheme).sum(-1)  # (R, G)
+        errors = round_weight(weight, scheme, factor).float() - weight.float()
+        if importance is not None and importance.ndim == 3:
+            cells = _cells(errors, scheme).transpose(0, 1)  # (G, N, group)
+            error = (cells @ importance * cells).sum(-1).t()
+        else:
+            errors = errors.square() if importance is None else errors.square() * importance
+            error = _cells(errors, scheme).sum(-1)  # (R, G)
         is_better = error < least_error
         best, least_error = (
             torch.where(is_better, factor, best),

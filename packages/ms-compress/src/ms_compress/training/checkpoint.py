@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ms_compress.errors import ConfigError, ExportError
 from ms_compress.methods.pruning import masks, set_masks
-from ms_compress.training.identity import describe_change
+from ms_compress.training.identity import check_identity
 from ms_compress.training.sealed_file import opened, write_sealed
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class TrainingCheckpoint:
         with opened(self.path) as (line, payload):
             header = _header(self.path, line)
             # Before the state is loaded, which may not fit a model with other settings.
-            _check_identity(self.path, header.identity, self._identity)
+            check_identity(self.path, header.identity, self._identity)
             state = torch.load(payload, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -128,16 +128,6 @@ def _header(path: Path, line: bytes) -> TrainingHeader:
             f"{path} is not a training checkpoint of this version of ms-compress ({error}); remove"
             " it to restart"
         ) from error
-
-
-def _check_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    changed = [name for name in {**current, **saved} if saved.get(name) != current.get(name)]
-    if changed:
-        changes = [describe_change(name, saved.get(name), current.get(name)) for name in changed]
-        raise ConfigError(
-            f"{path} belongs to a run with other settings: {', '.join(changes)}; use the same"
-            " settings, or remove it to restart"
-        )
 
 
 def _random_states() -> dict[str, Tensor]:

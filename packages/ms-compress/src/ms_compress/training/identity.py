@@ -8,6 +8,7 @@ from typing import Any
 from attrs import asdict
 from torch import Tensor, nn
 
+from ms_compress.errors import ConfigError
 from ms_compress.quantization.layers import prepared_layers
 
 DIGEST = "blake2b:"
@@ -69,3 +70,18 @@ def describe_change(name: str, previous: object, current: object) -> str:
     if is_digest(previous, current):
         return f"{name} changed"
     return f"{name} is {current or 'not given'}, was {previous or 'not given'}"
+
+
+def check_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
+    """Check that stored work belongs to a run with the same settings.
+
+    Raises:
+        ConfigError: it does not; the message names the differences.
+    """
+    changed = [name for name in {**current, **saved} if saved.get(name) != current.get(name)]
+    if changed:
+        changes = [describe_change(name, saved.get(name), current.get(name)) for name in changed]
+        raise ConfigError(
+            f"{path} belongs to a run with other settings: {', '.join(changes)}; use the same"
+            " settings, or remove it to restart"
+        )

@@ -1,0 +1,353 @@
+"""AWQ and SmoothQuant: move the range of features between inputs and weights before rounding.
+
+AWQ (Lin et al. 2023, arXiv:2306.00978) scales up the weights of features with large inputs, so that
+they lose less in rounding. SmoothQuant (Xiao et al. 2022, arXiv:2211.10438) scales down features
+with outliers, so that inputs round better. The scales are folded into the norm or linear layer
+before, so the float model does not change.
+
+Differences from AWQ's paper:
+1. The output error of weights E is tr(E H Eᵀ), with H = XᵀX of all calibration tokens, instead of a
+   forward for each candidate: memory and time do not grow with the number of tokens.
+2. Candidates with and without the weights' mean magnitude in the denominator are both tried.
+3. If the target rounds inputs, the error of rounding a sample of them is added.
+Shapes: N rows, K features, P scales of a fold, T tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from ms_compress.arguments import check_items
+from ms_compress.errors import CalibrationError, ConfigError
+from ms_compress.methods.calibration import (
+    BlockCheckpoint,
+    CalibratedBlock,
+    check_calibration,
+    walk,
+)
+from ms_compress.methods.folding import Fold, find_folds
+from ms_compress.methods.gptq import GPTQRounding
+from ms_compress.methods.qat import qat
+from ms_compress.models.selection import select
+from ms_compress.quantization.layers import FACTOR, INPUT_PEAK, Prepared, prepared_layers
+from ms_compress.quantization.rounding import best_factor, round_activations, round_weight
+from ms_compress.quantization.scheme import Scheme
+from ms_compress.settings import nearest
+from ms_compress.targets.rules import scheme
+
+RATIOS = tuple(step / 20 for step in range(20))
+"""Exponents of the mean input magnitude that AWQ tries."""
+SAMPLE_ROWS = 512
+"""Tokens per layer on which the error of rounded inputs is measured."""
+SMALLEST = 1e-4
+"""Smallest scale before normalization, for features that are always zero."""
+Rounding = Literal["rtn", "gptq"]
+
+
+def awq(
+    model: nn.Module,
+    scheme_name: str | Scheme,
+    batches: Sequence[Tensor],
+    *,
+    ignore: Sequence[str] = (),
+    activations: bool = True,
+    rounding: Rounding = "rtn",
+    clip: bool = True,
+    act_order: bool = False,
+    by_loss: bool = False,
+    checkpoint: BlockCheckpoint | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> None:
+    """Prepare a model for a scheme, with feature scales that minimize the output error, in place.
+
+    Args:
+        model: a complete decoder from ms-parallel or transformers; masks are preserved.
+        scheme_name: scheme or its name, such as `"ct.int4_g128"`.
+        batches: calibration tokens, (B, S) int64 each.
+        ignore: name patterns of layers to leave in float.
+        activations: also quantize inputs, if the target does.
+        rounding: round to nearest ("rtn") or with GPTQ ("gptq") after scaling.
+        clip: search for the scale of each group of weights with the smallest output error.
+        act_order: GPTQ rounds the columns with the largest inputs first.
+        by_loss: GPTQ weights errors by their effect on the model's predictions.
+        checkpoint: storage of finished decoder layers, to resume from.
+        progress: called with the number of finished decoder layers, from 0, and their total.
+
+    Raises:
+        ConfigError: an exception matches nothing, or the rounding is unknown.
+        LayerError: the model's architecture, or a layer, is not supported.
+        CalibrationError: no tokens are given or a weight is not finite, and the model is unchanged;
+            or a layer's input is not finite, and earlier layers are already rounded.
+    """
+    _scale_and_round(
+        model,
+        scheme_name,
+        batches,
+        search_scales,
+        ignore=ignore,
+        activations=activations,
+        rounding=rounding,
+        fit_scales=clip,
+        act_order=act_order,
+        by_loss=by_loss,
+        norms_only=False,
+        checkpoint=checkpoint,
+        progress=progress,
+    )
+
+
+def smoothquant(
+    model: nn.Module,
+    scheme_name: str | Scheme,
+    batches: Sequence[Tensor],
+    *,
+    ignore: Sequence[str] = (),
+    activations: bool = True,
+    rounding: Rounding = "rtn",
+    strength: float = 0.5,
+    fit_scales: bool = False,
+    act_order: bool = False,
+    by_loss: bool = False,
+    checkpoint: BlockCheckpoint | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> None:
+    """Prepare a model for a scheme that rounds inputs, with outliers moved into weights, in place.
+
+    Args:
+        model: a complete decoder from ms-parallel or transformers; masks are preserved.
+        scheme_name: scheme or its name, such as `"ct.w8a8"`.
+        batches: calibration tokens, (B, S) int64 each.
+        ignore: name patterns of layers to leave in float.
+        activations: also quantize inputs, if the target does.
+        rounding: round to nearest ("rtn") or with GPTQ ("gptq") after scaling.
+        strength: migration strength α, 0 to 1: the scale of a feature is its largest input to the
+            power α, divided by its largest weight to the power 1 - α.
+        fit_scales: search for the scale of each group of weights with the smallest output error.
+        act_order: GPTQ rounds the columns with the largest inputs first.
+        by_loss: GPTQ weights errors by their effect on the model's predictions.
+        checkpoint: storage of finished decoder layers, to resume from.
+        progress: called with the number of finished decoder layers, from 0, and their total.
+
+    Raises:
+        ConfigError, LayerError, CalibrationError: as in `awq`.
+    """
+    if not 0 <= strength <= 1:
+        raise ConfigError(f"strength must be 0 to 1, got {strength}; use 0.5")
+    quant_scheme = scheme(scheme_name)
+    if not activations or quant_scheme.activations is None:
+        raise ConfigError(
+            f"smoothquant needs a scheme that quantizes inputs, and {quant_scheme} does not here;"
+            " use awq, or a scheme such as ct.w8a8"
+        )
+    _scale_and_round(
+        model,
+        scheme_name,
+        batches,
+        lambda fold, statistics, layers: smooth_scales(fold, statistics, strength),
+        ignore=ignore,
+        activations=activations,
+        rounding=rounding,
+        fit_scales=fit_scales,
+        act_order=act_order,
+        by_loss=by_loss,
+        norms_only=True,
+        checkpoint=checkpoint,
+        progress=progress,
+    )
+
+
+@attrs.define(eq=False)
+class InputStatistics:
+    """Statistics of a layer's inputs (T, K)."""
+
+    hessian: Tensor
+    """(K, K), XᵀX."""
+    magnitudes: Tensor
+    """(K,), sum of magnitudes."""
+    largest: Tensor
+    """(K,), largest magnitude."""
+    samples: list[Tensor]
+    """Some rows of the inputs of each batch."""
+
+    def sample(self) -> Tensor:
+        """Return at most `SAMPLE_ROWS` inputs, spread over the batches."""
+        rows = torch.cat(self.samples)
+        return rows[:: -(-len(rows) // SAMPLE_ROWS)]
+
+    def divide(self, scales: Tensor) -> None:
+        """Follow a division of the inputs by scales (K,)."""
+        self.hessian.div_(scales).div_(scales.unsqueeze(1))
+        self.magnitudes.div_(scales)
+        self.largest.div_(scales)
+        self.samples = [rows / scales for rows in self.samples]
+
+
+def add_inputs(total: InputStatistics | None, inputs: Tensor) -> InputStatistics:
+    """Add inputs (T, K) float32."""
+    magnitudes = inputs.abs()
+    sample = inputs[:: max(1, len(inputs) // 64)].clone()
+    if total is None:
+        return InputStatistics(
+            hessian=inputs.t() @ inputs,
+            magnitudes=magnitudes.sum(0),
+            largest=magnitudes.amax(0),
+            samples=[sample],
+        )
+    total.hessian.addmm_(inputs.t(), inputs)
+    total.magnitudes += magnitudes.sum(0)
+    total.largest = torch.maximum(total.largest, magnitudes.amax(0))
+    total.samples.append(sample)
+    return total
+
+
+ScaleRule = Callable[[Fold, InputStatistics, Mapping[str, Prepared]], Tensor]
+"""Return the scales (P,) of a fold, from statistics of its readers' input and the readers that are
+quantized."""
+
+
+def _scale_and_round(
+    model: nn.Module,
+    scheme_name: str | Scheme,
+    batches: Sequence[Tensor],
+    scale_rule: ScaleRule,
+    *,
+    ignore: Sequence[str],
+    activations: bool,
+    rounding: Rounding,
+    fit_scales: bool,
+    act_order: bool,
+    by_loss: bool,
+    norms_only: bool,
+    checkpoint: BlockCheckpoint | None,
+    progress: Callable[[int, int], object] | None,
+) -> None:
+    check_items("batches", batches, Tensor, "tensors of tokens", error=CalibrationError)
+    if rounding not in ("rtn", "gptq"):
+        choice = nearest(str(rounding), ("rtn", "gptq"))
+        raise ConfigError(f"rounding must be 'rtn' or 'gptq', got {rounding!r}; {choice}")
+    check_calibration(model, batches, {name for name, _ in select(model, ignore)})
+    qat(model, scheme_name, ignore=ignore, activations=activations, learned_scales=True)
+    by_gptq = GPTQRounding(
+        model=model, batches=batches, fit_scales=fit_scales, act_order=act_order, by_loss=by_loss
+    )
+
+    def visit(block: CalibratedBlock[InputStatistics]) -> None:
+        statistics = block.statistics
+        layers = {k: layer for k, layer in block.layers.items() if isinstance(layer, Prepared)}
+        for fold in find_folds(block.name, block.module, block.run, norms_only=norms_only):
+            readers = {name: layers[name] for name in fold.consumers if name in layers}
+            if not readers:
+                continue
+            scales = scale_rule(fold, statistics[next(iter(readers))], readers)  # (P,)
+            fold.apply(scales)
+            for name in readers:
+                statistics[name].divide(scales[fold.scale_of])
+        for name, layer in layers.items():
+            if layer.input_peak is not None:
+                layer.get_buffer(INPUT_PEAK).copy_(statistics[name].largest.amax())
+        hessians = {name: statistics.pop(name).hessian for name in layers}
+        if rounding == "gptq":
+            by_gptq.round_layers(block.layers, hessians)
+        elif fit_scales:
+            for name, layer in layers.items():
+                assert layer.scheme is not None
+                weight = _masked(layer)
+                factor = best_factor(weight, layer.scheme, hessians.pop(name))
+                layer.get_parameter(FACTOR).copy_(factor)
+
+    targets = {name for name, layer in prepared_layers(model) if layer.scheme is not None}
+    walk(
+        model,
+        batches,
+        add_inputs,
+        visit,
+        targets,
+        in_float=True,
+        checkpoint=checkpoint,
+        progress=progress,
+    )
+
+
+def smooth_scales(fold: Fold, statistics: InputStatistics, strength: float) -> Tensor:
+    """Return SmoothQuant's scales (P,): equation 4 of the paper."""
+    largest_inputs = fold.reduce(statistics.largest, "amax")
+    weights = [layer.weight.detach().float().abs().amax(0) for layer in fold.consumers.values()]
+    largest_weights = fold.reduce(torch.stack(weights).amax(0), "amax")
+    scales = largest_inputs.pow(strength) / largest_weights.clamp(min=1e-5).pow(1 - strength)
+    # A feature that is always zero keeps its weights.
+    return torch.where(largest_inputs > 0, scales.clamp(min=1e-5), 1.0)
+
+
+def search_scales(
+    fold: Fold, statistics: InputStatistics, layers: Mapping[str, Prepared]
+) -> Tensor:
+    """Return the candidate scales (P,) with the smallest output error of the quantized readers."""
+    best, least_error = torch.ones(fold.count, device=statistics.hessian.device), torch.inf
+    weights = {name: _masked(layer) for name, layer in layers.items()}
+    sample = statistics.sample()
+    for scales in _candidates(fold, statistics, weights, layers):
+        columns = scales[fold.scale_of]  # (K,)
+        error = sum(
+            _output_error(weights[name], columns, layer, statistics, sample)
+            for name, layer in layers.items()
+        )
+        if error < least_error:
+            best, least_error = scales, error
+    return best
+
+
+def _candidates(
+    fold: Fold,
+    statistics: InputStatistics,
+    weights: Mapping[str, Tensor],
+    layers: Mapping[str, Prepared],
+) -> Iterator[Tensor]:
+    """Yield scales (P,), the first of which are 1."""
+    inputs = fold.reduce(statistics.magnitudes, "mean")
+    inputs = inputs / inputs.mean().clamp(min=torch.finfo(inputs.dtype).tiny)
+    relative = []
+    for name, weight in weights.items():
+        quant_scheme = layers[name].scheme
+        assert quant_scheme is not None
+        group = quant_scheme.group_of(weight.shape[1])
+        magnitudes = weight.abs().view(len(weight), -1, group)
+        # Relative to the group's largest weight, which decides the rounding step.
+        peak = magnitudes.amax(-1, keepdim=True).clamp(min=1e-6)
+        relative.append((magnitudes / peak).flatten(1).mean(0))
+    means = fold.reduce(torch.stack(relative).mean(0), "mean")
+    for divides_by_weights in (False, True):
+        for ratio in RATIOS:
+            scales = inputs.pow(ratio)
+            if divides_by_weights:
+                scales = scales / (means.pow(1 - ratio) + SMALLEST)
+            scales = scales.clamp(min=SMALLEST)
+            # The largest and the smallest scale become inverses of each other.
+            yield scales / (scales.amax() * scales.amin()).sqrt()
+
+
+def _output_error(
+    weight: Tensor, columns: Tensor, layer: Prepared, statistics: InputStatistics, sample: Tensor
+) -> float:
+    """Return the squared output error of all tokens if the features are scaled by `columns`."""
+    assert layer.scheme is not None
+    scaled = weight * columns  # (N, K)
+    error = (round_weight(scaled, layer.scheme) - scaled) / columns
+    total = float((error @ statistics.hessian * error).sum())
+    rule = layer.activations
+    if rule is not None:
+        divided = sample / columns
+        peak = (statistics.largest / columns).amax() if rule.is_calibrated else None
+        input_error = round_activations(divided, rule, None, peak) - divided
+        share = float(statistics.hessian.diagonal().sum() / sample.square().sum().clamp(min=1e-30))
+        # Weight and input errors are independent, so their squares add up.
+        total += share * float((input_error @ scaled.t()).square().sum())
+    return total
+
+
+def _masked(layer: Prepared) -> Tensor:
+    """Return the weight (N, K) float32 without pruned weights."""
+    weight = layer.weight.detach().float()
+    return weight if layer.mask is None else weight * layer.mask
