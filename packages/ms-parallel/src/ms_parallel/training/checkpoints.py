@@ -12,10 +12,14 @@ from attrs import asdict, frozen
 
 from ms_parallel import checkpoint
 from ms_parallel.checkpoint.background import BackgroundSaver
+from ms_parallel.checkpoint.dcp import Names
 from ms_parallel.checkpoint.manifest import MANIFEST
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.watch import position
 from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.optimizer import learning_rate
+from ms_parallel.engine.optimizers.adamw import AdamWRule
+from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.errors import CheckpointError, DamageError
 from ms_parallel.events import OnEvent
 from ms_parallel.files.untrusted import decoding
@@ -123,6 +127,53 @@ class RunCheckpoints:
                 )
             self.emit("resume", {"step": self.engine.step_count, "checkpoint": str(folder)})
             return
+
+    def start_from(self, folder: str | Path, step: int | None) -> int:
+        """Load a checkpoint of torch.distributed.checkpoint and save it as this run's first.
+
+        The data position is that of this run's own stream after the same number of steps.
+
+        Returns:
+            The step at which the run continues.
+
+        Raises:
+            CheckpointError: the run has checkpoints already, or the folder has another model.
+        """
+        if run_on_rank_zero(lambda: checkpoint.was_begun(self.root)):
+            raise CheckpointError(
+                f"{self.root} holds checkpoints already; set another output_dir, or delete them"
+            )
+        state = self.engine.state_dict()
+        loaded = checkpoint.load_distributed(folder, self.engine.config, state, step=step)
+        self.engine.load_state_dict(state)
+        samples = loaded.step * self.options.batch_size
+        self.stream.load_state_dict({**self.stream.state_dict(), CONSUMED: samples})
+        self.progress.samples = samples
+        tokens = samples * self.options.sequence_length
+        self.progress.tokens = tokens if loaded.tokens is None else loaded.tokens
+        self.save()
+        self.finish()
+        return loaded.step
+
+    def export(self, folder: str | Path, names: Names) -> int:
+        """Write the newest checkpoint for torch.distributed.checkpoint; return its step.
+
+        Raises:
+            CheckpointError: the run has no checkpoint, or the folder cannot be written.
+        """
+        self.resume()
+        engine = self.engine
+        if engine.step_count == 0:
+            raise CheckpointError(f"{self.root} holds no checkpoint; train before you export")
+        checkpoint.save_distributed(
+            folder,
+            engine.config,
+            engine.state_dict(),
+            names=names,
+            groups=adamw_groups(engine.optimizer),
+            tokens=self.progress.tokens,
+        )
+        return engine.step_count
 
     def roll_back(self) -> bool:
         """Load the newest complete checkpoint, but keep the data position and the counters.
@@ -293,6 +344,38 @@ def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
             f" {manifest.step} was reached with {samples}"
         )
     return metadata
+
+
+def adamw_groups(optimizer: GroupedOptimizer) -> dict[str, dict[str, Any]]:
+    """Return the settings that torch's AdamW needs for each parameter, by name.
+
+    Raises:
+        CheckpointError: it is not AdamW.
+    """
+    rate = learning_rate(optimizer.update_count, optimizer.config)
+    groups: dict[str, dict[str, Any]] = {}
+    for rule in optimizer.rules:
+        if not isinstance(rule, AdamWRule):
+            raise CheckpointError(
+                "only checkpoints of AdamW can be exported; train with optimizer='AdamW'"
+            )
+        group = rule.group
+        settings = {
+            "lr": rate * group.rate,
+            "initial_lr": optimizer.config.learning_rate * group.rate,
+            "betas": tuple(group.config.betas),
+            "eps": group.config.eps,
+            "weight_decay": group.weight_decay,
+            "decoupled_weight_decay": True,
+            "amsgrad": False,
+            "maximize": False,
+            "capturable": False,
+            "differentiable": False,
+            "foreach": False,
+            "fused": True,
+        }
+        groups |= dict.fromkeys(group.names, settings)
+    return groups
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:

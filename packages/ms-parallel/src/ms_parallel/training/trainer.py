@@ -1,6 +1,6 @@
 """`DistributedTrainer`: a model, a layout and a dataset, trained by one call."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -9,16 +9,17 @@ from typing import Any
 from attrs import asdict, evolve
 
 from ms_parallel.checkpoint.background import BackgroundSaver
+from ms_parallel.checkpoint.dcp import Names
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.connection import connect, join
 from ms_parallel.cluster.error_report import install_exception_hook
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.cluster.process import is_first, rank
+from ms_parallel.cluster.process import is_first, rank, world_size
 from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.updates.stopwatch import Stopwatch
-from ms_parallel.errors import ConfigError
+from ms_parallel.errors import CheckpointError, ConfigError, LaunchError
 from ms_parallel.events import JsonLines
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.pipeline.choice import SEARCH
@@ -126,7 +127,83 @@ class DistributedTrainer:
             ms_data.DataError: the dataset cannot be used.
         """
         check_path("dataset", dataset_path, error=ConfigError)
-        length, options = Length(epochs=epochs, steps=steps), self.options
+        with self._open_run(dataset_path, Length(epochs=epochs, steps=steps)) as (run, changes):
+            run.resume(changes)
+            self._run, resumed = run, run.engine.step_count
+            return run.finish(run.take_steps(), resumed)
+
+    def import_checkpoint(
+        self,
+        folder: str | Path,
+        dataset_path: str | Path,
+        epochs: float | None = None,
+        steps: int | None = None,
+        *,
+        step: int | None = None,
+    ) -> int:
+        """Start this run from a checkpoint of torch.distributed.checkpoint, such as torchtitan's.
+
+        Weights, AdamW moments and the step become the run's first checkpoint, from which `train`
+        resumes under any layout. Each process reads only its part.
+
+        Args:
+            folder: folder with `.metadata`.
+            dataset_path: as in `train`; training continues after `step` batches of it.
+            epochs: as in `train`.
+            steps: as in `train`; counts from the start of the imported run.
+            step: number of steps taken, if the folder does not record it.
+
+        Returns:
+            The step at which the run continues.
+
+        Raises:
+            CheckpointError: the folder is damaged or of another model, or `output_dir` holds
+                checkpoints already.
+            ConfigError: as in `train`.
+        """
+        check_path("folder", folder, error=CheckpointError)
+        check_path("dataset", dataset_path, error=ConfigError)
+        with self._open_run(dataset_path, Length(epochs=epochs, steps=steps)) as (run, _):
+            return run.checkpoints.start_from(folder, step)
+
+    def export_checkpoint(
+        self,
+        folder: str | Path,
+        dataset_path: str | Path,
+        epochs: float | None = None,
+        steps: int | None = None,
+        *,
+        names: Names = "torchtitan",
+    ) -> int:
+        """Write this run's newest checkpoint for torch.distributed.checkpoint, in one process.
+
+        Args:
+            folder: folder to create, such as `outputs/checkpoint/step-100`.
+            dataset_path: as in `train`.
+            epochs: as in `train`; sets the learning rate of the next step.
+            steps: as in `train`.
+            names: `"torchtitan"` or `"huggingface"`.
+
+        Returns:
+            The step of the checkpoint.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or the folder exists or cannot be written.
+            LaunchError: several processes were started.
+        """
+        check_path("folder", folder, error=CheckpointError)
+        check_path("dataset", dataset_path, error=ConfigError)
+        if world_size() > 1:
+            raise LaunchError(f"export needs a single process, got {world_size()}; start it alone")
+        with self._open_run(dataset_path, Length(epochs=epochs, steps=steps)) as (run, _):
+            return run.checkpoints.export(folder, names)
+
+    @contextmanager
+    def _open_run(
+        self, dataset_path: str | Path, length: Length
+    ) -> Iterator[tuple[Run, Sequence[str]]]:
+        """Lock the output folder and assemble the run; yield it with the changed settings."""
+        options = self.options
         install_exception_hook()
         adopt_scheduler()
         layout = layout_of(options)
@@ -134,7 +211,7 @@ class DistributedTrainer:
         if options.parallel_config != AUTO:
             fit_model(options, layout, None)  # fail before the shards are built
         with (
-            output_lock(options, dataset_path, epochs=epochs, steps=steps) as changes,
+            output_lock(options, dataset_path, epochs=length.epochs, steps=length.steps) as changes,
             self._events() as emit,
         ):
             # Under the lock, so that two launches cannot build the same shards.
@@ -142,9 +219,7 @@ class DistributedTrainer:
             self._resolved = resolve_layout(options, self._shards, emit)
             run = self._assemble(layout_of(self._resolved), length, emit)
             try:
-                run.resume(changes)
-                self._run, resumed = run, run.engine.step_count
-                return run.finish(run.take_steps(), resumed)
+                yield run, changes
             finally:
                 run.stream.close()
                 # Kills a background write that an error left running; complete checkpoints are
