@@ -99,6 +99,7 @@ INTERNAL = {
     *("Run.corpus", "CheckpointJob.folder", "Processor.folder", "ArrayShard.folder"),
     *("_PlanRequest.shards", "StepRecorder.folder", "Run.shards", "VllmOptions.model"),
     "BlockFiles.folder",
+    *("Scheme.fallback", "Scheme.larger"),
 }
 """Fields that only the package sets, from validated paths, and other fields that share their name
 with a path of another class."""

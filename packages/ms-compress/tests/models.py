@@ -4,9 +4,12 @@ import torch
 import transformers
 from torch import nn
 
+from ms_compress.targets.rules import NAMES, scheme
 from ms_parallel.models import Decoder, DecoderConfig
 from ms_parallel.weights import initialize
 
+SINGLE_LEVEL = [name for name in NAMES if scheme(name).super_block is None]
+"""Schemes without super-blocks; test_k_quants.py tests the others."""
 VOCABULARY = 192
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOWED = {

@@ -86,7 +86,7 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["scheme=gguf.q4_1"], "did you mean 'gguf.q4_0'"),
+        (["scheme=gguf.q40"], "did you mean 'gguf.q4_0'"),
         (["scheme=ct.int4_g96"], "use a group of"),
         (["scheme=ct.int4_g32", "tuning.setps=3"], "did you mean 'steps'"),
         (["scheme=ct.int4_g32", "model=nowhere"], "no config.json"),

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from models import decoder, tokens
+from models import SINGLE_LEVEL, decoder, tokens
 from test_rounding import weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ms_compress import prune, qat
 from ms_compress.quantization.rounding import round_activations, round_weight
-from ms_compress.targets.rules import NAMES, scheme
+from ms_compress.targets.rules import scheme
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +22,19 @@ def _reset_compiled_graphs() -> Iterator[None]:
     torch.compiler.reset()
 
 
-VARIANTS = {"ct.mxfp8a16", "ct.mxfp4a16", "ct.nvfp4a16", "ct.w4a8_g128", "ct.w4afp8_g128"}
-"""Schemes whose arithmetic is that of two others."""
+VARIANTS = {
+    *("ct.mxfp8a16", "ct.mxfp4a16", "ct.nvfp4a16", "ct.w4a8_g128", "ct.w4afp8_g128"),
+    *("gguf.mxfp4", "gguf.iq4_nl"),
+}
+"""Schemes whose arithmetic is that of two others, but for a table of values."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in NAMES],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ())
+        for name in SINGLE_LEVEL
+    ],
 )
 def test_inductor_rounds_bit_for_bit(name: str) -> None:
     """Also for zeros, ties and scales below float16's normal range: inductor elides no cast."""
@@ -54,7 +60,11 @@ FAST_CASES = {("ct.int4_g32", False), ("ct.w8a8", False), ("gguf.q4_0", True)}
     ("name", "learned"),
     [
         pytest.param(*case, marks=() if case in FAST_CASES else pytest.mark.slow)
-        for case in [*((name, False) for name in NAMES), ("ct.int4_g32", True), ("gguf.q4_0", True)]
+        for case in [
+            *((name, False) for name in SINGLE_LEVEL if scheme(name).has_zero),
+            ("ct.int4_g32", True),
+            ("gguf.q4_0", True),
+        ]
     ],
 )
 def test_prepared_model_is_one_graph(name: str, learned: bool) -> None:
@@ -113,8 +123,8 @@ def two_layers() -> tuple[nn.Module, Tensor]:
 def test_all_schemes_in_one_process(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     """A scheme's numbers do not become graph inputs when another scheme follows."""
     # The same functions are compiled once per scheme.
-    with torch._dynamo.config.patch(recompile_limit=2 * len(NAMES)):
-        for name in NAMES:
+    with torch._dynamo.config.patch(recompile_limit=2 * len(SINGLE_LEVEL)):
+        for name in SINGLE_LEVEL:
             model, inputs = make()
             qat(model, name)
             model.compile(fullgraph=True, backend="aot_eager")

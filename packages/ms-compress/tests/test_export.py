@@ -210,7 +210,7 @@ def test_unsupported_exports_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LayerError, match=r"call qat\(model, 'ct\.int4_g32'\)"):
         export(decoder(), tmp_path / "out")
     with pytest.raises(SchemeError, match=r"did you mean 'gguf\.q4_0'"):
-        qat(decoder(), "gguf.q4_1")
+        qat(decoder(), "gguf.q40")
     prepared = qat(decoder(), "gguf.q4_0")
     with pytest.raises(LayerError, match=r"prepared for gguf\.q4_0, not for ct\.w8a8"):
         export(prepared, tmp_path / "out", target="ct.w8a8")

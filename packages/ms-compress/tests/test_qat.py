@@ -5,16 +5,16 @@ from itertools import pairwise
 import pytest
 import torch
 import transformers
-from models import decoder, llama, tokens
+from models import SINGLE_LEVEL, decoder, llama, tokens
 from torch import nn
 
 from ms_compress import FloatThenQuantized, LayerError, Tuning, prune, qat, tune
 from ms_compress.quantization.layers import FACTOR, PreparedLinear
 from ms_compress.quantization.rounding import quantize_weight, round_weight
-from ms_compress.targets.rules import NAMES, scheme
+from ms_compress.targets.rules import scheme
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SINGLE_LEVEL)
 def test_gradients_pass_straight_through(name: str) -> None:
     """With the default scales they match a product with rounded weight and input."""
     torch.manual_seed(0)
@@ -34,7 +34,7 @@ def test_gradients_pass_straight_through(name: str) -> None:
     torch.testing.assert_close(layer[0].bias.grad, grad_out.sum((0, 1)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SINGLE_LEVEL)
 def test_autocast_equals_a_linear_layer_with_the_rounded_weight(name: str) -> None:
     """Rounding in float32, products in bfloat16, gradients in the parameters' dtype."""
     torch.manual_seed(0)

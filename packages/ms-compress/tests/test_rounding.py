@@ -7,12 +7,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
+from models import SINGLE_LEVEL
 from onnxruntime.capi._pybind_state import quantize_matmul_4bits
 from torch import Tensor
 
 from ms_compress.quantization.rounding import quantize_weight, round_activations, round_weight
 from ms_compress.targets.gguf.rules import Q8_BLOCKS
-from ms_compress.targets.rules import NAMES, scheme
+from ms_compress.targets.rules import scheme
 
 ROWS, FEATURES, GROUP = 64, 256, 32
 
@@ -94,7 +95,7 @@ def test_compressed_tensors_codes_equal_its_library(
     assert bool((codes.view(groups.shape)[different] == quant_scheme.low + 1).all())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SINGLE_LEVEL)
 def test_one_bit_of_a_weight_rarely_changes_a_code(name: str) -> None:
     """As from sums in another order: the scheme itself puts no weight on a border.
 
@@ -110,7 +111,7 @@ def test_one_bit_of_a_weight_rarely_changes_a_code(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e-38, 1e-44])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SINGLE_LEVEL)
 def test_tiny_weights_round_to_finite_numbers(name: str, size: float) -> None:
     """Scales without a finite inverse; the smallest weights are denormal."""
     rounded = round_weight(weights(size), scheme(name))
@@ -119,7 +120,7 @@ def test_tiny_weights_round_to_finite_numbers(name: str, size: float) -> None:
 
 
 @pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SINGLE_LEVEL)
 def test_training_uses_exactly_the_dequantized_codes(name: str, learned: bool) -> None:
     """The forward pass uses codes times scales exactly, with scales of the target's dtype."""
     quant_scheme = scheme(name)
@@ -133,7 +134,7 @@ def test_training_uses_exactly_the_dequantized_codes(name: str, learned: bool) -
     assert torch.equal(round_weight(weight, quant_scheme, factor), quantized.weight())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in SINGLE_LEVEL if scheme(name).has_zero])
 def test_zeros_stay_zeros(name: str) -> None:
     """A pruned weight has code zero next to any neighbors, so masks survive quantization."""
     weight = weights(1.0)

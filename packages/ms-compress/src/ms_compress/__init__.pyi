@@ -15,6 +15,7 @@ from .evaluation.perplexity import perplexity
 from .methods.awq import awq, smoothquant
 from .methods.calibration import calibrate_inputs
 from .methods.gptq import gptq
+from .methods.importance import input_importance
 from .methods.pruning import (
     GradualPruning,
     keep_zeros,
@@ -59,6 +60,7 @@ __all__ = [
     "export",
     "fit_scales",
     "gptq",
+    "input_importance",
     "keep_zeros",
     "mask_zeros",
     "masks",

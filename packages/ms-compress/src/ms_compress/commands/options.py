@@ -135,7 +135,10 @@ class QuantizeRun(SchemeRun):
     errors, AWQ protects weights of large inputs, SmoothQuant moves outliers of inputs into weights.
     """
     fit_scales: bool = field(default=False, validator=flag)
-    """Search for the scale of each group with the smallest error; AWQ always does."""
+    """Search for the scale of each group with the smallest error; AWQ and K-quants always do."""
+    importance: bool = field(default=False, validator=flag)
+    """Weight errors in that search by the mean square of each input on the dataset, as llama.cpp
+    does with an importance matrix."""
     act_order: bool = field(default=False, validator=flag)
     """GPTQ quantizes the columns with the largest inputs first (`actorder` weight)."""
     by_loss: bool = field(default=False, validator=flag)
@@ -147,11 +150,22 @@ class QuantizeRun(SchemeRun):
         inputs = self.scheme.activations if self.activations else None
         return inputs is not None and inputs.is_calibrated
 
+    @property
+    def needs_dataset(self) -> bool:
+        """Whether rounding to nearest reads the dataset."""
+        return self.importance or self.has_calibrated_inputs
+
     def __attrs_post_init__(self) -> None:
         if self.has_calibrated_inputs and self.dataset is None:
             raise ConfigError(
                 f"scheme {self.scheme} needs calibration tokens for its input scales; set dataset,"
                 " or use a scheme without calibration such as ct.fp8_dynamic or ct.nvfp4a16"
+            )
+        if self.importance and (self.dataset is None or self.method != "rtn"):
+            raise ConfigError(
+                "importance=true needs a dataset and method='rtn' (GPTQ weights errors by itself),"
+                f" got dataset {self.dataset} and method {self.method!r}; set dataset, or leave"
+                " importance out"
             )
         if self.method != "rtn" and (self.embeddings or self.head):
             raise ConfigError(

@@ -18,7 +18,7 @@ from ms_compress.models.whole_model import WholeModel
 from ms_compress.output_lock import new_folder
 from ms_compress.quantization.scheme import Scheme
 from ms_compress.targets.footprint import footprint
-from ms_compress.targets.rules import scheme
+from ms_compress.targets.rules import scheme, schemes_of_layers
 from ms_compress.targets.target import Target, find_target
 
 
@@ -132,7 +132,7 @@ def _open(folder: Path, target: Target) -> None:
 
 
 def _scheme_of(model: WholeModel, target: str | Scheme | None) -> Scheme:
-    """Return the scheme of a model's layers, which must be a single one."""
+    """Return the scheme for which a model is prepared, which must be a single one."""
     schemes = {entry.scheme for entry in model.tensors.values() if entry.scheme is not None}
     if not schemes:
         scheme_name = f"{scheme(target)}" if target is not None else "ct.int4_g32"
@@ -140,9 +140,12 @@ def _scheme_of(model: WholeModel, target: str | Scheme | None) -> Scheme:
             f"no layer is prepared; call qat(model, {scheme_name!r}) or"
             f" gptq(model, {scheme_name!r}, batches)"
         )
+    requested = None if target is None else scheme(target)
+    # Layers of a mixture, and those with a fallback, have other schemes than the model.
+    candidates = schemes if requested is None else {requested}
+    for candidate in sorted(candidates, key=str):
+        if schemes <= schemes_of_layers(candidate):
+            return candidate
     if len(schemes) > 1:
         raise LayerError(f"layers are of several schemes: {', '.join(sorted(map(str, schemes)))}")
-    (prepared_scheme,) = schemes
-    if target is not None and scheme(target) != prepared_scheme:
-        raise LayerError(f"the model is prepared for {prepared_scheme}, not for {scheme(target)}")
-    return prepared_scheme
+    raise LayerError(f"the model is prepared for {schemes.pop()}, not for {requested}")

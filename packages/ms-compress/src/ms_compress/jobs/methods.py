@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ms_compress.commands.options import ModelRun, QuantizeRun, SchemeRun
 from ms_compress.jobs.dataset import calibration_rows
@@ -13,6 +13,7 @@ from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.methods.awq import awq, smoothquant
 from ms_compress.methods.calibration import calibrate_inputs
 from ms_compress.methods.gptq import gptq
+from ms_compress.methods.importance import input_importance
 from ms_compress.methods.qat import fit_scales, qat
 
 
@@ -61,12 +62,15 @@ def round_by_gptq(model: nn.Module, options: SchemeRun, **settings: Any) -> None
 def quantize(model: nn.Module, options: QuantizeRun, output: RunOutput) -> None:
     """Prepare a model for the run's scheme and round it with the run's method."""
     if options.method == "rtn":
-        prepare(model, options, learned_scales=options.fit_scales)
+        # The search is part of how a K-quant is rounded, in llama.cpp too.
+        fits = options.fit_scales or options.importance or options.scheme.super_block is not None
+        importance = calibrated_importance(model, options) if options.importance else {}
+        prepare(model, options, learned_scales=fits)
         if options.has_calibrated_inputs:
             rows = calibration_rows(options, model)
             calibrate_inputs(model, torch.split(rows, options.tuning.batch_size))
-        if options.fit_scales:
-            fit_scales(model)
+        if fits:
+            fit_scales(model, importance)
         return
     methods: dict[str, Callable[..., None]] = {
         "gptq": gptq,
@@ -88,6 +92,18 @@ def quantize(model: nn.Module, options: QuantizeRun, output: RunOutput) -> None:
         activations=options.activations,
         **settings,
     )
+
+
+def calibrated_importance(model: nn.Module, options: SchemeRun) -> dict[str, Tensor]:
+    """Return the mean square of each linear layer's inputs on the run's dataset, by name."""
+    rows = calibration_rows(options, model)
+    with ProgressDisplay("layer") as display:
+        return input_importance(
+            model,
+            torch.split(rows, options.tuning.batch_size),
+            ignore=options.ignore,
+            progress=display.update,
+        )
 
 
 def prepare(model: nn.Module, options: SchemeRun, *, learned_scales: bool) -> None:

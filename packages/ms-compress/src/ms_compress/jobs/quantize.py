@@ -53,6 +53,6 @@ def _sample(options: QuantizeRun, model: nn.Module) -> Tensor | None:
     try:
         return calibration_rows(options, model, limit=SAMPLE_ROWS)[:, :SAMPLE_LENGTH]
     except (ConfigError, DataError):
-        if options.method == "rtn" and not options.has_calibrated_inputs:
+        if options.method == "rtn" and not options.needs_dataset:
             return None  # rounding to nearest needs no data
         raise

@@ -251,9 +251,11 @@ def _scale_and_round(
         hessians = {name: statistics.pop(name).hessian for name in layers}
         if rounding == "gptq":
             by_gptq.round_layers(block.layers, hessians)
-        elif fit_scales:
+        else:
             for name, layer in layers.items():
                 assert layer.scheme is not None
+                if not fit_scales and layer.scheme.super_block is None:
+                    continue
                 weight = _masked(layer)
                 factor = best_factor(weight, layer.scheme, hessians.pop(name))
                 layer.get_parameter(FACTOR).copy_(factor)

@@ -37,6 +37,7 @@ from ms_compress.quantization.rounding import (
     round_with_scales,
 )
 from ms_compress.quantization.scheme import Scheme
+from ms_compress.quantization.super_blocks import factor_of
 from ms_compress.settings import number
 
 BLOCK = 128
@@ -125,9 +126,12 @@ class GPTQRounding:
         for name, layer in layers.items():
             assert isinstance(layer, Prepared)
             assert layer.scheme is not None
-            weight, scales = self._round(
-                name, layer, layer.scheme, hessians.pop(name), outputs.get(name)
-            )
+            hessian = hessians.pop(name)
+            minimums = None
+            if layer.scheme.super_block is not None:
+                unpruned = layer.weight if layer.mask is None else layer.weight * layer.mask
+                _, minimums = _scales(unpruned.detach(), layer.scheme, hessian.diagonal())
+            weight, scales = self._round(name, layer, layer.scheme, hessian, outputs.get(name))
             if self.for_training:
                 original = layer.weight.detach()
                 masked = original if layer.mask is None else original * layer.mask
@@ -135,7 +139,8 @@ class GPTQRounding:
                     masked, weight, per_weight(scales, weight.shape, layer.scheme), layer.scheme
                 )
             layer.weight.copy_(weight)
-            layer.get_parameter(FACTOR).copy_(_factor(layer.weight.detach(), scales, layer.scheme))
+            factor = _factor(layer.weight.detach(), scales, layer.scheme, minimums)
+            layer.get_parameter(FACTOR).copy_(factor)
 
     def _round(
         self, name: str, layer: Prepared, scheme: Scheme, hessian: Tensor, outputs: Tensor | None
@@ -188,9 +193,10 @@ def gptq_weight(
     masked = weight.float() if mask is None else weight.float() * mask
     features = masked.shape[1]
     group = scheme.group_of(features)
-    cost = hessian.diagonal() if fit_scales else None  # (K,)
-    # Scales of several rows cannot follow the compensation of one group of columns either.
-    fixed = _scales(masked, scheme, cost) if act_order or scheme.spans_rows else None
+    is_nested = scheme.super_block is not None
+    cost = hessian.diagonal() if fit_scales or is_nested else None  # (K,)
+    # Scales of several rows or groups cannot follow the compensation of one group either.
+    fixed = _scales(masked, scheme, cost) if act_order or scheme.spans_rows or is_nested else None
     order = torch.arange(features, device=weight.device)
     if act_order:
         order = hessian.diagonal().argsort(descending=True)
@@ -243,7 +249,7 @@ def _scales(weight: Tensor, scheme: Scheme, cost: Tensor | None) -> tuple[Tensor
     """
     factor = None if cost is None else best_factor(weight, scheme, cost)
     scales = compute_scales(weight, scheme, factor)
-    return scales, compute_zeros(weight, scales, scheme)
+    return scales, compute_zeros(weight, scales, scheme, factor)
 
 
 def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
@@ -265,11 +271,16 @@ def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
     return factor
 
 
-def _factor(rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """Return the factor that turns the scheme's own scales into the given ones.
+def _factor(
+    rounded: Tensor, scales: Tensor, scheme: Scheme, minimums: Tensor | None = None
+) -> Tensor:
+    """Return the factor that turns the scheme's own scales, and minimums, into the given ones.
 
     If a signed scale has the other sign, no code is -2^(bits-1), so the codes merely change sign.
     """
+    if scheme.super_block is not None:
+        cells = rounded.float().view(*scales.shape, -1)
+        return factor_of(cells, scheme, scales, minimums)
     # A group of zeros has scale 0, and any factor gives the same codes.
     scheme_scales = compute_scales(rounded, scheme, stored=False)
     ratio = torch.where(scheme_scales == 0, 1.0, (scales / scheme_scales).abs())

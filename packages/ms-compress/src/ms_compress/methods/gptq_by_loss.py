@@ -133,9 +133,10 @@ def round_by_loss(
         CalibrationError: a factor is not positive definite.
     """
     masked = weight.float() if mask is None else weight.float() * mask
-    factor = best_factor(masked, scheme, inputs.diagonal()) if fit_scales else None
+    is_fitted = fit_scales or scheme.super_block is not None
+    factor = best_factor(masked, scheme, inputs.diagonal()) if is_fitted else None
     scales = compute_scales(masked, scheme, factor)
-    zeros = compute_zeros(masked, scales, scheme)
+    zeros = compute_zeros(masked, scales, scheme, factor)
     rows = outputs.diagonal().argsort(descending=True)  # (N,), most important outputs first
     columns = inputs.diagonal().argsort(descending=True)  # (K,), most important inputs first
     permuted = (rows.unsqueeze(1), columns)  # indexes (N, K)

@@ -1,7 +1,9 @@
 """Quantization-aware training: prepare a model's layers in place to compute like the target."""
 
+import logging
 from collections.abc import Container, Mapping, Sequence
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from attrs import field, frozen
@@ -26,9 +28,11 @@ from ms_compress.quantization.layers import (
 from ms_compress.quantization.rounding import best_factor
 from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import integer
-from ms_compress.targets.rules import NAMES, scheme
+from ms_compress.targets.rules import NAMES, layer_scheme, scheme
 
 M = TypeVar("M", bound=nn.Module)
+
+logger = logging.getLogger(__name__)
 
 
 def qat(
@@ -74,23 +78,25 @@ def qat(
     _check_wrappers(model, sharded=sharded, learned_scales=learned_scales)
     _check_embeddings(model, quant_scheme, dict(selected), embeddings=embeddings, head=head)
     # All checks come before the first change, so that an error leaves the model unchanged.
+    layer_schemes = _layer_schemes(model, quant_scheme, selected)
     for name, layer in selected:
-        check_layer(layer, name, quant_scheme)
+        check_layer(layer, name, layer_schemes[name])
         if not sharded:
             check_axes(name, layer.weight)  # type: ignore[arg-type]
     output = find_head(model)
     for name, layer in selected:
         # The uses of a tied weight may be on two stages, so it keeps the scheme's own scales.
         shared = output.is_tied and (isinstance(layer, nn.Embedding) or name == output.layer)
+        own_scheme = layer_schemes[name]
         prepared = prepare_layer(
             layer,
             name,
-            quant_scheme,
-            activations=quant_scheme.activations if activations else None,
+            own_scheme,
+            activations=own_scheme.activations if activations else None,
             learned_scales=learned_scales and not shared,
         )
         if _runs_as_is_in_transformers(model, name):
-            prepared.input_ndim = quant_scheme.input_ndim
+            prepared.input_ndim = own_scheme.input_ndim
     # ms-parallel multiplies by the head's weight, so no prepared layer rounds that input.
     if head and _is_staged(model) and getattr(model, "last", True):
         _round_head_input(model, dict(selected))
@@ -98,30 +104,36 @@ def qat(
 
 
 @torch.no_grad()
-def fit_scales(model: nn.Module) -> None:
+def fit_scales(model: nn.Module, importance: Mapping[str, Tensor] = MappingProxyType({})) -> None:
     """Set learned scales to those with the smallest rounding error for the current weights.
 
     Used for rounding to nearest without training, or as initial values for learning; masks are
     preserved. Only layers prepared with `qat(..., learned_scales=True)` have scales to set.
+
+    Args:
+        model: prepared model.
+        importance: weight of the squared error of each input feature, (K,) by layer name, as from
+            `input_importance`; layers without an entry weight all features equally.
 
     Raises:
         LayerError: no layer has learned scales.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
     drop_gathered(model)
-    layers = [layer for _, layer in prepared_layers(model) if layer.factor is not None]
+    layers = {name: layer for name, layer in prepared_layers(model) if layer.factor is not None}
     if not layers:
         raise LayerError(
             f"no layer of {type(model).__name__} has learned scales; prepare it with"
             " learned_scales=True"
         )
-    for layer in layers:
+    for name, layer in layers.items():
         assert layer.scheme is not None
         assert layer.factor is not None
         weight, mask = local_part(layer.weight), layer.stored_mask
         # Pruned weights are stored as zeros and must not influence the scales.
         masked = weight if mask is None else weight * mask
-        local_part(layer.factor).copy_(best_factor(masked, layer.scheme))
+        costs = importance.get(name)
+        local_part(layer.factor).copy_(best_factor(masked, layer.scheme, costs))
 
 
 def set_quantizing(model: nn.Module, on: bool) -> None:
@@ -214,6 +226,36 @@ class _HeadInput:
         if activations is None:
             return output
         return fake_input(output, activations, self.head.observe(output))
+
+
+def _layer_schemes(
+    model: nn.Module, quant_scheme: Scheme, selected: Sequence[tuple[str, nn.Module]]
+) -> dict[str, Scheme]:
+    """Return the scheme of each layer; logs layers that cannot have the model's scheme."""
+    config: Any = getattr(model, "config", None)
+    layers = getattr(config, "num_hidden_layers", 0)
+    output = find_head(model)
+    schemes = {}
+    for name, layer in selected:
+        weight: Tensor | None = layer._parameters.get("weight")
+        features = 0 if weight is None else weight.shape[-1]
+        # A tied head is named by its embedding.
+        is_output = name == output.layer or name in output.embeddings
+        schemes[name] = layer_scheme(
+            quant_scheme, "lm_head" if is_output else name, features, layers
+        )
+    for fallback in {quant_scheme.fallback} - {None}:
+        names = [name for name, layer in schemes.items() if layer.name == fallback]
+        if names:
+            logger.warning(
+                "%d of %d layers, such as %s, have rows that blocks of 256 weights do not divide;"
+                " they use %s",
+                len(names),
+                len(schemes),
+                names[0],
+                fallback,
+            )
+    return schemes
 
 
 def _runs_as_is_in_transformers(model: nn.Module, name: str) -> bool:

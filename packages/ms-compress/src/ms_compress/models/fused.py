@@ -93,10 +93,6 @@ def stack_rows(values: Sequence[QuantizedWeight | Tensor]) -> QuantizedWeight | 
     if plain:
         return torch.cat(plain)
     quantized = [value for value in values if isinstance(value, QuantizedWeight)]
-    zeros = [value.zeros for value in quantized if value.zeros is not None]
-    return evolve(
-        quantized[0],
-        codes=torch.cat([value.codes for value in quantized]),
-        scales=torch.cat([value.scales for value in quantized]),
-        zeros=torch.cat(zeros) if zeros else None,
-    )
+    parts = [value.row_parts for value in quantized]
+    stacked: dict[str, Any] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return evolve(quantized[0], **stacked)

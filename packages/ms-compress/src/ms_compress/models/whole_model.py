@@ -139,7 +139,8 @@ class WholeModel:
         quantized = self._read_quantized(entry, entry.scheme, local)
         if quantized is None:
             return None
-        if nonfinite := int((~quantized.scales.float().isfinite()).sum()):
+        scales = quantized.scales if quantized.super_scales is None else quantized.super_scales
+        if nonfinite := int((~scales.float().isfinite()).sum()):
             raise ExportError(
                 f"{name}: {nonfinite} of its scales are NaN or infinite in {entry.scheme};"
                 " make its weights or learned scales smaller, or name the layer as an exception"
@@ -169,9 +170,21 @@ class WholeModel:
             zeros = self._assemble(
                 entry, None if local is None else local.zeros, shape, torch.int8, group=group
             )
+        super_scales = None
+        if scheme.super_block is not None:
+            block = scheme.super_block
+            super_scales = self._assemble(
+                entry,
+                None if local is None else local.super_scales,
+                (rows, features // block.size * block.scales_per_block),
+                torch.float16,
+                group=block.size // block.scales_per_block,
+            )
         if codes is None or scales is None:
             return None
-        return QuantizedWeight(scheme=scheme, codes=codes, scales=scales, zeros=zeros)
+        return QuantizedWeight(
+            scheme=scheme, codes=codes, scales=scales, zeros=zeros, super_scales=super_scales
+        )
 
     def _local(self, entry: WholeTensor) -> Any:
         """Return this process's shard, quantized if its layer is prepared; None if it has none."""

@@ -119,7 +119,12 @@ class Prepared(nn.Module):
 
         Args:
             mask: (N, K) bool for the whole weight, False for pruned weights.
+
+        Raises:
+            LayerError: the scheme cannot store zeros exactly.
         """
+        if self.scheme is not None:
+            check_zero(self.layer_name, self.scheme)
         self.local_mask = _part(mask, self.weight)
 
     @property
@@ -277,6 +282,17 @@ def check_layer(layer: nn.Module, name: str, scheme: Scheme | None) -> None:
         )
     if scheme is not None:
         check_groups(name, layer.weight, scheme)  # type: ignore[arg-type]
+        if isinstance(layer, Prepared) and layer.local_mask is not None:
+            check_zero(name, scheme)
+
+
+def check_zero(name: str, scheme: Scheme) -> None:
+    """Check that pruned weights, which are zeros, are exact in a scheme."""
+    if not scheme.has_zero:
+        raise LayerError(
+            f"{name}: a scheme for pruned weights must store zero exactly, got {scheme}; use"
+            " gguf.q3_k, gguf.q6_k, gguf.q8_0 or gguf.q4_0"
+        )
 
 
 def check_axes(name: str, weight: Tensor) -> None:
@@ -291,7 +307,7 @@ def check_axes(name: str, weight: Tensor) -> None:
 def check_groups(name: str, weight: Tensor, scheme: Scheme) -> None:
     """Check that the scheme's group divides the rows of a weight, and each process's part."""
     features = weight.shape[-1]
-    group = scheme.group_of(features)
+    group = scheme.row_unit(features)
     input_group = group if scheme.activations is None else scheme.activations.group_size or group
     if features % group or features % input_group:
         group = group if features % group else input_group
@@ -345,11 +361,11 @@ def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
     """Create the parameter of learned scales: zeros (R, G), with the layout of the weight."""
     # log of a multiplier: 0 leaves scales as they are
     local = local_part(weight)
-    zeros = local.new_zeros(scheme.scale_shape(*local.shape), dtype=torch.float32)
+    zeros = local.new_zeros(scheme.factor_shape(*local.shape), dtype=torch.float32)
     if not isinstance(weight, DTensor):
         return nn.Parameter(zeros)
     rows, features = weight.shape
-    return nn.Parameter(_laid_out(zeros, weight, scheme.scale_shape(rows, features)))
+    return nn.Parameter(_laid_out(zeros, weight, scheme.factor_shape(rows, features)))
 
 
 def _pattern(name: str) -> str:

@@ -6,13 +6,14 @@ Shapes: N rows, K features, T tokens; R by G cells, which are N by G for groups 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
+from ms_compress.quantization import super_blocks
 from ms_compress.quantization.elements import (
     binade,
     power_of_two_scale,
@@ -20,6 +21,7 @@ from ms_compress.quantization.elements import (
     round_to_power_of_two,
 )
 from ms_compress.quantization.scheme import E4M3, Activations, Rounding, Scheme
+from ms_compress.quantization.super_blocks import SuperScales
 
 Reduce = Callable[[Tensor], Tensor]
 """Elementwise maximum of a tensor over the processes that share a row."""
@@ -42,12 +44,34 @@ class QuantizedWeight:
     scales: Tensor
     """(R, G) in the scheme's scale dtype; see `Scheme.scale_shape`."""
     zeros: Tensor | None = None
-    """(R, G) int8 zero points of an asymmetric scheme."""
+    """(R, G) int8 zero points of an asymmetric scheme, or integer minimums of super-blocks."""
     global_scale: Tensor | None = None
     """(1,) float32 divisor of all scales, for strategy `tensor_group`."""
+    super_scales: Tensor | None = None
+    """(R, S) float16 scales of super-blocks; see `SuperScales`."""
+
+    @property
+    def row_parts(self) -> dict[str, Any]:
+        """The tensors with a row per row of the weight, by field."""
+        parts = {
+            "codes": self.codes,
+            "scales": self.scales,
+            "zeros": self.zeros,
+            "super_scales": self.super_scales,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
     def weight(self) -> Tensor:
         """Return the dequantized weight, (N, K) float32."""
+        rule = self.scheme.super_block
+        if rule is not None:
+            assert self.super_scales is not None
+            stored = SuperScales(self.scales, self.zeros, self.super_scales)
+            cells = _cells(self.codes.float(), self.scheme) * stored.scales(rule).unsqueeze(-1)
+            minimums = stored.minimums(rule)
+            if minimums is not None:
+                cells = cells - minimums.unsqueeze(-1)
+            return _from_cells(cells, self.codes.shape, self.scheme)
         scales = self.scales.float().unsqueeze(-1)  # (R, G, 1)
         if self.global_scale is not None:
             scales = scales / self.global_scale
@@ -68,6 +92,10 @@ class _Grid(NamedTuple):
     """(R, G, 1) float32 zero points of an asymmetric scheme."""
     global_scale: Tensor | None
     """(1,) float32, by which stored scales are divided."""
+    minimums: Tensor | None = None
+    """(R, G, 1) float32, subtracted from codes times scales."""
+    super_scales: SuperScales | None = None
+    """Scales and minimums as stored, of a scheme with super-blocks."""
 
 
 @torch.no_grad()
@@ -83,7 +111,15 @@ def quantize_weight(
     """
     cells = _cells(weight.float(), scheme)
     grid = _grid(cells, scheme, factor)
-    codes = _round(cells.clone(), grid.step, scheme, grid.zeros)
+    codes = _round(cells.clone(), grid.step, scheme, grid.zeros, grid.minimums)
+    if grid.super_scales is not None:
+        return QuantizedWeight(
+            scheme=scheme,
+            codes=_from_cells(codes, weight.shape, scheme).to(scheme.code_dtype),
+            scales=grid.super_scales.scale_codes,
+            zeros=grid.super_scales.minimum_codes,
+            super_scales=grid.super_scales.super_scales,
+        )
     if grid.zeros is not None:
         codes.add_(grid.zeros)
     stored = grid.scales if grid.global_scale is None else grid.scales * grid.global_scale
@@ -99,10 +135,12 @@ def quantize_weight(
 def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> Tensor:
     """Round a weight to the target's values: `quantize_weight(...).weight()` without the codes."""
     cells = _cells(weight.float(), scheme)
-    step, scales, zeros, _ = _grid(cells, scheme, factor)
+    grid = _grid(cells, scheme, factor)
     # `float()` of a float32 weight is the weight itself, which the rounding below must not change.
     out = cells.clone() if weight.dtype == torch.float32 else cells
-    rounded = _round(out, step, scheme, zeros).mul_(scales)
+    rounded = _round(out, grid.step, scheme, grid.zeros, grid.minimums).mul_(grid.scales)
+    if grid.minimums is not None:
+        rounded.sub_(grid.minimums)
     return _cast(_from_cells(rounded, weight.shape, scheme), weight.dtype)
 
 
@@ -119,16 +157,27 @@ def compute_scales(
         stored: round the scales to the scheme's scale dtype.
     """
     cells = _cells(weight.float(), scheme)
+    if scheme.super_block is not None and not stored:
+        return super_blocks.plain_scales(cells, scheme, factor)[0]
     if not stored:
         return _plain_step(_peak(cells, scheme), scheme, factor).squeeze(-1)
     return _grid(cells, scheme, factor).scales.squeeze(-1)
 
 
 @torch.no_grad()
-def compute_zeros(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor | None:
-    """Return the zero points for given scales (R, G), as float32; None for a symmetric scheme."""
+def compute_zeros(
+    weight: Tensor, scales: Tensor, scheme: Scheme, factor: Tensor | None = None
+) -> Tensor | None:
+    """Return the zero points for given scales (R, G), as float32; None for a symmetric scheme.
+
+    A scheme with super-blocks has minimums instead, which `round_with_scales` takes too; they
+    depend on the factor.
+    """
     if scheme.symmetric:
         return None
+    if scheme.super_block is not None:
+        minimums = _grid(_cells(weight.float(), scheme), scheme, factor).minimums
+        return None if minimums is None else minimums.squeeze(-1)
     return _zeros(_cells(weight.float(), scheme), scales.unsqueeze(-1), scheme).squeeze(-1)
 
 
@@ -145,7 +194,8 @@ def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None
     """Search for the factor of each scale with the smallest rounding error, (R, G) float32.
 
     Minimizes Σ importance · (rounded - weight)² over 41 multipliers from 0.7 to 1.1, which include
-    the scheme's own scale.
+    the scheme's own scale. For super-blocks see `super_blocks.fit`; the result has the shape of
+    `Scheme.factor_shape`.
 
     Args:
         weight: (N, K) floating point.
@@ -153,6 +203,12 @@ def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None
         importance: (K,) weight of each feature's squared error; or (K, K) second moment of the
             inputs, for the squared error of a group's part of the output. None: all 1.
     """
+    if scheme.super_block is not None:
+        cells = _cells(weight.float(), scheme)
+        if importance is not None and importance.ndim == 2:
+            importance = importance.diagonal()
+        costs = torch.ones(()) if importance is None else _cells(importance[None], scheme)
+        return super_blocks.fit(cells, scheme, costs.to(cells))
     if importance is not None and importance.ndim == 2:
         if scheme.scale_shape(*weight.shape)[0] == weight.shape[0]:
             group = scheme.group_of(weight.shape[1])
@@ -185,8 +241,14 @@ def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None
 def round_with_scales(
     weight: Tensor, scales: Tensor, scheme: Scheme, zeros: Tensor | None = None
 ) -> Tensor:
-    """Round weights (N, C) with given scales and zero points (N, 1); returns float32."""
-    return _round(weight.float().clone(), scales, scheme, zeros).mul_(scales)
+    """Round weights (N, C) with given scales and zero points (N, 1); returns float32.
+
+    With super-blocks, `zeros` are the minimums of `compute_zeros`.
+    """
+    cells = weight.float().clone()
+    if scheme.super_block is None or zeros is None:
+        return _round(cells, scales, scheme, zeros).mul_(scales)
+    return _round(cells, scales, scheme, None, zeros).mul_(scales).sub_(zeros)
 
 
 def clamp_to_codes(weight: Tensor, rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
@@ -222,14 +284,17 @@ def scale_gradient(
     s = s0 · exp(f), where s0 is the scheme's own scale, held constant: d/df = s · d/ds.
     Differences from the paper:
     1. the logarithm is learned, so an optimizer step is relative and scales keep their sign;
-    2. the gradient is not divided by sqrt(N·high), as AdamW is invariant to its magnitude.
+    2. the gradient is not divided by sqrt(N·high), as AdamW is invariant to its magnitude;
+    3. minimums of super-blocks move in units of their group's range, held constant too, and get a
+       gradient from the weights beyond the range only. Rounding of scales to integers passes it on.
 
     Returns:
-        (N, K) and (R, G), float32.
+        (N, K) and the shape of the factor, float32.
     """
     cells = _cells(weight.float(), scheme)
-    step, scales, zeros, _ = _grid(cells, scheme, factor)  # (R, G, 1)
-    ratio = _divide(cells.clone(), step, scheme)  # (R, G, cell)
+    step, scales, zeros, _, minimums, _ = _grid(cells, scheme, factor)  # (R, G, 1)
+    shifted = cells.clone() if minimums is None else cells + minimums
+    ratio = _divide(shifted, step, scheme)  # (R, G, cell)
     codes = _codes(ratio.clone(), scheme, zeros)
     center = 0 if zeros is None else zeros
     margin = scheme.end_spacing / 2
@@ -238,6 +303,10 @@ def scale_gradient(
     # Equation 3: d rounded / d s is round(v/s) - v/s inside the range and the end code outside.
     grad_ratio = codes.sub_(ratio.mul_(inside)).mul_(grad_cells)
     grad_factor = grad_ratio.sum(-1) * scales.squeeze(-1)
+    if minimums is not None:
+        extent = cells.amax(-1).clamp_(min=0) - cells.amin(-1).clamp_(max=0)
+        grad_minimum = grad_cells.mul(~inside).sum(-1).neg_().mul_(extent)
+        grad_factor = torch.stack([grad_factor, grad_minimum], -1).flatten(1)
     return _from_cells(grad_cells * inside, weight.shape, scheme), grad_factor
 
 
@@ -271,6 +340,8 @@ def round_activations(
     if rule.by_inverse:
         # The target computes both max / 127 and 127 / max, which are not exact inverses.
         torch.mul(groups, _finite(divisor / peak), out=out).round_()
+        if rule.scale_of_inverse:
+            scale = _finite((divisor / peak).reciprocal())
         scale = _round_to_dtype(scale, getattr(torch, rule.scale_dtype))
     elif rule.element is not None and rule.scale_dtype == "float8_e8m0fnu":
         scale = power_of_two_scale(peak, rule.element)
@@ -354,6 +425,18 @@ def _from_cells(cells: Tensor, shape: torch.Size, scheme: Scheme) -> Tensor:
 
 def _grid(cells: Tensor, scheme: Scheme, factor: Tensor | None) -> _Grid:
     """Compute the scales, and zero points if any, of a weight's cells (R, G, cell)."""
+    if scheme.super_block is not None:
+        scales, minimums = super_blocks.plain_scales(cells, scheme, factor)
+        stored = super_blocks.store(scales, minimums, scheme.super_block)
+        scales, minimums = stored.scales(scheme.super_block), stored.minimums(scheme.super_block)
+        return _Grid(
+            step=scales.unsqueeze(-1),
+            scales=scales.unsqueeze(-1),
+            zeros=None,
+            global_scale=None,
+            minimums=None if minimums is None else minimums.unsqueeze(-1),
+            super_scales=stored,
+        )
     peak = _peak(cells, scheme)
     is_nested = scheme.strategy == "tensor_group"
     global_scale = _global_scale(peak, scheme.high) if is_nested else None
@@ -427,8 +510,16 @@ def _divide(groups: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
     return groups.mul_(_finite(step.reciprocal()))
 
 
-def _round(groups: Tensor, step: Tensor, scheme: Scheme, zeros: Tensor | None) -> Tensor:
+def _round(
+    groups: Tensor,
+    step: Tensor,
+    scheme: Scheme,
+    zeros: Tensor | None,
+    minimums: Tensor | None = None,
+) -> Tensor:
     """Convert weights to codes less zero points as float32, in place."""
+    if minimums is not None:
+        groups.add_(minimums)
     return _codes(_divide(groups, step, scheme), scheme, zeros)
 
 
@@ -436,6 +527,10 @@ def _codes(ratio: Tensor, scheme: Scheme, zeros: Tensor | None) -> Tensor:
     """Convert weights in units of the step to codes less zero points as float32, in place."""
     if scheme.element is not None:
         return round_to_format(ratio, scheme.element)
+    if scheme.values is not None:
+        values = torch.tensor(scheme.values, dtype=torch.float32, device=ratio.device)
+        middles = (values[1:] + values[:-1]) / 2
+        return values[torch.bucketize(ratio, middles)]
     if zeros is not None:
         return ratio.add_(zeros).clamp_(scheme.low, scheme.high).round_().sub_(zeros)
     if scheme.rounding == "away_from_low":

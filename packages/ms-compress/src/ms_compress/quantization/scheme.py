@@ -68,6 +68,30 @@ def _default_low(rule: "Activations | Scheme") -> int:
 
 
 @frozen(kw_only=True)
+class SuperBlock:
+    """Super-block of llama.cpp's K-quants: its groups' scales are integers times one float16 scale.
+
+    With minimums, a group's smallest weight is an integer times a second float16 scale, and a
+    weight is ``code * scale - minimum``.
+    """
+
+    size: int
+    """Number of weights in a row that share the float16 scales."""
+    groups: int
+    """Number of groups in it."""
+    low: int
+    high: int
+    """Smallest and largest integer scale."""
+    has_minimums: bool
+    """Whether groups also have minimums; their integers are those of the scales."""
+
+    @property
+    def scales_per_block(self) -> int:
+        """Number of float16 scales of a super-block."""
+        return 2 if self.has_minimums else 1
+
+
+@frozen(kw_only=True)
 class Activations:
     """Rounding of a linear layer's input at run time."""
 
@@ -87,6 +111,8 @@ class Activations:
     scale_dtype: str = field(default="float32", validator=validators.in_(SCALE_DTYPES))
     by_inverse: bool = False
     """Codes are computed as value * (divisor / largest), not as value / scale."""
+    scale_of_inverse: bool = False
+    """With `by_inverse`, the scale is 1 / (divisor / largest), not largest / divisor."""
 
     def __attrs_post_init__(self) -> None:
         expected = {"tensor": False, "tensor_group": "local"}.get(self.strategy, True)
@@ -119,7 +145,7 @@ class Scheme:
     name: str
     target: str
     """Folder in `targets/` that implements it."""
-    num_bits: int = field(validator=validators.in_((3, 4, 8)))
+    num_bits: int = field(validator=validators.in_((2, 3, 4, 5, 6, 8)))
     type: ElementType = field(default="int", validator=validators.in_(("int", "float")))
     group_size: int | None = None
     """Number of weights in a row that share a scale. None: the whole row, tensor or block."""
@@ -147,6 +173,15 @@ class Scheme:
     scale_dtype: str = field(default="float32", validator=validators.in_(SCALE_DTYPES))
     eps_for_zeros: bool = False
     """The scale of an all-zero group is the scale dtype's epsilon instead of 0."""
+    super_block: SuperBlock | None = None
+    """Super-blocks of several groups, whose own scales are integers; `scale_dtype` then is that of
+    the super-blocks' scales."""
+    values: tuple[int, ...] | None = None
+    """Ascending values that codes can have, if these are not all integers from `low` to `high`."""
+    fallback: str | None = None
+    """Scheme of layers whose rows the super-block does not divide."""
+    larger: str | None = None
+    """Scheme of the layers that a mixture such as `gguf.q4_k_m` stores with more bits."""
     embeddings: bool = True
     """Whether the target can also read embeddings in this scheme."""
     activations: Activations | None = None
@@ -161,7 +196,8 @@ class Scheme:
             raise SchemeError(
                 f"{self.name}: num_bits of type 'float' must be 4 or 8, got {self.num_bits}; use 8"
             )
-        if self.type == "int" and self.high - self.low >= 2**self.num_bits:
+        count = self.high - self.low + 1 if self.values is None else len(self.values)
+        if self.type == "int" and count > 2**self.num_bits:
             raise SchemeError(
                 f"{self.name}: codes from {self.low} to {self.high} do not fit {self.num_bits} bits"
             )
@@ -199,8 +235,17 @@ class Scheme:
         return self.low if self.signed_peak else (self.high - self.low) / 2
 
     @property
+    def has_zero(self) -> bool:
+        """Whether every group can store zero exactly, as pruned weights need."""
+        if self.values is not None:
+            return 0 in self.values
+        return self.super_block is None or not self.super_block.has_minimums
+
+    @property
     def end_spacing(self) -> float:
         """Distance of the largest code from the one below it."""
+        if self.values is not None:
+            return self.values[-1] - self.values[-2]
         element = self.element
         return 1.0 if element is None else 2.0 ** (element.max_exponent - element.mantissa_bits)
 
@@ -209,6 +254,8 @@ class Scheme:
         """Dtype of stored scales."""
         import torch  # not at module level: reading run files, which name schemes, must be fast
 
+        if self.super_block is not None:
+            return torch.int8
         dtype: torch.dtype = getattr(torch, self.scale_dtype)
         return dtype
 
@@ -236,6 +283,16 @@ class Scheme:
             return 1, 1
         height = 1 if self.block_structure is None else self.block_structure[0]
         return -(-rows // height), -(-features // self.group_of(features))
+
+    def row_unit(self, features: int) -> int:
+        """Return the number of adjacent weights that must stay together when rows are split."""
+        return self.group_of(features) if self.super_block is None else self.super_block.size
+
+    def factor_shape(self, rows: int, features: int) -> tuple[int, int]:
+        """Return the shape of the learned factor: one value per scale, and one per minimum."""
+        height, groups = self.scale_shape(rows, features)
+        has_minimums = self.super_block is not None and self.super_block.has_minimums
+        return height, groups * (2 if has_minimums else 1)
 
     def __str__(self) -> str:
         return self.name

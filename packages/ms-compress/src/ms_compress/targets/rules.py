@@ -12,6 +12,7 @@ import ms_compress.targets
 from ms_compress.errors import SchemeError
 from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import nearest
+from ms_compress.targets.gguf.rules import stores_more_bits
 
 TARGETS = tuple(
     module.name for module in iter_modules(ms_compress.targets.__path__) if module.ispkg
@@ -24,6 +25,32 @@ _GROUPED: dict[str, Scheme] = {
 }
 NAMES = tuple(_SCHEMES)
 """Names of the schemes; other group sizes, such as `ct.int4_g64`, can be named too."""
+
+
+def layer_scheme(whole: Scheme, name: str, features: int, layers: int) -> Scheme:
+    """Return the scheme of one layer of a model that is prepared for a scheme.
+
+    It differs for the layers that a mixture stores with more bits, and for layers whose rows the
+    scheme's super-blocks do not divide.
+
+    Args:
+        whole: scheme of the model.
+        name: name of the layer.
+        features: number of weights of its rows.
+        layers: number of decoder layers of the model.
+    """
+    result = whole
+    if whole.larger is not None and stores_more_bits(name, layers):
+        result = _SCHEMES[whole.larger]
+    if result.super_block is not None and features % result.super_block.size and result.fallback:
+        result = _SCHEMES[result.fallback]
+    return result
+
+
+def schemes_of_layers(whole: Scheme) -> set[Scheme]:
+    """Return the schemes that layers of a model have that is prepared for a scheme."""
+    main = {whole} if whole.larger is None else {whole, _SCHEMES[whole.larger]}
+    return main | {_SCHEMES[item.fallback] for item in main if item.fallback is not None}
 
 
 def scheme(name: str | Scheme) -> Scheme:

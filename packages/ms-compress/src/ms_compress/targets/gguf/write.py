@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from attrs import evolve
 from torch import Tensor
 
@@ -19,6 +17,7 @@ from ms_compress.models.decoder_config import DecoderConfig, check_names, decode
 from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantization.rounding import QuantizedWeight
+from ms_compress.targets.gguf.blocks import pack
 from ms_compress.targets.gguf.tokenizer import add_placeholders, add_tokenizer, check_tokenizer
 from ms_compress.targets.libraries import import_library
 from ms_compress.targets.target import Assets
@@ -44,7 +43,14 @@ LAYER_TENSORS = {
 }
 PERMUTED = ("llama", "mistral")
 """Families that llama.cpp computes with rotation of adjacent pairs."""
-Bytes = npt.NDArray[np.uint8]
+FILE_TYPES = {
+    None: "ALL_F32",
+    "Q3_K": "MOSTLY_Q3_K_M",
+    "Q4_K": "MOSTLY_Q4_K_M",
+    "Q5_K": "MOSTLY_Q5_K_M",
+    "MXFP4": "MOSTLY_MXFP4_MOE",
+}
+"""The library's name of a file's most common type, where it is not `MOSTLY_` and the type."""
 
 
 def library() -> Any:
@@ -121,22 +127,6 @@ def permuted(rows: Tensor, heads: int) -> Tensor:
     return split.transpose(1, 2).reshape(rows.shape)  # the halves interleave
 
 
-def pack(value: QuantizedWeight, bits: int) -> Bytes:
-    """Pack blocks of 32 codes with their scale into (N, G · 18) or (N, G · 34) bytes.
-
-    With 4 bits, byte j of a block has code j in its low half and code j + 16 in its high half.
-    """
-    rows, groups = value.scales.shape
-    scales = value.scales.numpy().view(np.uint8).reshape(rows, groups, 2)  # float16 as 2 bytes
-    codes = value.codes.view(rows, groups, 32)  # (N, G, 32)
-    if bits == 8:
-        packed = codes.numpy().view(np.uint8)
-    else:
-        unsigned = (codes + 8).to(torch.uint8)  # 0 to 15
-        packed = (unsigned[..., :16] | (unsigned[..., 16:] << 4)).numpy()
-    return np.concatenate([scales, packed], axis=-1).reshape(rows, -1)  # scale, then codes
-
-
 def _bytes(entry: WholeTensor, value: QuantizedWeight | Tensor, config: DecoderConfig) -> Any:
     heads = None
     if config.family in PERMUTED:
@@ -147,10 +137,11 @@ def _bytes(entry: WholeTensor, value: QuantizedWeight | Tensor, config: DecoderC
         return plain.contiguous().numpy()
     assert entry.scheme is not None
     if heads is not None:
-        value = evolve(
-            value, codes=permuted(value.codes, heads), scales=permuted(value.scales, heads)
-        )
-    return pack(value, entry.scheme.num_bits)
+        rows: dict[str, Any] = {
+            name: permuted(part, heads) for name, part in value.row_parts.items()
+        }
+        value = evolve(value, **rows)
+    return pack(value)
 
 
 def _add_info(
@@ -160,8 +151,7 @@ def _add_info(
     if entry is None or entry.scheme is None:
         writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * count)
         return
-    types = gguf.GGMLQuantizationType
-    ggml_type = types.Q8_0 if entry.scheme.num_bits == 8 else types.Q4_0
+    ggml_type = gguf.GGMLQuantizationType[entry.scheme.format]
     block, size = gguf.GGML_QUANT_SIZES[ggml_type]
     rows, features = shape
     # The library needs the shape in bytes: `size` bytes for each block of weights.
@@ -186,11 +176,8 @@ def _add_metadata(writer: Any, gguf: Any, config: DecoderConfig, model: WholeMod
     writer.add_vocab_size(config.vocabulary)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     schemes = [entry.scheme for entry in model.tensors.values() if entry.scheme is not None]
-    file_types = gguf.LlamaFileType
-    file_type = file_types.ALL_F32
-    if schemes:
-        file_type = file_types.MOSTLY_Q8_0 if schemes[0].num_bits == 8 else file_types.MOSTLY_Q4_0
-    writer.add_file_type(file_type)
+    common = max(schemes, key=schemes.count).format if schemes else None
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES.get(common, f"MOSTLY_{common}")])
     if config.linear_factor is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.linear_factor)
