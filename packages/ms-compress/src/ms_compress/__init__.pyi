@@ -28,6 +28,7 @@ from .methods.pruning import (
 from .methods.qat import FloatThenQuantized, fit_scales, qat
 from .methods.student import cut_student
 from .methods.wanda import wanda
+from .models.experts import separate_experts
 from .quantization.scheme import Scheme
 from .targets.rules import scheme
 from .targets.target import open_runtime
@@ -69,6 +70,7 @@ __all__ = [
     "prune",
     "qat",
     "scheme",
+    "separate_experts",
     "set_masks",
     "smoothquant",
     "sparsity",

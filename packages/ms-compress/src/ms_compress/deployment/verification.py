@@ -108,6 +108,20 @@ def verify(
     folder, model = Path(folder), unwrapped(model)
     if tokens is None:
         tokens = probe(vocabulary_of(model))
+    rounded = next(
+        (
+            name
+            for name, layer in prepared_layers(model)
+            if ".experts." in name and layer.activations
+        ),
+        None,
+    )
+    if rounded is not None and find_target(target).fuses_experts:
+        raise ExportError(
+            f"{find_target(target).runtime} computes experts without rounding their inputs, which"
+            f" {rounded} was prepared for; verify in the engine that serves it, or prepare with"
+            " activations=False"
+        )
     # Tensors that the runtime ignores, such as extra buffers of the model, may not affect logits.
     runtime = find_target(target).opens(folder, threads=1, strict=False)
     check_weights(model, folder, target)

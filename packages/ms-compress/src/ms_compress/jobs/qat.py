@@ -13,6 +13,7 @@ from ms_compress.jobs.output import run_output
 from ms_compress.jobs.training import train
 from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks
 from ms_compress.methods.qat import FloatThenQuantized
+from ms_compress.models.experts import separate_experts
 from ms_compress.models.logits import vocabulary_of
 
 CALIBRATION_ROWS = 256
@@ -25,7 +26,7 @@ def run(options: QatRun) -> Outcome:
         if output.finished:
             return output.already_finished()
         check_tokenizers(options)
-        model = load(options.model)
+        model = separate_experts(load(options.model))
         check_exportable(model, options)  # before the training, not after it
         teacher = _teacher(model, options)
         if options.sparse:

@@ -13,6 +13,7 @@ from ms_compress.jobs.finish import check_exportable, finish
 from ms_compress.jobs.loading import load
 from ms_compress.jobs.methods import quantize
 from ms_compress.jobs.output import run_output
+from ms_compress.models.experts import separate_experts
 from ms_compress.models.logits import model_logits, vocabulary_of
 
 SAMPLE_ROWS, SAMPLE_LENGTH = 4, 128
@@ -25,7 +26,7 @@ def run(options: QuantizeRun) -> Outcome:
         if output.finished:
             return output.already_finished()
         check_tokenizers(options)
-        model = load(options.model)
+        model = separate_experts(load(options.model))
         check_exportable(model, options)
         sample = _sample(options, model)
         tokens = probe(vocabulary_of(model)) if sample is None else sample

@@ -10,8 +10,10 @@ A checkpoint stores each finished decoder layer. A restarted walk loads these an
 that the next layer gets the same inputs, bit for bit.
 """
 
+import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -19,9 +21,12 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from ms_compress.errors import CalibrationError
+from ms_compress.models.experts import separated
 from ms_compress.models.logits import check_tokens, evaluating, next_token_logits
 from ms_compress.models.selection import blocks_of
 from ms_compress.quantization.layers import Prepared, prepared_layers
+
+logger = logging.getLogger(__name__)
 
 S = TypeVar("S")
 Statistic = Callable[[S | None, Tensor], S]
@@ -275,10 +280,44 @@ def _gather(
     with _observing(layers, statistics, statistic):
         for x, call in zip(hidden, calls, strict=True):
             _run(block, x, call)
+    _share_statistics(block, layers, statistics)
     for name in layers:
         if name not in statistics:
             raise CalibrationError(f"{name} was never called with the calibration tokens")
     return statistics
+
+
+def _share_statistics(
+    block: nn.Module, layers: dict[str, nn.Linear], statistics: dict[str, S]
+) -> None:
+    """Give experts that saw no token the statistics of another expert of their layer.
+
+    Its inputs have the same meaning for gate and up, and the same origin for down.
+    """
+    names = {id(layer): name for name, layer in layers.items()}
+    for prefix, experts in separated(block):
+        groups: dict[str, list[str]] = {}  # names of all experts' layers by matrix
+        for path, layer in experts.named_modules():
+            if id(layer) in names:
+                groups.setdefault(path.partition(".")[2], []).append(names[id(layer)])
+        unseen = 0
+        for group in groups.values():
+            seen = [name for name in group if name in statistics]
+            if not seen:
+                continue
+            unseen = len(group) - len(seen)
+            for name in group:
+                if name not in statistics:
+                    statistics[name] = deepcopy(statistics[seen[0]])
+        if unseen:
+            logger.warning(
+                "%s.%s: %d of %d experts saw no calibration token and use the statistics of another"
+                " expert; use more rows",
+                next(iter(layers)).split(".mlp.")[0],
+                prefix,
+                unseen,
+                experts.count,
+            )
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Configuration of a decoder of the Llama family, read from config.json and checked."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from attrs import frozen
 from ms_compress.errors import ExportError, LayerError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+EXPERT_FAMILIES = ("qwen3_moe", "mixtral")
+"""Families with experts, for targets that take them."""
 UNSUPPORTED = ("transformer-xl",)
 """Families of ms-parallel that no deployment runtime supports."""
 LAYER_PARTS = {
@@ -18,6 +21,10 @@ LAYER_PARTS = {
     *(f"self_attn.{name}_proj.{part}" for name in "qkvo" for part in ("weight", "bias")),
     *(f"mlp.{name}_proj.{part}" for name in ("gate", "up", "down") for part in ("weight", "bias")),
 }
+EXPERT_PART = re.compile(
+    r"(mlp|block_sparse_moe)\.(gate|experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3))\.weight"
+)
+"""Names of a mixture of experts in a layer, of both expert families."""
 MODEL_TENSORS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
 
 
@@ -42,19 +49,24 @@ class DecoderConfig:
     """(head_width / 2,) divisors of the rotary frequencies."""
     linear_factor: float | None
     """Divisor of the positions."""
+    experts: int = 0
+    """Number of experts of each layer; 0 for a dense model."""
+    experts_per_token: int = 0
 
 
-def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
-    """Parse a model's config.json for a target.
+def decoder_config(
+    document: Mapping[str, Any], target: str, families: tuple[str, ...] = FAMILIES
+) -> DecoderConfig:
+    """Parse a model's config.json for a target that takes some families.
 
     Raises:
         ExportError: the model is not of the Llama family, or has a setting that no target supports.
     """
     family = document.get("model_type")
     check_deployable(document)
-    if family not in FAMILIES:
+    if family not in families:
         raise ExportError(
-            f"{target} supports the families {', '.join(FAMILIES)}, got {family!r}; use a ct"
+            f"{target} supports the families {', '.join(families)}, got {family!r}; use a ct"
             " scheme, which supports every model in transformers"
         )
     if (act := document.get("hidden_act", "silu")) != "silu":
@@ -70,7 +82,7 @@ def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
         family=family,
         vocabulary=document["vocab_size"],
         hidden=document["hidden_size"],
-        inner=document["intermediate_size"],
+        inner=document["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"],
         layers=document["num_hidden_layers"],
         heads=heads,
         key_heads=document.get("num_key_value_heads") or heads,
@@ -81,7 +93,30 @@ def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
         windows=_windows(family, document, target),
         frequency_divisors=divisors,
         linear_factor=factor,
+        **(_experts(document, target) if family in EXPERT_FAMILIES else {}),
     )
+
+
+def _experts(document: Mapping[str, Any], target: str) -> dict[str, int]:
+    """Return the fields of a decoder whose layers all have experts.
+
+    Raises:
+        ExportError: some layers are dense, or the weights of a token's experts do not add up to 1.
+    """
+    if document.get("mlp_only_layers") or document.get("decoder_sparse_step", 1) != 1:
+        raise ExportError(
+            f"{target}: all layers must have experts, got mlp_only_layers"
+            f" {document.get('mlp_only_layers')} and decoder_sparse_step"
+            f" {document.get('decoder_sparse_step')}; use a ct scheme"
+        )
+    if document.get("model_type") == "qwen3_moe" and not document.get("norm_topk_prob"):
+        raise ExportError(
+            f"{target}: norm_topk_prob must be true, as llama.cpp normalizes the weights of a"
+            " token's experts, got false; use a ct scheme"
+        )
+    # Mixtral and Qwen 3 name the number of experts differently; transformers 5 has both names.
+    count = document.get("num_local_experts") or document["num_experts"]
+    return {"experts": count, "experts_per_token": document["num_experts_per_tok"]}
 
 
 def check_deployable(document: Mapping[str, Any]) -> None:
@@ -99,7 +134,7 @@ def check_deployable(document: Mapping[str, Any]) -> None:
         )
 
 
-def check_names(names: Iterable[str], target: str) -> None:
+def check_names(names: Iterable[str], target: str, *, experts: bool = False) -> None:
     """Check that the target's decoder has all tensors.
 
     Raises:
@@ -108,7 +143,10 @@ def check_names(names: Iterable[str], target: str) -> None:
     for name in names:
         layer, dot, part = name.removeprefix("model.layers.").partition(".")
         is_known = name in MODEL_TENSORS or (
-            name.startswith("model.layers.") and dot and layer.isdigit() and part in LAYER_PARTS
+            name.startswith("model.layers.")
+            and dot
+            and layer.isdigit()
+            and (part in LAYER_PARTS or (experts and EXPERT_PART.fullmatch(part)))
         )
         if not is_known:
             raise LayerError(
@@ -124,7 +162,7 @@ def _windows(family: str, document: Mapping[str, Any], target: str) -> tuple[int
     # Llama models have no windows, and one as long as the context hides nothing.
     if family == "llama" or window is None or window >= document["max_position_embeddings"]:
         return (None,) * count
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return (window,) * count  # all layers
     if not document.get("use_sliding_window"):
         return (None,) * count

@@ -4,7 +4,7 @@ Codes and scales of a row depend on that row only, so stacking separately quanti
 the quantized fused matrix.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,12 @@ Fused = Mapping[str, tuple[str, ...]]
 """The model's tensors for each tensor in the folder, first rows first."""
 
 
-def fused_names(config: Any) -> Fused:
+def fused_names(config: Any, separate: Collection[str] = ()) -> Fused:
     """Return the tensors that an ms_parallel model has in parts but its folder has fused.
+
+    Args:
+        config: configuration of the model.
+        separate: names of modules that were replaced by separate experts.
 
     Raises:
         ExportError: a tensor is another one's slice but not a block of rows; names the first.
@@ -29,6 +33,8 @@ def fused_names(config: Any) -> Fused:
 
     rows_by_tensor: dict[str, list[tuple[int, str]]] = {}
     for name, pieces in weight_slices(config).items():
+        if name.rsplit(".", 2)[0] in separate:
+            continue
         # Stored under its own name: nothing to fuse.
         if [piece.tensor for piece in pieces] == [name]:
             continue

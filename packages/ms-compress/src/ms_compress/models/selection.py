@@ -7,6 +7,7 @@ from torch import nn
 
 from ms_compress.arguments import check_items, check_type
 from ms_compress.errors import ConfigError, LayerError
+from ms_compress.models.experts import routers
 from ms_compress.models.head import find_head
 from ms_compress.quantization.layers import Prepared
 
@@ -34,8 +35,9 @@ def select(
     output = find_head(model)
     unused = set(ignore)
     selected = []
+    excluded = routers(model)
     for name, layer in model.named_modules():
-        if not _has_matrix(layer):
+        if not _has_matrix(layer) or name in excluded:
             continue
         matched = {pattern for pattern in ignore if fnmatchcase(name, pattern)}
         unused -= matched

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ms_compress.errors import ExportError
 from ms_compress.models.collective import CollectiveWork
+from ms_compress.models.experts import checkpoint_names, routers, separated
 from ms_compress.models.fused import Fused, fuse, fused_names, stack_rows
 from ms_compress.models.head import HEAD, find_head
 from ms_compress.models.shards import WholeTensor, local_tensors, merge, rank
@@ -273,8 +274,15 @@ def _config(model: nn.Module) -> dict[str, Any]:
 def _fused(model: nn.Module) -> Fused:
     """Return the tensors that an ms_parallel model has in parts but its folder has fused."""
     config: Any = getattr(model, "config", None)
-    is_ms_parallel = type(config).__module__.startswith("ms_parallel")
-    return fused_names(config) if is_ms_parallel else {}
+    names = checkpoint_names(model, str(getattr(config, "model_type", "")))
+    renamed = {stored: (name,) for name, stored in names.items()}
+    if type(config).__module__.startswith("ms_parallel"):
+        return {**fused_names(config, {name for name, _ in separated(model)}), **renamed}
+    if renamed:  # transformers has the router of these families under another name too
+        for router in routers(model):
+            stored = router.replace(".mlp.", ".block_sparse_moe.")
+            renamed[f"{stored}.weight"] = (f"{router}.weight",)
+    return renamed
 
 
 def _all_gather(entries: dict[str, WholeTensor]) -> list[dict[str, WholeTensor]]:

@@ -145,6 +145,8 @@ class Target(Format):
     """Open every export once if the libraries are installed, instead of only when verifying."""
     keeps_stored_dtypes: bool = False
     """Store tensors that are not quantized in the dtypes of the base folder, instead of float32."""
+    fuses_experts: bool = False
+    """Whether the runtime computes experts as one module, which ignores the rounding of inputs."""
     needs_tokenizer: bool = False
     """Whether the runtime needs an exported tokenizer to read text."""
     tolerance: float = field(default=1e-4)

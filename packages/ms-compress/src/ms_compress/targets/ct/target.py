@@ -22,5 +22,6 @@ TARGET = Target(
     extra="ct",
     serve="vllm serve {folder}",
     keeps_stored_dtypes=True,
+    fuses_experts=True,
     opens_cheaply=False,  # transformers loads the whole model into memory
 )

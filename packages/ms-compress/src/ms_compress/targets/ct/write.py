@@ -235,6 +235,12 @@ def _quantization(model: WholeModel) -> dict[str, Any]:
         if llama4_experts.is_fused(entry.name, model.config):
             names = llama4_experts.stored_names(entry.name, entry.shape[0])
             ignored += [name.removesuffix(".weight") for name in names]
+    # Routers are linear layers in vLLM.
+    ignored += [
+        entry.module
+        for entry in weights
+        if entry.kind == "other" and len(entry.shape) == 2 and entry.scheme is None
+    ]
     if model.is_tied:
         # A tied head is an nn.Linear as well, but the file has no codes for it.
         ignored.append(HEAD)

@@ -1,5 +1,6 @@
 """Read the tensors and properties of GGUF files with the `gguf` library."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ms_compress.models.config_file import whole_or_none
-from ms_compress.models.decoder_config import decoder_config
+from ms_compress.models.decoder_config import EXPERT_FAMILIES, FAMILIES, decoder_config
 from ms_compress.targets.gguf.write import FILE, library
 from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.target import Contents, Reader
@@ -20,7 +21,7 @@ LIBRARY = "the gguf library"
 def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
     """Return a reader of a folder's tensors that restores Hugging Face names and row order."""
     gguf = library()
-    config = decoder_config(document, "GGUF")
+    config = decoder_config(document, "GGUF", (*FAMILIES, *EXPERT_FAMILIES))
     path = folder / FILE
     with library_errors(path, LIBRARY):
         file = gguf.GGUFReader(path)
@@ -35,10 +36,14 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
 
     def read(name: str) -> Tensor:
         # An unknown name gives None, so the lookup raises KeyError as a `Reader` must.
-        tensor = tensors[names.get_name(name, (".weight", ".bias"))]
+        # The matrices of all experts are one tensor, named without the expert's index.
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        stored = name if expert is None else name.replace(expert[0], ".experts.")
+        tensor = tensors[names.get_name(stored, (".weight", ".bias"))]
         heads = rotated.get(name.split(".")[-2])
         with library_errors(path, LIBRARY):
-            rows = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+            data = tensor.data if expert is None else tensor.data[int(expert[1])]
+            rows = torch.from_numpy(gguf.dequantize(data, tensor.tensor_type).copy())
             return rows if heads is None else rows[_halves(len(rows), heads)]
 
     return read

@@ -12,8 +12,14 @@ import numpy as np
 from attrs import evolve
 from torch import Tensor
 
-from ms_compress.errors import ExportError
-from ms_compress.models.decoder_config import DecoderConfig, check_names, decoder_config
+from ms_compress.errors import ExportError, LayerError
+from ms_compress.models.decoder_config import (
+    EXPERT_FAMILIES,
+    FAMILIES,
+    DecoderConfig,
+    check_names,
+    decoder_config,
+)
 from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantization.rounding import QuantizedWeight
@@ -40,8 +46,23 @@ LAYER_TENSORS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
-PERMUTED = ("llama", "mistral")
+EXPERTS = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+}
+"""Tensors that stack a matrix of all experts."""
+ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+"""llama.cpp's name of a family, where it differs."""
+TAKEN = (*FAMILIES, *EXPERT_FAMILIES)
+"""Families that this target takes."""
+PERMUTED = ("llama", "mistral", "mixtral")
 """Families that llama.cpp computes with rotation of adjacent pairs."""
 FILE_TYPES = {
     None: "ALL_F32",
@@ -66,27 +87,43 @@ def check(model: WholeModel, assets: Assets) -> None:
         LayerError: it does not support a tensor.
     """
     library()
-    config = decoder_config(model.config, "GGUF")
+    config = decoder_config(model.config, "GGUF", TAKEN)
     window = next((window for window in config.windows if window is not None), None)
     if window is not None:
         raise ExportError(
             f"GGUF: sliding_window must be null, as llama.cpp does not apply it to {config.family},"
             f" got {window}; set it to null if texts are shorter"
         )
-    check_names(model.tensors, "GGUF")
+    check_names(model.tensors, "GGUF", experts=config.experts > 0)
+    for name, entries in _stacked(model).items():
+        if len({entry.scheme for entry in entries}) > 1:
+            raise LayerError(
+                f"{entries[0].module} and the other experts of its layer are one tensor, {name}, in"
+                " GGUF, but are not quantized alike; name all of them as exceptions, or none"
+            )
     if assets.tokenizer is not None:
         check_tokenizer(assets.tokenizer, assets.ends, config.vocabulary)
 
 
+def _stacked(model: WholeModel) -> dict[str, list[WholeTensor]]:
+    """Return the model's tensors by their tensor in the file, which stacks those of experts."""
+    stored: dict[str, list[WholeTensor]] = {}
+    for entry in model.tensors.values():
+        stored.setdefault(tensor_name(entry.name), []).append(entry)
+    return stored
+
+
 def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
     """Write `model.gguf` in an existing folder; all ranks call it, and rank 0 writes."""
-    config = decoder_config(model.config, "GGUF")
+    config = decoder_config(model.config, "GGUF", TAKEN)
+    stored = _stacked(model)
     if not model.is_first:
-        for name in model.tensors:
-            model.read(name)
+        for entries in stored.values():
+            for entry in entries:
+                model.read(entry.name)
         return
     gguf = library()
-    architecture = "llama" if config.family in PERMUTED else config.family
+    architecture = ARCHITECTURES.get(config.family, config.family)
     with closing(gguf.GGUFWriter(None, architecture)) as writer:
         _add_metadata(writer, gguf, config, model)
         if assets.tokenizer is None:
@@ -99,17 +136,23 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
             _add_info(writer, gguf, "rope_freqs.weight", (len(divisors),), None)
         # All names, shapes and offsets precede the data, so they are declared before any tensor is
         # read, and the data follow in the same order.
-        for entry in model.tensors.values():
-            _add_info(writer, gguf, tensor_name(entry.name), entry.shape, entry)
+        for name, entries in stored.items():
+            experts = (len(entries),) if name.endswith("_exps.weight") else ()
+            _add_info(writer, gguf, name, (*experts, *entries[0].shape), entries[0])
         writer.write_header_to_file(path=folder / FILE)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         if divisors is not None:
             writer.write_tensor_data(np.array(divisors, dtype=np.float32))
-        for entry in model.tensors.values():
-            value = model.read(entry.name)
-            assert value is not None
-            writer.write_tensor_data(_bytes(entry, value, config))
+        for entries in stored.values():
+            values = [_bytes(entry, _read(model, entry), config) for entry in entries]
+            writer.write_tensor_data(values[0] if len(values) == 1 else np.stack(values))
+
+
+def _read(model: WholeModel, entry: WholeTensor) -> QuantizedWeight | Tensor:
+    value = model.read(entry.name)
+    assert value is not None
+    return value
 
 
 def tensor_name(name: str) -> str:
@@ -118,6 +161,8 @@ def tensor_name(name: str) -> str:
     if module in MODEL_TENSORS:
         return f"{MODEL_TENSORS[module]}.{suffix}"
     _, _, layer, part = module.split(".", 3)
+    if ".experts." in part:
+        return f"blk.{layer}.{EXPERTS[part.rpartition('.')[2]]}.{suffix}"
     return f"blk.{layer}.{LAYER_TENSORS[part]}.{suffix}"
 
 
@@ -153,10 +198,10 @@ def _add_info(
         return
     ggml_type = gguf.GGMLQuantizationType[entry.scheme.format]
     block, size = gguf.GGML_QUANT_SIZES[ggml_type]
-    rows, features = shape
     # The library needs the shape in bytes: `size` bytes for each block of weights.
-    stored = (rows, features // block * size)
-    writer.add_tensor_info(name, stored, np.dtype(np.uint8), rows * stored[1], raw_dtype=ggml_type)
+    stored = (*shape[:-1], shape[-1] // block * size)
+    nbytes = int(np.prod(stored))
+    writer.add_tensor_info(name, stored, np.dtype(np.uint8), nbytes, raw_dtype=ggml_type)
 
 
 def _add_metadata(writer: Any, gguf: Any, config: DecoderConfig, model: WholeModel) -> None:
@@ -166,6 +211,10 @@ def _add_metadata(writer: Any, gguf: Any, config: DecoderConfig, model: WholeMod
     writer.add_context_length(config.positions)
     writer.add_embedding_length(config.hidden)
     writer.add_feed_forward_length(config.inner)
+    if config.experts:
+        writer.add_expert_count(config.experts)
+        writer.add_expert_used_count(config.experts_per_token)
+        writer.add_expert_feed_forward_length(config.inner)
     writer.add_head_count(config.heads)
     writer.add_head_count_kv(config.key_heads)
     writer.add_key_length(config.head_width)
