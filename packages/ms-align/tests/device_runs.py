@@ -9,6 +9,7 @@ from layout_run import run as run_offline
 from layout_run import start_sets_engine
 from small_models import alibi_model, decoder, gpt2, llama
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ms_align import (
     GRPOTrainer,
@@ -143,6 +144,42 @@ def compare_generation() -> dict[str, bool]:
             on_device = write(build().to(this_device()), fused)
             matches[f"{name}, fused: {fused}"] = on_device == write(build(), fused)
     return matches
+
+
+class WaitCounter(TorchDispatchMode):
+    """Counts reads of device values by the host, and blocking copies between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator."""
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, result) if isinstance(x, torch.Tensor)]
+        devices = {tensor.device.type for tensor in tensors}
+        name = func.name().partition(".")[0]
+        if name in ("aten::_local_scalar_dense", "aten::nonzero"):
+            self.count += devices != {"cpu"}
+        elif name in ("aten::copy_", "aten::_to_copy"):
+            self.count += len(devices) > 1
+        return result
+
+
+def count_generation_waits(lengths: list[int]) -> dict[str, list[int]]:
+    """Waits of the host while it generates responses of these lengths, for each type of model."""
+    prompts = [[5, 6, 7, 8], [11], [20, 21]]
+    waits: dict[str, list[int]] = {}
+    for name, build, fused in (("fused", llama, True), ("llama", llama, False)):
+        generator = LocalGenerator(build().to(this_device()), fused=fused)
+        for length in (2, *lengths):  # the first call also verifies the fused weights
+            counter = WaitCounter()
+            with counter:
+                responses = generator(prompts, Sampling(max_new_tokens=length), count=2, seed=1)
+            assert int(responses.lengths.max()) == length
+            waits.setdefault(name, []).append(counter.count)
+        del waits[name][0]
+    return waits
 
 
 def train_reward_model(sets: str, folder: str) -> dict[str, Any]:

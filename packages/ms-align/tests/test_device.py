@@ -32,6 +32,12 @@ def test_responses_equal_those_on_the_cpu() -> None:
     assert all(on_rig(1, "compare_generation").values())
 
 
+def test_the_host_waits_once_in_eight_tokens_of_a_response() -> None:
+    """Responses of 25 tokens need two more waits than those of 9, with every type of model."""
+    for name, (short, long) in on_rig(1, "count_generation_waits", lengths=[9, 25]).items():
+        assert long - short == 2, name
+
+
 def test_a_reward_model_learns_and_scores(sets: Path, tmp_path: Path) -> None:
     """The saved model gives the same scores as the trained one."""
     assert on_rig(1, "train_reward_model", sets=str(sets), folder=str(tmp_path))["same"]

@@ -41,6 +41,21 @@ FAMILIES = {
 }
 
 
+def test_initial_weights_do_not_depend_on_the_number_of_threads() -> None:
+    """Each thread draws other chunks, with generators of their own."""
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            model = build_model(architecture("llama", {**SMALL, "vocab_size": 70_000}))
+            initialize(model, 7)
+            results.append(list(model.parameters()))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(results[0][0]) * SMALL["hidden_size"] > 2 * 2**20  # three chunks
+    assert all(map(torch.equal, *results))
+
+
 def small(family: str, layers: int = 4) -> StagedModel:
     """A model of a few layers with large enough weights."""
     overrides = {**SMALL, **FAMILIES[family], "num_hidden_layers": layers}

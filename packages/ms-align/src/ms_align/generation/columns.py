@@ -32,7 +32,7 @@ class Columns:
         """First column in use by any row."""
         self.layers: list[Tensor] = []
         """Per layer (2, max_rows, Hk, capacity, D): keys, then values."""
-        self._mask: Tensor | None = None
+        self._offsets: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -47,10 +47,16 @@ class Columns:
         """Return the columns that the next token attends to, (B, W + 1) bool; None for all."""
         if bool((self.starts == self.first).all()):
             return None
-        if self._mask is None or self._mask.shape != (self.rows, self.end + 1 - self.first):
-            columns = torch.arange(self.first, self.end + 1)
-            self._mask = (columns >= self.starts[:, None]).to(self.layers[0].device)
-        return self._mask
+        offsets = self.offsets()
+        columns = torch.arange(self.end + 1 - self.first, device=offsets.device)
+        return columns >= offsets[:, None]
+
+    def offsets(self) -> Tensor:
+        """Return the first column of each row, (B,) int64 from the first in use; on the device."""
+        # Copied when rows change, not at every token, since each copy waits for the device.
+        if self._offsets is None:
+            self._offsets = (self.starts - self.first).to(self.layers[0].device)
+        return self._offsets
 
     def advance(self) -> None:
         """Move to the next column, after all layers have written column `end`."""
@@ -91,7 +97,7 @@ class Columns:
                     used[:, target] = used[:, source]
         self.starts = self.starts[index]
         self.first = int(self.starts.min()) if len(index) else self.end
-        self._mask = None
+        self._offsets = None
         return index
 
     def add(self, layers: Sequence[Tensor], lengths: Tensor, copies: Tensor) -> None:
@@ -121,7 +127,7 @@ class Columns:
             for row, (source, length) in enumerate(pairs, rows):
                 cache[:, row, :, self.end - length : self.end] = prompt[:, source, :, :length]
         self.starts = torch.cat((self.starts, self.end - new_lengths))
-        self.first, self._mask = int(self.starts.min()), None
+        self.first, self._offsets = int(self.starts.min()), None
 
     def _reallocate(self, capacity: int, max_rows: int, *, start: int) -> None:
         """Copy the columns in use to new memory, starting at column `start`."""
@@ -139,4 +145,3 @@ class Columns:
         self.starts = self.starts + offset
         self.end += offset
         self.first += offset
-        self._mask = None

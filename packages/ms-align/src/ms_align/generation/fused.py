@@ -164,7 +164,8 @@ class FusedReader:
     def prefill(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Compute logits (B, V) after each prompt, and each layer's keys and values."""
         rows, length = tokens.shape
-        rotation = self._rotation(torch.arange(length, device=tokens.device))[None, :, None]
+        rotation = self._rotation(torch.arange(length, device=tokens.device), length)
+        rotation = rotation[None, :, None]
         hidden = F.embedding(tokens, self._embedding)
         cache = []
         for layer in self._layers:
@@ -187,7 +188,8 @@ class FusedReader:
     def step(self, tokens: Tensor, positions: Tensor, columns: Columns) -> Tensor:
         """Compute logits (B, V) after one more token per row."""
         columns.ensure(1)
-        rotation = self._rotation(positions)[:, None]
+        # No position exceeds the number of columns in use.
+        rotation = self._rotation(positions, columns.end + 1 - columns.first)[:, None]
         hidden = F.embedding(tokens, self._embedding)
         mask = columns.mask()
         bias = None
@@ -244,10 +246,9 @@ class FusedReader:
     def _logits(self, hidden: Tensor) -> Tensor:
         return torch.mm(F.rms_norm(hidden, self._norm.shape, self._norm, self.epsilon), self._head)
 
-    def _rotation(self, positions: Tensor) -> Tensor:
-        """Look up the rotations (..., D/2) complex of positions (...)."""
+    def _rotation(self, positions: Tensor, count: int) -> Tensor:
+        """Look up the rotations (..., D/2) complex of positions (...) below `count`."""
         # The table doubles, so that it is rarely rebuilt; indexing is cheap.
-        count = int(positions.max()) + 1
         if self._rotation_table is None or self._rotation_table.shape[0] < count:
             self._rotation_table = _rotations(self._model, max(256, 2 * count), positions.device)
         return self._rotation_table[positions]

@@ -24,6 +24,9 @@ from ms_align.generation.stops import Decode, contains_stop_string, max_stop_tok
 from ms_align.models.language_model import LanguageModel, check_tokens, language_model
 from ms_align.seeds import position_seed
 
+CHECK_EVERY = 8
+"""Tokens between two questions to an accelerator which rows are finished; each one waits."""
+
 
 class LocalGenerator:
     """Generates responses with a model in this process.
@@ -89,8 +92,12 @@ class LocalGenerator:
         # Reversed, so that pop() takes the responses in order.
         queue = list(range(len(prompts) * count))[::-1]
         longest = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
+        # Tokens of finished rows are discarded, so waiting less often changes no response. Stop
+        # strings are found by the host.
+        interval = 1 if device.type == "cpu" or sampling.stop_strings else CHECK_EVERY
+        steps = 0  # since the last prefill
         active = _ActiveRows.empty(
-            Columns(longest + 1, max_rows=min(self.max_num_seqs, len(queue))), device
+            Columns(longest + interval, max_rows=min(self.max_num_seqs, len(queue))), device
         )
         reader = self._reader()
         while queue or len(active.rows):
@@ -98,6 +105,7 @@ class LocalGenerator:
                 free = self.max_num_seqs - len(active.rows)
                 new = [queue.pop() for _ in range(min(free, len(queue)))]
                 self._prefill(reader, new, prompts, count, active, buffer)
+                steps = 0
             else:
                 logits = reader.step(active.tokens, active.positions, active.columns)
                 # A finished row may stay in the batch, but must not run beyond the context.
@@ -105,7 +113,11 @@ class LocalGenerator:
                 sampled = buffer.sample(logits, active.rows)
                 buffer.append(active.rows, sampled)
                 active.tokens = sampled.tokens
-            self._drop_finished(active, buffer, lazily=not queue)
+                steps += 1
+            finished = buffer.update_finished(active.rows, active.tokens, self.decode)
+            # The last token of rows that never stop is among those that are checked.
+            if steps == 0 or (sampling.max_new_tokens - 1 - steps) % interval == 0:
+                _drop_finished(active, finished, lazily=not queue)
         self.model.module.train(training)
         return buffer.responses()
 
@@ -135,19 +147,6 @@ class LocalGenerator:
         active.rows = torch.cat((active.rows, rows))
         active.tokens = torch.cat((active.tokens, sampled.tokens))
 
-    def _drop_finished(
-        self, active: "_ActiveRows", buffer: "_ResponseBuffer", *, lazily: bool
-    ) -> None:
-        """Drop finished rows; `lazily` only once an eighth of the rows is finished.
-
-        Tokens of a finished row that stays are discarded, which costs less than compacting the
-        cache for each row.
-        """
-        finished = buffer.update_finished(active.rows, active.tokens, self.decode)
-        count = int(finished.sum())
-        if count and (not lazily or count == len(finished) or count >= max(1, len(finished) // 8)):
-            active.drop(finished)
-
 
 @define
 class _ActiveRows:
@@ -170,6 +169,18 @@ class _ActiveRows:
         index = self.columns.drop(finished)
         self.rows, self.tokens = self.rows[index], self.tokens[index]
         self.positions = self.positions[index]
+
+
+def _drop_finished(active: _ActiveRows, finished: Tensor, *, lazily: bool) -> None:
+    """Drop finished rows; `lazily` only once an eighth of the rows is finished.
+
+    Tokens of a finished row that stays are discarded, which costs less than compacting the cache
+    for each row.
+    """
+    finished = finished.cpu()
+    count = int(finished.sum())
+    if count and (not lazily or count == len(finished) or count >= max(1, len(finished) // 8)):
+        active.drop(finished)
 
 
 @define

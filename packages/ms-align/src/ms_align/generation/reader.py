@@ -145,7 +145,7 @@ class RerunReader:
         cache = columns.view(0, 1)
         cache[..., -1, :] = tokens[:, None, None]
         rows = cache[0, :, 0, :, 0]  # (B, W + 1), right-aligned
-        starts = (columns.starts - columns.first).to(rows.device)
+        starts = columns.offsets()
         # Left-align the rows: a causal model never attends to padding on the right.
         index = starts[:, None] + torch.arange(rows.shape[1], device=rows.device)
         aligned = rows.gather(1, index.clamp(max=rows.shape[1] - 1))

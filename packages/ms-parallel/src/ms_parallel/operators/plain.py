@@ -5,7 +5,7 @@ Shapes: B rows, S positions, H hidden, D head width. Norms and rotations are com
 """
 
 import weakref
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ms_parallel.operators import cpu
 from ms_parallel.operators.packed_rows import attend_in_spans, boundaries_of, fits_varlen
-from ms_parallel.torch_private import unset_fake_temporarily
+from ms_parallel.torch_private import FakeTensor, unset_fake_temporarily
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -49,12 +49,16 @@ def rotary(
     """
     width, cos, sin = 2 * cos.shape[-1], cos.unsqueeze(2), sin.unsqueeze(2)
     rotate = _rotate_pairs if interleaved else _rotate_halves
+    in_place = not interleaved and _rotates_in_place(q, k, cos, sin)
     if not interleaved:
         # For (a, b) = halves of x: (a·cos - b·sin, b·cos + a·sin) = x·cos + roll(x)·(-sin, sin).
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def rotated(x: Tensor) -> Tensor:
-        y = rotate(cpu.widen(x[..., :width]), cos, sin).to(x.dtype)
+        if in_place:
+            y = _RotateInPlace.apply(x[..., :width], cos, sin)  # type: ignore[no-untyped-call]
+        else:
+            y = rotate(cpu.widen(x[..., :width]), cos, sin).to(x.dtype)
         return torch.cat((y, x[..., width:]), -1) if x.shape[-1] > width else y
 
     return rotated(q), rotated(k)
@@ -69,6 +73,50 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if cpu.serves(x, cos, sin) and not (cos.requires_grad or sin.requires_grad):
         return cpu.Rotate.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+def _rotates_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether `_RotateInPlace` applies: eager, half precision, on an accelerator."""
+    return (
+        not torch.compiler.is_compiling()
+        and q.device.type not in ("cpu", "meta")
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and all(type(tensor) in (Tensor, FakeTensor) for tensor in (q, k, cos, sin))
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+
+
+class _RotateInPlace(torch.autograd.Function):
+    """`x · cos + roll(x) · sin` of half precision in four kernels instead of six.
+
+    Without `roll`, and x is cast where it is read. Like `cpu.Rotate`, it saves only the angles and
+    is its own backward pass with negated angles.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x (B, S, heads, D) by cos and sin (B or 1, S, 1, D) float32."""
+        y = x * cos  # float32, or float64 for float64
+        first, second = y.chunk(2, -1)
+        minus_sin, plus_sin = sin.chunk(2, -1)
+        a, b = x.chunk(2, -1)
+        first.addcmul_(b, minus_sin)
+        second.addcmul_(a, plus_sin)
+        # Gradients of attention are transposed; the cast makes them contiguous for the projections.
+        return y.to(x.dtype, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        """Save the cosines and sines."""
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Rotate the gradient of x by the negated angles; the angles get no gradient."""
+        cos, sin = ctx.saved_tensors
+        return _RotateInPlace.apply(grad, cos, -sin), None, None  # type: ignore[no-untyped-call]
 
 
 def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:

@@ -1,15 +1,18 @@
 """Initializes weights as a pure function of seed, parameter name and global shape.
 
 Every layout therefore starts from the same model. Values are drawn in chunks of full rows with one
-generator each, so that a rank draws only the chunks that overlap its part.
+generator each, so that a rank draws only the chunks that overlap its part, and several threads draw
+different chunks.
 """
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from ms_parallel.models.registry import model_plan, weight_shapes
@@ -42,6 +45,7 @@ def initialize(model: nn.Module, seed: int) -> None:
     std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
     owners = {copy: owner for owner, copy in model_plan(model.config).tied}  # type: ignore[arg-type]
     architecture_names = weight_shapes(model.config)  # type: ignore[arg-type]
+    chunks: list[_Chunk] = []
     for name, parameter in named_weights(model):
         seed_name = owners.get(name, name)
         if is_added(seed_name, architecture_names):
@@ -55,7 +59,10 @@ def initialize(model: nn.Module, seed: int) -> None:
             norm = model.get_submodule(name.rpartition(".")[0])
             parameter.fill_(getattr(norm, "neutral", 1.0))
         else:
-            _fill_normal(parameter, seed_name, seed, std)
+            chunks += _chunks(parameter, seed_name)
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        # Consumed, so that an error in a thread is raised.
+        list(threads.map(lambda chunk: chunk.fill(seed, std), chunks))
 
 
 def is_added(name: str, architecture_names: Collection[str]) -> bool:
@@ -63,7 +70,30 @@ def is_added(name: str, architecture_names: Collection[str]) -> bool:
     return name not in architecture_names and name.rpartition(".")[2] not in ("weight", "bias")
 
 
-def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
+@frozen(kw_only=True)
+class _Chunk:
+    """Full rows of a weight that overlap this process's part."""
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    """Shape of the chunk."""
+    target: Tensor
+    """Local part of the weight that the chunk fills."""
+    source: tuple[slice, ...]
+    """Box of `target` in the chunk."""
+
+    @torch.no_grad()
+    def fill(self, seed: int, std: float) -> None:
+        """Draw the chunk and copy the local part."""
+        # The full chunk is drawn, so values do not depend on which rows are local.
+        values = torch.empty(self.shape)
+        values.normal_(0.0, std, generator=_generator(seed, self.name, self.number))
+        self.target.copy_(values[self.source])
+
+
+def _chunks(parameter: Tensor, name: str) -> Iterator[_Chunk]:
+    """Yield the chunks of a parameter that overlap its local part."""
     shape, part = parameter.shape, part_of(parameter)
     if part.local.numel() == 0:
         return
@@ -71,17 +101,17 @@ def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
     # Chunks depend on the global shape alone, never on the layout.
     per_chunk = max(1, _CHUNK_ELEMENTS // math.prod(shape[1:]))  # rows per chunk
     row_start, row_stop = rows_box.start, rows_box.stop
-    # Only chunks that overlap the local rows; each has its own generator.
-    for chunk in range(row_start // per_chunk, -(-row_stop // per_chunk)):
-        start = chunk * per_chunk
+    for number in range(row_start // per_chunk, -(-row_stop // per_chunk)):
+        start = number * per_chunk
         rows = min(per_chunk, shape[0] - start)
-        # The full chunk is drawn, so values do not depend on which rows are local.
-        values = torch.empty(rows, *shape[1:])
-        values.normal_(0.0, std, generator=_generator(seed, name, chunk))
         low, high = max(row_start, start), min(row_stop, start + rows)
-        part.local[low - row_start : high - row_start] = values[
-            (slice(low - start, high - start), *inner)
-        ]
+        yield _Chunk(
+            name=name,
+            number=number,
+            shape=(rows, *shape[1:]),
+            target=part.local[low - row_start : high - row_start],
+            source=(slice(low - start, high - start), *inner),
+        )
 
 
 def _generator(seed: int, name: str, chunk: int) -> torch.Generator:
