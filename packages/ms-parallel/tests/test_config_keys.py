@@ -161,7 +161,11 @@ def hf_model(folder: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        # Some versions of transformers run Gemma 2 with an attention that ignores its soft cap.
+        attention = "eager" if config.model_type == "gemma2" else None
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention
+        ).eval()
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
     if config.model_type in WITH_EXPERTS:  # saved files have separate tensors per expert

@@ -17,6 +17,7 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.codegen import modeling_codegen
 from transformers_models import FAMILIES, MORE, SIZES, hf_model, plain_torch_losses, separate_logits
 
 import ms_kernels
@@ -69,7 +70,11 @@ def test_some_steps_under_a_layout_equal_plain_torch(
     for (result,) in run_processes(LAYOUTS[layout], CHILD, "train_jobs", jobs=jobs):
         assert result["losses"] == pytest.approx(expected, abs=TOLERANCE)
     batch = global_batch(0)
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    # Some versions of transformers run Gemma 2 with an attention that ignores its soft cap.
+    attention = "eager" if family == "gemma2" else None
+    reloaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", attn_implementation=attention
+    )
     ours = Engine(TransformersModel(tmp_path / "saved"), device="cpu")
     logits = ours.evaluate(batch, lambda output, _: output.logits())
     with torch.no_grad():
@@ -94,6 +99,8 @@ def engine_of(family: str, folder: Path, **options: Any) -> tuple[Any, Engine]:
     [
         pytest.param(name, marks=() if name in SHOWN else (pytest.mark.slow,))
         for name in (*FAMILIES, *MORE)
+        # Only newer versions of its code call the attention interface.
+        if name != "codegen" or hasattr(modeling_codegen, "ALL_ATTENTION_FUNCTIONS")
     ],
 )
 def test_documents_do_not_attend_to_one_another(tmp_path: Path, family: str) -> None:

@@ -35,6 +35,7 @@ from .streams.packing_rules.best_fit import BestFitPacker
 from .streams.preferences import PreferenceBatch, PreferenceStream
 from .streams.share import StreamPlace
 from .streams.tokens import TokenStream
+from .streams.trainer_dataset import TrainerDataset
 from .streams.unpaired import UnpairedBatch, UnpairedStream
 from .tokenization.tokenizer import Tokenizer
 from .tokenization.training import train_tokenizer
@@ -78,6 +79,7 @@ __all__ = [
     "TokenStream",
     "Tokenizer",
     "TokenizerError",
+    "TrainerDataset",
     "Unpaired",
     "UnpairedBatch",
     "UnpairedSample",

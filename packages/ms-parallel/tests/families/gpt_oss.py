@@ -3,7 +3,11 @@
 from random import Random
 from typing import Any
 
+from transformers import GptOssConfig
+
 MODEL_TYPE = "gpt_oss"
+CLAMPS = [0.5, 7.0] if hasattr(GptOssConfig(), "swiglu_alpha") else [7.0]
+"""transformers before 5.19 ignores the setting and uses 7.0."""
 LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
@@ -18,7 +22,7 @@ def draw(random: Random) -> dict[str, Any]:
         "sliding_window": random.choice([3, 5]),
         "num_local_experts": random.choice([4, 6]),
         "num_experts_per_tok": random.choice([1, 2, 4]),
-        "swiglu_limit": random.choice([0.5, 7.0]),
+        "swiglu_limit": random.choice(CLAMPS),
         "rope_parameters": random.choice(
             [plain, {"rope_theta": 1e4, "truncate": random.random() < 0.5, **yarn}]
         ),

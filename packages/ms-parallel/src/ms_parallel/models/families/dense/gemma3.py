@@ -72,6 +72,10 @@ class _GlobalAndLocal:
         if config_json.get("rope_parameters") and config_json.get("rope_scaling"):
             raise ModelError("config.json has both rope_parameters and rope_scaling; remove one")
         new: Any = config_json.get("rope_parameters") or {}
+        if isinstance(new, dict):
+            # Some versions of transformers add these defaults of models with one rotary embedding.
+            unused = {"rope_type": "default", "rope_theta": None}
+            new = {k: v for k, v in new.items() if k not in unused or v != unused[k]}
         if not isinstance(new, dict) or set(new) - {_GLOBAL, _LOCAL}:
             raise ModelError(
                 f"rope_parameters must be a mapping with the keys {_GLOBAL} and {_LOCAL}, got"
