@@ -26,6 +26,7 @@ from .methods.pruning import (
     sparsity,
 )
 from .methods.qat import FloatThenQuantized, fit_scales, qat
+from .methods.reap import reap_scores, remove_experts
 from .methods.student import cut_student
 from .methods.wanda import wanda
 from .models.experts import separate_experts
@@ -69,6 +70,8 @@ __all__ = [
     "perplexity",
     "prune",
     "qat",
+    "reap_scores",
+    "remove_experts",
     "scheme",
     "separate_experts",
     "set_masks",

@@ -16,7 +16,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="prune",
-        help="prune a model by magnitude or Wanda, retrain it, and save it",
+        help="prune a model's weights or experts, retrain it, and save it",
         example="ms-compress prune RUN.toml pattern=2:4 method=wanda",
         options=PruneRun,
         job="prune",

@@ -7,7 +7,7 @@ from attrs import Attribute, field, frozen
 
 from ms_compress.errors import ConfigError
 from ms_compress.evaluation.options import Evaluation
-from ms_compress.methods.pattern import Pattern, parse_pattern
+from ms_compress.methods.pattern import Pattern, Unstructured, parse_pattern
 from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import as_path, flag, integer, one_of, valid_path
 from ms_compress.targets.rules import scheme
@@ -185,11 +185,21 @@ class PruneRun(ModelRun):
     """Settings of `ms-compress prune`."""
 
     pattern: Pattern = field(converter=parse_pattern, metadata={"example": "2:4"})
-    """`"2:4"`, or a sparsity such as 0.5."""
-    method: str = field(default="magnitude", validator=one_of("magnitude", "wanda", "gradual"))
-    """Prune in one shot by magnitude or Wanda, or gradually over the first half of training."""
+    """`"2:4"`, or a sparsity such as 0.5: for reap, the fraction of experts to remove."""
+    method: str = field(
+        default="magnitude", validator=one_of("magnitude", "wanda", "gradual", "reap")
+    )
+    """Prune in one shot by magnitude or Wanda, or gradually over the first half of training; reap
+    removes whole experts."""
     retrain: bool = field(default=True, validator=flag)
     """Train after pruning."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.method == "reap" and not isinstance(self.pattern, Unstructured):
+            raise ConfigError(
+                "method='reap' removes experts, so pattern must be their fraction, got"
+                f" {self.pattern}; use 0.25"
+            )
 
 
 @frozen(kw_only=True)

@@ -86,7 +86,7 @@ def separate_experts(model: M) -> M:
         LayerError: experts are split over processes, or have biases, as those of gpt-oss.
     """
     for name, module in list(model.named_modules()):
-        if not _is_fused(module):
+        if not is_fused(module):
             continue
         parent, _, attribute = name.rpartition(".")
         separate = SeparateExperts(list(_experts(name, module)))
@@ -126,7 +126,7 @@ def checkpoint_names(model: nn.Module, family: str) -> dict[str, str]:
     return names
 
 
-def _is_fused(module: nn.Module) -> bool:
+def is_fused(module: nn.Module) -> bool:
     """Return whether a module has the matrices of all experts in two tensors."""
     matrices = [_matrix(module, name) for name in ("gate_up_proj", "down_proj")]
     return all(matrix is not None and matrix.ndim >= 3 for matrix in matrices)
