@@ -162,6 +162,8 @@ FIXED = {
     "only for rollouts from servers, with their own tests": "vllm vllm.*"
     " importance_sampling_correction importance_sampling_mode importance_sampling_clip_min"
     " importance_sampling_clip_max max_logprob_difference",
+    "only for rollouts from servers or earlier weights, with their own tests": "max_staleness"
+    " rollout_rs rollout_rs_threshold off_policy_mask_threshold bypass_mode",
     "a limit on the choice of another key": "memory_gib schedule_memory_gib",
     "another way to set the length of a run, exclusive with steps": "epochs",
 }

@@ -1,12 +1,14 @@
-"""Importance weights of tokens sampled by another implementation of the policy.
+"""Corrections for tokens that were sampled by another model than the policy.
 
-A server computes the policy's probabilities with other kernels or another precision, so it samples
-from μ, close to the policy π. Weighting a token's loss by π/μ corrects the gradient to that of
-responses sampled from π; the limits trade bias for variance (Yao et al., 2025, "Your efficient RL
-framework secretly brings you off-policy RL training"). Modes and limits are TRL's. Shapes: N
-responses, S positions.
+A server computes the policy's probabilities with other kernels or another precision, and
+generation that runs ahead uses earlier weights, so tokens come from μ, close to the policy π.
+Weighting a token's loss by π/μ corrects the gradient to that of responses sampled from π; the
+limits trade bias for variance (Yao et al., 2025, "Your efficient RL framework secretly brings you
+off-policy RL training"). Modes and limits of weights are TRL's, those of rejections verl's. Shapes:
+N responses, S positions.
 """
 
+import math
 from typing import Final
 
 from torch import Tensor
@@ -46,3 +48,45 @@ def importance_weights(
     if mode.endswith("mask"):
         return ratios.masked_fill(outside, 0.0) * mask, outside
     return ratios.clamp(low, high) * mask, outside
+
+
+def rejections(
+    logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, *, mode: str, threshold: float
+) -> Tensor:
+    """Return the tokens that are rejected as too far from the policy, (N, S) bool.
+
+    Args:
+        logprobs: log π of each token, (N, S).
+        sampling_logprobs: log μ of each token, (N, S).
+        mask: True at response tokens, (N, S).
+        mode: level and estimator, with verl's names. k1 is log π/μ and k3 is π/μ - 1 - log π/μ, of
+            each `token`, or their sum, mean or maximum over a response (`seq_sum`, `seq_mean`,
+            `seq_max`), which rejects all its tokens. `seq_mean_k1` is the log of the geometric mean
+            of the ratios.
+        threshold: limit of k3; for k1, a ratio: log π/μ is rejected outside ±log threshold.
+    """
+    level, _, estimator = mode.rpartition("_")
+    log_ratios = (logprobs - sampling_logprobs).masked_fill(~mask, 0.0)
+    values, limit = log_ratios, math.log(threshold) if estimator == "k1" else threshold
+    if estimator == "k3":
+        values = log_ratios.clamp(max=MAX_LOG_RATIO).expm1() - log_ratios
+    if level == "seq_sum":
+        values = values.sum(1, keepdim=True).expand_as(mask)
+    if level == "seq_mean":
+        values = values.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    if level == "seq_max":
+        values = values.amax(1, keepdim=True)
+    return (values.abs() > limit) & mask
+
+
+def off_policy_mask(
+    logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, advantages: Tensor, threshold: float
+) -> Tensor:
+    """Return the tokens with a negative advantage in responses far from the policy, (N, S) bool.
+
+    The distance of a response is the mean of log μ/π over its tokens (DeepSeek-V3.2, 2025, section
+    3.1). Shapes are (N, S); `threshold` is in nats per token.
+    """
+    log_ratios = (sampling_logprobs - logprobs).masked_fill(~mask, 0.0)
+    distance = log_ratios.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return (distance > threshold) & (advantages < 0) & mask

@@ -4,7 +4,10 @@ Its state is complete, so a run that is killed resumes bit for bit.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import monotonic
 
 import torch
 from attrs import define, field
@@ -14,10 +17,10 @@ from ms_align import processes
 from ms_align.engines.protocol import Engine, StepReport
 from ms_align.engines.reference import Reference
 from ms_align.errors import ConfigError, NothingToLearnError, ServerError
-from ms_align.generation.responses import Responses, RolloutEngine
-from ms_align.losses.importance import importance_weights
+from ms_align.generation.responses import Responses, RolloutEngine, TimedResponses
 from ms_align.losses.protocol import IGNORED
 from ms_align.rollouts.algorithm import Algorithm
+from ms_align.rollouts.correction import correct
 from ms_align.rollouts.experience import Experience, RewardScorer, shaped_scores
 from ms_align.rollouts.options import RolloutOptions
 from ms_align.rollouts.prompts import Prompt, PromptOrder
@@ -39,6 +42,23 @@ SEED_STRIDE = 1 << 40
 HELD_OUT_SEED = SEED_STRIDE - 1
 
 
+@define(eq=False)
+class PendingRollout:
+    """Rollout that is being generated, or is generated and not used yet."""
+
+    prompt_batch: int
+    """Index of its batch of prompts."""
+    wait: Callable[[], TimedResponses]
+    """Waits for this data rank's responses. Collective."""
+    _timed: TimedResponses | None = field(default=None, init=False)
+
+    def result(self) -> TimedResponses:
+        """Return this data rank's responses, once they are generated. Collective."""
+        if self._timed is None:
+            self._timed = self.wait()
+        return self._timed
+
+
 @define(kw_only=True, eq=False)
 class RolloutLearner:
     """Generates rollouts and updates the policy and any value model."""
@@ -58,7 +78,9 @@ class RolloutLearner:
     rollouts: int = 0
     """Number of rollouts so far."""
     prompt_batches: int = 0
-    """Batches of prompts so far; more than rollouts if groups were replaced."""
+    """Batches of prompts whose generation has started."""
+    pending: deque[PendingRollout] = field(factory=deque)
+    """Rollouts after the current one whose generation has started, in order."""
     equal_in_a_row: int = 0
     buffer: dict[str, Tensor] = field(factory=dict)
     """Current rollout: rows of all data ranks, by column."""
@@ -66,6 +88,10 @@ class RolloutLearner:
     """Rows of the remaining updates of this rollout."""
     metrics: dict[str, float] = field(factory=dict)
     """Rollout metrics, logged with each of its updates."""
+    generation_ended_s: float | None = None
+    """Time of the monotonic clock at which the newest rollout used so far was generated."""
+    waits: dict[str, float] = field(factory=dict)
+    """Seconds that learner and generator waited before this update."""
 
     def __attrs_post_init__(self) -> None:
         self.kl_coeff = self.options.kl_coeff
@@ -73,15 +99,22 @@ class RolloutLearner:
     @property
     def version(self) -> int:
         """Version of the policy's weights: the number of updates so far."""
+        return self.rollouts * self.updates_per_rollout - len(self.minibatches)
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Number of updates for which each rollout is used."""
         options = self.options
         size = options.minibatch_size or options.batch_size
-        per_rollout = options.epochs * (options.batch_size // size)
-        return self.rollouts * per_rollout - len(self.minibatches)
+        return options.epochs * (options.batch_size // size)
 
     def update(self, log: RunLog) -> tuple[StepReport, Mapping[str, float]]:
         """Update the weights once; collect a new rollout first if the current one is used up."""
+        self.waits = {"learner_wait_s": 0.0, "generator_wait_s": 0.0}
+        self._run_ahead()
         if not self.minibatches:
             self._collect_rollout(log)
+        ledger = {**self._staleness(self.minibatches[0]), **self.waits}
         batch = self._minibatch(self.minibatches.pop(0))
         # The KL penalty is in the rewards or in the loss, never in both.
         coefficient = self.kl_coeff if self.options.kl_in == "loss" else 0.0
@@ -91,7 +124,7 @@ class RolloutLearner:
         if value_loss is not None and self.value is not None:
             value_update = self.value.step(batch, value_loss)
             statistics |= {"value_loss": value_update.loss, **value_update.statistics}
-        return update, statistics
+        return update, statistics | ledger
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
         """Return the mean reward over the held-out prompts, one response each; log a few samples.
@@ -127,13 +160,20 @@ class RolloutLearner:
         return metrics
 
     def state(self) -> State:
-        """Return engine states, the current rollout and the counters."""
+        """Return engine states, the current and the pending rollouts, and the counters.
+
+        Waits for the pending rollouts, whose weights a resumed run no longer has. Collective.
+        """
         tensors = {f"buffer.{name}": value for name, value in self.buffer.items()}
+        for index, pending in enumerate(self.pending):
+            columns = pending.result().responses.columns
+            tensors |= {f"pending.{index}.{name}": value for name, value in columns.items()}
         for prefix, engine in self._engines():
             tensors |= {f"{prefix}.{name}": t for name, t in engine.state_dict().items()}
         facts = {
             "rollouts": self.rollouts,
             "prompt_batches": self.prompt_batches,
+            "pending": [pending.prompt_batch for pending in self.pending],
             "equal_in_a_row": self.equal_in_a_row,
             "kl_coeff": self.kl_coeff,
             "order": self.minibatches,
@@ -147,6 +187,11 @@ class RolloutLearner:
             engine.load_state_dict(_with_prefix(state.tensors, prefix))
         self.buffer = _with_prefix(state.tensors, "buffer")
         facts = state.facts
+        self.pending.clear()
+        for index, prompt_batch in enumerate(facts["pending"]):
+            responses = Responses.of(_with_prefix(state.tensors, f"pending.{index}"))
+            timed = TimedResponses(responses=responses, began_s=0.0, ended_s=0.0)
+            self.pending.append(PendingRollout(prompt_batch, partial(_return, timed)))
         self.rollouts, self.minibatches = facts["rollouts"], facts["order"]
         self.prompt_batches = facts["prompt_batches"]
         self.equal_in_a_row, self.kl_coeff = facts["equal_in_a_row"], facts["kl_coeff"]
@@ -164,14 +209,17 @@ class RolloutLearner:
         """Return this data rank's rows of a minibatch."""
         # strided: ranks get equal numbers of rows
         local = rows[self.policy.data_rank :: self.policy.data_ranks]
-        return {name: value[local] for name, value in self.buffer.items()}
+        columns = {name: value for name, value in self.buffer.items() if name != "versions"}
+        return {name: value[local] for name, value in columns.items()}
 
     def _collect_rollout(self, log: RunLog) -> None:
         """Generate, score and prepare responses, and split them into minibatches."""
         options = self.options
-        rollout, resampled = self._resample(self._draw_rollout())
+        pending = self.pending.popleft() if self.pending else self._start_rollout()
+        rollout, resampled = self._resample(self._draw_rollout(pending))
         rows, all_responses = dict(rollout.rows), rollout.responses
-        sampler_weights, sampler_metrics = self._compare_sampler(rows)
+        sampling_logprobs = rows.pop("sampling_logprobs", None)
+        self._check_sampler(rows, sampling_logprobs)
         scores, samples, shaped = rollout.scores, rollout.samples, rollout.shaped
         skipped = ~shaped.isfinite()  # (N,)
         # A response without a valid reward is masked out entirely.
@@ -188,10 +236,20 @@ class RolloutLearner:
         # Otherwise the loss has the KL term, and rewards are left alone.
         coefficient = self.kl_coeff if options.kl_in == "reward" else 0.0
         self.buffer = {**rows, **self.algorithm.advantages(experience, coefficient)}
-        if sampler_weights is not None:
-            # Scales each token's policy loss, as the weight is positive. The value loss and the KL
-            # term are left alone, as in TRL.
-            self.buffer["advantages"] = self.buffer["advantages"] * sampler_weights
+        sampler_metrics: Mapping[str, float] = {}
+        if sampling_logprobs is not None:
+            correction = correct(
+                rows["old_logprobs"],
+                sampling_logprobs,
+                experience.mask,
+                self.buffer["advantages"],
+                options,
+            )
+            # Scales each token's policy loss, as the weight is not negative. The value loss and
+            # the KL term are left alone, as in TRL.
+            self.buffer["advantages"] = self.buffer["advantages"] * correction.weights
+            self.buffer["old_logprobs"] = correction.old_logprobs
+            sampler_metrics = correction.metrics
         self._log_rollout(
             experience, all_responses, scores.total, scores.parts, sampler_metrics, resampled, log
         )
@@ -209,20 +267,65 @@ class RolloutLearner:
             )
         self.rollouts += 1
 
-    def _draw_rollout(self) -> Rollout:
-        """Generate and score responses to the next batch of prompts."""
-        options = self.options
-        count = options.batch_size // options.num_generations
-        # The order is a function of seed and position, so that a resumed run needs no state for it.
-        order = PromptOrder(count=len(self.prompts), seed=self.seed)
-        indices = order.take(self.prompt_batches * count, count)
-        prompts = [self.prompts[index] for index in indices]
+    def _run_ahead(self) -> None:
+        """Start the rollouts that may be generated with the current weights.
+
+        Rollout r is first used in update r·u, and starts `max_staleness` updates before, at the
+        earliest with the initial weights. So the versions of its tokens depend on no timing.
+        """
+        ahead = self.options.max_staleness
+        if not ahead:  # started once its turn has come, with the newest weights
+            return
+        while (
+            self.rollouts + len(self.pending)
+        ) * self.updates_per_rollout - ahead <= self.version:
+            self.pending.append(self._start_rollout())
+
+    def _start_rollout(self) -> PendingRollout:
+        """Start generating responses to the next batch of prompts."""
+        began_s, options = monotonic(), self.options
+        prompts = self._local(self._prompt_batch(self.prompt_batches))
         seed = seed_of(self.seed, self.prompt_batches, stride=SEED_STRIDE)
         self.prompt_batches += 1
-        rank, ranks = self.policy.data_rank, self.policy.data_ranks
-        local = prompts[processes.rows_of_rank(count, rank, ranks)]
+        self.engine.update_weights(self.version)
         # Each data rank generates for its own prompts; scoring sees all of them.
-        responses = self._generate(local, count=options.num_generations, seed=seed)
+        wait = self.engine.start(
+            [prompt.tokens for prompt in prompts],
+            options.sampling,
+            count=options.num_generations,
+            seed=seed,
+        )
+        self.waits["learner_wait_s"] += monotonic() - began_s
+        return PendingRollout(self.prompt_batches - 1, wait)
+
+    def _prompt_batch(self, index: int) -> list[Prompt]:
+        """Return a batch of prompts, of all data ranks."""
+        count = self.options.batch_size // self.options.num_generations
+        # The order is a function of seed and position, so that a resumed run needs no state for it.
+        order = PromptOrder(count=len(self.prompts), seed=self.seed)
+        return [self.prompts[index] for index in order.take(index * count, count)]
+
+    def _local(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Return this data rank's prompts."""
+        rank, ranks = self.policy.data_rank, self.policy.data_ranks
+        return prompts[processes.rows_of_rank(len(prompts), rank, ranks)]
+
+    def _wait_for(self, rollout: PendingRollout) -> Responses:
+        """Wait for the responses of a rollout, and count the waiting times."""
+        began_s = monotonic()
+        timed = rollout.result()
+        self.waits["learner_wait_s"] += monotonic() - began_s
+        if self.generation_ended_s is not None:
+            idle = max(0.0, timed.began_s - self.generation_ended_s)
+            self.waits["generator_wait_s"] += idle
+        self.generation_ended_s = timed.ended_s
+        return timed.responses
+
+    def _draw_rollout(self, pending: PendingRollout) -> Rollout:
+        """Wait for the responses of a rollout, and score them."""
+        options = self.options
+        prompts = self._prompt_batch(pending.prompt_batch)
+        local, responses = self._local(prompts), self._wait_for(pending)
         # old and reference log-probs, values
         rows = self._prepare(local, responses, max(len(prompt.tokens) for prompt in prompts))
         all_responses = gather_responses(self.policy, responses)
@@ -255,7 +358,8 @@ class RolloutLearner:
         times, rewards = 0, [rollout.shaped.new_empty(0)]
         while times < limit and not rollout.informative_groups(size).all():
             times += 1
-            refilled, replaced = rollout.refill(self._draw_rollout(), size)
+            further = self._draw_rollout(self._start_rollout())
+            refilled, replaced = rollout.refill(further, size)
             rewards.append(rollout.scores.total[replaced])
             rollout = refilled
         replaced_rewards = torch.cat(rewards)
@@ -286,6 +390,12 @@ class RolloutLearner:
         width = longest + options.max_new_tokens if self.policy.data_ranks > 1 else None
         rows = sequences(repeated, responses, longest=width, parts=self.policy.row_parts)
         temperature = options.sampling.policy_temperature
+        if options.max_staleness and "old_logprobs" in rows:  # of the weights that sampled
+            rows["sampling_logprobs"] = rows.pop("old_logprobs")
+        elif options.sampling.truncates:
+            # After top-k, top-p or min-p, a server's log-probabilities are those of the remaining
+            # tokens only, and the policy's cannot be compared with them.
+            rows.pop("sampling_logprobs", None)
         # Log-probabilities of the generator may differ by rounding from the training forward pass.
         if "old_logprobs" not in rows or options.recompute_logprobs:
             rows["old_logprobs"] = logprobs_of(self.policy, rows, temperature)
@@ -296,44 +406,37 @@ class RolloutLearner:
             rows["old_values"] = values_of(self.value, rows)
         return gather_rows(self.policy, rows)
 
-    def _compare_sampler(self, rows: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
-        """Compare a rollout from servers with the policy; take its column out of `rows`.
-
-        Returns:
-            The weight π/μ of each token, (N, S), or None without a correction; and metrics of the
-            distance between sampler μ and policy π.
-        """
-        options = self.options
-        sampling_logprobs = rows.pop("sampling_logprobs", None)
-        # After top-k, top-p or min-p, a server's log-probabilities are those of the remaining
-        # tokens only, and the policy's cannot be compared with them.
-        if sampling_logprobs is None or options.sampling.truncates:
-            return None, {}
-        mask = rows["targets"] != IGNORED
-        log_ratios = (rows["old_logprobs"] - sampling_logprobs)[mask]  # of response tokens
-        difference = float(log_ratios.abs().mean())
-        if not difference <= options.max_logprob_difference:  # NaN fails too
+    def _check_sampler(self, rows: Mapping[str, Tensor], sampling_logprobs: Tensor | None) -> None:
+        """Check that a rollout comes from the policy's model, by tokens of its current weights."""
+        if sampling_logprobs is None:
+            return
+        current = rows["targets"] != IGNORED
+        if self.options.max_staleness:
+            current = current & (rows["versions"] == self.version)
+        if not current.any():
+            return
+        difference = float((rows["old_logprobs"] - sampling_logprobs)[current].abs().mean())
+        limit = self.options.max_logprob_difference
+        if not difference <= limit:  # NaN fails too
             raise ServerError(
                 f"rollout {self.rollouts}: log-probabilities of the rollout engine must be within "
-                f"max_logprob_difference = {options.max_logprob_difference:g} of the policy's and "
-                f"differ by {difference:.3g} per token; check that its servers run the policy's "
-                "model with --logprobs-mode processed_logprobs"
+                f"max_logprob_difference = {limit:g} of the policy's and differ by "
+                f"{difference:.3g} per token; check that its servers run the policy's model with "
+                "--logprobs-mode processed_logprobs"
             )
-        # k3 estimate of KL(μ || π) from tokens that μ sampled
-        kl = float((torch.expm1(log_ratios) - log_ratios).mean())
-        metrics = {"sampler_difference": difference, "sampler_kl": kl}
-        if not options.importance_sampling_correction:
-            return None, metrics
-        weights, is_limited = importance_weights(
-            rows["old_logprobs"],
-            sampling_logprobs,
-            mask,
-            mode=options.importance_sampling_mode,
-            clip_min=options.importance_sampling_clip_min,
-            clip_max=options.importance_sampling_clip_max,
-        )
-        metrics["sampler_clip_fraction"] = float(is_limited[mask].float().mean())
-        return weights, metrics
+
+    def _staleness(self, rows: list[int]) -> dict[str, float]:
+        """Return the share of a minibatch's tokens by staleness, and the mean.
+
+        The staleness of a token is the number of updates since the weights that sampled it.
+        """
+        mask = self.buffer["targets"][rows] != IGNORED
+        if "versions" not in self.buffer or not mask.any():
+            return {}
+        ages = self.version - self.buffer["versions"][rows][mask]
+        shares = (ages.bincount() / len(ages)).tolist()
+        histogram = {f"staleness.{age}": share for age, share in enumerate(shares) if share}
+        return {"staleness": float(ages.float().mean()), **histogram}
 
     def _check_rollout(self, experience: Experience, can_learn: bool, log: RunLog) -> None:
         """Check that a rollout has response tokens and, for group baselines, unequal rewards."""
@@ -411,6 +514,11 @@ class RolloutLearner:
         if len(parts) > 1:
             fields |= {f"reward.{name}": _mean(part) for name, part in parts.items()}
         log.event("rollout", fields)
+
+
+def _return(timed: TimedResponses) -> TimedResponses:
+    """Return responses of a checkpoint."""
+    return timed
 
 
 def _mean(values: Tensor) -> float:

@@ -1,16 +1,35 @@
 """Settings of rollouts and of the policy updates."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
-from attrs import field, fields, frozen
+from attrs import Attribute, field, fields, frozen
 
 from ms_align.errors import ConfigError
 from ms_align.generation.sampling import Sampling
 from ms_align.losses.adaptive_kl import AdaptiveKL
 from ms_align.settings import flag, integer, number, one_of
 
+REJECTIONS = ("token_k1", "token_k3", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k3")
 IN_LOSS = ("k2", "k3", "k3_weighted", "k1_to_go")
+
+
+def _check_rejection(instance: Any, attribute: "Attribute[Any]", value: object) -> None:
+    """Require a name of `REJECTIONS`, or None."""
+    if value is not None:
+        one_of(*REJECTIONS)(instance, attribute, value)
+
+
+def _check_threshold(instance: Any, attribute: "Attribute[Any]", value: object) -> None:
+    """Require a limit if and only if there is a rejection, above 1 for a ratio."""
+    number(optional=True)(instance, attribute, value)
+    if (value is None) != (instance.rollout_rs is None):
+        raise ConfigError(
+            f"rollout_rs_threshold is the limit of rollout_rs, and they are {value} and "
+            f"{instance.rollout_rs!r}; set both or none"
+        )
+    if value is not None and instance.rollout_rs.endswith("k1"):
+        number(minimum=1.0)(instance, attribute, value)
 
 
 @frozen(kw_only=True, slots=False)  # trainers inherit from more than one
@@ -60,12 +79,16 @@ class RolloutOptions(Sampling):
     """Reward of a penalized sample."""
     equal_rewards_limit: int = field(default=10, validator=integer())
     """Rollouts in a row with equal rewards in every group after which the run fails."""
+    max_staleness: int = field(default=0, validator=integer(minimum=0, maximum=1000))
+    """Updates by which generation may run ahead: a rollout is generated, while the policy is
+    trained, with the weights of so many updates before its first one. 0: generation and updates
+    alternate."""
     recompute_logprobs: bool = field(default=False, validator=flag)
     """Recompute rollout log-probabilities with a training forward pass; always done if the
     generator does not return the policy's."""
     importance_sampling_correction: bool = field(default=True, validator=flag)
     """Weight losses by the ratio of the policy's to the sampler's probabilities, for rollouts from
-    servers."""
+    servers or earlier weights."""
     importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = field(
@@ -82,9 +105,25 @@ class RolloutOptions(Sampling):
         default=3.0, validator=number(minimum=1.0, optional=True)
     )
     """Upper limit of these ratios."""
+    rollout_rs: (
+        Literal["token_k1", "token_k3", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k3"]
+        | None
+    ) = field(default=None, validator=_check_rejection)
+    """Reject tokens or sequences by their ratio r of the policy's to the sampler's probabilities,
+    as in verl: `token_k1`, `token_k3`, `seq_sum_k1`, `seq_mean_k1` (the geometric mean),
+    `seq_mean_k3` or `seq_max_k3`, where k1 is log r and k3 is r - 1 - log r. Default: none."""
+    rollout_rs_threshold: float | None = field(default=None, validator=_check_threshold)
+    """Limit of `rollout_rs`: for k1, ratios outside 1 / limit to limit are rejected, for k3 values
+    above the limit."""
+    off_policy_mask_threshold: float | None = field(default=None, validator=number(optional=True))
+    """Reject responses with a negative advantage whose mean of log(sampler / policy) is above this,
+    in nats per token. Default: none."""
+    bypass_mode: bool = field(default=False, validator=flag)
+    """Clip the ratio of the policy to the sampler, instead of clipping the ratio to the policy at
+    the start of the rollout's updates and weighting by that policy's ratio to the sampler."""
     max_logprob_difference: float = field(default=0.2, validator=number())
-    """Mean difference between the log-probabilities of the sampler and the policy, in nats per
-    token, above which the run fails, for rollouts from servers."""
+    """Mean difference between the log-probabilities of the sampler and the policy with the same
+    weights, in nats per token, above which the run fails, for rollouts from servers."""
     eval_samples: int = field(default=3, validator=integer(minimum=0))
     """Held-out samples shown at each evaluation."""
 

@@ -34,7 +34,8 @@ def sequences(
         parts: S is rounded up to a multiple of this; see `Engine.row_parts`.
 
     Returns:
-        `tokens` and `targets` (N, S) int64, with targets -100 except at response tokens; and
+        `tokens` and `targets` (N, S) int64, with targets -100 except at response tokens;
+        `versions` (N, S) int64 if the generator returned those of the weights; and
         `old_logprobs` (N, S) float32 if the generator returned the policy's log-probabilities, or
         `sampling_logprobs` if it only returned those of its own model.
     """
@@ -48,6 +49,8 @@ def sequences(
     targets = torch.full((len(prompts), width), IGNORED)
     batch = {"tokens": tokens, "targets": targets}
     # Those of a server may differ from the policy's in rounding, so they get another name.
+    if responses.versions is not None:
+        batch["versions"] = torch.zeros(len(prompts), width, dtype=torch.int64)
     source = responses.logprobs if responses.logprobs is not None else responses.sampling_logprobs
     if source is not None:
         name = "sampling_logprobs" if responses.logprobs is None else "old_logprobs"
@@ -58,6 +61,9 @@ def sequences(
         sequence = torch.cat((torch.as_tensor(prompt), responses.tokens[row, :count]))
         tokens[row, : len(sequence) - 1] = sequence[:-1]
         targets[row, prompt_length - 1 : prompt_length - 1 + count] = sequence[prompt_length:]
+        if responses.versions is not None:
+            versions = responses.versions[row, :count]
+            batch["versions"][row, prompt_length - 1 : prompt_length - 1 + count] = versions
         if source is not None:
             batch[name][row, prompt_length - 1 : prompt_length - 1 + count] = source[row, :count]
     return batch

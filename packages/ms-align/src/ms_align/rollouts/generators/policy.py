@@ -1,16 +1,19 @@
 """Rollouts by the policy's own engine, in this process or under its layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from attrs import evolve
 
 from ms_align.engines.generator import generator_of
+from ms_align.engines.local import LocalEngine
 from ms_align.engines.protocol import Engine
-from ms_align.generation.responses import Generator, Responses
+from ms_align.errors import ConfigError
+from ms_align.generation.responses import Generator, Responses, RolloutEngine, TimedResponses
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode
+from ms_align.rollouts.background import BackgroundRollouts
 
 
 class PolicyRollouts:
@@ -31,6 +34,15 @@ class PolicyRollouts:
         responses = self.generator(prompts, sampling, count=count, seed=seed)
         return evolve(responses, versions=torch.full_like(responses.tokens, self.version))
 
+    def start(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
+    ) -> Callable[[], TimedResponses]:
+        """Generate now, as the generator reads the weights that the policy trains."""
+        timed = TimedResponses.measure(
+            lambda: self.generate(prompts, sampling, count=count, seed=seed)
+        )
+        return lambda: timed
+
     def update_weights(self, version: int) -> None:
         """Record the version; the generator reads the policy's own weights."""
         self.version = version
@@ -40,7 +52,24 @@ class PolicyRollouts:
 
 
 def build(
-    policy: Engine, *, max_num_seqs: int, decode: Decode | None, **unused: Any
-) -> PolicyRollouts:
-    """Generate with the policy's own engine."""
+    policy: Engine,
+    *,
+    max_num_seqs: int,
+    decode: Decode | None,
+    max_staleness: int = 0,
+    **unused: Any,
+) -> RolloutEngine:
+    """Generate with the policy's own engine, or ahead of it with a copy.
+
+    Raises:
+        ConfigError: generation cannot run ahead, as the policy has a layout.
+    """
+    if max_staleness:
+        if not isinstance(policy, LocalEngine):
+            raise ConfigError(
+                f"max_staleness={max_staleness} with generator = 'policy' needs a policy without a "
+                "layout, as only that is copied; remove layout, set max_staleness = 0, or use "
+                "generator = 'vllm'"
+            )
+        return BackgroundRollouts(policy, max_num_seqs=max_num_seqs, decode=decode)
     return PolicyRollouts(generator_of(policy, max_num_seqs=max_num_seqs, decode=decode))

@@ -1,11 +1,14 @@
 """Rollouts by vLLM servers, which get the policy's weights before they generate.
 
 The first process speaks to the servers and broadcasts the responses. Prompts are numbered over all
-data ranks, so the same seed gives the same requests under every layout.
+data ranks, so the same seed gives the same requests under every layout. If generation may run
+ahead, a thread of the first process loads weights and generates, in the order in which both were
+started; collective operations stay in the main thread.
 """
 
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,7 +18,7 @@ from ms_align import processes
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ServerError
 from ms_align.files.durable import writing
-from ms_align.generation.responses import Responses
+from ms_align.generation.responses import Responses, TimedResponses
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode
 from ms_align.rollouts.rows import logprobs_of
@@ -34,13 +37,32 @@ class VllmRollouts:
         policy: engine of the policy.
         client: connection to the servers; used by the first process only.
         weights_dir: folder for new weights, which the servers read.
+        max_staleness: updates by which generation may run ahead of training.
+        in_flight: load new weights in the middle of responses.
     """
 
-    def __init__(self, policy: Engine, client: VllmClient, *, weights_dir: Path) -> None:
+    def __init__(
+        self,
+        policy: Engine,
+        client: VllmClient,
+        *,
+        weights_dir: Path,
+        max_staleness: int = 0,
+        in_flight: bool = False,
+    ) -> None:
         self.policy = policy
         self.client = client
         self.weights_dir = weights_dir
+        self.runs_ahead = max_staleness > 0
         self.version: int | None = None
+        """Version of the weights with which the next responses are started."""
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="vllm-weights")
+        # Without in_flight, weights are loaded between two rollouts, by the same thread.
+        self._generating = self._loading
+        if in_flight:
+            self._generating = ThreadPoolExecutor(max_staleness + 1, "vllm-rollouts")
+        self._loaded: Future[None] = Future()
+        """Done once the servers have the weights of `version`."""
         self._weights: Path | None = None
         self._probe_logprobs: Tensor | None = None
         self._rounding: dict[str, float] = {}
@@ -55,41 +77,61 @@ class VllmRollouts:
             DataError: a prompt does not fit the servers' context or vocabulary.
             ServerError: a server failed, or gave an unusable answer.
         """
+        return self.start(prompts, sampling, count=count, seed=seed)().responses
+
+    def start(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
+    ) -> Callable[[], TimedResponses]:
+        """Start `generate` with the newest weights; the result waits for it. Collective.
+
+        The result raises the errors of `generate`, and those of loading the weights.
+        """
         assert self.version is not None  # update_weights comes first
         all_prompts = _gather_prompts(self.policy, prompts)
         rows, width = len(all_prompts) * count, sampling.max_new_tokens
-        tokens = torch.zeros(rows, width, dtype=torch.int64)
-        logprobs = torch.zeros(rows, width)
-        lengths = torch.zeros(rows, dtype=torch.int64)
-        stopped = torch.zeros(rows, dtype=torch.int64)
+        loaded = self._loaded
 
-        def sample() -> None:
-            responses = self.client(all_prompts, sampling, count=count, seed=seed)
-            assert responses.sampling_logprobs is not None
-            tokens.copy_(responses.tokens)
-            logprobs.copy_(responses.sampling_logprobs)
-            lengths.copy_(responses.lengths)
-            stopped.copy_(responses.stopped)
+        def sample() -> TimedResponses:
+            loaded.result()
+            return TimedResponses.measure(
+                lambda: self.client(all_prompts, sampling, count=count, seed=seed)
+            )
 
-        _on_first_process(sample)
-        tokens, logprobs, lengths, stopped = map(
-            processes.broadcast, (tokens, logprobs, lengths, stopped)
-        )
-        local = processes.rows_of_rank(rows, self.policy.data_rank, self.policy.data_ranks)
-        return Responses(
-            tokens=tokens[local],
-            lengths=lengths[local],
-            logprobs=None,
-            sampling_logprobs=logprobs[local],
-            stopped=stopped[local].bool(),
-            versions=torch.full_like(tokens[local], self.version),
-        )
+        future = self._generating.submit(sample) if processes.rank() == 0 else None
+        columns = {
+            "tokens": torch.zeros(rows, width, dtype=torch.int64),
+            "sampling_logprobs": torch.zeros(rows, width),
+            "versions": torch.zeros(rows, width, dtype=torch.int64),
+            "lengths": torch.zeros(rows, dtype=torch.int64),
+            "stopped": torch.zeros(rows, dtype=torch.int64),
+        }
+        times_s = torch.zeros(2, dtype=torch.float64)  # began, ended
+
+        def wait() -> TimedResponses:
+            def copy_result() -> None:
+                assert future is not None
+                timed = future.result()
+                for name, column in columns.items():
+                    column.copy_(timed.responses.columns[name])
+                times_s.copy_(torch.tensor([timed.began_s, timed.ended_s]))
+
+            _on_first_process(copy_result)
+            local = processes.rows_of_rank(rows, self.policy.data_rank, self.policy.data_ranks)
+            received = {name: processes.broadcast(c)[local] for name, c in columns.items()}
+            received["stopped"] = received["stopped"].bool()
+            began_s, ended_s = processes.broadcast(times_s).tolist()
+            return TimedResponses(
+                responses=Responses.of(received), began_s=began_s, ended_s=ended_s
+            )
+
+        return wait
 
     def update_weights(self, version: int) -> None:
         """Save the policy's weights and load them into all servers. Collective.
 
         A weight update that a server reports as done but did not make, or made in part, is found by
-        scoring a fixed sequence with the servers and the policy.
+        scoring a fixed sequence with the servers and the policy. If generation runs ahead, weights
+        are loaded in the background.
 
         Raises:
             WriteError: the weights cannot be saved.
@@ -105,24 +147,40 @@ class VllmRollouts:
         processes.barrier()
         self.policy.save(folder)
         probe, logprobs = self._score_probe()
+        previous, self.version = self.version, version
+        if processes.rank() == 0:
+            self._loaded = self._loading.submit(
+                self._load, folder, probe, logprobs, previous, version
+            )
+        if not self.runs_ahead:
+            _on_first_process(lambda: self._loaded.result())
 
-        def load() -> None:
-            if self.version is None:
-                self.client.open()
-            untie_head(folder)
-            self.client.load_weights(folder, version)
-            self._check_weights(probe, logprobs, version)
-
-        _on_first_process(load)
-        if processes.rank() == 0 and self._weights is not None:
+    def _load(
+        self,
+        folder: Path,
+        probe: list[int],
+        logprobs: Tensor | None,
+        previous: int | None,
+        version: int,
+    ) -> None:
+        """Load the weights of a folder into all servers, and delete the folder before it."""
+        if previous is None:
+            self.client.open()
+        untie_head(folder)
+        self.client.load_weights(folder, version)
+        self._check_weights(probe, logprobs, previous, version)
+        if self._weights is not None:
             shutil.rmtree(self._weights, ignore_errors=True)
-        self._weights, self._probe_logprobs, self.version = folder, logprobs, version
+        self._weights, self._probe_logprobs = folder, logprobs
 
     def close(self) -> None:
         """Abort requests, stop a server that was started here, and delete the saved weights."""
         self.client.close()
-        if processes.rank() == 0 and self._weights is not None:
-            shutil.rmtree(self._weights, ignore_errors=True)
+        for thread in (self._generating, self._loading):
+            thread.shutdown(cancel_futures=True)
+        if processes.rank() == 0:
+            for folder in self.weights_dir.glob("version-*"):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _score_probe(self) -> tuple[list[int], Tensor | None]:
         """Score the probe with the policy; return its tokens and their log-probabilities, (S,)."""
@@ -136,7 +194,9 @@ class VllmRollouts:
         row = {"tokens": probe[None, :-1], "targets": probe[None, 1:]}
         return probe.tolist(), logprobs_of(self.policy, row, temperature=1.0)[0].cpu()
 
-    def _check_weights(self, probe: list[int], logprobs: Tensor | None, version: int) -> None:
+    def _check_weights(
+        self, probe: list[int], logprobs: Tensor | None, previous: int | None, version: int
+    ) -> None:
         """Check that every server scores the probe as the policy does now.
 
         Servers round differently, so the limits are relative to other distances. If all weights
@@ -156,7 +216,7 @@ class VllmRollouts:
                 if to_new > min(2 * to_old, 10 * rounding + 0.1 * change):
                     raise ServerError(
                         f"{server} must have the weights of version {version} and still has some "
-                        f"of version {self.version}: its log-probabilities differ by {to_new:.2g} "
+                        f"of version {previous}: its log-probabilities differ by {to_new:.2g} "
                         f"from the new and {to_old:.2g} from the old ones; restart it, or use "
                         "vllm.python"
                     )
@@ -175,6 +235,7 @@ def build(
     decode: Decode | None,
     vllm: VllmOptions,
     folder: Path,
+    max_staleness: int = 0,
 ) -> VllmRollouts:
     """Generate with vLLM servers.
 
@@ -184,6 +245,7 @@ def build(
         decode: converts tokens to text; needed for stop strings only.
         vllm: servers and weight updates.
         folder: the run's output folder.
+        max_staleness: updates by which generation may run ahead of training.
     """
     weights_dir = vllm.weights_dir or folder / "vllm"
     client = VllmClient(
@@ -193,7 +255,13 @@ def build(
         log_path=folder / "vllm-server.log",
         decode=decode,
     )
-    return VllmRollouts(policy, client, weights_dir=weights_dir.absolute())
+    return VllmRollouts(
+        policy,
+        client,
+        weights_dir=weights_dir.absolute(),
+        max_staleness=max_staleness,
+        in_flight=vllm.in_flight_weight_updates,
+    )
 
 
 def _gather_prompts(policy: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -61,6 +61,8 @@ class VllmClient:
         ]
         if options.python is not None:
             self.servers = [LocalServer(options, vocabulary=vocabulary, log_path=log_path)]
+        for server in self.servers:
+            server.in_flight = options.in_flight_weight_updates
 
     def open(self, model_folder: Path | None = None) -> None:
         """Connect to the servers, or start one with the model in a folder.
@@ -184,12 +186,16 @@ class VllmClient:
         longest = sampling.max_new_tokens
         tokens = torch.zeros(len(sampled), longest, dtype=torch.int64)
         logprobs = torch.zeros(len(sampled), longest)
+        versions = torch.zeros(len(sampled), longest, dtype=torch.int64)
         lengths, stopped = [], []
         for row, response in enumerate(sampled):
             end = first_stop(response.tokens, sampling, self.decode)
             length = len(response.tokens) if end is None else end
             tokens[row, :length] = torch.tensor(response.tokens[:length])
             logprobs[row, :length] = torch.tensor(response.logprobs[:length])
+            if response.versions:
+                versions[row] = response.versions[-1]  # padding repeats the last one
+                versions[row, :length] = torch.tensor(response.versions[:length])
             lengths.append(length)
             stopped.append(end is not None)
         return Responses(
@@ -198,6 +204,7 @@ class VllmClient:
             logprobs=None,
             sampling_logprobs=logprobs,
             stopped=torch.tensor(stopped),
+            versions=versions if sampled[0].versions else None,
         )
 
 

@@ -59,7 +59,7 @@ class LocalServer(Server):
         if self._guard is None:
             self.start(folder)
             self.connection.post("/update_weight_version", {"new_version": str(version)}, dict)
-            self.version = str(version)
+            self.newest = self.version = version
             return
         super().load_weights(folder, version)
         self.model_folder = folder
@@ -136,7 +136,8 @@ class LocalServer(Server):
             self.stop()
             self.start(self.model_folder)
             if self.version is not None:
-                self.connection.post("/update_weight_version", {"new_version": self.version}, dict)
+                body = {"new_version": str(self.version)}
+                self.connection.post("/update_weight_version", body, dict)
 
     def close(self) -> None:
         """Abort the requests in progress and stop the server."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from attrs import Attribute, field, frozen
 
 from ms_align.errors import ConfigError
-from ms_align.settings import as_path, integer, number, one_of, short_repr, text, valid_path
+from ms_align.settings import as_path, flag, integer, number, one_of, short_repr, text, valid_path
 from ms_align.settings.run_file import table_of
 
 
@@ -105,6 +105,9 @@ class VllmOptions:
     """Name under which the servers offer the model. Default: the only one that they offer."""
     weight_update: Literal["folder"] = field(default="folder", validator=one_of("folder"))
     """Transfer of new weights: `folder` saves them where the servers can read them."""
+    in_flight_weight_updates: bool = field(default=False, validator=flag)
+    """With max_staleness above 0, load new weights in the middle of responses, which go on with
+    them. Default: wait for the responses in progress."""
     weights_dir: Path | None = field(
         default=None, converter=as_path, validator=valid_path(optional=True, written="folder")
     )
@@ -160,6 +163,12 @@ def check_generator(instance: Any, attribute: "Attribute[Any]", value: VllmOptio
         raise ConfigError(
             "generator = 'vllm' needs the address of a server; set vllm.url, or vllm.python to "
             "start one"
+        )
+    runs_ahead = getattr(instance, "max_staleness", 0) > 0
+    if value is not None and value.in_flight_weight_updates and not runs_ahead:
+        raise ConfigError(
+            "vllm.in_flight_weight_updates needs max_staleness of at least 1, as no response is in "
+            "progress otherwise; set max_staleness or remove it"
         )
     if instance.generator != "vllm" and value is not None:
         raise ConfigError(

@@ -71,6 +71,8 @@ class SampledResponse:
     """Log-probability of each token under the distribution that it was sampled from."""
     stopped: bool
     """Ended by a stop token rather than at the maximum length."""
+    versions: list[int]
+    """Version of the weights that sampled each token; empty if the server was not updated."""
 
 
 class Server:
@@ -88,8 +90,12 @@ class Server:
         self.vocabulary = vocabulary
         self.context: int | None = None
         """Maximum tokens of prompt and response, once `open` has asked for it."""
-        self.version: str | None = None
-        """Version of the weights that responses must come from; None accepts any."""
+        self.version: int | None = None
+        """Version of the loaded weights; None for those with which the server started."""
+        self.newest: int | None = None
+        """Version of the weights that are loaded or being loaded."""
+        self.in_flight = False
+        """Weights may change in the middle of a response."""
 
     def __str__(self) -> str:
         return self.connection.url
@@ -149,11 +155,12 @@ class Server:
             "detokenize": False,
         }
         limit = ANSWER_BYTES + TOKEN_BYTES * (count * sampling.max_new_tokens + len(prompt))
+        oldest = self.version
         answer = self._generate(prompt, params, limit)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(samples)):
             raise self._unusable(f"must have {samples} responses and has {len(choices)}")
-        responses = [self._checked(choice, sampling) for choice in choices]
+        responses = [self._checked(choice, sampling, oldest) for choice in choices]
         return responses * (count // samples)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
@@ -180,15 +187,21 @@ class Server:
     def load_weights(self, folder: Path, version: int) -> None:
         """Load weights from a folder, drop the cache of the old ones and stamp the version.
 
+        With `in_flight`, responses in progress are paused and go on with the new weights.
+
         Raises:
             ServerError: the server cannot load them.
         """
         load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        for path, body in (
+        steps: list[tuple[str, dict[str, Any]]] = [
             ("/collective_rpc", load),
             ("/reset_prefix_cache", {}),
             ("/update_weight_version", {"new_version": str(version)}),
-        ):
+        ]
+        if self.in_flight:
+            steps = [("/pause?mode=keep", {}), *steps, ("/resume", {})]
+        self.newest = version
+        for path, body in steps:
             try:
                 self.connection.post(path, body, Any)
             except ConnectionLostError as error:
@@ -201,7 +214,7 @@ class Server:
                     f"{error}; weight updates need a server that was started with "
                     "VLLM_SERVER_DEV_MODE=1"
                 ) from error
-        self.version = str(version)
+        self.version = version
 
     def _generate(self, prompt: Sequence[int], params: dict[str, Any], limit: int) -> _Generated:
         body = {"model": self.name, "token_ids": list(prompt), "sampling_params": params}
@@ -216,8 +229,8 @@ class Server:
                 ) from error
             raise
 
-    def _checked(self, choice: _Choice, sampling: Sampling) -> SampledResponse:
-        """Check one response."""
+    def _checked(self, choice: _Choice, sampling: Sampling, oldest: int | None) -> SampledResponse:
+        """Check one response to a request that was sent at weight version `oldest`."""
         tokens = choice.token_ids
         if choice.finish_reason not in ("stop", "length"):
             # For example "abort", while the server is paused or shut down.
@@ -246,9 +259,11 @@ class Server:
             raise self._unusable(
                 f"must have {sampling.max_new_tokens} tokens unless it stops, and has {len(tokens)}"
             )
-        self._check_version(choice)
         return SampledResponse(
-            tokens=tokens, logprobs=self._logprobs(choice), stopped=stopped or bool(stops)
+            tokens=tokens,
+            logprobs=self._logprobs(choice),
+            stopped=stopped or bool(stops),
+            versions=[] if oldest is None else self._versions(choice, oldest),
         )
 
     def _logprobs(self, choice: _Choice) -> list[float]:
@@ -268,10 +283,8 @@ class Server:
                 )
         return [entry.logprob for entry in entries]
 
-    def _check_version(self, choice: _Choice) -> None:
-        """Check that all tokens were sampled with the current weights."""
-        if self.version is None:
-            return
+    def _versions(self, choice: _Choice, oldest: int) -> list[int]:
+        """Return the weight version of each token, which grow from `oldest` to the newest."""
         spans = choice.weight_versions or []
         # The spans must cover all tokens without a gap.
         ends = [0, *(span.end for span in spans)]
@@ -281,12 +294,19 @@ class Server:
                 "must have the weight version of each token and lacks some",
                 remedy="use vLLM 0.32 or newer",
             )
-        wrong = next((span.version for span in spans if span.version != self.version), None)
-        if wrong is not None:
-            raise self._unusable(
-                f"must be sampled with weights of version {self.version} and has version {wrong}",
-                remedy="make sure that no other run updates this server",
-            )
+        newest = max(oldest, self.newest or 0)
+        allowed = [str(version) for version in range(oldest, newest + 1)]
+        expected = allowed[0] if oldest == newest else f"{oldest} to {newest}"
+        versions: list[int] = []
+        for span in spans:
+            if span.version not in allowed or (versions and int(span.version) < versions[-1]):
+                raise self._unusable(
+                    f"must be sampled with weights of version {expected} and has version "
+                    f"{span.version}",
+                    remedy="make sure that no other run updates this server",
+                )
+            versions += [int(span.version)] * (span.end - span.start)
+        return versions
 
     def _unusable(
         self, problem: str, *, remedy: str = "check the server's version and model"

@@ -83,10 +83,27 @@ class OnlineTrainer(RolloutOptions, Trainer):
     held_out: Any = field(default=None, validator=_prompts)
     """Held-out prompts for evaluation, in the format of the training prompts."""
 
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.generator == "vllm" and self.max_staleness and self.sampling.truncates:
+            raise ConfigError(
+                "max_staleness > 0 with generator = 'vllm' needs top_k, top_p and min_p at their "
+                "defaults, as log-probabilities of truncated distributions cannot be corrected; "
+                "remove them or set max_staleness = 0"
+            )
+        names = ("rollout_rs", "off_policy_mask_threshold", "bypass_mode")
+        corrections = [name for name in names if getattr(self, name) not in (None, False)]
+        if corrections and self.generator == "policy" and not self.max_staleness:
+            raise ConfigError(
+                f"{corrections[0]} corrects rollouts from servers or earlier weights, and these "
+                "come from the current policy; set max_staleness or generator = 'vllm', or remove "
+                f"{corrections[0]}"
+            )
+
     @property
     def fixed(self) -> tuple[str, ...]:
         """Settings that cannot change when a run resumes."""
-        sizes = ("batch_size", "minibatch_size", "num_generations", "epochs")
+        sizes = ("batch_size", "minibatch_size", "num_generations", "epochs", "max_staleness")
         return ("seed", "lora", *sizes, "value_model")
 
     def optimize(
@@ -291,10 +308,16 @@ class OnlineTrainer(RolloutOptions, Trainer):
                 decode=tokenizer.decode if tokenizer else None,
                 vllm=self.vllm,
                 folder=self.run_dir,
+                max_staleness=self.max_staleness,
             )
         if not callable(self.generator):
             raise ConfigError(
                 f"generator must be a name or a callable, got {self.generator!r}; use 'policy'"
+            )
+        if self.max_staleness:
+            raise ConfigError(
+                f"max_staleness={self.max_staleness} needs generator = 'policy' or 'vllm', as a "
+                "callable reads the weights that are being trained; set max_staleness = 0"
             )
         return PolicyRollouts(cast(Generator, self.generator))
 
