@@ -1,24 +1,32 @@
 """Server with vLLM's endpoints and a small model, for tests: `python fake_vllm.py FOLDER`.
 
-It prints its address, generates with the model in FOLDER, and loads other weights as vLLM does.
+It prints its address, generates with the model in FOLDER, and loads other weights as vLLM does. It
+ends when its standard input closes. With vLLM's own arguments --model and --port it runs until it
+is killed, and writes its process id to the file in FAKE_VLLM_PID.
+
 POST /fault {"name": NAME, "times": N} makes the next N requests that the fault concerns misbehave;
-GET /served returns the number of requests by endpoint. It ends when its standard input closes.
+POST /stepwise {"delay_s": S} makes it sample one token at a time, so that weights may change in the
+middle of a response; GET /served returns the number of requests by endpoint.
 """
 
 import json
+import os
 import sys
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ms_align import LocalGenerator, Sampling
+from ms_align.generation.drawing import sample_tokens
 from ms_align.models.folder import load_model
+from ms_align.seeds import position_seed
 
 GENERATE = "/inference/v1/generate"
 PATHS = {
@@ -37,6 +45,13 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         self.lock = threading.Lock()
+        self.running = threading.Event()
+        """Cleared while generation is paused."""
+        self.running.set()
+        self.delay_s: float | None = None
+        """Seconds between two tokens; None generates a response at once."""
+        self.tokens = 0
+        """Tokens that were sampled one at a time."""
         self.version = "default"
         self.load(folder)
 
@@ -75,12 +90,17 @@ class Model:
         )
         choices = []
         for index in range(params.get("n", 1)):
-            with self.lock:
-                seed = params.get("seed", 0) + index
-                sample = self.generate([prompt], sampling, count=1, seed=seed)
-            assert sample.sampling_logprobs is not None
-            tokens = sample.row(0)
-            logprobs = sample.sampling_logprobs[0, : len(tokens)].tolist()
+            seed = params.get("seed", 0) + index
+            if self.delay_s is not None:
+                tokens, logprobs, versions = self.sample_stepwise(prompt, sampling, seed)
+                stopped = tokens[-1] in sampling.stop_token_ids
+            else:
+                with self.lock:
+                    sample = self.generate([prompt], sampling, count=1, seed=seed)
+                    versions = [self.version] * int(sample.lengths[0])
+                assert sample.sampling_logprobs is not None
+                tokens, stopped = sample.row(0), bool(sample.stopped[0])
+                logprobs = sample.sampling_logprobs[0, : len(tokens)].tolist()
             content = [
                 {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
                 for token, logprob in zip(tokens, logprobs, strict=True)
@@ -88,14 +108,52 @@ class Model:
             choices.append(
                 {
                     "index": index,
-                    "finish_reason": "stop" if bool(sample.stopped[0]) else "length",
+                    "finish_reason": "stop" if stopped else "length",
                     "token_ids": tokens,
-                    "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
+                    "weight_versions": spans(versions),
                     "logprobs": {"content": content},
                 }
             )
         scores = self.score(prompt) if params.get("prompt_logprobs") is not None else None
         return {"request_id": "generate-tokens-1", "choices": choices, "prompt_logprobs": scores}
+
+    @torch.no_grad()
+    def sample_stepwise(
+        self, prompt: list[int], sampling: Sampling, seed: int
+    ) -> tuple[list[int], list[float], list[str]]:
+        """Return tokens, log-probabilities and versions, each token with the weights of its time.
+
+        Without a change of weights, the tokens are those of `LocalGenerator`.
+        """
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[str] = []
+        while len(tokens) < sampling.max_new_tokens:
+            self.running.wait()
+            with self.lock:
+                model = self.generate.model
+                hidden = model.hidden(torch.tensor([[*prompt, *tokens]]), None, None)
+                generator = torch.Generator().manual_seed(position_seed(seed, len(tokens)))
+                uniform = torch.rand(1, generator=generator, dtype=torch.float64)
+                sampled = sample_tokens(model.project(hidden[:, -1]), sampling, uniform)
+                versions.append(self.version)
+                self.tokens += 1
+            tokens.append(int(sampled.tokens))
+            logprobs.append(float(sampled.sampling_logprobs))
+            if tokens[-1] in sampling.stop_token_ids:
+                break
+            time.sleep(self.delay_s or 0.0)
+        return tokens, logprobs, versions
+
+
+def spans(versions: list[str]) -> list[dict[str, Any]]:
+    """Return runs of equal versions, in vLLM's format."""
+    starts = [i for i, version in enumerate(versions) if versions[i - 1 : i] != [version]]
+    ends = [*starts[1:], len(versions)]
+    return [
+        {"version": versions[start], "start": start, "end": end}
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def spoil(fault: str, answer: dict[str, Any], body: dict[str, Any]) -> None:
@@ -180,7 +238,10 @@ class Handler(BaseHTTPRequestHandler):
             cls.fault, cls.times = body["name"], body.get("times", 10**9)
             return self.answer({})
         if self.path == "/served":
-            return self.answer(dict(self.served))
+            return self.answer({**self.served, "tokens": self.model.tokens})
+        if self.path == "/stepwise":
+            self.model.delay_s = body["delay_s"]
+            return self.answer({})
         fault = self.take_fault()
         if self.misbehaves(fault):
             return None
@@ -205,6 +266,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/update_weight_version":
             self.model.version = "older" if fault == "older_version" else body["new_version"]
             return self.answer({"success": True})
+        if self.path in ("/pause?mode=keep", "/resume"):
+            self.model.running.set() if self.path == "/resume" else self.model.running.clear()
+            return self.answer({"status": "paused"})
         if self.path == "/reset_prefix_cache":
             return self.answer({"success": True})
         return self.answer({"detail": "Not Found"}, 404)
@@ -293,9 +357,14 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     """Serve until standard input closes."""
     torch.set_num_threads(1)
-    Handler.model, Handler.served = Model(Path(sys.argv[1])), Counter()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    options = dict(pairwise(sys.argv))
+    folder, port = options.get("--model", sys.argv[1]), int(options.get("--port", 0))
+    Handler.model, Handler.served = Model(Path(folder)), Counter()
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
+    if port:
+        Path(os.environ["FAKE_VLLM_PID"]).write_text(str(os.getpid()))
+        server.serve_forever()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sys.stdout.write(f"http://127.0.0.1:{server.server_port}\n")
     sys.stdout.flush()

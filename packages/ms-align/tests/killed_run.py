@@ -1,8 +1,10 @@
 """Script of test_kill_and_resume: a run that kills itself at a chosen moment.
 
-    python killed_run.py FOLDER TRAINER [KILL_AT]
+    python killed_run.py FOLDER TRAINER [KILL_AT [VICTIM]]
 
-Reward calls and events are counted; the process sends itself SIGKILL at count KILL_AT.
+Reward calls and events are counted; at count KILL_AT, SIGKILL is sent to the process itself or to
+the process whose id is in the file VICTIM. With FAKE_VLLM_URL or FAKE_VLLM_PYTHON, generation runs
+two updates ahead on a server.
 """
 
 import os
@@ -28,7 +30,8 @@ def moment() -> None:
     global moments
     moments += 1
     if len(sys.argv) > 3 and moments == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
+        victim = os.getpid() if len(sys.argv) == 4 else int(Path(sys.argv[4]).read_text())
+        os.kill(victim, signal.SIGKILL)
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:
@@ -54,6 +57,15 @@ def main() -> None:
         settings = {"epochs": 2, "value_model": "copy"}
     if sys.argv[2] in ("GRPOTrainer", "RLOOTrainer-groups"):
         settings = {"num_generations": 4, "epochs": 2}
+    if sys.argv[2] == "GRPOTrainer-ahead":
+        settings = {"num_generations": 4, "max_staleness": 2}
+        addresses = {
+            name: os.environ[f"FAKE_VLLM_{name.upper()}"]
+            for name in ("url", "python")
+            if f"FAKE_VLLM_{name.upper()}" in os.environ
+        }
+        if addresses:
+            settings |= {"generator": "vllm", "vllm": {**addresses, "retry_wait_s": 0.05}}
     getattr(ms_align, sys.argv[2].partition("-")[0])(
         policy_model=decoder(),
         reward_model=reward,

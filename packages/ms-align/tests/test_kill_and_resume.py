@@ -1,13 +1,19 @@
 """After kill -9 at any moment, the same command ends in the weights of an uninterrupted run."""
 
+import os
 import signal
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from processes import run_command
+from small_models import decoder
 
+from ms_align.models.folder import save_model
 from ms_align.run.checkpoint import complete_steps
+
+from .test_vllm import FakeServer
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 
@@ -51,7 +57,8 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "trainer", ["PPOTrainer", "PPOTrainer-own-value", "GRPOTrainer", "RLOOTrainer-groups"]
+    "trainer",
+    ["PPOTrainer", "PPOTrainer-own-value", "GRPOTrainer", "RLOOTrainer-groups"],
 )
 @pytest.mark.parametrize("kill_at", range(2, 20, 2))
 def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
@@ -59,3 +66,59 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
 ) -> None:
     """Every second moment of all trainers: rewards, rollouts, samples, steps, checkpoints."""
     check(tmp_path, trainer, [kill_at])
+
+
+@pytest.mark.slow
+def test_generation_that_runs_ahead_survives_a_kill_at_any_moment(tmp_path: Path) -> None:
+    """20 moments with the generator's thread, each killed once and resumed."""
+    check(tmp_path, "GRPOTrainer-ahead", [2 + moment % 6 for moment in range(20)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("victim", ["trainer", "server", "restarted server"])
+def test_a_run_ahead_on_a_server_survives_20_kills(
+    tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer or the server is killed 20 times; the updates are those of undisturbed runs.
+
+    A running server that dies ends the run in one line, and the same command resumes with another
+    server. A server that the run has started is restarted, and the run goes on.
+    """
+    save_model(decoder(), tmp_path / "start")
+    started = victim == "restarted server"
+    pid_file = tmp_path / "server.pid"
+    monkeypatch.setenv("FAKE_VLLM_PID", str(pid_file))
+    script = Path(__file__).with_name("fake_vllm.py")
+    if started:
+        python = tmp_path / "python"
+        path = os.pathsep.join(sys.path)
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} {script} "$@"\n')
+        python.chmod(0o755)
+        monkeypatch.setenv("FAKE_VLLM_PYTHON", str(python))
+    server: FakeServer | None = None
+    outcomes = []
+    for moment in [None, *(2 + kill % 6 for kill in range(20)), None]:
+        if not started and (server is None or server.process.poll() is not None):
+            server = FakeServer(tmp_path / "start")
+            pid_file.write_text(str(server.process.pid))
+            monkeypatch.setenv("FAKE_VLLM_URL", server.url)
+        name = "killed" if outcomes else "reference"
+        words = [str(SCRIPT), str(tmp_path / name), "GRPOTrainer-ahead"]
+        if moment is not None:
+            words += [str(moment), *([] if victim == "trainer" else [str(pid_file)])]
+        result = run_command(words, imports=("ms_align.trainers.ppo",))
+        outcomes.append(result.returncode)
+        if result.returncode == 1:
+            assert "ServerError" in result.stderr.splitlines()[-1]
+            assert "cannot be reached" in result.stderr.splitlines()[-1]
+        if server is not None and victim == "server" and moment is not None:
+            server.process.wait(timeout=60)
+    if server is not None:
+        server.process.kill()
+    expected = {"trainer": -signal.SIGKILL, "server": 1, "restarted server": 0}[victim]
+    assert outcomes[0] == outcomes[-1] == 0
+    assert expected in outcomes[1:-1]
+    assert set(outcomes) <= {0, expected}
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "reference")
+    assert weights(tmp_path / "killed") == weights(tmp_path / "reference")

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from ms_align import (
 from ms_align.cli import main
 from ms_align.engines.local import LocalEngine
 from ms_align.models.folder import save_model
+from ms_align.models.language_model import copy_of
 from ms_align.rollouts.generators.vllm import build
 from ms_align.rollouts.rows import logprobs_of, sequences
 from ms_align.rollouts.vllm.client import VllmClient
@@ -523,3 +525,66 @@ def test_the_client_rejects_prompts_that_end_vllms_engine(server: FakeServer) ->
         with pytest.raises(DataError, match=text):
             client(prompts, Sampling(max_new_tokens=4))
     client.close()
+
+
+def test_generation_on_a_server_runs_ahead_by_the_schedule(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """Each rollout has the weights of two updates before; a run in two parts gives the same."""
+    more: dict[str, Any] = {"num_generations": 4, "max_staleness": 2, "reward_model": spread}
+    run = settings(tmp_path / "single", server, steps=4, **more)
+    GRPOTrainer(**run, held_out=["to be"], eval_every=4).optimize(PROMPTS)
+    for steps in (2, 4):
+        run = settings(tmp_path / "split", server, steps=steps, **more)
+        GRPOTrainer(**run).optimize(PROMPTS)
+    single, split = (events(tmp_path / name, "step") for name in ("single", "split"))
+    assert [step["staleness"] for step in single] == [0, 1, 2, 2]
+    assert single[0]["sampler_difference"] < 1e-5
+    assert all(step["sampler_kl"] > 0 for step in single[1:])
+    for name in ("loss", "reward", "staleness", "sampler_kl"):
+        assert [step[name] for step in split] == [step[name] for step in single]
+    assert not list((tmp_path / "single" / "vllm").iterdir())
+
+
+def test_each_token_has_the_version_that_sampled_it(tmp_path: Path, server: FakeServer) -> None:
+    """Weights change in the middle of responses: log-probabilities agree with each version."""
+    server.post("/stepwise", delay_s=0.01)
+    engine = LocalEngine(decoder())
+    options = VllmOptions(url=server.url, in_flight_weight_updates=True)
+    rollouts = build(
+        engine, max_num_seqs=8, decode=None, vllm=options, folder=tmp_path, max_staleness=1
+    )
+    ask: dict[str, Any] = {"sampling": Sampling(max_new_tokens=48), "count": 2, "seed": 4}
+    prompts = [[5, 6], [7]]
+    waits, policies = [], []
+    try:
+        for version in range(2):
+            policies.append(copy_of(engine.module))
+            rollouts.update_weights(version)
+            waits.append(rollouts.start(prompts, **ask))
+            before = server.served()["tokens"]
+            while version == 0 and server.served()["tokens"] < before + 16:
+                time.sleep(0.01)
+            with torch.no_grad():
+                for parameter in engine.parameters.values():
+                    parameter.add_(0.02 * torch.randn(parameter.shape))
+        first, second = (wait().responses for wait in waits)
+    finally:
+        server.post("/stepwise", delay_s=None)
+        rollouts.close()
+    repeated = [prompt for prompt in prompts for _ in range(2)]
+    compared = {0: 0, 1: 0}
+    for responses in (first, second):
+        rows = sequences(repeated, responses)
+        for version, policy in enumerate(policies):
+            mask = (rows["targets"] != -100) & (rows["versions"] == version)
+            expected = logprobs_of(LocalEngine(policy), rows, 1.0)
+            actual = rows["sampling_logprobs"]
+            torch.testing.assert_close(actual[mask], expected[mask], rtol=0, atol=1e-5)
+            compared[version] += int(mask.sum())
+    assert first.versions is not None
+    assert second.versions is not None
+    assert min(compared.values()) >= 16
+    assert bool((first.versions.diff(dim=1) >= 0).all())
+    assert len(first.versions.unique()) == 2
+    assert bool((second.versions == 1).all())
