@@ -7,6 +7,7 @@ them and on the line are small inputs.
 
 import json
 import os
+import pickle
 import random
 import re
 import shlex
@@ -22,12 +23,18 @@ from documented_commands import FENCE, SHELL, help_of, pages, subcommands
 from packages import PACKAGES, module_of
 
 RECORDINGS = ("before", "before2", "after", "after2", "A1", "A2", "A3", "B1", "B2", "B3")
+SNAPSHOT = {
+    "segments": [],
+    "device_traces": [[{"action": "alloc", "addr": 4096, "size": 512, "time_us": 1, "frames": []}]],
+}
+"""Memory snapshot of one allocation."""
 MARK = "<!-- not run: tests/test_help_examples.py runs each line on small inputs -->"
 OUTPUTS = {"--out", "--html", "--output-dir", "--tokenizer-out"}
 """Options whose value is an output path."""
 NEEDS = {
     "ms-align evaluate": "lm-evaluation-harness and its datasets",
     "ms-kernels bench": "a CUDA device",
+    "ms-profile serve": "a user who ends it with Ctrl-C",
     "torchrun --nnodes": "two machines",
 }
 """Prefixes of lines that cannot run everywhere, and their requirement."""
@@ -36,7 +43,7 @@ QUICK = {
     *("ms-data import", "ms-data export", "ms-data stats", "ms-data init"),
     *("ms-kernels list", "ms-kernels explain", "ms-align init", "ms-compress init"),
     *("ms-parallel init", "ms-parallel generate", "ms-parallel schedule"),
-    *("ms-profile report", "ms-profile compare", "ms-profile logs"),
+    *("ms-profile report", "ms-profile compare", "ms-profile logs", "ms-profile memory"),
 }
 """Commands whose examples take seconds and run in the default tests."""
 SMALL = {
@@ -172,6 +179,7 @@ class Inputs:
             "CLUSTER.toml": lambda path: void(path.write_text(CLUSTER)),
             "RULES.toml": lambda path: run("ms-data init clean --out RULES.toml", path.parent),
             "profile_results": self.write_profile,
+            "snapshot.pickle": lambda path: void(path.write_bytes(pickle.dumps(SNAPSHOT))),
             **{name: lambda path: self.copy("profile_results", path) for name in RECORDINGS},
         }
 

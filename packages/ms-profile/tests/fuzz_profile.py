@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 from attrs import frozen
+from memory_snapshots import train
+from profiler_databases import simulate, write_ascend_db, write_nsys
 
 from ms_profile.clocks.clock_pair import ClockPair
 from ms_profile.links.fit import fit_link
@@ -55,6 +57,13 @@ def cases() -> tuple[FuzzCase, ...]:
         FuzzCase(name="trace-compact", make=_trace(indent=None), command=report),
         FuzzCase(name="trace-gzip", make=_gzip, command=report),
         FuzzCase(name="trace-ascend", make=_ascend, command=report),
+        FuzzCase(name="nsys", make=_nsys, command=report),
+        FuzzCase(name="ascend-database", make=_ascend_database, command=report),
+        FuzzCase(
+            name="memory-snapshot",
+            make=lambda folder: train(blocks=2, steps=1).write(folder / "snapshot.pickle"),
+            command=("memory", "{folder}/snapshot.pickle", "--out", "{folder}/page.html"),
+        ),
         FuzzCase(name="run-trace", make=_run("traces/rank-00001.000.json"), command=report),
         FuzzCase(name="run-manifest", make=_run("manifest.json"), command=report),
         FuzzCase(name="run-rank", make=_run("ranks/rank-00001.json"), command=report),
@@ -164,6 +173,14 @@ def _ascend(folder: Path) -> Path:
     path = folder / "trace_view.json"
     path.write_text(json.dumps(events))
     return path
+
+
+def _nsys(folder: Path) -> Path:
+    return write_nsys(folder / "rank0.sqlite", simulate("cuda", steps=2))
+
+
+def _ascend_database(folder: Path) -> Path:
+    return write_ascend_db(folder / "ascend_pytorch_profiler_0.db", simulate("npu", steps=2))
 
 
 def _run(damaged: str) -> Callable[[Path], Path]:

@@ -4,6 +4,7 @@ from .advice.finding import Finding
 from .advice.rules import advise
 from .analysis.comparison import Comparison, compare
 from .analysis.ledger import Ledger
+from .analysis.memory_use import MemoryUse, analyse_memory
 from .analysis.operators import Kernel, Operator, kernel_table, operator_table
 from .analysis.transfers import Verdict, diagnose
 from .analysis.whole_run import Analysis, RankAnalysis, analyse, analyse_traces
@@ -19,7 +20,7 @@ from .log.event_reader import EventFilter, follow_events, read_events
 from .log.ring import Kind, RingRecording, read_ring
 from .log.tensorboard import export_tensorboard
 from .recording.recorder import Recorder, mark_step
-from .report.page import write_report
+from .report.page import write_memory_page, write_report
 from .report.perfetto import export_perfetto
 from .trace.columns import Trace
 from .trace.reader import read_trace
@@ -40,6 +41,7 @@ __all__ = [
     "Ledger",
     "LinkFit",
     "LinkMatrix",
+    "MemoryUse",
     "Operator",
     "ProfileError",
     "RankAnalysis",
@@ -52,6 +54,7 @@ __all__ = [
     "advise",
     "align_clocks",
     "analyse",
+    "analyse_memory",
     "analyse_traces",
     "compare",
     "diagnose",
@@ -68,5 +71,6 @@ __all__ = [
     "read_events",
     "read_ring",
     "read_trace",
+    "write_memory_page",
     "write_report",
 ]

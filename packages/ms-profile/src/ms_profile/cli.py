@@ -10,13 +10,15 @@ from ms_profile.errors import nearest_name
 from ms_profile.version import __version__
 
 PROG: Final = "ms-profile"
-COMMANDS: Final = ("run", "report", "compare", "logs", "track", "link", "doctor")
+COMMANDS: Final = ("run", "report", "memory", "compare", "logs", "serve", "track", "link", "doctor")
 """Subcommands in the order of the help text; each is a module in `ms_profile.commands`."""
 SYNONYMS: Final = {
     "run": ("profile", "capture", "record", "start", "trace", "train"),
     "report": ("analyse", "analyze", "html", "open", "ring", "show", "summary", "view"),
+    "memory": ("allocations", "oom", "snapshot"),
     "compare": ("diff", "regression"),
     "logs": ("events", "log", "tail"),
+    "serve": ("dashboard", "live", "watch", "web"),
     "track": ("mlflow", "sync", "tensorboard", "upload", "wandb"),
     "link": ("bandwidth", "latency", "ping"),
     "doctor": ("check", "diagnose", "examine", "health", "measure"),

@@ -56,6 +56,10 @@ class LinkError(ProfileError, ValueError):
     """The links cannot be measured, or no line can be fitted to the measurements."""
 
 
+class ServeError(ProfileError, ValueError):
+    """The live page cannot be served: no such folder, or the port is in use."""
+
+
 class TraceError(ProfileError, ValueError):
     """A trace cannot be read, or lacks the data that an analysis needs."""
 

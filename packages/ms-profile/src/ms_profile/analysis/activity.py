@@ -31,7 +31,7 @@ PHASES: Final = {
 
 COMMUNICATION_OPERATOR: Final = any_vendors("communication_operator")
 DATA: Final = re.compile(r"enumerate\(DataLoader\)#|data_wait|DataLoader")
-GARBAGE: Final = re.compile(r"gc generation|gc\.collect|garbage")
+GARBAGE: Final = re.compile(r"gc generation|gc\.collect|garbage|GC$")
 SYNCHRONIZE: Final = any_vendors("synchronizing_call")
 HOST: Final = (Category.OPERATOR, Category.ANNOTATION, Category.RUNTIME, Category.PYTHON)
 EMPTY: Final = np.zeros((0, 2), np.int64)

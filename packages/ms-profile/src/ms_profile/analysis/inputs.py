@@ -91,11 +91,12 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
     if not files:
         files = sorted(file for file in path.glob("*") if file.suffix.lower() == RING_SUFFIX)
     if not files:
-        globs = [vendor.trace_files for vendor in VENDORS if vendor.trace_files]
-        files = sorted(file for pattern in globs for file in path.glob(pattern))
+        globs = [pattern for vendor in VENDORS for pattern in vendor.trace_files]
+        files = next(filter(None, (sorted(path.glob(pattern)) for pattern in globs)), [])
     if not files:
         raise TraceError(
-            f"{path} has no traces; pass a trace, or a folder of .json, .json.gz or .ring files"
+            f"{path} has no traces; pass a trace, or a folder of .json, .json.gz, .sqlite, .db or "
+            ".ring files"
         )
     return FoundTraces(files=tuple(files), warnings=tuple(warnings))
 

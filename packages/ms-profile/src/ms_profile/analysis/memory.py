@@ -73,7 +73,7 @@ def memory_growth(trace: Trace, *, limit: int = 20) -> tuple[MemoryGrowth, ...]:
     for thread in np.unique(memory.thread).tolist():
         rows = operators[trace.thread[operators] == thread]
         events = np.flatnonzero(memory.thread == thread)
-        owner_row = _owners(trace, rows, memory.at_ns[events])
+        owner_row = innermost_spans(trace, rows, memory.at_ns[events])
         inside = owner_row >= 0
         name_id = trace.name[rows[owner_row[inside]]]
         sums += np.bincount(name_id, memory.change_bytes[events][inside], len(sums))
@@ -84,7 +84,9 @@ def memory_growth(trace: Trace, *, limit: int = 20) -> tuple[MemoryGrowth, ...]:
     return tuple(MemoryGrowth(name=name, size_bytes=size) for size, name in growing[:limit])
 
 
-def _owners(trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+def innermost_spans(
+    trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Return the index in `rows` of the innermost span open at each time; -1 outside of all spans.
 
     Operators that only allocate, such as `aten::empty`, are replaced by their caller if any.

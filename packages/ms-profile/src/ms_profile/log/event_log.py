@@ -1,6 +1,6 @@
 """`EventLog`: a rank's events in its own files, which survive the process.
 
-Records are buffered and written as one compressed block once 64 KiB or one second of them have
+Records are buffered and written as one compressed block once 64 KiB or half a second of them have
 accumulated, by the caller or by a background thread. A flush is one `write`; flushed data is in the
 page cache and survives `kill -9` but not a power cut (`close` syncs). Disk usage is bounded: a file
 that reached `segment_bytes` is followed by the next, and beyond `segments` the oldest is removed.
@@ -112,7 +112,7 @@ class EventLog:
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        flush_interval_s: float = 1.0,
+        flush_interval_s: float = 0.5,
         segment_bytes: int = 1 << 26,
         segments: int = 16,
     ) -> None:

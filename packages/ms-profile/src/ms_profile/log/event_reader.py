@@ -22,7 +22,9 @@ from ms_profile.log.event_log import ARRAY, SUFFIX, Event
 
 logger = logging.getLogger(__name__)
 MAX_FILE_BYTES: Final = 1 << 30
+READ_BYTES: Final = 1 << 18
 MAX_READ_BYTES: Final = 1 << 26
+"""Bytes of a growing file in memory at once: usually the first, for a damaged file the second."""
 DAMAGE: Final = (ValueError, RecursionError)
 """Errors of decoding a block that has no records, is not UTF-8, or is nested too deeply."""
 decode_events: Final = msgspec.msgpack.Decoder(list[Event]).decode
@@ -145,7 +147,7 @@ def follow_events(
     check_path("a log", folder, error=FormatError)
     selection = _selection(event_filter)
     check_number("poll_s", poll_s, minimum=0, error=FormatError)
-    states: defaultdict[Path, _ReadState] = defaultdict(_ReadState)
+    states: defaultdict[Path, ReadState] = defaultdict(ReadState)
     while True:
         # Before reading, so that events flushed before the end are still read after it.
         is_last = until()
@@ -169,8 +171,10 @@ def event_files_so_far(folder: Path | str) -> list[Path]:
         return []
 
 
-class _ReadState:
+class ReadState:
     """How far a growing file has been read."""
+
+    __slots__ = ("offset", "seen")
 
     def __init__(self) -> None:
         self.offset = 0
@@ -178,32 +182,52 @@ class _ReadState:
         """Numbers of the blocks read so far."""
 
 
-def _new_events(path: Path, state: _ReadState) -> list[Event]:
+def _new_events(path: Path, state: ReadState) -> list[Event]:
     """Read the events of all complete blocks after `state`, and advance it; a torn tail waits."""
-    try:
-        with open_file(path, error=FormatError) as file:
-            file.seek(state.offset)
-            data = file.read(MAX_READ_BYTES)
-    except FileNotFoundError:
-        return []
     events: list[Event] = []
-    position = 0
-    for part in scan_blocks(data):
-        if isinstance(part, Damage):
-            # The writer may complete this block: read it again next time.
-            if part.torn:
-                break
-            offset, size = state.offset + part.start, part.end - part.start
-            logger.warning("%s is damaged at byte %d; skipping %d bytes", path.name, offset, size)
-        elif part.number not in state.seen:
-            state.seen.add(part.number)
-            decoded = _decode(part)
-            if decoded is None:
-                logger.warning("%s has a block without events", path.name)
-            events += decoded or ()
-        position = part.end
-    state.offset += position
+    for block in new_blocks(path, state):
+        decoded = _decode(block)
+        if decoded is None:
+            logger.warning("%s has a block without events", path.name)
+        events += decoded or ()
     return events
+
+
+def new_blocks(path: Path, state: ReadState) -> Iterator[Block]:
+    """Yield the complete blocks after `state`, which advances with each; a torn tail waits.
+
+    A consumer may stop early and continue later. Damaged ranges are skipped with a warning.
+    """
+    try:
+        file = open_file(path, error=FormatError)
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(state.offset)
+        data = b""
+        while True:
+            # At least doubled without progress, as one block may be larger than the first read.
+            more = file.read(max(READ_BYTES, len(data)))
+            data += more
+            is_last = not more or len(data) >= MAX_READ_BYTES
+            position = 0
+            for part in scan_blocks(data):
+                if isinstance(part, Damage):
+                    # The writer, or the next read, may complete this block.
+                    if part.torn or (part.end == len(data) and not is_last):
+                        break
+                    logger.warning(
+                        "%s is damaged at byte %d; skipping %d bytes",
+                        path.name, state.offset, part.end - part.start,
+                    )  # fmt: skip
+                state.offset += part.end - position
+                position = part.end
+                if isinstance(part, Block) and part.number not in state.seen:
+                    state.seen.add(part.number)
+                    yield part
+            if not more:
+                return
+            data = data[position:]
 
 
 def _rank_events(

@@ -52,7 +52,7 @@ def read_json_lines(
     ):
         for number, line in enumerate(_lines(file, follow=follow, poll_s=poll_s), 1):
             try:
-                event = _event(line)
+                event = event_of_line(line)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 on_problem(f"{path}: line {number} is not an event and was skipped: {error}")
                 continue
@@ -82,7 +82,8 @@ def _lines(file: BinaryIO, *, follow: bool, poll_s: float) -> Iterator[bytes]:
             time.sleep(poll_s)
 
 
-def _event(line: bytes) -> Event:
+def event_of_line(line: bytes) -> Event:
+    """Decode one line; its errors are those of msgspec, ValueError and RecursionError."""
     head = msgspec.json.decode(line, type=_Head)
     if not 0 <= head.time_s < MAX_TIME_S:
         raise ValueError(f"time_s must be 0 to {MAX_TIME_S:.0f}, got {head.time_s}")

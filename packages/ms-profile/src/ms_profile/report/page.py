@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ms_profile.analysis.memory_use import CATEGORIES, MemoryUse
 from ms_profile.analysis.whole_run import Analysis
 from ms_profile.arguments import check_integer, check_items, check_type
 from ms_profile.errors import MetricError, RecordError, TraceError
@@ -21,7 +22,8 @@ from ms_profile.report.timeline import build_timeline
 
 SCRIPTS = ("data.js", "format.js", "timeline.js", "timeline_input.js", "charts.js", "tables.js",
            "waits.js", "panels.js", "main.js")  # fmt: skip
-MARK = re.compile(r"\{\{(title|style|summary|columns|scripts)\}\}")
+MEMORY_SCRIPTS = ("data.js", "format.js", "tables.js", "memory.js")
+MARK = re.compile(r"\{\{(title|style|summary|columns|scripts|connect)\}\}")
 
 
 def write_report(
@@ -65,19 +67,45 @@ def write_report(
     return summary
 
 
-def render(summary: dict[str, Any], packed: str) -> str:
-    """Fill in the page's template."""
+def write_memory_page(
+    devices: Sequence[MemoryUse], path: str | os.PathLike[str], *, title: str = "Memory"
+) -> None:
+    """Write the memory of one or more devices as one offline HTML file.
+
+    Args:
+        devices: result of `analyse_memory`.
+        path: file to write; it appears complete or not at all.
+        title: title of the page.
+
+    Raises:
+        RecordError: the path is invalid, or something other than a file exists there.
+        OSError: the file cannot be written.
+    """
+    check_path("path", path, error=RecordError, written="file")
+    check_items("devices", devices, MemoryUse, "results of analyse_memory", error=TraceError)
+    summary = {
+        "title": title, "columns": [], "devices": list(devices), "descriptions": CATEGORIES
+    }  # fmt: skip
+    write_atomically(Path(path), render(summary, "", MEMORY_SCRIPTS).encode())
+
+
+def render(
+    summary: dict[str, Any], packed: str, script_names: Sequence[str] = SCRIPTS, *,
+    connect: bool = False,
+) -> str:  # fmt: skip
+    """Fill in the page's template; `connect` lets its scripts ask the server that it is from."""
     assets = resources.files("ms_profile.report") / "assets"
     text = assets.joinpath("page.html").read_text("utf-8")
     # "</" would end the script element, even inside a string.
     safe = msgspec.json.encode(summary).decode().replace("<", "\\u003c")
-    scripts = "\n".join(assets.joinpath(name).read_text("utf-8") for name in SCRIPTS)
+    scripts = "\n".join(assets.joinpath(name).read_text("utf-8") for name in script_names)
     parts = {
         "title": summary["title"].replace("&", "&amp;").replace("<", "&lt;"),
         "style": assets.joinpath("style.css").read_text("utf-8"),
         "summary": safe,
         "columns": packed,
         "scripts": scripts,
+        "connect": "; connect-src 'self'" if connect else "",
     }
     # Replaced in one pass, as inserted text may contain a mark, for example in an operator's name.
     return MARK.sub(lambda match: parts[match.group(1)], text)

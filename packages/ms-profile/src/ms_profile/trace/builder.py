@@ -22,7 +22,9 @@ COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
     **dict.fromkeys(("name", "label", "thread", "shape"), np.int32),  # ids into tables
 }
 MEMORY_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
-    **dict.fromkeys(("at_ns", "change_bytes", "allocated_bytes", "reserved_bytes"), np.int64),
+    **dict.fromkeys(
+        ("at_ns", "change_bytes", "allocated_bytes", "reserved_bytes", "address"), np.int64
+    ),
     **dict.fromkeys(("device", "thread"), np.int32),
 }
 MAX_SPAN_NS: Final = 10 * 86_400 * 1_000_000_000
@@ -156,6 +158,7 @@ class TraceBuilder:
             "change_bytes": np.array([a.size_bytes for a in arguments], np.int64),
             "allocated_bytes": np.array([a.allocated_bytes for a in arguments], np.int64),
             "reserved_bytes": np.array([a.reserved_bytes for a in arguments], np.int64),
+            "address": np.array([a.address for a in arguments], np.int64),
             "device": np.array(device, np.int32),
             "thread": np.array([self._threads[r.pid, r.tid] for r in allocations], np.int32),
         }

@@ -19,6 +19,7 @@ BY_PROCESS: Final = [
     for vendor in VENDORS
     for pattern, category in vendor.processes.items()
 ]
+SCOPE: Final = re.compile(r"ProfilerStep#|Optimizer\.\w+#|enumerate\(DataLoader\)#")
 HOST_COLLECTIVE: Final = any_vendors("host_backend", end=":")
 DEVICE_COLLECTIVE: Final = any_vendors("collective_kernel")
 WAIT: Final = any_vendors("wait_kernel")
@@ -37,6 +38,8 @@ def categorize(
     # The entry for "" keeps the table indexable if there are no labels.
     by_label = np.array([BY_LABEL.get(text, Category.OTHER) for text in (*labels, "")], np.uint8)
     category: NDArray[np.uint8] = by_label[label]
+    # The Ascend profiler labels all scopes of the program as operators.
+    category[(category == Category.OPERATOR) & matching(names, SCOPE)[name]] = Category.ANNOTATION
     # Masks over the table of names; indexing by `name` expands them to spans.
     host, device = matching(names, HOST_COLLECTIVE), matching(names, DEVICE_COLLECTIVE)
     category[(category == Category.ANNOTATION) & host[name]] = Category.COLLECTIVE

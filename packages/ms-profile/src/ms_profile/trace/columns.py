@@ -49,6 +49,8 @@ class Memory:
     allocated_bytes: NDArray[np.int64] = field(factory=_empty)
     """Total allocated bytes after the event, as counted by the allocator."""
     reserved_bytes: NDArray[np.int64] = field(factory=_empty)
+    address: NDArray[np.int64] = field(factory=_empty)
+    """Address of the block; -1 if not recorded."""
     device: NDArray[np.int32] = field(factory=_empty)
     """Device index; -1 for the host."""
     thread: NDArray[np.int32] = field(factory=_empty)

@@ -232,7 +232,7 @@ class TraceText:
         with suppress(ValueError, RecursionError):
             # Latin-1 maps each byte to one character, and JSON's delimiters are ASCII.
             _, after = parse_value("[" + text.decode("latin-1"))
-            self._take_header(b"{" + text[after - 1 :].strip().lstrip(b",") or b"}")
+            self._take_header(b"{" + (text[after - 1 :].strip().lstrip(b",") or b"}"))
             return self._decode_list(bytearray(b"[" + text[: after - 1]), after - 1)
         # The members after the list are damaged: find the bracket that closes the list.
         end = len(text)
@@ -241,7 +241,7 @@ class TraceText:
             if end < 0:
                 break
             if self._is_list(text[:end]):
-                self._take_header(b"{" + text[end + 1 :].strip().lstrip(b",") or b"}")
+                self._take_header(b"{" + (text[end + 1 :].strip().lstrip(b",") or b"}"))
                 return self._decode_list(bytearray(b"[" + text[: end + 1]), end + 1)
         # The file ends properly but an event in the list is damaged: only that event is skipped.
         closed = END.search(text, max(0, len(text) - 4096))

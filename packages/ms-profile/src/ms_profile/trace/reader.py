@@ -1,4 +1,4 @@
-"""`read_trace`: read a profiler's JSON into columns, with memory nearly independent of its size."""
+"""`read_trace`: read a profiler's JSON or SQLite database into columns, in bounded memory."""
 
 import gc
 import os
@@ -13,13 +13,14 @@ from ms_profile.errors import TraceError
 from ms_profile.files.untrusted import check_path
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
+from ms_profile.trace.database import is_database, read_database
 from ms_profile.trace.json_chunks import TraceText
 
 RANK_IN_NAME = re.compile(r"rank[-_ ]?([0-9]{1,7})(?![0-9])", re.IGNORECASE)
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read one trace of Kineto or of the Ascend profiler, plain or gzip, of any size.
+    """Read one trace: JSON of Kineto or Ascend, plain or gzip, or a database of Ascend or nsys.
 
     Damaged or missing parts are skipped, with a line in `Trace.warnings`. The rank comes from the
     trace itself, else from the file name (`rank-3`, `rank3`), else it is None.
@@ -31,19 +32,8 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     source = Path(path)
     if not source.is_file():
         raise TraceError(f"trace {source} does not exist; pass a file that a profiler wrote")
-    text = TraceText(source)
-    builder = TraceBuilder()
-    with _gc_paused():
-        for records in text.records():
-            builder.add(records)
-            del records
-    trace = builder.finish(
-        text.header,
-        text.warnings,
-        source.stat().st_size,
-        damaged=text.damaged,
-        name=source.name,
-    )
+    with gc_paused():
+        trace = read_database(source) if is_database(source) else _read_json(source)
     if not len(trace) and not len(trace.memory.at_ns):
         raise TraceError(f"{source} has no spans; was the profiler stopped before a step ended?")
     match = RANK_IN_NAME.search(source.name)
@@ -52,8 +42,23 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     return trace
 
 
+def _read_json(source: Path) -> Trace:
+    text = TraceText(source)
+    builder = TraceBuilder()
+    for records in text.records():
+        builder.add(records)
+        del records
+    return builder.finish(
+        text.header,
+        text.warnings,
+        source.stat().st_size,
+        damaged=text.damaged,
+        name=source.name,
+    )
+
+
 @contextmanager
-def _gc_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause the garbage collector, which would visit all records though they have no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()

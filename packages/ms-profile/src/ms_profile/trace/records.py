@@ -34,6 +34,7 @@ class Arguments(Struct, frozen=True, gc=False):
     size_bytes: Int = field(name="Bytes", default=0)
     allocated_bytes: Int = field(name="Total Allocated", default=0)
     reserved_bytes: Int = field(name="Total Reserved", default=0)
+    address: Int = field(name="Addr", default=-1)
     device_type: SmallInt = field(name="Device Type", default=-1)
     device_id: SmallInt = field(name="Device Id", default=-1)
     collective: str = field(name="Collective name", default="")

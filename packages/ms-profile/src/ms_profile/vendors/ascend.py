@@ -10,6 +10,7 @@ from ms_profile.vendors.category import Category
 from ms_profile.vendors.vendor import Vendor
 
 VENDOR: Final = Vendor(
+    labels={"GC": Category.ANNOTATION},
     processes={
         "Ascend Hardware/": Category.KERNEL,
         "CANN/": Category.RUNTIME,
@@ -22,5 +23,11 @@ VENDOR: Final = Vendor(
     wait_kernel="EVENT_WAIT|EVENT_RECORD|Notify[_ ]Wait|Notify[_ ]Record|NOTIFY",
     synchronizing_call=r"acl\w*Synchronize",
     allocation_call=r"aclrt(Malloc|Free)\w*$",
-    trace_files="**/ASCEND_PROFILER_OUTPUT/trace_view.json",
+    trace_files=(
+        "**/ASCEND_PROFILER_OUTPUT/trace_view.json",
+        "**/ascend_pytorch_profiler*.db",
+        "**/msprof_*.db",
+    ),
+    database_tables=("STRING_IDS", "TASK", "PYTORCH_API"),
+    database_reader="ms_profile.trace.from_ascend",
 )

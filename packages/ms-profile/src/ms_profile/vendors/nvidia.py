@@ -15,6 +15,9 @@ VENDOR: Final = Vendor(
     collective_kernel="ncclDevKernel|ncclKernel|nccl[A-Z]",
     communication_operator="nccl:",
     synchronizing_call=r"cuda\w*Synchronize",
+    trace_files=("*.sqlite",),
+    database_tables=("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"),
+    database_reader="ms_profile.trace.from_nsys",
     allocation_call=r"cuda(Malloc|Free)(Async|Host)?$|cudaHostAlloc$|cuMem(Alloc|Free|Create|"
     r"Release|Map|Unmap|SetAccess|AddressReserve|AddressFree)\w*$",
 )

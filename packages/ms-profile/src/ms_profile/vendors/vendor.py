@@ -34,5 +34,9 @@ class Vendor:
     """Calls in which the host waits for the device."""
     allocation_call: str = ""
     """Calls that allocate or free memory through the driver."""
-    trace_files: str = ""
-    """Glob for trace files, relative to the profiler's output folder."""
+    trace_files: tuple[str, ...] = ()
+    """Globs for trace files in the profiler's output folder; the first that matches counts."""
+    database_tables: tuple[str, ...] = ()
+    """Tables of the profiler's SQLite databases, any of which identifies them."""
+    database_reader: str = ""
+    """Module whose `records` yields the events of such a database."""

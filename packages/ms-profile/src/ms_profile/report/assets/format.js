@@ -55,3 +55,12 @@ function make(tag, attributes = {}, ...children) {
 }
 
 const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// Follow the system's colors until the button is pressed; redraw canvases after each change.
+function followTheme(redraw) {
+  const setTheme = (theme) => { document.documentElement.dataset.theme = theme; redraw(); };
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  document.getElementById("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+  dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
+  setTheme(dark.matches ? "dark" : "light");
+}

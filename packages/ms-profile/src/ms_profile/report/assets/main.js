@@ -93,11 +93,6 @@ function build() {
   });
 }
 
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  for (const redraw of redraws) redraw();
-}
-
 document.addEventListener("keydown", (event) => {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName);
   if (event.ctrlKey || event.metaKey || event.altKey || typing) return;
@@ -107,10 +102,7 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "t") document.getElementById("theme").click();
   else if (event.key === "/") { event.preventDefault(); const shown = Object.values(sections).find(({ section }) => !section.hidden).section; const box = shown.querySelector("input[type=search]"); if (box) box.focus(); }
 });
-document.getElementById("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-const dark = matchMedia("(prefers-color-scheme: dark)");
-setTheme(dark.matches ? "dark" : "light");
-dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
+followTheme(() => { for (const redraw of redraws) redraw(); });
 build();
 const asked = location.hash.slice(1);
 go(asked in parts ? asked : "overview");

@@ -1,0 +1,1 @@
+"""Live page of running and finished runs, served on loopback."""
