@@ -115,7 +115,7 @@ def test_an_export_of_several_processes_shows_one_and_says_so(tmp_path: Path) ->
         )
     trace = read_trace(path)
     assert len(trace) == len(simulate("cuda"))
-    assert "has kernels of 2 processes; those of process 4242 are shown" in trace.warnings[0]
+    assert "has kernels of 2 processes; process 4242 is shown" in trace.warnings[0]
 
 
 ANALYZE = os.environ.get("MSPROF_ANALYZE", "")

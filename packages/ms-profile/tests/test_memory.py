@@ -115,6 +115,7 @@ def test_an_out_of_memory_error_is_explained(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_torchs_own_viewer_reads_the_simulated_snapshots() -> None:
     """So their structure is that of real ones."""
     viewer = pytest.importorskip("torch.cuda._memory_viz")

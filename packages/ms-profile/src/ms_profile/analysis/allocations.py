@@ -1,7 +1,7 @@
 """Allocations of a device with their call stacks, from a memory snapshot or a trace's events.
 
 A snapshot (`torch.cuda.memory._dump_snapshot`) has the segments at its end and the last events of
-the allocator. Blocks that were allocated before the first event begin at -1.
+the allocator. Blocks allocated before the first event have `begin` -1.
 """
 
 import re
@@ -58,7 +58,7 @@ class Segments:
     rounding: int = 0
     """Sum over the blocks in use of their size minus the requested size."""
     pools: Mapping[str, int] = field(factory=dict)
-    """Reserved bytes by pool: small, large, and private pools such as those of CUDA graphs."""
+    """Reserved bytes by pool: small, large, and private pools, such as a CUDA graph's."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -229,14 +229,14 @@ def _device(device: int, trace: Any, segments: list[dict[str, Any]]) -> Allocati
             )  # fmt: skip
     final = _final_state(segments, rows, stacks)
     # The reserved size is known at the end, so it is computed backwards from there.
-    later = reserved_change[::-1].cumsum()[::-1] - reserved_change
+    freed_later = reserved_change[::-1].cumsum()[::-1] - reserved_change
     times = np.maximum.accumulate(at_us) if len(at_us) else at_us
     return Allocations(
         device=device,
         **rows.columns(len(entries)),
         stacks=tuple(stacks.ids),
         at_s=(times - times[0]) / 1e6 if len(times) else times,
-        reserved=final.reserved - later,
+        reserved=final.reserved - freed_later,
         segments=final,
         out_of_memory=tuple(failures),
         damaged=damaged,

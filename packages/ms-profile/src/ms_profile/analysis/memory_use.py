@@ -1,9 +1,9 @@
-"""Peak memory by category, module and line, what is live at the peak, and fragmentation.
+"""Peak memory by category, module and line, live allocations at the peak, and fragmentation.
 
-The category of an allocation follows from its call stack and its lifetime. The backward runs on
-threads of autograd, without Python frames, unless C++ frames were recorded: a stack without frames
-is of the backward if the forward was recorded. What an allocation's own phase (forward, backward,
-optimizer step) frees again is a buffer; what survives it is an activation, gradient or moment.
+The category of an allocation follows from its call stack and its lifetime. Memory freed in the
+phase that allocated it (forward, backward, optimizer step) is a buffer; the rest of the phase's
+allocations are activations, gradients or moments. The backward runs on autograd's threads, which
+have no Python frames, so allocations without a stack count as the backward's if there is a forward.
 """
 
 import re
@@ -46,14 +46,14 @@ ANYWHERE: Final = (
     ("backward", re.compile(r"_engine_run_backward|:(\w+\.)?(backward|unpack_hook|recompute_fn)$"
                             r"|autograd::(engine|Engine)")),
 )  # fmt: skip
-"""Roles of a stack of which any frame, as "file:function", matches; the first role counts."""
+"""Roles by any frame of a stack, as "file:function"; the first match counts."""
 INNERMOST: Final = (
     ("buffers", re.compile(r"torch/distributed/|^:(gloo|nccl|hccl):|c10d::|:record_param_comms")),
     ("activations", re.compile(r":(.*\.)?(forward|_call_impl)$|:nn\.Module: ")),
     ("weights", re.compile(r"nn/modules/module\.py:(\w+\.)?(_apply|to|cuda|to_empty)$|nn/init\.py:"
                            r"|:(.*\.)?(__init__|from_pretrained|load_state_dict)$")),
 )  # fmt: skip
-"""Roles of a stack by its innermost frame that matches one of them."""
+"""Roles by the innermost frame with a match."""
 PHASE: Final = {"gradients": "backward", "activations": "forward", "moments": "optimizer",
                 "backward": "backward"}  # fmt: skip
 LIBRARY: Final = re.compile(r"(^|/)torch/|^<|\.(cpp|cc|h|hpp|cu)$|^\?\?$|\.so(\.|$)")
@@ -156,7 +156,7 @@ def read_prediction(path: Path, *, pipeline_rank: int | None = None) -> dict[str
     sizes = [{name: getattr(rank, name) for name in PREDICTED} for rank in ranks]
     if not sizes or (pipeline_rank is not None and not 0 <= pipeline_rank < len(sizes)):
         raise TraceError(
-            f"{path} has {len(sizes)} pipeline ranks; rank {pipeline_rank} must be one of them"
+            f"pipeline rank must be 0 to {len(sizes) - 1} for {path}, got {pipeline_rank}"
         )
     if pipeline_rank is not None:
         return sizes[pipeline_rank]
@@ -196,7 +196,7 @@ def _use(allocations: Allocations, predicted: Mapping[str, int] | None) -> Memor
     events = len(allocations.at_s)
     total = _curve(allocations, np.ones(len(allocations.size), bool))
     peak = int(total.argmax())
-    # `total` begins with the state before the first event.
+    # `total[0]` is the state before the first event.
     live = (allocations.begin < peak) & (allocations.end >= peak)
     size = np.where(live, allocations.size, 0)
     names = list(CATEGORIES)
@@ -290,7 +290,7 @@ def _role(stack: Stack) -> str:
         for role, pattern in INNERMOST:
             if pattern.search(text):
                 return role
-    # A trace without Python functions has operators only, most of them of the forward.
+    # A trace without Python functions has operators only, mostly the forward's.
     return "other" if any(file for _, file, _ in stack) else "activations"
 
 
@@ -405,10 +405,10 @@ def _notes(
 ) -> list[str]:
     notes = []
     for failure in allocations.out_of_memory[-1:]:
-        held = allocations.segments
-        free = "" if held is None else (
-            f", and the allocator holds {_gib(held.free)} free in pieces of at most "
-            f"{_gib(held.largest_free)}"
+        segments = allocations.segments
+        free = "" if segments is None else (
+            f", and the allocator holds {_gib(segments.free)} free in pieces of at most "
+            f"{_gib(segments.largest_free)}"
         )  # fmt: skip
         notes.append(
             f"an allocation of {_gib(failure.size_bytes)} failed: the device has "

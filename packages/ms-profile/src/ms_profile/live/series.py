@@ -76,14 +76,14 @@ class Series:
         bucket = (self.points + np.arange(len(value))) // self.width
         first, last = int(bucket[0]), int(bucket[-1])
         if last >= self.rows.shape[1]:
-            more = min(CAPACITY, 2 * last + 2) - self.rows.shape[1]
-            self.rows = np.pad(self.rows, ((0, 0), (0, more)))
+            added = min(CAPACITY, 2 * last + 2) - self.rows.shape[1]
+            self.rows = np.pad(self.rows, ((0, 0), (0, added)))
         edges = np.flatnonzero(np.diff(bucket, prepend=first - 1))
-        known = ~np.isnan(value)
+        finite = ~np.isnan(value)
         chunk = np.stack([
             step[edges], wall_s[edges], np.fmin.reduceat(value, edges),
-            np.fmax.reduceat(value, edges), np.add.reduceat(np.where(known, value, 0.0), edges),
-            np.add.reduceat(known.astype(float), edges),
+            np.fmax.reduceat(value, edges), np.add.reduceat(np.where(finite, value, 0.0), edges),
+            np.add.reduceat(finite.astype(float), edges),
         ])  # fmt: skip
         if self.points % self.width:  # the first bucket already has points
             old = self.rows[:, first]
@@ -172,7 +172,7 @@ class EventSummary:
             self._add_values(rank, kind, batch)
 
     def _add_values(self, rank: int, kind: str, batch: list[Event]) -> None:
-        """Append the numbers of events of one rank and kind, most of which have the same fields."""
+        """Append the numbers of events of one rank and kind, which usually have equal fields."""
         wall_s = np.array([event.wall_ns for event in batch], np.float64) / 1e9
         step = np.array([_step(event) for event in batch], np.float64)
         size = len(batch[0].fields)
@@ -206,7 +206,7 @@ class EventSummary:
                 self.omitted_series += 1
                 return
             series = self.series[key] = Series()
-        # Events without a step, such as those of a loader, are numbered.
+        # Events without a step are numbered.
         step = np.where(np.isnan(step), series.points + np.arange(len(step)), step)
         series.append(step, wall_s, value)
 
@@ -297,7 +297,7 @@ class RunIndex(EventSummary):
         return self._preview
 
     def save(self) -> None:
-        """Write the index next to the log; a folder that is not writable is left as it is."""
+        """Write the index next to the log, if the folder is writable."""
         self._saved_s, self._dirty = time.monotonic(), False
         files = [_SavedFile(path.name, state.offset, len(state.seen))
                  for path, state in self._states.items() if path.name != NAME
@@ -334,7 +334,7 @@ class RunIndex(EventSummary):
             logger.info("%s is read again: %s", self.folder, error)
             return
         sizes = {path.name: _size(path) for path in event_files_so_far(self.folder)}
-        # A file may be gone by rotation, but one that shrank belongs to another run.
+        # Rotation may remove a file, but a smaller file belongs to another run.
         shrank = any(sizes.get(file.name, file.offset) < file.offset for file in saved.files)
         if shrank or len(series) > MAX_SERIES:
             return
@@ -410,7 +410,7 @@ def _sampled_events(path: Path) -> list[Event]:
 def _new_lines(path: Path, state: ReadState) -> Iterator[list[Event]]:
     """Yield the events of complete lines of `events.jsonl` after `state`, about 1 MiB at a time."""
     with open_file(path, error=FormatError) as file:
-        if _size(path) < state.offset:  # written anew
+        if _size(path) < state.offset:  # replaced by a new file
             state.offset = 0
         file.seek(state.offset)
         while data := file.read(READ_BYTES):

@@ -126,9 +126,9 @@ def _find_runs(root: Path) -> list[RunEntry]:
 
 def _entry(root: Path, folder: Path) -> RunEntry | None:
     changed, size = 0.0, 0
-    for place in (folder, folder / "events"):
+    for log_folder in (folder, folder / "events"):
         try:
-            with os.scandir(place) as items:
+            with os.scandir(log_folder) as items:
                 for item in items:
                     if item.name == NAME or item.name.endswith(SUFFIX):
                         stat = item.stat(follow_symlinks=False)
@@ -144,22 +144,22 @@ def _entry(root: Path, folder: Path) -> RunEntry | None:
 
 
 def describe(index: RunIndex, *, points: int, known_events: int) -> dict[str, Any]:
-    """Return what the page shows of a run; only the number of events if that is unchanged.
+    """Return the page's data of a run, or only the number of events if that is unchanged.
 
     Args:
         index: the run, which is updated first.
         points: largest number of buckets per series.
         known_events: number of events that the page has; -1 for none.
     """
-    more = index.update()
-    if index.events == known_events and not more:
+    has_more = index.update()
+    if index.events == known_events and not has_more:
         return {"events": known_events, "now_s": time.time()}
-    preview = index.preview() if more else None
+    preview = index.preview() if has_more else None
     summary: EventSummary = index if preview is None else preview
     return {
         "now_s": time.time(),
         "events": index.events,
-        "progress": index.progress if more else 1.0,
+        "progress": index.progress if has_more else 1.0,
         "preview": preview is not None,
         "last_wall_s": summary.last_wall_s,
         "omitted_series": summary.omitted_series,
@@ -269,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(500, {"error": str(error)})
             return
         if answer is None:
-            self._json(404, {"error": "there is no such run or page"})
+            self._json(404, {"error": "unknown run or page"})
         else:
             self._json(200, answer)
 
@@ -294,9 +294,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, status: int, content: Any) -> None:
         self._send(status, "application/json", msgspec.json.encode(content))
 
-    def _send(self, status: int, kind: str, content: bytes) -> None:
+    def _send(self, status: int, content_type: str, content: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
@@ -332,7 +332,7 @@ def serve(
     try:
         server = _Server(("127.0.0.1", port), runs)
     except OSError as error:
-        raise ServeError(f"cannot listen on port {port}: {error}; choose another --port") from error
+        raise ServeError(f"cannot listen on port {port}: {error}; set another --port") from error
     try:
         on_ready(f"http://127.0.0.1:{server.server_address[1]}/")
         server.serve_forever(poll_interval=0.1)

@@ -63,10 +63,10 @@ class Database:
 
     def rows(self, table: str, *columns: str) -> Iterator[Row]:
         """Yield rows in file order; None for a column or table that this version lacks."""
-        known = self._columns.get(table)
-        if not known:
+        table_columns = self._columns.get(table)
+        if not table_columns:
             return
-        names = [f'"{name}"' if name in known else "NULL" for name in columns]
+        names = [f'"{name}"' if name in table_columns else "NULL" for name in columns]
         yield from self._connection.execute(f'SELECT {", ".join(names)} FROM "{table}"')
 
     def texts(self, table: str) -> dict[int, str]:
@@ -125,9 +125,9 @@ def _read(database: Database) -> Trace:
         (item for item in VENDORS if any(table in database for table in item.database_tables)), None
     )
     if vendor is None:
-        known = ", ".join(item.database_tables[0] for item in VENDORS if item.database_tables)
+        tables = ", ".join(item.database_tables[0] for item in VENDORS if item.database_tables)
         raise TraceError(
-            f"{path} must be a profiler's database with a table such as {known}; pass the SQLite "
+            f"{path} must be a profiler's database with a table such as {tables}; pass the SQLite "
             "export of `nsys export --type sqlite` or a database of the Ascend profiler"
         )
     records: Records = import_module(vendor.database_reader).records

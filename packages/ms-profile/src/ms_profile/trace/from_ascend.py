@@ -1,7 +1,7 @@
 """Trace events of the Ascend profiler's databases.
 
 `ascend_pytorch_profiler_RANK.db` is what torch_npu writes by default, `msprof_*.db` what msprof
-writes; both have the tables read here. Names and processes become those of `trace_view.json`.
+writes; both have the tables read here. Names and processes are converted to `trace_view.json`'s.
 """
 
 import re
@@ -48,7 +48,7 @@ def _rank(database: Database) -> int | None:
     if match:
         return int(match[1])
     ranks = [row[0] for row in database.rows("RANK_DEVICE_MAP", "rankId")]
-    # -1 stands for a process without a rank.
+    # A process without a rank has -1.
     return ranks[0] if len(ranks) == 1 and isinstance(ranks[0], int) and ranks[0] >= 0 else None
 
 

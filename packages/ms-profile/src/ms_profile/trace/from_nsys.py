@@ -1,6 +1,6 @@
 """Trace events of Nsight Systems' SQLite export (`nsys export --type sqlite`).
 
-Names and labels become those of Kineto's traces. NVTX ranges are operators (torch's `emit_nvtx`) or
+Names and labels are converted to Kineto's. NVTX ranges are operators (torch's `emit_nvtx`) or
 scopes; a kernel belongs to the innermost operator around the driver call that launched it.
 """
 
@@ -55,8 +55,8 @@ def _process(database: Database, header: dict[str, Any]) -> int | None:
     (process, _), *others = counts.most_common()
     if others:
         header["warnings"] = [
-            f"{database.path.name} has kernels of {len(counts)} processes; those of process "
-            f"{process} are shown: run nsys once per rank, as in `-o rank%q{{RANK}}`"
+            f"{database.path.name} has kernels of {len(counts)} processes; process {process} "
+            "is shown: run nsys once per rank, as in `-o rank%q{RANK}`"
         ]
     return process
 
@@ -131,7 +131,7 @@ def _calls(
         tid, external = _tid(thread), -1
         calls = operators.get(tid, [])
         index = bisect_right(starts.get(tid, []), int(start)) - 1
-        # Operators are nested, so the last one that started and has not ended is the innermost.
+        # Operators are nested: the innermost is the last that started and has not ended.
         while index >= 0 and calls[index][ENDS] < int(start):
             index -= 1
         if index >= 0:
@@ -164,27 +164,27 @@ def _device(
                            bytes_moved=size if isinstance(size, int) else 0),
         )  # fmt: skip
 
-    found: TraceEvent | None
+    record: TraceEvent | None
     for *row, name_id, short_id in database.rows(
         "CUPTI_ACTIVITY_KIND_KERNEL", *columns, "demangledName", "shortName"
     ):
         name = texts.get(name_id) or texts.get(short_id, "unknown kernel")
-        if found := event(tuple(row), name, "kernel"):
-            yield found
+        if record := event(tuple(row), name, "kernel"):
+            yield record
     for *row, size, kind, source, target in database.rows(
         "CUPTI_ACTIVITY_KIND_MEMCPY", *columns, "bytes", "copyKind", "srcKind", "dstKind"
     ):
         name = f"Memcpy {COPIES.get(kind, 'unknown')}"
         if source in MEMORY and target in MEMORY:
             name += f" ({MEMORY[source]} -> {MEMORY[target]})"
-        if found := event(tuple(row), name, "gpu_memcpy", size):
-            yield found
+        if record := event(tuple(row), name, "gpu_memcpy", size):
+            yield record
     for *row, size, kind in database.rows(
         "CUPTI_ACTIVITY_KIND_MEMSET", *columns, "bytes", "memKind"
     ):
         name = f"Memset ({MEMORY.get(kind, 'Unknown')})"
-        if found := event(tuple(row), name, "gpu_memset", size):
-            yield found
+        if record := event(tuple(row), name, "gpu_memset", size):
+            yield record
     for *row, kind in database.rows("CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", *columns, "syncType"):
-        if found := event(tuple(row), WAITS.get(kind, "Synchronization"), "cuda_sync"):
-            yield found
+        if record := event(tuple(row), WAITS.get(kind, "Synchronization"), "cuda_sync"):
+            yield record
