@@ -125,7 +125,8 @@ def test_a_damaged_index_or_one_of_another_run_is_ignored(tmp_path: Path) -> Non
     index.save()
     path = tmp_path / "events" / INDEX
     saved = path.read_bytes()
-    for content in (b"", saved[:100], b"\xff" * 200):
+    flipped = saved[:300] + bytes([saved[300] ^ 1]) + saved[301:]
+    for content in (b"", saved[:100], b"\xff" * 200, flipped):
         path.write_bytes(content)
         assert RunIndex(tmp_path).events == 0
     path.write_bytes(saved)

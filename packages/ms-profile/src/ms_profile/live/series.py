@@ -6,6 +6,7 @@ merged. So a run of any length takes bounded memory, and no peak is lost.
 
 import logging
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -40,6 +41,7 @@ MAX_SPANS: Final = 400
 MAX_LANES: Final = 64
 MAX_TEXT: Final = 4000
 MAX_INDEX_BYTES: Final = 1 << 27
+CHECKSUM_BYTES: Final = 4
 SAVE_INTERVAL_S: Final = 20.0
 READ_BYTES: Final = 1 << 20
 PREVIEW_BYTES: Final = 1 << 17
@@ -314,7 +316,9 @@ class RunIndex(EventSummary):
                             status=self.status, events=self.events,
                             last_wall_s=self.last_wall_s)  # fmt: skip
         try:
-            write_atomically(self._index_path(), msgspec.msgpack.encode(saved))
+            content = msgspec.msgpack.encode(saved)
+            checksum = zlib.crc32(content).to_bytes(CHECKSUM_BYTES, "big")
+            write_atomically(self._index_path(), checksum + content)
         except OSError as error:
             logger.info("cannot keep the index of %s: %s", self.folder, error)
 
@@ -328,6 +332,9 @@ class RunIndex(EventSummary):
             return
         try:
             content = read_bytes(path, error=FormatError, limit_bytes=MAX_INDEX_BYTES)
+            checksum, content = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
+            if zlib.crc32(content) != int.from_bytes(checksum, "big"):
+                raise FormatError(f"{path} is damaged")
             saved = msgspec.msgpack.decode(content, type=_SavedIndex)
             series = {(item.rank, item.kind, item.field): _restored(item) for item in saved.series}
         except (FormatError, *DAMAGE) as error:
