@@ -1,12 +1,18 @@
 """Render a page in headless Chromium."""
 
+import json
+import os
 import shutil
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 
-__all__ = ["browse", "browse_address", "needs_browser"]
+__all__ = ["Tab", "browse", "needs_browser", "open_tab"]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 FLAGS = (
@@ -19,14 +25,81 @@ needs_browser = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 
 def browse(page: Path, part: str, tmp_path: Path) -> str:
     """Return the document after its scripts have run."""
-    return browse_address(f"file://{page}#{part}", tmp_path)
-
-
-def browse_address(address: str, tmp_path: Path, *, width: int = 800) -> str:
-    """Return the document at an address after its scripts have run."""
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom"]
     process = subprocess.run(
-        [*command, f"--window-size={width},900", address],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+        [*command, f"file://{page}#{part}"], capture_output=True, text=True, timeout=120, check=True
+    )
     return process.stdout
+
+
+class Tab:
+    """One tab, controlled by Chrome DevTools messages on a pair of pipes."""
+
+    def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
+        self._requests, self._answers = requests, answers
+        self._session = ""
+        self._number = 0
+        (target,) = (item for item in self.send("Target.getTargets")["targetInfos"]
+                     if item["type"] == "page")  # fmt: skip
+        attached = self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = attached["sessionId"]
+
+    def send(self, method: str, **parameters: Any) -> Any:
+        """Return the result of a DevTools method; events are skipped."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        self._requests.write(json.dumps(message).encode() + b"\0")
+        self._requests.flush()
+        while True:
+            text = bytearray()
+            while (byte := self._answers.read(1)) != b"\0":
+                assert byte, "the browser ended"
+                text += byte
+            answer = json.loads(text)
+            if answer.get("id") == self._number:
+                return answer["result"]
+
+    def visit(self, address: str, *, width: int) -> None:
+        """Open an address in a window of this width, and wait for `data-ready`."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=900,
+                  deviceScaleFactor=1, mobile=False)  # fmt: skip
+        self.send("Page.navigate", url=address)
+        self.wait_for("document.documentElement.dataset.ready === 'yes'")
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression."""
+        result = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
+        return result["result"].get("value")
+
+    def wait_for(self, condition: str, *, timeout_s: float = 60.0) -> None:
+        """Wait until an expression is true."""
+        deadline = time.monotonic() + timeout_s
+        while not self.evaluate(condition):
+            assert time.monotonic() < deadline, f"{condition} is false after {timeout_s} s"
+            time.sleep(0.05)
+
+
+@contextmanager
+def open_tab(tmp_path: Path) -> Iterator[Tab]:
+    """Start a browser with an empty profile and yield its tab."""
+    request_reader, request_writer = os.pipe()
+    answer_reader, answer_writer = os.pipe()
+    # The browser expects its ends of the pipes as the descriptors 3 and 4.
+    redirect = f'exec 3<&{request_reader} 4>&{answer_writer}; exec "$@"'
+    flags = [flag for flag in FLAGS if not flag.startswith("--virtual-time")]
+    process = subprocess.Popen(
+        ["bash", "-c", redirect, "bash", CHROMIUM, *flags, "--remote-debugging-pipe",
+         f"--user-data-dir={tmp_path / 'browser'}", "about:blank"],
+        pass_fds=(request_reader, answer_writer), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    os.close(request_reader)
+    os.close(answer_writer)
+    try:
+        with os.fdopen(request_writer, "wb") as requests, os.fdopen(answer_reader, "rb") as answers:
+            yield Tab(requests, answers)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import browse_address, needs_browser
+from browser import needs_browser, open_tab
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +26,24 @@ from ms_profile.live.server import LiveRuns, _Server, describe, rank_timeline
 from ms_profile.log import event_reader
 from ms_profile.log.manifest import ring_path
 from ms_profile.log.ring import Kind, Ring
+
+DARKEST = """(() => {
+  const canvas = document.querySelector('canvas.chart');
+  const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+  let darkest = 255;
+  for (let i = 0; i < pixels.length; i += 4) {
+    if (pixels[i + 3] > 200) darkest = Math.min(darkest, pixels[i]);
+  }
+  return darkest;
+})()"""
+"""Smallest red value of the first chart's opaque pixels; its line is blue."""
+
+FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+SEARCH = """(() => {
+  const box = document.querySelector('input');
+  box.value = 'oth';
+  box.dispatchEvent(new Event('input'));
+})()"""
 
 
 def log_steps(folder: Path, steps: int, *, rank: int = 0, first: int = 0) -> None:
@@ -281,17 +299,31 @@ def test_bad_input_gives_one_line(capsys: pytest.CaptureFixture[str], options: l
 
 
 @needs_browser
-def test_the_page_shows_a_run_in_a_browser(tmp_path: Path) -> None:
-    """Loss, step, samples as text, and nothing wider than the screen at 420 pixels."""
-    folder = tmp_path / "runs" / "one"
-    log_steps(folder, 200)
-    with EventLog(folder / "events", rank=0) as log:
+def test_the_page_follows_a_run_in_a_browser(tmp_path: Path) -> None:
+    """At two widths: search, charts, samples as text, a new event, and no horizontal scrolling."""
+    folder = tmp_path / "runs"
+    for name in ("one", "other"):
+        log_steps(folder / name, 200)
+    with EventLog(folder / "one" / "events", rank=0) as log:
         log("sample", {"prompt": "<b>2 + 2?</b>", "response": "4", "reward": 1.0})
-    with served(tmp_path / "runs") as connection:
-        address = f"http://127.0.0.1:{connection.port}/?run=one"
-        document = browse_address(address, tmp_path, width=420)
-    body = document.split("<body")[1].split("<script")[0]
-    assert 'data-ready="yes"' in document
-    assert "&lt;b&gt;2 + 2?&lt;/b&gt;" in body
-    assert "Loss" in body
-    assert ">199<" in body
+        log("generate", {"seconds": 1.5, "generator": 0})
+        log.flush()
+        with served(folder) as connection, open_tab(tmp_path) as tab:
+            address = f"http://127.0.0.1:{connection.port}/"
+            for width in (1400, 420):
+                tab.visit(address, width=width)
+                assert tab.evaluate("document.querySelectorAll('tbody tr').length") == 2
+                tab.evaluate(SEARCH)
+                tab.wait_for("document.querySelectorAll('tbody tr').length === 1")
+                tab.visit(f"{address}?run=one", width=width)
+                assert tab.evaluate("innerWidth") == width
+                assert tab.evaluate(FITS)
+                text = tab.evaluate("document.getElementById('panels').innerText")
+                assert "<b>2 + 2?</b>" in text
+                assert "Loss" in text
+                assert tab.evaluate("document.querySelectorAll('canvas').length") >= 4
+                assert tab.evaluate(DARKEST) < 100, "the first chart is empty"
+            assert "199\nlast step" in text
+            log("step", {"step": 200, "loss": 0.001})
+            log.flush()
+            tab.wait_for("document.getElementById('panels').innerText.includes('200\\nlast step')")
