@@ -110,7 +110,7 @@ def _tasks(database: Database, texts: dict[int, str]) -> Iterator[TraceEvent]:
     names = {task: texts.get(name) for name, task in
              database.rows("COMPUTE_TASK_INFO", "name", "globalTaskId")}  # fmt: skip
     parts = {row[0] for row in database.rows("COMMUNICATION_TASK_INFO", "globalTaskId")}
-    sizes = dict(database.rows("MEMCPY_INFO", "globalTaskId", "size"))
+    sizes: dict[Any, Any] = dict(database.rows("MEMCPY_INFO", "globalTaskId", "size"))
     for start, end, stream, task, kind in database.rows(
         "TASK", "startNs", "endNs", "streamId", "globalTaskId", "taskType"
     ):
