@@ -178,7 +178,11 @@ def analyse_memory(
     check_path("a snapshot", path, error=TraceError)
     source = Path(path)
     if not source.is_file():
-        raise TraceError(f"{source} does not exist; pass a memory snapshot or a trace")
+        problem = "is a folder" if source.is_dir() else "does not exist"
+        raise TraceError(
+            f"{source} {problem}; pass a memory snapshot, or a trace such as "
+            "traces/rank-00000.000.json in the folder of a run"
+        )
     with open_file(source, error=TraceError) as file:
         is_pickle = file.read(1) == b"\x80"
     if is_pickle:
