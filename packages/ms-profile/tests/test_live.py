@@ -276,7 +276,9 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     """It prints its address, and keeps the index when it ends; bad input gives one line."""
     log_steps(tmp_path, 5)
     process = subprocess.Popen(
-        [sys.executable, "-m", "ms_profile", "serve", str(tmp_path), "--port", "0"],
+        # Background jobs of a shell ignore the signal, and so would their children.
+        ["env", "--default-signal=INT", sys.executable, "-m", "ms_profile", "serve", str(tmp_path),
+         "--port", "0"],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None

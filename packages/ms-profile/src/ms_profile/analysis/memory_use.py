@@ -156,7 +156,8 @@ def read_prediction(path: Path, *, pipeline_rank: int | None = None) -> dict[str
     sizes = [{name: getattr(rank, name) for name in PREDICTED} for rank in ranks]
     if not sizes or (pipeline_rank is not None and not 0 <= pipeline_rank < len(sizes)):
         raise TraceError(
-            f"pipeline rank must be 0 to {len(sizes) - 1} for {path}, got {pipeline_rank}"
+            f"pipeline rank must be 0 to {len(sizes) - 1} for {path}, got {pipeline_rank}; leave "
+            "it out to compare with the rank that uses most memory"
         )
     if pipeline_rank is not None:
         return sizes[pipeline_rank]

@@ -334,7 +334,7 @@ class RunIndex(EventSummary):
             content = read_bytes(path, error=FormatError, limit_bytes=MAX_INDEX_BYTES)
             checksum, content = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
             if zlib.crc32(content) != int.from_bytes(checksum, "big"):
-                raise FormatError(f"{path} is damaged")
+                raise ValueError("its checksum is wrong")
             saved = msgspec.msgpack.decode(content, type=_SavedIndex)
             series = {(item.rank, item.kind, item.field): _restored(item) for item in saved.series}
         except (FormatError, *DAMAGE) as error:
