@@ -179,7 +179,9 @@ def read_snapshot(path: Path) -> list[Allocations]:
     lists = [trace for trace in traces if isinstance(trace, list) and trace]
     blocks = [segment.get("blocks") for items in by_device.values() for segment in items]
     if len({id(item) for item in (*lists, *blocks)}) < len(lists) + len(blocks):
-        raise TraceError(f"{path} is damaged: several devices or segments share one list")
+        raise TraceError(
+            f"{path} is damaged: several devices or segments share one list; write it again"
+        )
     devices = sorted({number for number, trace in enumerate(traces) if trace} | by_device.keys())
     if not devices:
         raise TraceError(
