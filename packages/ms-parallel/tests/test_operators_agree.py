@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import ms_kernels
 from ms_parallel import operators as ops
+from ms_parallel.engine.output import HeadOutput, LogitsOutput
 from ms_parallel.operators import losses
 
 # Both sum in float32 and round once or twice, so results differ by two units in the last place of
@@ -115,6 +116,18 @@ def linear_cross_entropy_call(data, generator, dtype):
     }
 
 
+def cross_entropy_call(data, generator, dtype):
+    """A call of cross_entropy on logits of order one; sometimes all targets are ignored."""
+    rows, count = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 40))
+    targets = torch.randint(count, (rows,), generator=generator)
+    share = data.draw(st.sampled_from([0.0, 0.3, 1.0]))
+    targets[torch.rand(rows, generator=generator) < share] = -100
+    return (random_leaf(generator, rows, count, dtype=dtype), targets), {
+        "z_loss": data.draw(st.sampled_from([0.0, 0.1])),
+        "reduction": data.draw(st.sampled_from(REDUCTIONS)),
+    }
+
+
 def permute_call(data, generator, dtype):
     """A call of permute_tokens; experts may get no token, and a token may pick one twice."""
     tokens, choices = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 4))
@@ -202,6 +215,7 @@ CALLS = {
     "geglu": geglu_call,
     "swiglu": swiglu_call,
     "attention": attention_call,
+    "cross_entropy": cross_entropy_call,
     "linear_cross_entropy": linear_cross_entropy_call,
 }
 
@@ -294,3 +308,38 @@ def test_an_out_of_range_target_is_refused(namespace, chunk_bytes, monkeypatch):
     for wrong in (-1, 5):
         with pytest.raises((IndexError, RuntimeError, ValueError)):
             namespace.linear_cross_entropy(hidden, weight, torch.tensor([0, wrong, 1, 2]))
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_losses_and_entropies_at_a_temperature_agree(data):
+    """Values and gradients of a head's output; ms_kernels does not store the logits."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
+    temperature = data.draw(st.sampled_from([0.3, 1.0, 2.0]))
+    hidden = random_leaf(generator, 2, 5, 8, dtype=dtype)
+    weight = random_leaf(generator, 33, 8, dtype=dtype)
+    targets = torch.randint(33, (2, 5), generator=generator)
+    targets[torch.rand(2, 5, generator=generator) < 0.3] = -100
+    counted, factors = targets != -100, torch.randn(2, 2, 5, generator=generator)
+    results = []
+    for operators in (ops, ms_kernels):
+        output = HeadOutput(hidden, weight, operators, None, {}, split=False)
+        values = (
+            output.token_losses(targets, temperature=temperature),
+            output.entropies(counted, temperature=temperature),
+        )
+        total = sum((value * factor).sum() for value, factor in zip(values, factors, strict=True))
+        results.append([*values, *torch.autograd.grad(total, (hidden, weight))])
+    rtol, atol = TOLERANCE[dtype]
+    for plain, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=rtol, atol=atol)
+    # Losses of a module that returns logits.
+    logits = random_leaf(generator, 2, 5, 33, dtype=dtype)
+    plain, fused = (
+        LogitsOutput(logits, operators).token_losses(targets, temperature=temperature, z_loss=0.1)
+        for operators in (ops, ms_kernels)
+    )
+    torch.testing.assert_close(fused, plain, rtol=rtol, atol=atol)
+    grads = (torch.autograd.grad((x * factors[0]).sum(), logits)[0] for x in (fused, plain))
+    torch.testing.assert_close(*grads, rtol=rtol, atol=atol)

@@ -1,13 +1,16 @@
 """Last-stage output as a loss sees it: logits, token losses, entropies and extra heads."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import ModelError
+from ms_parallel.models.batch import IGNORED
 from ms_parallel.models.staged import RowSplit
 from ms_parallel.operators.cpu import widen
 from ms_parallel.operators.losses import capped
@@ -121,8 +124,11 @@ class HeadOutput:
 
     def _token_losses(self, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
         """Compute the losses of the local positions."""
+        if temperature != 1.0 and self._has_log_probs(z_loss):
+            return -self._log_probs(targets, temperature, entropy=False)
         if temperature != 1.0 or self.make_logits is not None:
-            return _token_losses(self._logits(ALL_POSITIONS), targets, temperature, z_loss)
+            logits = self._logits(ALL_POSITIONS)
+            return _token_losses(self.ops, logits, targets, temperature, z_loss)
         if self.split:
             group = self.groups.group("tensor")
             flat, limit = self.hidden.flatten(0, 1), MAX_SAVED_LOGITS_BYTES  # (B·S, H)
@@ -144,11 +150,32 @@ class HeadOutput:
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
         """Compute entropies of softmax(logits / temperature) in nats, float32 (B, S)."""
         if self.row_split is None:
-            return _entropies(self._logits(ALL_POSITIONS), counted, temperature)
-        local_counted = self.row_split.select_local(counted)
+            return self._entropies(counted, temperature)
         return self.row_split.gather(
-            _entropies(self._logits(ALL_POSITIONS), local_counted, temperature)
+            self._entropies(self.row_split.select_local(counted), temperature)
         )
+
+    def _entropies(self, counted: Tensor, temperature: float) -> Tensor:
+        """Compute the entropies of the local positions."""
+        if not self._has_log_probs():
+            return _entropies(self._logits(ALL_POSITIONS), counted, temperature)
+        # Any token gives the entropy; -100 leaves a position out.
+        tokens = torch.where(counted != 0, 0, IGNORED)
+        return self._log_probs(tokens, temperature, entropy=True) * counted
+
+    def _has_log_probs(self, z_loss: float = 0.0) -> bool:
+        """Whether `ops` computes log-probabilities of this head without storing logits."""
+        special = self.split or self.make_logits is not None or self.softcap is not None or z_loss
+        return hasattr(self.ops, "token_log_probs") and not special
+
+    def _log_probs(self, tokens: Tensor, temperature: float, *, entropy: bool) -> Tensor:
+        """Compute log p(token), or the entropies, of the local positions by `ops`."""
+        ops: Any = self.ops  # of `ms_kernels`, not of the protocol
+        results = ops.token_log_probs(
+            self.hidden, self.weight, tokens, temperature=temperature, entropy=entropy
+        )
+        log_probs: Tensor = results[1] if entropy else results
+        return log_probs
 
     def head(self, name: str) -> Tensor:
         """Compute an extra head's output for the hidden states, float32 (B, S, width).
@@ -175,10 +202,11 @@ class LogitsOutput:
 
     Args:
         logits: (B, S, V), the same on every tensor rank.
+        ops: operators of the loss.
     """
 
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
+    def __init__(self, logits: Tensor, ops: Ops = operators) -> None:
+        self._logits, self._ops = logits, ops
 
     def logits(self, positions: slice = ALL_POSITIONS) -> Tensor:
         """Return the logits (B, S, V) of the given positions."""
@@ -188,7 +216,7 @@ class LogitsOutput:
         self, targets: Tensor, *, temperature: float = 1.0, z_loss: float = 0.0
     ) -> Tensor:
         """Compute -log p(target), float32 (B, S), 0 where the target is -100."""
-        return _token_losses(self._logits, targets, temperature, z_loss)
+        return _token_losses(self._ops, self._logits, targets, temperature, z_loss)
 
     def loss_sum(
         self, targets: Tensor, *, weights: Tensor | None = None, z_loss: float = 0.0
@@ -216,10 +244,12 @@ def _weighted_sum(losses: Tensor, weights: Tensor | None) -> Tensor:
     return losses.sum() if weights is None else (losses * weights).sum()
 
 
-def _token_losses(logits: Tensor, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
+def _token_losses(
+    ops: Ops, logits: Tensor, targets: Tensor, temperature: float, z_loss: float
+) -> Tensor:
     """Compute -log p(target), float32 (B, S), from logits (B, S, V)."""
     scaled = logits if temperature == 1.0 else widen(logits) / temperature
-    return operators.cross_entropy(scaled, targets, z_loss=z_loss, reduction="none")
+    return ops.cross_entropy(scaled, targets, z_loss=z_loss, reduction="none")
 
 
 def _entropies(logits: Tensor, counted: Tensor, temperature: float) -> Tensor:

@@ -215,7 +215,7 @@ class StageRunner:
     ) -> Output:
         """Wrap the last stage's hidden states for a loss; pass `reduction` in training."""
         if self.user_module:
-            return LogitsOutput(hidden)
+            return LogitsOutput(hidden, self.ops)
         last = self.stages[len(self.tables.placement) - 1]
         weight = last.head_weight
         return HeadOutput(

@@ -48,6 +48,17 @@ class Ops(Protocol):
         """Compute attention as `ms_parallel.operators.attention` does."""
         ...
 
+    def cross_entropy(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        z_loss: float = ...,
+        reduction: Reduction = ...,
+    ) -> Tensor:
+        """Compute the loss as `ms_parallel.operators.cross_entropy` does."""
+        ...
+
     def linear_cross_entropy(
         self,
         hidden: Tensor,
