@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "combinations"
 sys.path[:0] = [str(FOLDER), str(ROOT / "tests"), str(ROOT / "docs" / "extensions")]
-from axes import COMMANDS, axes_of, fixed_keys, unknown_keys  # noqa: E402
+from axes import COMMANDS, OTHER_COMMANDS, axes_of, fixed_keys, unknown_keys  # noqa: E402
 from pairwise import Array, Row  # noqa: E402
 from run_arrays import (  # noqa: E402
     Progress,
@@ -26,6 +26,27 @@ from run_arrays import (  # noqa: E402
 
 SAMPLE_S = 25
 """Seconds in which rows start; imports, inputs and the last rows take the same time again."""
+
+
+def test_every_command_with_a_run_file_has_an_array_or_a_reason() -> None:
+    """A new command needs an array, or a line in `OTHER_COMMANDS`."""
+    import run_keys
+
+    assert set(COMMANDS) | set(OTHER_COMMANDS) == set(run_keys.commands())
+    assert not set(COMMANDS) & set(OTHER_COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_all_choices_of_a_key_are_tested(command: str) -> None:
+    """Choices and names of registries come from the options, so a new one is tested at once."""
+    import run_keys
+
+    axes = axes_of(command)
+    for section in run_keys.commands()[command]():
+        for row in section.rows:
+            choices = {word.strip("` ") for word in row.accepted.split(",") if "`" in word}
+            if choices and row.name in axes:
+                assert choices <= set(map(str, axes[row.name])), row.name
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,12 +1,14 @@
 """Axes of each command's array: the keys of its run file with the values to test.
 
 Keys and choices come from the options, as in `--help` and the reference page, so a new key becomes
-an axis automatically: true and false, or all of its choices. `VALUES` has the values of keys whose
-type implies none, and `FIXED` the excluded keys with the reasons.
+an axis automatically: true and false, or all of its choices. `REGISTRIES` has the tables of the
+names that a text may be, `VALUES` the values of keys whose type implies none, and `FIXED` the
+excluded keys with the reasons.
 """
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,16 @@ UNSET = None
 COMMANDS = (
     "ms-parallel train",
     *(f"ms-align {name}" for name in ("sft", "reward", "dpo", "kto", "gkd", "ppo", "grpo", "rloo")),
-    *(f"ms-compress {name}" for name in ("qat", "prune", "distill")),
+    *(f"ms-compress {name}" for name in ("qat", "prune", "distill", "quantize")),
 )
+OTHER_COMMANDS = {
+    "ms-parallel plan": "a description of a cluster, which runs nothing",
+    "ms-data clean": "one table per rule, each with its own tests",
+    "ms-align generate": "sampling settings, which the arrays of ppo, grpo and rloo combine",
+    "ms-align evaluate": "tasks of lm-evaluation-harness, with their own tests",
+    "ms-compress evaluate": "sizes of a measurement, with their own tests",
+}
+"""Commands with a run file but no array, by reason."""
 LAYOUTS = [UNSET, *({axis: 2} for axis in ("data", "tensor", "pipeline", "context"))]
 
 VALUES: dict[str, dict[str, list[Any]]] = {
@@ -78,7 +88,6 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "tasks": [UNSET],
         "mixed_precision": [False, True, "float16"],
         "recompute": ["none", "selective", "full"],
-        "offload": ["none", "moments"],
         "label_smoothing": [0.0, 0.1],
         "open_rows": [512, 0],
         "max_num_seqs": [64, 2],
@@ -87,21 +96,13 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "minibatch_size": [UNSET, 2],
         "balance_coefficient": [UNSET, 0.01],
         "save_dtype": [UNSET, "bfloat16"],
-        "generator": [UNSET],
+        "generator": ["policy", "vllm"],
+        "vllm": [UNSET, "@server"],
+        "pass_at_k": [1, 2],
     },
     "ms-align dpo": {
         "microbatch_size": [UNSET, 1, 2],
-        "loss_type": [
-            "sigmoid",
-            "ipo",
-            "exo_pair",
-            "robust",
-            "apo_zero",
-            "simpo",
-            ["orpo", "hinge"],
-        ],
         "loss_weights": [UNSET, [1.0], [0.5, 2.0]],
-        "f_divergence_type": ["reverse_kl", "js_divergence", "alpha_divergence"],
         "f_alpha_divergence_coef": [0.5],
         "ld_alpha": [UNSET, 0.5],
         "discopop_tau": [0.05],
@@ -112,13 +113,10 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "lmbda": [0.5, 0.0, 1.0],
         "teacher_layout": [UNSET],
     },
-    "ms-align kto": {"loss_type": ["kto", "apo_zero_unpaired", "bco"]},
     "ms-align reward": {"microbatch_size": [UNSET, 1, 2], "layout": LAYOUTS[:4]},
     # k1 needs kl_in = "reward", so it cannot be the default value.
     "ms-align grpo": {
         "kl_estimator": ["k3_weighted", "k1", "k2", "k3", "k1_to_go"],
-        "loss_type": ["dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo"],
-        "importance_sampling_level": ["token", "sequence", "sequence_token"],
         "delta": [UNSET, 2.0],
         "dual_clip": [UNSET, 3.0],
         "sapo_temperature_pos": [1.0],
@@ -127,7 +125,6 @@ VALUES: dict[str, dict[str, list[Any]]] = {
     "ms-compress": {
         "model": ["@llama", "@qwen3_moe", "@pruned_llama"],
         "tokenizer": [UNSET],
-        "scheme": ["ct.int4_g32", "ct.w8a8", "gguf.q4_0", "gguf.q8_0", "ort.matmulnbits"],
         "pattern": ["2:4", 0.5],
         "teacher": [UNSET, "@llama"],
         "float_steps": [0, 1],
@@ -139,8 +136,25 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "tuning.distill_weight": [1.0, 0.5],
         "tuning.hidden_weight": [0.0, 1.0],
     },
+    "ms-compress quantize": {"dataset": ["@tokens", "@shards", UNSET]},
 }
 """Values of keys without choices; the first is the default value of the rows."""
+
+REGISTRIES: dict[str, dict[str, str]] = {
+    "ms-align dpo": {
+        "loss_type": "ms_align.losses.preference:LOSSES",
+        "f_divergence_type": "ms_align.losses.preference:F_DIVERGENCES",
+    },
+    "ms-align kto": {"loss_type": "ms_align.losses.unpaired:LOSSES"},
+    "ms-align grpo": {
+        "loss_type": "ms_align.losses.surrogates:LOSS_TYPES",
+        "importance_sampling_level": "ms_align.losses.surrogates:LEVELS",
+    },
+    "ms-compress": {"scheme": "ms_compress.targets.rules:NAMES"},
+}
+"""Tables whose names are the values of a key; the default comes first."""
+LISTS = {"ms-align dpo": {"loss_type": ["orpo", "hinge"]}}
+"""Another value of a key with a table: a list of its names."""
 
 FIXED = {
     "set by every run": "steps batch_size sequence_length output_dir seed resume progress log_every"
@@ -152,18 +166,23 @@ FIXED = {
     " balance_bias_rate mtp_weight beta desirable_weight undesirable_weight"
     " center_rewards_coefficient margin_scale gamma lam"
     " value_coeff value_clip"
-    " clip_low clip_high pass_at_k min_p kl_horizon reward_failure_penalty"
+    " clip_low clip_high min_p kl_horizon reward_failure_penalty"
     " equal_rewards_limit decay_steps"
-    " uncertainty_rate tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"
+    " uncertainty_rate importance_sampling_clip_min importance_sampling_clip_max"
+    " max_logprob_difference tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"
     " lora.rank lora.alpha lora.target_modules lora.use_rslora tasks.* layout.*",
     "only how much is saved or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
     "a file or table with its own tests": "model_config cluster devices text_column"
     " task_weights held_out response_dataset stop_token_ids tuning",
+<<<<<<< HEAD
     "only for rollouts from servers, with their own tests": "vllm vllm.*"
     " importance_sampling_correction importance_sampling_mode importance_sampling_clip_min"
     " importance_sampling_clip_max max_logprob_difference",
     "only for rollouts from servers or earlier weights, with their own tests": "max_staleness"
     " rollout_rs rollout_rs_threshold off_policy_mask_threshold bypass_mode",
+=======
+    "only how the server of rollouts is reached, with its own tests": "vllm.*",
+>>>>>>> 401b51fa (Combine every key, loss, divergence and scheme of the run files in pairwise arrays, and generate rollouts from a server, as new values were listed by hand)
     "a limit on the choice of another key": "memory_gib schedule_memory_gib",
     "another way to set the length of a run, exclusive with steps": "epochs",
 }
@@ -189,10 +208,15 @@ def is_fixed(key: str) -> bool:
 
 def values_of(command: str, row: Any) -> list[Any] | None:
     """Values of a key; None if they are unknown."""
-    tables = (VALUES.get(command, {}), VALUES.get(package_of(command), {}))
-    for table in tables:
-        if row.name in table:
-            return table[row.name]
+    for name in (command, package_of(command)):
+        if row.name in VALUES.get(name, {}):
+            return VALUES[name][row.name]
+        if row.name in REGISTRIES.get(name, {}):
+            module, _, table = REGISTRIES[name][row.name].partition(":")
+            names = list(getattr(import_module(module), table))
+            default = json.loads(row.default) if row.default else names[0]
+            lists = [LISTS[name][row.name]] if row.name in LISTS.get(name, {}) else []
+            return [default, *(item for item in names if item != default), *lists]
     if row.accepted.startswith("`"):
         choices = [word.strip("` ") for word in row.accepted.split(",")]
         default = json.loads(row.default) if row.default else UNSET

@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
+from http.server import ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ WARM = (
         f"ms_align.trainers.{name}"
         for name in ("sft", "reward", "dpo", "kto", "gkd", "ppo", "grpo", "rloo")
     ),
-    *(f"ms_compress.jobs.{name}" for name in ("qat", "prune", "distill")),
+    *(f"ms_compress.jobs.{name}" for name in ("qat", "prune", "distill", "quantize")),
     *("ms_align.commands.train", "ms_align.engines.parallel", "ms_data.building.build"),
     *("ms_data", "ms_kernels", "ms_parallel.training.trainer", "ms_parallel.commands.train"),
     *("torch.distributed.fsdp", "torch.distributed.checkpoint"),
@@ -29,6 +31,9 @@ WARM = (
 """Modules that the commands need, imported once for all forked processes."""
 for _name in WARM:
     import_module(_name)
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "packages" / "ms-align" / "tests"))
+import fake_vllm  # noqa: E402
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -42,7 +47,14 @@ def vowels(samples: Sequence[Any]) -> list[float]:
     ]
 
 
-def perform(command: str, run_file: str, log: str, kill_at: str | None = None) -> int:
+def perform(
+    command: str,
+    run_file: str,
+    log: str,
+    kill_at: str | None = None,
+    served_model: str | None = None,
+    port: int = 0,
+) -> int:
     """Run `ms-... COMMAND FILE`; return its exit code.
 
     Args:
@@ -50,9 +62,13 @@ def perform(command: str, run_file: str, log: str, kill_at: str | None = None) -
         run_file: path of the run file.
         log: prefix of the files for standard output and error; the rank is appended.
         kill_at: event log of the run; the process kills itself at the first checkpoint event.
+        served_model: folder of the model that a server at `port` serves during the run.
+        port: port of the server.
     """
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
+    if served_model is not None and rank == "0":
+        _start_server(Path(served_model), port)
     if os.environ["WORLD_SIZE"] == "1":
         for name in LAUNCHER:
             os.environ.pop(name, None)
@@ -74,6 +90,27 @@ def perform(command: str, run_file: str, log: str, kill_at: str | None = None) -
     sys.stdout.flush()
     sys.stderr.flush()
     return int(code or 0)
+
+
+def _start_server(folder: Path, port: int) -> None:
+    """Fork a server with vLLM's endpoints; it ends when the only writer of its pipe does.
+
+    The port is bound before the fork, so connections wait until the model is loaded.
+    """
+    server = ThreadingHTTPServer(("127.0.0.1", port), fake_vllm.Handler)
+    server.daemon_threads = True
+    reader, writer = os.pipe()
+    if os.fork():
+        os.close(reader)
+        server.socket.close()
+        os.set_inheritable(writer, False)
+        return
+    os.close(writer)
+    fake_vllm.Handler.model = fake_vllm.Model(folder)
+    fake_vllm.Handler.served = Counter()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.read(reader, 1)
+    os._exit(0)
 
 
 def _kill_at_checkpoint(events: Path) -> None:

@@ -16,6 +16,7 @@ import math
 import random
 import re
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -188,10 +189,15 @@ class Runner:
         if resumed:
             settings |= {"checkpoint_every": 1}
         settings |= {"output_dir": str(out)}
+        server: dict[str, Any] = {}
+        if settings.get("vllm"):
+            server = {"served_model": settings["model"], "port": unused_port()}
+            settings |= {"vllm": {"url": f"http://127.0.0.1:{server['port']}"}}
         run_folder.mkdir()
         lines = (f"{key} = {toml(value)}" for key, value in settings.items())
         (run_folder / "run.toml").write_text("\n".join(lines) + "\n")
         job = {"command": self.command, "run_file": str(run_folder / "run.toml"), "log": str(log)}
+        job |= server
         events = out / "events.jsonl"
         try:
             if resumed:
@@ -331,6 +337,13 @@ class Runner:
             return self.outcome(defaults | {axis: row[axis] for axis in few}).kind == "trained"
 
         return tuple(sorted([*items, *((axis, 0) for axis in minimal(others, escapes))]))
+
+
+def unused_port() -> int:
+    """Port that nothing listens to."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def minimal(items: list[str], holds: Callable[[Sequence[str]], bool]) -> list[str]:
@@ -720,6 +733,12 @@ def write_refused(command: str, refused: list[dict[str, Any]]) -> None:
     refused_file(command).write_text(f"[\n{lines}\n]\n")
 
 
+def pair_count(command: str) -> int:
+    """Number of pairs of values of a command's axes."""
+    sizes = [len(values) for values in axes_of(command).values()]
+    return sum(first * second for first, second in itertools.combinations(sizes, 2))
+
+
 def write_page(
     results: Mapping[str, list[dict[str, Any]]], coverage: Mapping[str, dict[str, int]]
 ) -> str:
@@ -733,10 +752,15 @@ def write_page(
     for command, refused in results.items():
         lines += ["", f"## {command}", ""]
         if command in coverage:
-            counts = coverage[command]
+            counts, pairs = coverage[command], pair_count(command)
             lines += [
                 f"{counts['covered']} of {counts['pairs']} pairs covered in {counts['runs']} runs,"
-                f" {counts['failed']} failures.",
+                f" {counts['failed']} failures."
+                + (
+                    f" Keys and values added since make {pairs}."
+                    if pairs != counts["pairs"]
+                    else ""
+                ),
                 "",
             ]
         else:
