@@ -36,6 +36,28 @@ def check_type(
         raise error(f"{name} must be {description}, got {shown(value)}")
 
 
+def check_callable(
+    name: str, value: object, *, error: type[Exception], optional: bool = False
+) -> None:
+    """Check that an argument can be called.
+
+    Raises:
+        error: it cannot.
+    """
+    if not (callable(value) or (optional and value is None)):
+        raise error(f"{name} must be callable, got {shown(value)}")
+
+
+def check_flags(*, error: type[Exception], **flags: object) -> None:
+    """Check that arguments, given by name, are True or False.
+
+    Raises:
+        error: one is not; the message names it.
+    """
+    for name, value in flags.items():
+        check_type(name, value, bool, "True or False", error=error)
+
+
 def check_integer(
     name: str,
     value: object,

@@ -26,12 +26,27 @@ from .test_build import random_texts, write_lines
 
 CLEAN_SCRIPT = """
 import sys
+import time
+from pathlib import Path
 from ms_data.cli import main
-from ms_data.engine import batches
+from ms_data.engine import batches, ray_cluster
+
 batches.BATCH_CHARACTERS = 2000
-sys.exit(main(["clean", *sys.argv[1:]]))
+marker, *arguments = sys.argv[1:]
+get = ray_cluster._get
+
+def get_later(ray, result):
+    while not Path(marker).exists():
+        time.sleep(0.05)
+    return get(ray, result)
+
+ray_cluster._get = get_later
+sys.exit(main(["clean", *arguments]))
 """
-"""`ms-data clean` with small batches."""
+"""`ms-data clean` with small batches, which takes no result before a file exists.
+
+So the work cannot be finished before a process is killed, however busy the machine is.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +273,7 @@ def test_killing_a_ray_process_recovers_or_ends_in_one_line_and_resumes(
         sys.executable,
         "-c",
         CLEAN_SCRIPT,
+        str(tmp_path / "killed"),
         str(corpus),
         str(rules),
         "--out",
@@ -272,7 +288,9 @@ def test_killing_a_ray_process_recovers_or_ends_in_one_line_and_resumes(
     victims = [number for number, text in processes.items() if victim in text]
     assert victims
     for number in victims:
-        os.kill(number, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # an idle worker that Ray has ended
+            os.kill(number, signal.SIGKILL)
+    (tmp_path / "killed").touch()
     _, errors = process.communicate()
     for number in processes:  # Ray's agents outlive a killed node
         with suppress(ProcessLookupError):

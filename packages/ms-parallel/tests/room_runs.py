@@ -162,7 +162,7 @@ def train_within_limit(
         "llama", device="cpu", output_dir=Path(folder), microbatch_size=size, **settings
     )
     config = fit_model(run_options, split, None)
-    groups = connect(split, device="cpu", timeout_s=60)
+    groups = connect(split, device="cpu", timeout_s=500)  # the machine may be busy
 
     def predict(rows: int) -> list[RankMemory]:
         return [RankMemory(**rank) for rank in predictions[str(rows)]]

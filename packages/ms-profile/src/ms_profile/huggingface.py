@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ms_profile.errors import RecordError
+from ms_profile.files.untrusted import check_path
 from ms_profile.log.event_log import EventLog, Value
 from ms_profile.recording.recorder import Recorder
 
@@ -36,6 +38,7 @@ class ProfilerCallback(TrainerCallback):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, record: bool = True) -> None:
+        check_path("folder", folder, error=RecordError, written="folder")
         self.folder = Path(folder)
         self.record = record
         self._log: EventLog | None = None

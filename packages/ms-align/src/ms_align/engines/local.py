@@ -9,11 +9,18 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from ms_align.arguments import check_integer, check_type, shown
+from ms_align.arguments import check_callable, check_integer, check_type, shown
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.output import LocalOutput
 from ms_align.engines.protocol import Adapters
-from ms_align.errors import CheckpointError, ConfigError, ModelError, NonFiniteError, WriteError
+from ms_align.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    NonFiniteError,
+    WriteError,
+)
 from ms_align.files.untrusted import check_path
 from ms_align.generation.generator import LocalGenerator
 from ms_align.generation.sampling import Sampling
@@ -169,6 +176,8 @@ class LocalEngine:
             DataError: a token or target is outside the model's vocabulary.
             NonFiniteError: the gradient is not finite and `on_nonfinite="raise"`.
         """
+        if not hasattr(loss, "weight"):
+            raise ConfigError(f"loss must be a Loss, got {shown(loss)}")
         microbatches = self._microbatches(batch)
         # The divisor is that of the global batch, so it is known before the first backward pass.
         weight = sum(loss.weight(microbatch) for microbatch in microbatches)
@@ -222,6 +231,7 @@ class LocalEngine:
 
         Trailing columns without targets are not computed; a result (b, S) is padded with 0 there.
         """
+        check_callable("function", function, error=ConfigError)
         parts = []
         for microbatch in self._microbatches(batch):
             trimmed, width = _trim(microbatch), microbatch["tokens"].shape[1]
@@ -252,7 +262,8 @@ class LocalEngine:
         Raises:
             ModelError: the model does not support a KV cache.
         """
-        settings = Sampling(**sampling, stop_token_ids=stop_token or ())
+        stops = () if stop_token is None else stop_token
+        settings = Sampling(**sampling, stop_token_ids=stops)
         responses = LocalGenerator(self.module)(prompts, settings, count=1, seed=seed)
         return [responses.row(index) for index in range(len(prompts))]
 
@@ -295,6 +306,7 @@ class LocalEngine:
         Raises:
             CheckpointError: names or shapes differ.
         """
+        check_type("state", state, Mapping, "what state_dict() returned", error=CheckpointError)
         # All names and shapes are checked before the first tensor is changed.
         current = self.state_dict()
         for name in current.keys() | state.keys():
@@ -314,6 +326,9 @@ class LocalEngine:
         return LocalOutput(hidden, self.model, heads, self._scratch)
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
+        check_type("batch", batch, Mapping, "columns by name", error=DataError)
+        if "tokens" not in batch:
+            raise DataError(f"a batch must have tokens, got {shown(sorted(map(str, batch)))}")
         tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
         for name, ignored in (("tokens", None), ("targets", IGNORED)):
             if name in tensors:

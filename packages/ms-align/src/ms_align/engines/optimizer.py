@@ -5,15 +5,15 @@ from typing import Any
 from attrs import field, frozen
 
 from ms_align.errors import ConfigError
-from ms_align.settings import integer, number
+from ms_align.settings import integer, number, short_repr
 
 
 def _betas(value: Any) -> tuple[float, float]:
     pair = tuple(value) if isinstance(value, list | tuple) else ()
     if len(pair) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in pair):
-        shown = list(pair) or value
         raise ConfigError(
-            f"betas must be two numbers from 0 to below 1, got {shown!r}; change them"
+            "betas must be two numbers from 0 to below 1, got "
+            f"{short_repr(list(pair) or value)}; change them"
         )
     return pair
 

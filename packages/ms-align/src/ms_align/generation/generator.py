@@ -7,12 +7,13 @@ N responses, T longest response, B active rows, V vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from attrs import define
 from torch import Tensor, nn
 
-from ms_align.arguments import check_integer, shown
+from ms_align.arguments import check_integer, check_type, shown
 from ms_align.errors import ConfigError, DataError, ModelError
 from ms_align.generation.columns import Columns
 from ms_align.generation.drawing import SampledTokens, sample_tokens
@@ -283,9 +284,13 @@ def check_prompts(
     Raises:
         DataError: `prompts` is empty, or a prompt is empty, too long or has invalid token ids.
     """
+    check_type("prompts", prompts, Sequence, "a list of prompts", error=DataError)
     if not prompts:
         raise DataError("prompts are empty; pass at least one prompt")
-    for index, prompt in enumerate(prompts):
+    rows: Sequence[Any] = prompts
+    for index, prompt in enumerate(rows):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+            raise DataError(f"prompt {index} must be a list of token ids, got {shown(prompt)}")
         if not len(prompt):
             raise DataError(f"prompt {index} is empty; every prompt needs at least one token")
         if model.context and len(prompt) + sampling.max_new_tokens > model.context:

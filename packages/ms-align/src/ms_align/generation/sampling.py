@@ -40,7 +40,9 @@ def _strings(value: object) -> tuple[str, ...]:
     strings = tuple(cast("Iterable[Any]", value)) if is_list else (value,)
     if not all(isinstance(text, str) and text for text in strings):
         original = list(strings) if is_list else value
-        raise ConfigError(f"stop_strings must be non-empty texts, got {original!r}; correct them")
+        raise ConfigError(
+            f"stop_strings must be non-empty texts, got {short_repr(original)}; correct them"
+        )
     return strings
 
 

@@ -25,7 +25,7 @@ from ms_align.errors import ConfigError, ModelError, WriteError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import LARGEST_ALPHA, AdapterConfig, write_adapter
 from ms_align.models.language_model import copy_of
-from ms_align.settings import flag, integer, number
+from ms_align.settings import flag, integer, number, short_repr
 from ms_align.settings.run_file import table_of
 
 ALL_LINEAR = "all-linear"
@@ -44,7 +44,8 @@ def _targets(value: Any) -> Any:
         return value
     if not isinstance(value, Iterable) or not all(isinstance(item, str) for item in value):
         raise ConfigError(
-            f"target_modules must be layer names or a regular expression, got {value!r}; correct it"
+            f"target_modules must be layer names or a regular expression, got {short_repr(value)}; "
+            "correct it"
         )
     return tuple(value)
 

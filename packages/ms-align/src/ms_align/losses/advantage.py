@@ -9,7 +9,7 @@ from math import comb
 import torch
 from torch import Tensor
 
-from ms_align.arguments import check_number, check_type
+from ms_align.arguments import check_number, check_type, shown
 from ms_align.errors import ConfigError
 
 
@@ -119,7 +119,7 @@ def group_relative(
         mean = groups.sum(dim=1, keepdim=True) / count.clamp(min=1)
         centered = torch.where(mean > 0, centered / mean.clamp(min=1e-12), 0.0)
     elif scale != "none":
-        raise ValueError(f"scale must be 'group', 'batch', 'mean' or 'none', got {scale!r}")
+        raise ValueError(f"scale must be 'group', 'batch', 'mean' or 'none', got {shown(scale)}")
     return centered.flatten()
 
 

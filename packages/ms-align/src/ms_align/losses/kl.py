@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ms_align.arguments import shown
 from ms_align.errors import ConfigError
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -47,7 +48,9 @@ def estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1"
         return 0.5 * log_ratio.square()
     if estimator == "k3":
         return torch.expm1(-log_ratio) + log_ratio
-    raise ConfigError(f"the KL estimator must be 'k1', 'k2' or 'k3', got {estimator!r}; use one")
+    raise ConfigError(
+        f"the KL estimator must be 'k1', 'k2' or 'k3', got {shown(estimator)}; use one"
+    )
 
 
 def loss_term(

@@ -72,6 +72,8 @@ class RewardModel(nn.Module):
             tokens: (B, S) int64; tokens beyond a row's length are ignored.
             lengths: (B,) row lengths. None: S.
         """
+        check_type("tokens", tokens, Tensor, "a tensor", error=ModelError)
+        check_type("lengths", lengths, Tensor, "a tensor", error=ModelError, optional=True)
         # Right padding does not influence earlier positions of a causal model.
         hidden = self._interface.hidden(tokens, None, None)
         if lengths is None:
@@ -85,7 +87,7 @@ class RewardModel(nn.Module):
         folder: str | Path,
         tokenizer: TokenizerFiles | None = None,
         *,
-        base: Path | None = None,
+        base: str | Path | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Write a folder that `load` can read, as can transformers, as a sequence classifier.
@@ -104,6 +106,15 @@ class RewardModel(nn.Module):
         check_path("folder", folder, error=WriteError, written="folder")
         if base is not None:
             check_path("base", base, error=WriteError)
+            base = Path(base)
+        check_type(
+            "tokenizer",
+            tokenizer,
+            TokenizerFiles,
+            "TokenizerFiles",
+            error=ModelError,
+            optional=True,
+        )
         with atomic_folder(Path(folder), overwrite=True) as partial:
             save_model(self.body, partial / BODY, dtype=dtype)
             write_tokenizer_files(partial / BODY, tokenizer, base=base)

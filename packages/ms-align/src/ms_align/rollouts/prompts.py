@@ -11,6 +11,7 @@ import msgspec
 import torch
 from attrs import field, frozen
 
+from ms_align.arguments import shown
 from ms_align.errors import ConfigError, DataError
 from ms_align.files.untrusted import check_path, decode_json, decoding, read_bytes
 from ms_align.seeds import seed_of
@@ -87,7 +88,7 @@ def _entries(dataset: str | Path | Iterable[Any], name: str, *, prompts: bool = 
     if not isinstance(dataset, str | Path):
         if not isinstance(dataset, Iterable):
             raise DataError(
-                f"{name} must be a file or a list of prompts, got {dataset!r}; pass one"
+                f"{name} must be a file or a list of prompts, got {shown(dataset)}; pass one"
             )
         return list(dataset)
     check_path(name, dataset, error=DataError)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ms_compress.arguments import check_integer
+from ms_compress.arguments import check_callable, check_integer, shown
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.models.logits import as_columns, check_tokens, model_logits
 from ms_compress.targets.target import Runtime
@@ -35,7 +35,10 @@ def perplexity(
     Raises:
         DataError: a token is outside the vocabulary, all targets are ignored, or a loss is NaN.
     """
+    if not (isinstance(model, nn.Module) or hasattr(model, "logits")):
+        raise ConfigError(f"model must be a torch.nn.Module or a runtime, got {shown(model)}")
     check_integer("batch_size", batch_size, minimum=1, error=ConfigError)
+    check_callable("progress", progress, error=ConfigError, optional=True)
     text = as_columns(text)
     total, count = 0.0, 0
     for first in range(0, len(text["tokens"]), batch_size):

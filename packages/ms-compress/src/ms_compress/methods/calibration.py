@@ -20,7 +20,8 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from ms_compress.errors import CalibrationError
+from ms_compress.arguments import check_callable, check_items, check_type
+from ms_compress.errors import CalibrationError, LayerError
 from ms_compress.models.experts import separated
 from ms_compress.models.logits import check_tokens, evaluating, next_token_logits
 from ms_compress.models.selection import blocks_of
@@ -97,6 +98,7 @@ def walk(
         DataError: a token is outside the model's vocabulary.
     """
     check_calibration(model, batches, targets)
+    check_callable("progress", progress, error=CalibrationError, optional=True)
     with evaluating(model):
         hidden, calls = _arguments(model, batches)  # hidden: one (B, S, D) per batch
         for number, ((prefix, block), layer_calls) in enumerate(
@@ -163,6 +165,7 @@ def calibrate_inputs(model: nn.Module, batches: Sequence[Tensor]) -> None:
         CalibrationError: no tokens are given, or an input is NaN or infinite.
         DataError: a token is outside the model's vocabulary.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
     layers = {name: layer for name, layer in prepared_layers(model) if layer.input_peak is not None}
     if not layers:
         return
@@ -189,8 +192,9 @@ def calibrate_inputs(model: nn.Module, batches: Sequence[Tensor]) -> None:
 
 def check_calibration(model: nn.Module, batches: Sequence[Tensor], targets: Container[str]) -> None:
     """Raise the errors that `walk` would raise before its first visit; changes nothing."""
+    check_items("batches", batches, Tensor, "tensors of tokens", error=CalibrationError)
     blocks_of(model)
-    if not batches or not all(batch.numel() for batch in batches):
+    if len(batches) == 0 or not all(batch.numel() for batch in batches):
         raise CalibrationError("calibration needs tokens; pass at least one batch")
     for batch in batches:
         check_tokens(model, batch, "the calibration text")

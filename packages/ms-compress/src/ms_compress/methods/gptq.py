@@ -15,8 +15,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
-from ms_compress.arguments import check_items
-from ms_compress.errors import CalibrationError
+from ms_compress.arguments import check_flags
+from ms_compress.errors import CalibrationError, ConfigError
 from ms_compress.methods.calibration import (
     BlockCheckpoint,
     CalibratedBlock,
@@ -85,7 +85,14 @@ def gptq(
         CalibrationError: no tokens are given or a weight is not finite, and the model is unchanged;
             or a layer's input is not finite, and earlier layers are already rounded.
     """
-    check_items("batches", batches, Tensor, "tensors of tokens", error=CalibrationError)
+    check_flags(
+        activations=activations,
+        act_order=act_order,
+        by_loss=by_loss,
+        fit_scales=fit_scales,
+        for_training=for_training,
+        error=ConfigError,
+    )
     rounding = GPTQRounding(
         model=model,
         batches=batches,

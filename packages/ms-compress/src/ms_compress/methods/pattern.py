@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from attrs import field, frozen
 
+from ms_compress.arguments import shown
 from ms_compress.errors import ConfigError, LayerError
 from ms_compress.settings import number
 
@@ -118,8 +119,10 @@ def parse_pattern(text: str | float | Pattern) -> Pattern:
             text = float(text)
         except ValueError as error:
             raise ConfigError(
-                f"a pattern must be N:M or a sparsity, got {text!r}; use '2:4' or 0.5"
+                f"a pattern must be N:M or a sparsity, got {shown(text)}; use '2:4' or 0.5"
             ) from error
     if isinstance(text, bool) or not (isinstance(text, int | float) or hasattr(text, "keep")):
-        raise ConfigError(f"a pattern must be N:M or a sparsity, got {text!r}; use '2:4' or 0.5")
+        raise ConfigError(
+            f"a pattern must be N:M or a sparsity, got {shown(text)}; use '2:4' or 0.5"
+        )
     return Unstructured(float(text)) if isinstance(text, int | float) else text

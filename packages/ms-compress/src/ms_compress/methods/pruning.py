@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ms_compress.arguments import check_type
+from ms_compress.arguments import check_number, check_type
 from ms_compress.errors import ConfigError, LayerError, OrderError
 from ms_compress.methods.pattern import Pattern, parse_pattern
 from ms_compress.models.selection import select
@@ -53,6 +53,7 @@ def prune(
         OrderError: the model is already split or sharded.
     """
     parsed = parse_pattern(pattern)
+    check_number("share", share, minimum=0, error=ConfigError, optional=True)
     selected = select(model, ignore)
     check_pattern(model, parsed, selected)
     if scores is not None:

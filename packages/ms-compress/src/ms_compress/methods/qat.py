@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ms_compress.arguments import check_type
-from ms_compress.errors import LayerError, OrderError
+from ms_compress.arguments import check_flags, check_type
+from ms_compress.errors import ConfigError, LayerError, OrderError
 from ms_compress.models.head import find_head
 from ms_compress.models.selection import select
 from ms_compress.quantization.fake_quantization import fake_input
@@ -70,6 +70,13 @@ def qat(
             unchanged.
         OrderError: the model was sharded or split in an unsupported order.
     """
+    check_flags(
+        embeddings=embeddings,
+        head=head,
+        activations=activations,
+        learned_scales=learned_scales,
+        error=ConfigError,
+    )
     quant_scheme = scheme(scheme_name)
     selected = select(model, ignore, embeddings=embeddings, head=head)
     if not selected:

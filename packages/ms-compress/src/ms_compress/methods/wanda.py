@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from ms_compress.arguments import check_items
+from ms_compress.arguments import check_callable, check_items
 from ms_compress.errors import CalibrationError
 from ms_compress.methods.calibration import CalibratedBlock, walk
 from ms_compress.methods.pattern import Pattern, Unstructured, parse_pattern
@@ -42,6 +42,7 @@ def wanda(
             layer's input is not finite, and earlier layers are already masked.
     """
     check_items("batches", batches, Tensor, "tensors of tokens", error=CalibrationError)
+    check_callable("progress", progress, error=CalibrationError, optional=True)
     parsed = parse_pattern(pattern)
     if isinstance(parsed, Unstructured):
         # The paper compares within rows, since the scale of a row is not comparable to others.

@@ -70,8 +70,13 @@ def check_tokens(model: nn.Module, tokens: Tensor, source: str) -> None:
         source: description of the tokens, for the message.
 
     Raises:
-        DataError: a token is negative, or not below the vocabulary size.
+        DataError: tokens are not integers, or a token is negative or not below the vocabulary size.
     """
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.ndim == 0:
+        raise DataError(
+            f"{source}: tokens must be a tensor of integers with a dim, got {tokens.dtype} of shape"
+            f" {tuple(tokens.shape)}"
+        )
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if vocabulary is None or tokens.device.type != "cpu" or not tokens.numel():
         return

@@ -14,6 +14,7 @@ from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ms_compress.arguments import check_items, check_type
 from ms_compress.errors import ExportError
 from ms_compress.models.collective import CollectiveWork
 from ms_compress.models.experts import checkpoint_names, routers, separated
@@ -49,7 +50,11 @@ class WholeModel:
     ) -> None:
         self._progress = progress
         self._names_read: set[str] = set()
-        modules = [model] if isinstance(model, nn.Module) else list(model)
+        modules = [model] if isinstance(model, nn.Module) else model
+        check_items("model", modules, nn.Module, "torch.nn.Modules", error=ExportError)
+        check_type("stored_dtypes", stored_dtypes, Mapping, "dtypes by name", error=ExportError)
+        if not modules:
+            raise ExportError("model must be a torch.nn.Module or a list of stages, got no stage")
         stages = [unwrapped(stage) for stage in modules]
         for stage in stages:
             check_merged(stage)

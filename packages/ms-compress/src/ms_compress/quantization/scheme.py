@@ -6,11 +6,13 @@ weights that `strategy` defines. The schemes themselves are defined in `targets/
 their numbers follow the target's own code, so that training computes the same as the target.
 """
 
+from collections.abc import Callable
 from math import floor, log2
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import Factory, field, frozen, validators
+from attrs import Factory, field, frozen
 
+from ms_compress.arguments import check_integer, check_items, check_type, shown
 from ms_compress.errors import SchemeError
 
 if TYPE_CHECKING:
@@ -54,17 +56,54 @@ E5M2 = FloatFormat(name="e5m2", exponent_bits=5, mantissa_bits=2, high=57344)
 E2M1 = FloatFormat(name="e2m1", exponent_bits=2, mantissa_bits=1, high=6)
 FLOAT_FORMATS = {8: E4M3, 4: E2M1}
 """Format of a scheme's floating-point codes, by number of bits."""
+WIDTHS = (2, 3, 4, 5, 6, 8)
+"""Supported numbers of bits of a weight's code."""
+
+
+def _bits(rule: "Activations | Scheme") -> int:
+    # A scheme with another number of bits is rejected when all its fields are set.
+    return rule.num_bits if isinstance(rule.num_bits, int) and rule.num_bits in WIDTHS else 8
 
 
 def _default_high(rule: "Activations | Scheme") -> int:
     if rule.type == "int":
-        return (1 << (rule.num_bits - 1)) - 1
-    # A scheme with another number of bits is rejected when all its fields are set.
-    return FLOAT_FORMATS.get(rule.num_bits, E4M3).high
+        return (1 << (_bits(rule) - 1)) - 1
+    return FLOAT_FORMATS.get(_bits(rule), E4M3).high
 
 
 def _default_low(rule: "Activations | Scheme") -> int:
-    return -(1 << (rule.num_bits - 1)) if rule.type == "int" else -rule.high
+    if rule.type == "int":
+        return -(1 << (_bits(rule) - 1))
+    return -rule.high if isinstance(rule.high, int | float) else 0
+
+
+def _one_of(*choices: object) -> Callable[[Any, Any, Any], None]:
+    """Return a validator that requires one of the choices."""
+
+    def check(instance: Any, attribute: Any, value: Any) -> None:
+        if type(value) not in map(type, choices) or value not in choices:
+            words = ", ".join(map(repr, choices))
+            raise SchemeError(f"{attribute.name} must be one of {words}, got {shown(value)}")
+
+    return check
+
+
+def _optional_count(instance: Any, attribute: Any, value: object) -> None:
+    """Require a number of weights, or None."""
+    check_integer(attribute.name, value, minimum=1, error=SchemeError, optional=True)
+
+
+def _counts(instance: Any, attribute: Any, value: object) -> None:
+    """Require numbers of weights, or None."""
+    if value is not None:
+        check_items(attribute.name, value, int, "numbers of weights", error=SchemeError)
+        if not value:
+            raise SchemeError(f"{attribute.name} must have a number of weights, got none; use None")
+
+
+def _code(instance: Any, attribute: Any, value: object) -> None:
+    """Require a number."""
+    check_type(attribute.name, value, (int, float), "a number", error=SchemeError)
 
 
 @frozen(kw_only=True)
@@ -108,7 +147,7 @@ class Activations:
     dynamic: bool | Literal["local"] = True
     """Whether scales follow the input of each forward (True), come from calibration (False), or
     follow the input in units of a calibrated scale ("local", for strategy `tensor_group`)."""
-    scale_dtype: str = field(default="float32", validator=validators.in_(SCALE_DTYPES))
+    scale_dtype: str = field(default="float32", validator=_one_of(*SCALE_DTYPES))
     by_inverse: bool = False
     """Codes are computed as value * (divisor / largest), not as value / scale."""
     scale_of_inverse: bool = False
@@ -145,22 +184,22 @@ class Scheme:
     name: str
     target: str
     """Folder in `targets/` that implements it."""
-    num_bits: int = field(validator=validators.in_((2, 3, 4, 5, 6, 8)))
-    type: ElementType = field(default="int", validator=validators.in_(("int", "float")))
-    group_size: int | None = None
+    num_bits: int = field(validator=_one_of(*WIDTHS))
+    type: ElementType = field(default="int", validator=_one_of("int", "float"))
+    group_size: int | None = field(default=None, validator=_optional_count)
     """Number of weights in a row that share a scale. None: the whole row, tensor or block."""
-    groups: tuple[int, ...] | None = None
+    groups: tuple[int, ...] | None = field(default=None, validator=_counts)
     """Group sizes that the target supports. None: any."""
     strategy: Strategy = Factory(
-        lambda scheme: "group" if scheme.group_size else "channel", takes_self=True
+        lambda scheme: "channel" if scheme.group_size is None else "group", takes_self=True
     )
-    block_structure: tuple[int, int] | None = None
+    block_structure: tuple[int, int] | None = field(default=None, validator=_counts)
     """Rows and columns of the blocks that share a scale; the last blocks may be smaller."""
     symmetric: bool = True
     """Whether zero has code 0. Otherwise each group has an integer zero point."""
-    high: int = Factory(_default_high, takes_self=True)
+    high: int = field(default=Factory(_default_high, takes_self=True), validator=_code)
     """Largest code; by default, that of the element type."""
-    low: int = Factory(_default_low, takes_self=True)
+    low: int = field(default=Factory(_default_low, takes_self=True), validator=_code)
     signed_peak: bool = False
     """Whether the peak is the value of largest magnitude with its sign, or the magnitude itself."""
     first_peak: bool = False
@@ -170,7 +209,7 @@ class Scheme:
     """Codes are computed as value * (1 / scale), not as value / scale."""
     exact_step: bool = False
     """Codes are computed with the scale before it is rounded to `scale_dtype`."""
-    scale_dtype: str = field(default="float32", validator=validators.in_(SCALE_DTYPES))
+    scale_dtype: str = field(default="float32", validator=_one_of(*SCALE_DTYPES))
     eps_for_zeros: bool = False
     """The scale of an all-zero group is the scale dtype's epsilon instead of 0."""
     super_block: SuperBlock | None = None
@@ -200,10 +239,6 @@ class Scheme:
         if self.type == "int" and count > 2**self.num_bits:
             raise SchemeError(
                 f"{self.name}: codes from {self.low} to {self.high} do not fit {self.num_bits} bits"
-            )
-        if self.group_size is not None and self.group_size < 1:
-            raise SchemeError(
-                f"{self.name}: group must be at least 1, got {self.group_size}; use 32"
             )
         if self.groups is not None and self.group_size not in self.groups:
             raise SchemeError(

@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 from attrs import evolve
 
 import ms_compress.targets
+from ms_compress.arguments import check_type
 from ms_compress.errors import SchemeError
 from ms_compress.quantization.scheme import Scheme
 from ms_compress.settings import nearest
@@ -64,6 +65,7 @@ def scheme(name: str | Scheme) -> Scheme:
     """
     if isinstance(name, Scheme):
         return name
+    check_type("scheme", name, str, "a Scheme or its name", error=SchemeError)
     for full_name in (name, *(f"{target}.{name}" for target in TARGETS)):
         if full_name in _SCHEMES:
             return _SCHEMES[full_name]

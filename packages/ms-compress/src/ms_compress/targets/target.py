@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 from attrs import field, frozen
 from torch import Tensor
 
+from ms_compress.arguments import check_type
 from ms_compress.errors import ExportError
 from ms_compress.files.tokenizer_source import TokenizerSource
 from ms_compress.files.untrusted import check_path
@@ -208,6 +209,7 @@ def open_runtime(
 
 
 def _named(name: str, formats: Sequence[F]) -> F:
+    check_type("target", name, str, "the name of a target", error=ExportError)
     by_name = {item.name: item for item in formats}
     if name not in by_name:
         raise ExportError(f"unknown target {name!r}; {nearest(name, by_name)}")

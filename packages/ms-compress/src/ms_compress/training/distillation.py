@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ms_compress.arguments import check_number, check_type
+from ms_compress.arguments import check_number, check_type, shown
 from ms_compress.errors import ConfigError
 from ms_compress.settings import nearest
 from ms_compress.training.options import Divergence
@@ -48,8 +48,8 @@ def distillation_loss(
     Raises:
         ConfigError: an argument is out of range, or the vocabularies differ.
     """
-    if kind not in DIVERGENCES:
-        raise ConfigError(f"kind is {kind!r}; {nearest(str(kind), DIVERGENCES)}")
+    if not isinstance(kind, str) or kind not in DIVERGENCES:
+        raise ConfigError(f"kind is {shown(kind)}; {nearest(str(kind), DIVERGENCES)}")
     for name, tensor in (("student", student), ("teacher", teacher), ("targets", targets)):
         optional = name == "targets"
         check_type(name, tensor, Tensor, "a tensor", error=ConfigError, optional=optional)

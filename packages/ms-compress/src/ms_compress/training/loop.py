@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ms_compress.arguments import check_number, check_type
+from ms_compress.arguments import check_callable, check_number, check_type
 from ms_compress.errors import ConfigError, DataError, DivergedError
 from ms_compress.files.untrusted import check_path
 from ms_compress.models.logits import as_columns, check_tokens, next_token_logits
@@ -36,7 +36,7 @@ def tune(
     before_step: Callable[[int], object] | None = None,
     after_step: Callable[[int], object] | None = None,
     on_loss: Callable[[int, float], object] | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: str | Path | None = None,
     checkpoint_identity: Mapping[str, str] | None = None,
     checkpoint_every_s: float = 60.0,
 ) -> list[float]:
@@ -72,12 +72,17 @@ def tune(
     description = "a torch.nn.Module"
     check_type("teacher", teacher, nn.Module, description, error=ConfigError, optional=True)
     check_number("checkpoint_every_s", checkpoint_every_s, minimum=0, error=ConfigError)
+    callbacks = {"before_step": before_step, "after_step": after_step, "on_loss": on_loss}
+    for name, callback in callbacks.items():
+        check_callable(name, callback, error=ConfigError, optional=True)
     batch = _as_batch(model, text, options)
     training_checkpoint = None
     if checkpoint is not None:
         run_settings = {**(checkpoint_identity or {}), "a teacher": str(teacher is not None)}
         identity = identity_of(model, batch, options, run_settings)
-        training_checkpoint = TrainingCheckpoint(checkpoint, identity, every_s=checkpoint_every_s)
+        training_checkpoint = TrainingCheckpoint(
+            Path(checkpoint), identity, every_s=checkpoint_every_s
+        )
     with _record_hidden(model, teacher, options) as states:
         losses = _train(
             model,

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 import zstandard
 
+from ms_data.arguments import check_callable
 from ms_data.building.batch_encoding import WORK, EncodedDocs, encode_batches
 from ms_data.building.encoders import ChatEncoder, TextEncoder
 from ms_data.building.media import with_media
@@ -80,6 +81,7 @@ def build(
         TokenizerError: the tokenizer cannot be read.
         OutputError: `out` cannot be written, or holds something else.
     """
+    check_callable("on_progress", on_progress, error=SettingError)
     check_paths(out, corpus=corpus, tokenizer=tokenizer, chat=chat, processor=processor)
     check_flags(
         skip_invalid=skip_invalid, pairs=pairs, unpaired=unpaired, allow_special=allow_special

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from ms_data.arguments import check_type
 from ms_data.media.parts import MEDIA_TYPES
 
 Message = dict[str, Any]
@@ -68,6 +69,7 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
     Raises:
         ValueError: the row matches no format, or more than one, or is invalid; names the location.
     """
+    check_type("row", row, Mapping, "a mapping", error=ValueError)
     matching = [key for key in _READERS if key in row]
     if len(matching) != 1:
         keys = ", ".join(map(repr, row)) or "none"

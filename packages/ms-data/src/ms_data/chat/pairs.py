@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from ms_data.arguments import check_type
 from ms_data.chat.messages import (
     Message,
     alpaca_messages,
@@ -56,6 +57,7 @@ def read_pair(row: Mapping[str, Any]) -> Pair:
     Raises:
         ValueError: the row matches no format, or is invalid; names the location.
     """
+    check_type("row", row, Mapping, "a mapping", error=ValueError)
     if not {"chosen", "rejected"} <= set(row):
         keys = ", ".join(map(repr, row)) or "none"
         raise ValueError(
@@ -107,6 +109,7 @@ def read_unpaired(row: Mapping[str, Any]) -> Unpaired:
     Raises:
         ValueError: the row matches no format, or is invalid; names the location.
     """
+    check_type("row", row, Mapping, "a mapping", error=ValueError)
     prompts = [key for key in ("prompt", "messages", "conversations") if key in row]
     if "label" not in row or len(prompts) != 1 or ("prompt" in row) != ("completion" in row):
         keys = ", ".join(map(repr, row)) or "none"

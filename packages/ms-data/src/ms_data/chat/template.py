@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ms_data.arguments import check_type, shown
+from ms_data.arguments import check_items, check_type, shown
 from ms_data.chat.messages import Message
 from ms_data.chat.printed import check_printed
 from ms_data.chat.process import ask
@@ -30,6 +30,17 @@ from ms_data.files.untrusted import check_path, decoding, read_json, read_text
 
 TEMPLATE_LIMIT_BYTES = 1 << 20
 _PROBE = "quartz"  # a word that templates do not print themselves
+
+
+def _check_messages(messages: object) -> None:
+    """Check the types of messages.
+
+    Raises:
+        ValueError: they are not a list of mappings with a role.
+    """
+    check_items("messages", messages, Mapping, "mappings", error=ValueError)
+    for message in messages:  # type: ignore[attr-defined]
+        check_type("role", message.get("role"), str, "a string", error=ValueError)
 
 
 class Rendered(NamedTuple):
@@ -173,6 +184,9 @@ class ChatTemplate:
             ValueError: the template rejects the messages; gives the reason.
             TokenizerError: rendering exceeds the limits on time, memory or output size.
         """
+        check_type(
+            "add_generation_prompt", add_generation_prompt, bool, "True or False", error=ValueError
+        )
         options = {"prompt": bool(add_generation_prompt), "variables": variables}
         return str(self._send("render", messages, tools, **options)["text"])
 
@@ -195,6 +209,7 @@ class ChatTemplate:
                 assistant's spans are empty or cannot be determined.
             TokenizerError: see `render`.
         """
+        _check_messages(messages)
         if not self._probed:  # once per template
             self._probe()
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -254,6 +269,9 @@ class ChatTemplate:
         **options: Any,
     ) -> dict[str, Any]:
         """Send a request about messages to the render process."""
+        _check_messages(messages)
+        if tools is not None:
+            check_items("tools", tools, Mapping, "JSON schemas", error=ValueError)
         if not messages:
             raise ValueError("a conversation must have at least one message")
         request = {

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from ms_data.arguments import check_callable
 from ms_data.cleaning.apply import CleaningSetup
 from ms_data.cleaning.near_images import near_rows
 from ms_data.cleaning.rows import RowRule, row_json
@@ -16,8 +17,10 @@ from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.engine.array_jobs import ArrayShard
 from ms_data.engine.pools import worker_count
+from ms_data.errors import SettingError
 from ms_data.ledger.output import WITHOUT_STRICT, ledger_run, reading_recipe
 from ms_data.ledger.record import LedgerSummary
+from ms_data.settings.arguments import check_flags
 
 
 def clean(
@@ -58,6 +61,9 @@ def clean(
         CorpusError: the corpus is missing, empty or damaged, or with `strict` not text.
         OutputError: `out` cannot be written, or holds something else.
     """
+    check_callable("on_progress", on_progress, error=SettingError)
+    check_callable("on_quarantine", on_quarantine, error=SettingError)
+    check_flags(strict=strict)
     check_paths(out, corpus=corpus, rules=rules)
     rule_set = _check_rules(read_rules(rules))
     source = find_corpus(

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from attrs import asdict
 
+from ms_data.arguments import check_callable, check_type
 from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
@@ -28,6 +29,7 @@ from ms_data.engine.pools import worker_count
 from ms_data.errors import SettingError
 from ms_data.ledger.output import WITHOUT_STRICT, LedgerRun, ledger_run, reading_recipe
 from ms_data.ledger.record import LedgerRecord, LedgerSummary, read_record
+from ms_data.settings.arguments import check_flags
 
 CLUSTERS = "clusters.jsonl"
 _SCRATCH = "scratch"
@@ -68,6 +70,10 @@ def dedup(
         CorpusError: the corpus is missing, empty or damaged, or with `strict` not text.
         OutputError: `out` cannot be written, or holds something else.
     """
+    check_callable("on_progress", on_progress, error=SettingError)
+    check_callable("on_quarantine", on_quarantine, error=SettingError)
+    check_flags(strict=strict)
+    check_type("options", options, DedupOptions, "DedupOptions", error=SettingError, optional=True)
     check_paths(out, corpus=corpus)
     dedup_options = _check_options(options or DedupOptions())
     source = find_corpus(

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ms_data.arguments import shown
 from ms_data.disk.format import DOCUMENT_KINDS, DocumentKind, Index, decode_index, frame_count
 from ms_data.disk.frame_cache import FrameCache, LRUFrameCache, SharedFrameCache
 from ms_data.disk.shard import Frame, Shard
@@ -98,7 +99,7 @@ class Split:
         self._entries = [shard for shard in self.index.shards if shard.split == name]
         if not self._entries:
             have = ", ".join(self.index.splits)
-            raise SettingError(f"{folder} has no split {name!r}; the splits are: {have}")
+            raise SettingError(f"{folder} has no split {shown(name)}; the splits are: {have}")
         # First token of every shard within the split, then the total.
         self._starts = [0, *accumulate(entry.tokens for entry in self._entries)]
         self._shards: OrderedDict[int, Shard] = OrderedDict()

@@ -12,6 +12,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from ms_data.arguments import check_callable
 from ms_data.disk.format import (
     BUILD_FILE,
     DOCUMENT_KINDS,
@@ -73,6 +74,7 @@ def verify(
     Raises:
         SettingError: the folder holds no dataset.
     """
+    check_callable("on_progress", on_progress, error=SettingError)
     folder = dataset_folder(folder)
     try:
         index = read_index(folder)

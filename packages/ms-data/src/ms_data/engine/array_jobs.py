@@ -18,6 +18,7 @@ from pathlib import Path
 import xxhash
 from attrs import frozen
 
+from ms_data.arguments import check_type
 from ms_data.errors import OutputError, SettingError, printable
 from ms_data.files.durable import publish, sync_folder, write_all, writing
 from ms_data.files.work_folder import check_outside_corpus
@@ -54,6 +55,7 @@ class ArrayShard:
             SettingError: the text has another format.
             OutputError: the result folder would be inside the corpus.
         """
+        check_type("shard", text, str, "a text such as 3/16", error=SettingError)
         match = _PATTERN.fullmatch(text)
         number, count = (int(match[1].replace("merge", "0")), int(match[2])) if match else (0, 0)
         if not match or not 0 <= number <= count or not count or match[1] == "0":

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ms_data.arguments import shown
 from ms_data.corpus.arguments import check_paths
 from ms_data.disk.split import Split
 from ms_data.errors import OutputError, SettingError, printable
@@ -50,8 +51,8 @@ def export_dataset(
         OutputError: a file exists already, or cannot be written.
     """
     check_paths(out, written=None, shards=shards)
-    if target not in get_args(Format):
-        raise SettingError(f"target must be megatron or parquet, got {target!r}")
+    if not isinstance(target, str) or target not in get_args(Format):
+        raise SettingError(f"target must be megatron or parquet, got {shown(target)}")
     source = Split(shards, split)
     out_path = Path(out)
     files = (

@@ -9,14 +9,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ms_data.arguments import check_callable
 from ms_data.corpus.arguments import check_paths
 from ms_data.disk.format import FRAME_BYTES, Index, encode_index, token_type_for
 from ms_data.disk.inspection import DatasetInfo, inspect
 from ms_data.disk.writer import DatasetWriter
-from ms_data.errors import CorpusError, printable
+from ms_data.errors import CorpusError, SettingError, printable
 from ms_data.exchange.mds import MdsReader, Value
 from ms_data.exchange.megatron import MegatronReader
 from ms_data.files.durable import publish, sync_folder, write_file
+from ms_data.files.untrusted import check_path
 from ms_data.files.work_folder import resolve_output, work_folder
 from ms_data.settings.arguments import check_counts
 from ms_data.tokenization.tokenizer import Tokenizer
@@ -68,6 +70,8 @@ def import_dataset(
         TokenizerError: the tokenizer cannot be read.
         OutputError: `out` cannot be written, or holds something else.
     """
+    check_callable("on_progress", on_progress, error=SettingError)
+    check_path("source", source, error=SettingError)
     check_paths(out, source=source, tokenizer=tokenizer)
     check_counts(shard_size_mib=shard_size_mib)
     model = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)

@@ -15,11 +15,12 @@ continues identically.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 from attrs import field, frozen
 
-from ms_data.arguments import check_items, check_type, shown
+from ms_data.arguments import check_integer, check_items, check_type, shown
 from ms_data.errors import SettingError, StateError
 from ms_data.streams.share import state_errors
 
@@ -106,6 +107,8 @@ class Mixture:
         self._set_plan([(phase, None) for phase in self._parse_phases(weights)])
 
     def _parse_phases(self, weights: Weights | None) -> list[Phase]:
+        if weights is not None and not isinstance(weights, Mapping):
+            check_items("weights", weights, (Real, Phase), "numbers or Phases", error=SettingError)
         values: Sequence[Any] = self._in_order(
             [1.0] * len(self.names) if weights is None else weights
         )
@@ -141,7 +144,12 @@ class Mixture:
         return self._end
 
     def due(self, position: int) -> dict[str, float]:
-        """Return how many of the first `position` samples each source should supply."""
+        """Return how many of the first `position` samples each source should supply.
+
+        Raises:
+            SettingError: position is not an integer of at least 0.
+        """
+        check_integer("position", position, minimum=0, error=SettingError)
         dues = (self._due(source, position) / SCALE for source in range(len(self.names)))
         return dict(zip(self.names, dues, strict=True))
 
@@ -165,7 +173,14 @@ class Mixture:
         return best
 
     def step_back(self, counts: Mapping[str, int]) -> None:
-        """Return to the position with these counts, keeping the phases."""
+        """Return to the position with these counts, keeping the phases.
+
+        Raises:
+            SettingError: counts do not have an integer for each source.
+        """
+        check_type("counts", counts, Mapping, "integers by source", error=SettingError)
+        for name in self.names:
+            check_integer(f"counts of {name!r}", counts.get(name), minimum=0, error=SettingError)
         self._counts = [counts[name] for name in self.names]
         self._position = sum(self._counts)
         self._set_plan(self._plan)
@@ -248,7 +263,9 @@ class Mixture:
         Raises:
             StateError: the state belongs to other sources, or is invalid.
         """
-        if list(state.get("names", ())) != list(self.names):
+        check_type("state", state, Mapping, "what state_dict() returned", error=StateError)
+        names = state.get("names")
+        if not isinstance(names, list | tuple) or list(names) != list(self.names):
             raise StateError(
                 f"the mixture state has sources {state.get('names')!r}, this mixture has "
                 f"{list(self.names)!r}; use the same sources in the same order"

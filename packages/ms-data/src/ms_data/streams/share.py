@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from attrs import frozen
 
-from ms_data.arguments import shown
+from ms_data.arguments import check_type, shown
 from ms_data.errors import SettingError, StateError
 from ms_data.settings.arguments import check_counts, check_flags, check_strings, is_integer
 
@@ -79,6 +79,10 @@ class RankRows:
         Raises:
             SettingError: there is not one number per process, or they do not sum to the batch size.
         """
+        check_type("shares", shares, Sequence, "a list of integers", error=SettingError)
+        for row_count in shares:
+            if not is_integer(row_count):
+                raise SettingError(f"shares must be integers, got {shown(row_count)} in them")
         rows = [operator.index(row_count) for row_count in shares]
         if len(rows) != self.count or min(rows) < 1 or sum(rows) != batch_size:
             raise SettingError(
@@ -163,6 +167,7 @@ class BatchStream(Iterator[B]):
         Raises:
             StateError: the state belongs to other data or settings; names the difference.
         """
+        check_type("state", state, Mapping, "what state_dict() returned", error=StateError)
         if state.get("version") != STATE_VERSION:
             raise StateError(
                 f"stream state has version {state.get('version')!r}, this ms-data reads "

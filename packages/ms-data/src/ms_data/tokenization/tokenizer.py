@@ -1,6 +1,7 @@
 """Tokenizers, as thin wrappers of the `tokenizers` library."""
 
 import json
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +13,13 @@ import tokenizers
 import xxhash
 from numpy.typing import NDArray
 
-from ms_data.arguments import shown
+from ms_data.arguments import check_items, check_type, shown
 from ms_data.chat.template import Rendered
 from ms_data.disk.split import read_index
 from ms_data.errors import DamageError, DataError, OutputError, TokenizerError, printable
 from ms_data.files.durable import write_files, writing
 from ms_data.files.untrusted import check_path, read_bytes
+from ms_data.settings.arguments import is_integer
 from ms_data.tokenization import tokenizer_folder, tokenizer_limits
 from ms_data.tokenization.tokenizer_folder import TokenizerFolder
 from ms_data.tokenization.word_encoder import WordEncoder
@@ -223,6 +225,15 @@ class Tokenizer:
             special_tokens: token names by role, such as `bos_token`; `eos_token` and `pad_token`
                 default to the end-of-text token.
         """
+        description = "names by role"
+        check_type(
+            "special_tokens",
+            special_tokens,
+            Mapping,
+            description,
+            error=TokenizerError,
+            optional=True,
+        )
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -258,6 +269,7 @@ class Tokenizer:
         Raises:
             TokenizerError: the tokenizer has no special token of this name.
         """
+        check_type("name", name, str, "a string", error=TokenizerError)
         token: int | None = self._model.token_to_id(name)
         if token is None or name not in self.special_tokens:
             raise TokenizerError(
@@ -274,6 +286,7 @@ class Tokenizer:
         self, chats: Sequence[Rendered]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
         """Encode rendered conversations; returns tokens (n,) and loss mask (n,) of each."""
+        check_items("chats", chats, Rendered, "Rendered conversations", error=TokenizerError)
         texts = [chat.text for chat in chats]
         self._check_growth(texts)
         with _library_errors("cannot encode a conversation"):
@@ -296,8 +309,21 @@ class Tokenizer:
         return self._chat
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode tokens to text, without special tokens."""
-        text: str = self._model.decode([int(token) for token in ids], skip_special_tokens=True)
+        """Decode tokens to text, without special tokens.
+
+        Raises:
+            TokenizerError: a token is not an integer of at least 0.
+        """
+        check_type("ids", ids, Iterable, "a list of integers", error=TokenizerError)
+        ids = list(ids)
+        for token in ids:
+            if not is_integer(token) or operator.index(token) < 0:
+                raise TokenizerError(
+                    f"a token must be an integer of at least 0, got {shown(token)}; use encoded ids"
+                )
+        text: str = self._model.decode(
+            [operator.index(token) for token in ids], skip_special_tokens=True
+        )
         return text
 
     def _find_end(self, end_of_text: str | int | None) -> int:

@@ -8,12 +8,14 @@ from typing import Any
 
 import tokenizers
 
+from ms_data.arguments import check_callable, shown
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import check_path, decoding
+from ms_data.settings.arguments import is_integer
 from ms_data.tokenization.tokenizer import END_OF_TEXT, Tokenizer
 from ms_data.tokenization.tokenizer_limits import MAX_TOKENS
 
@@ -55,12 +57,15 @@ def train_tokenizer(
         CorpusError: the corpus is missing, empty or malformed.
         OutputError: `out` cannot be written.
     """
-    if not SMALLEST_VOCABULARY <= vocab_size <= MAX_TOKENS:
+    check_callable("on_progress", on_progress, error=SettingError)
+    check_callable("on_leave_out", on_leave_out, error=SettingError)
+    if not is_integer(vocab_size) or not SMALLEST_VOCABULARY <= vocab_size <= MAX_TOKENS:
         raise SettingError(
             f"vocab_size must be {SMALLEST_VOCABULARY} (bytes and end of text) to {MAX_TOKENS}, "
-            f"got {vocab_size}"
+            f"got {shown(vocab_size)}"
         )
     if out is not None:
+        check_path("out", out, error=OutputError)
         check_path("out", out, error=OutputError, written="file" if _is_file(out) else "folder")
     source = find_corpus(
         corpus,

@@ -123,7 +123,13 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo `patch`; attention becomes SDPA where this package computed it."""
+    """Undo `patch`; attention becomes SDPA where this package computed it.
+
+    Raises:
+        PatchError: model is not a torch.nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise PatchError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
     for module in model.modules():
         restore_forward(module)
     if getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from ms_parallel.arguments import check_number, check_type
 from ms_parallel.cluster.device import DeviceSpec, pick_device
 from ms_parallel.cluster.groups import Groups, create_groups
 from ms_parallel.cluster.layout import Layout
@@ -25,7 +26,7 @@ from ms_parallel.cluster.process import launched, rank, variable, world_size
 from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.cluster.start import agree_on_start
 from ms_parallel.cluster.watch import Heartbeat, position
-from ms_parallel.errors import LaunchError
+from ms_parallel.errors import LaunchError, LayoutError
 from ms_parallel.interruption import end_with_launcher
 
 SHUTDOWN_S = 0.2
@@ -47,6 +48,8 @@ def connect(layout: Layout, *, device: DeviceSpec = None, timeout_s: float = 600
         LaunchError: the processes were not launched as the layout needs.
         LayoutError: the layout is for another number of processes.
     """
+    check_type("layout", layout, Layout, "a Layout", error=LayoutError)
+    check_number("timeout_s", timeout_s, minimum=0, error=LaunchError)
     join(layout, device=device, timeout_s=timeout_s)
     local_device = pick_device(device)
     if not dist.is_initialized():

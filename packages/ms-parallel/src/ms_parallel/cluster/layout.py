@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from attrs import Attribute, field, fields, frozen
 
+from ms_parallel.arguments import shown
 from ms_parallel.errors import LayoutError
 
 MAX_RANKS = 1 << 20
@@ -45,7 +46,7 @@ def _check_size(instance: object, attribute: "Attribute[int]", value: object) ->
     name = attribute.name
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise LayoutError(
-            f"layout axis {name!r} must be a whole number of at least 1, got {value!r}"
+            f"layout axis {name!r} must be a whole number of at least 1, got {shown(value)}"
         )
     if value > MAX_RANKS:
         raise LayoutError(f"layout axis {name!r} must be at most {MAX_RANKS}, got {value}")

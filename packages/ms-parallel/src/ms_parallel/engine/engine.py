@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ms_parallel import operators
+from ms_parallel.arguments import check_callable, check_type, shown
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import create_groups
 from ms_parallel.cluster.layout import Layout
@@ -45,7 +46,13 @@ from ms_parallel.engine.updates.auditor import Auditor, NoAuditor
 from ms_parallel.engine.updates.decision import StepLimits
 from ms_parallel.engine.updates.loss_scale import LossScaler
 from ms_parallel.engine.updates.settings import check_audit
-from ms_parallel.errors import ConfigError, ModelError, ParallelError
+from ms_parallel.errors import (
+    CheckpointError,
+    ConfigError,
+    LayoutError,
+    ModelError,
+    ParallelError,
+)
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.host_copy import HostCopy
 from ms_parallel.models.batch import Batch
@@ -95,6 +102,7 @@ class Engine:
     @takes(EngineArguments)
     def __init__(self, model: ModelSource, layout: Layout | None = None, **options: Any) -> None:
         self.options = settings = EngineOptions(**options)
+        check_type("layout", layout, Layout, "a Layout", error=LayoutError, optional=True)
         layout = settings.groups.layout if settings.groups else layout or Layout()
         layout = sharded_layout(layout, settings.sharding)
         # All checks that need no communication come before `connect`: a bad setting then fails
@@ -255,6 +263,9 @@ class Engine:
                 ranks have the same rows, or processes of one data rank have different rows.
             ParallelError: the loss or gradient is not finite and `on_nonfinite="raise"`.
         """
+        if not hasattr(loss, "weight"):
+            raise ConfigError(f"loss must be a Loss, got {shown(loss)}")
+        check_callable("accept", accept, error=ConfigError)
         microbatches = self.runner.microbatches(batch, self.reduction.microbatch_size)
         # The divisor of the loss must be known before the forward pass: one all-gather of counts.
         counts = self.reduction.count(microbatches, loss)
@@ -375,6 +386,7 @@ class Engine:
         Raises:
             ConfigError: processes of one data rank have different rows.
         """
+        check_callable("function", function, error=ConfigError)
         microbatches = self.runner.microbatches(batch)
         self.row_check.compare_within(microbatches)
         results = self.runner.forward(microbatches, function)
@@ -437,6 +449,7 @@ class Engine:
         Raises:
             ConfigError: the layout has tensor, context or expert ranks, or several stages per rank.
         """
+        check_callable("make", make, error=ConfigError)
         check_audit(self.options, "adapters, which a second model would lack")
         check_adaptable(self.groups.layout, self.placement)
         self.adapters = make(self.stages)
@@ -493,6 +506,7 @@ class Engine:
         Raises:
             CheckpointError: names or shapes are not this engine's.
         """
+        check_type("state", state, Mapping, "what state_dict() returned", error=CheckpointError)
         extra_state = self._extra_state()
         self.step_count = load_state(self.trained, state, extra_state)
         # `load_state` has copied the saved values into these tensors.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from attrs import field, frozen
 from torch import Tensor, nn
 
+from ms_parallel.arguments import check_items
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Output
 from ms_parallel.errors import ConfigError, ModelError
@@ -133,7 +134,10 @@ def generate(
 def stop_tokens(config: Any, stop_token: int | Collection[int] | str | None) -> Collection[int]:
     """Return the stop tokens; `"eos"` means the `eos_token_id` of the model configuration."""
     stops: Any = config.eos_token_id if stop_token == "eos" else stop_token
-    return () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
+    if stops is None or isinstance(stops, int):
+        return () if stops is None else (stops,)
+    check_items("stop_token", stops, int, "token ids", error=ConfigError)
+    return tuple(stops)
 
 
 def _rows_of(prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -8,6 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ms_parallel.arguments import check_callable, check_integer, check_type
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.engine import Engine
@@ -152,6 +153,11 @@ def search_schedule(
         LayoutError: the model has fewer layers than the pipeline has ranks.
         ScheduleError: the memory cap is too low for any schedule; the message has the minimum.
     """
+    check_integer("rows", rows, minimum=1, error=ConfigError)
+    check_integer("sequence_length", sequence_length, minimum=1, error=ConfigError)
+    check_integer("microbatch_size", microbatch_size, minimum=1, error=ConfigError, optional=True)
+    check_type("groups", groups, Groups, "Groups", error=ConfigError)
+    check_callable("measure", measure, error=ConfigError)
     size = microbatch_size or rows
     if rows % size:
         raise ConfigError(

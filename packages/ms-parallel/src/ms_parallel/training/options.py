@@ -50,7 +50,9 @@ DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
 
 def _model_config(value: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"model_config must be a table of model settings, got {value!r}")
+        raise ConfigError(
+            f"model_config must be a table of model settings, got {short_repr(value)}"
+        )
     return dict(value)
 
 
@@ -70,7 +72,9 @@ def _layout(value: Parallel | Mapping[str, int | str] | str) -> Parallel:
     if isinstance(value, str):
         return Layout.parse(value)
     if not isinstance(value, Mapping):
-        raise ConfigError(f"parallel_config must be a table such as tensor = 2, got {value!r}")
+        raise ConfigError(
+            f"parallel_config must be a table such as tensor = 2, got {short_repr(value)}"
+        )
     return PartialLayout.of(value) or Layout.from_config(value)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import asdict, evolve
 
+from ms_parallel.arguments import check_type
 from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.checkpoint.dcp import Names
 from ms_parallel.cluster.agreement import run_on_rank_zero
@@ -102,7 +103,12 @@ class DistributedTrainer:
 
     @classmethod
     def from_options(cls, options: Options) -> "DistributedTrainer":
-        """Create a trainer from options that are already validated."""
+        """Create a trainer from options that are already validated.
+
+        Raises:
+            ConfigError: options are not `Options`.
+        """
+        check_type("options", options, Options, "Options", error=ConfigError)
         return cls(**asdict(options, recurse=False))
 
     def train(

@@ -15,6 +15,8 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from ms_parallel.arguments import check_integer, shown
+from ms_parallel.errors import ModelError
 from ms_parallel.models.registry import model_plan, weight_shapes
 from ms_parallel.models.staged import named_weights
 from ms_parallel.split.part import part_of
@@ -41,7 +43,13 @@ def initialize(model: nn.Module, seed: int) -> None:
     Args:
         model: any stage under any layout, with a `config`; parameters must not be on `meta`.
         seed: seed of the run.
+
+    Raises:
+        ModelError: model has no config, or seed is not an integer.
     """
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ModelError(f"model must be a torch.nn.Module with a config, got {shown(model)}")
+    check_integer("seed", seed, minimum=0, error=ModelError)
     std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
     owners = {copy: owner for owner, copy in model_plan(model.config).tied}  # type: ignore[arg-type]
     architecture_names = weight_shapes(model.config)  # type: ignore[arg-type]

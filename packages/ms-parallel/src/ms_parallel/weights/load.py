@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ms_parallel.arguments import check_flags, check_type, shown
 from ms_parallel.errors import ModelError
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.config import ModelConfig
@@ -52,6 +53,12 @@ def load_model(
             not finite or has another shape; or the copies of a tied weight differ.
     """
     check_path("folder", folder, error=ModelError)
+    check_type("dtype", dtype, torch.dtype, "a torch.dtype", error=ModelError)
+    check_type("layers", layers, range, "a range", error=ModelError, optional=True)
+    check_flags(first=first, last=last, error=ModelError)
+    if ops is not None and not hasattr(ops, "rms_norm"):
+        raise ModelError(f"ops must be a set of operators, got {shown(ops)}; use None for torch's")
+    target = _device(device)
     folder = Path(folder)
     config = read_config(folder)
     weights = _open(folder, config)
@@ -67,9 +74,18 @@ def load_model(
     with torch.device("meta"):
         model = build_model(config, ops=ops, layers=layers, first=first, last=last).to(dtype)
     pieces = _check(model, weights)
-    model.to_empty(device=device)
+    model.to_empty(device=target)
     _fill(model, weights, pieces)
     return model
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"device must be a torch.device or its name such as 'cpu', got {shown(device)}"
+        ) from error
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -78,6 +94,7 @@ def has_weights(folder: str | Path) -> bool:
     Raises:
         ModelError: the weights are pickled, which is not supported as pickles can run code.
     """
+    check_path("folder", folder, error=ModelError)
     folder = Path(folder)
     if not os.path.isdir(folder):
         return False
@@ -106,6 +123,8 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
         ModelError: a tensor is missing, unknown, not finite or has another shape; or the copies of
             a tied weight differ.
     """
+    check_type("model", model, StagedModel, "a StagedModel", error=ModelError)
+    check_path("folder", folder, error=ModelError)
     weights = _open(Path(folder), model.config)
     drop_gathered(model)
     _fill(model, weights, _check(model, weights))

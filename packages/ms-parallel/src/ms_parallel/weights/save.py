@@ -14,6 +14,7 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
+from ms_parallel.arguments import check_integer, check_items, check_type
 from ms_parallel.errors import ModelError, NonFiniteError
 from ms_parallel.files.durable import (
     replace_folder,
@@ -100,7 +101,12 @@ def save_model(
     folder, rank = Path(folder), _rank()
     if isinstance(tokenizer, str | Path):
         check_path("tokenizer", tokenizer, error=ModelError)
-    stages = [model] if isinstance(model, nn.Module) else list(model)
+    stages = [model] if isinstance(model, nn.Module) else model
+    check_items("model", stages, nn.Module, "stages", error=ModelError)
+    check_type("dtype", dtype, torch.dtype, "a torch.dtype", error=ModelError, optional=True)
+    check_integer("file_size_bytes", file_size_bytes, minimum=1, error=ModelError)
+    if not stages:
+        raise ModelError("model must be a model or a list of stages, got no stage")
     for stage in stages:
         drop_gathered(stage)
     if tokenizer is not None and not isinstance(tokenizer, TokenizerFiles):

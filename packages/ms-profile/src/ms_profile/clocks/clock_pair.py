@@ -10,6 +10,9 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from ms_profile.arguments import check_callable, check_integer
+from ms_profile.errors import ClockError
+
 Clock = Callable[[], int]
 
 
@@ -40,7 +43,14 @@ class ClockPair(Struct, frozen=True, array_like=True):
 def read_clocks(
     tries: int = 5, *, monotonic: Clock = time.monotonic_ns, wall: Clock = time.time_ns
 ) -> ClockPair:
-    """Read both clocks `tries` times and return the pair with the smallest error."""
+    """Read both clocks `tries` times and return the pair with the smallest error.
+
+    Raises:
+        ClockError: tries is not an integer of at least 1, or a clock cannot be called.
+    """
+    check_integer("tries", tries, minimum=1, error=ClockError)
+    check_callable("monotonic", monotonic, error=ClockError)
+    check_callable("wall", wall, error=ClockError)
     best: ClockPair | None = None
     for _ in range(tries):
         before = monotonic()
@@ -49,6 +59,5 @@ def read_clocks(
         # The midpoint is off by at most half the gap; 1 ns covers the rounding down.
         if best is None or gap // 2 + 1 < best.error_ns:
             best = ClockPair(before + gap // 2, wall_ns, gap // 2 + 1)
-    if best is None:
-        raise ValueError(f"tries must be at least 1, got {tries}")
+    assert best is not None
     return best

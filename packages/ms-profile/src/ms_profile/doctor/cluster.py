@@ -13,6 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ms_profile.arguments import check_type
 from ms_profile.doctor.capture import memory_bytes, this_machine
 from ms_profile.doctor.clocks import gather_bytes
 from ms_profile.doctor.recording import Machine
@@ -76,8 +77,9 @@ def measure_cluster(device: torch.device) -> str | None:
         device: device of this rank.
 
     Raises:
-        DoctorError: machines have different numbers of ranks.
+        DoctorError: device is not a torch.device, or machines have different numbers of ranks.
     """
+    check_type("device", device, torch.device, "a torch.device", error=DoctorError)
     rates = _measure_rates(device)
     if not dist.is_initialized():
         return _cluster_file([rates], device, ranks_per_node=1)

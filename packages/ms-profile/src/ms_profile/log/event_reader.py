@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from attrs import field, frozen
 
-from ms_profile.arguments import check_number, check_type
+from ms_profile.arguments import check_callable, check_number, check_type
 from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import FormatError
 from ms_profile.files.untrusted import check_path, decoding, open_file, read_bytes
@@ -147,6 +147,7 @@ def follow_events(
     check_path("a log", folder, error=FormatError)
     selection = _selection(event_filter)
     check_number("poll_s", poll_s, minimum=0, error=FormatError)
+    check_callable("until", until, error=FormatError)
     states: defaultdict[Path, ReadState] = defaultdict(ReadState)
     while True:
         # Before reading, so that events flushed before the end are still read after it.

@@ -29,6 +29,7 @@ def export_tensorboard(events: Iterable[Event], folder: Path | str) -> int:
         OSError: the folder cannot be written.
     """
     check_path("folder", folder, error=RecordError, written="folder")
+    check_type("events", events, Iterable, "events of read_events", error=EventError)
     files: dict[int, BinaryIO] = {}
     written = 0
     with ExitStack() as open_files:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ms_profile.arguments import check_integer, check_number
+from ms_profile.arguments import check_integer, check_number, check_type
 from ms_profile.errors import RecordError, number_in_environment
 from ms_profile.log.ring import Kind, Ring
 
@@ -165,7 +165,13 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, kind: Kind = Kind.OTHER) -> Iterator[None]:
-        """Record the duration of a `with` block."""
+        """Record the duration of a `with` block.
+
+        Raises:
+            RecordError: name is not a string, or kind is not a `Kind`.
+        """
+        check_type("name", name, str, "a string", error=RecordError)
+        check_type("kind", kind, Kind, "a Kind", error=RecordError)
         number = self.ring.begin(self.ring.name(name), kind)
         try:
             yield
@@ -173,7 +179,13 @@ class Recorder:
             self.ring.end(number)
 
     def batches(self, source: Iterable[Item], name: str = "next batch") -> Iterator[Item]:
-        """Yield the items of `source`, recording the wait for each as waiting for data."""
+        """Yield the items of `source`, recording the wait for each as waiting for data.
+
+        Raises:
+            RecordError: source is not iterable, or name is not a string.
+        """
+        check_type("source", source, Iterable, "an iterable of batches", error=RecordError)
+        check_type("name", name, str, "a string", error=RecordError)
         number = self.ring.name(name)
         iterator = iter(source)
         while True:

@@ -35,7 +35,7 @@ from ms_align.rollouts.prompts import Prompt, prompts_checksum, read_prompts
 from ms_align.rollouts.vllm.options import VllmOptions, check_generator, vllm_options
 from ms_align.run.initial_weights import model_name, weights_checksum
 from ms_align.run.loop import Notice, Result
-from ms_align.settings import integer, valid_path
+from ms_align.settings import integer, short_repr, valid_path
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, check_same_tokenizer, files_of
 from ms_align.trainers.frame.trainer import Trainer
@@ -312,7 +312,8 @@ class OnlineTrainer(RolloutOptions, Trainer):
             )
         if not callable(self.generator):
             raise ConfigError(
-                f"generator must be a name or a callable, got {self.generator!r}; use 'policy'"
+                "generator must be a name or a callable, got "
+                f"{short_repr(self.generator)}; use 'policy'"
             )
         if self.max_staleness:
             raise ConfigError(

@@ -9,7 +9,7 @@ decreasing, which sorts first, does not fill better here and needs all lengths.
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
-from ms_data.arguments import check_integer
+from ms_data.arguments import check_integer, check_items, check_type
 from ms_data.errors import SettingError
 from ms_data.streams.packer import OpenRow, Row, Segment
 
@@ -41,6 +41,7 @@ class BestFitPacker:
         Raises:
             ValueError: the segment is empty or longer than a row.
         """
+        check_type("segment", segment, Segment, "a Segment", error=SettingError)
         size = segment.stop - segment.start
         if not 0 < size <= self._capacity:
             raise ValueError(
@@ -79,6 +80,10 @@ class BestFitPacker:
         Raises:
             ValueError: the rows are not a valid packer state.
         """
+        check_integer("opened", opened, minimum=0, error=SettingError)
+        check_type("rows", rows, Iterable, "OpenRows", error=SettingError)
+        rows = list(rows)
+        check_items("rows", rows, OpenRow, "OpenRows", error=SettingError)
         spaces, open_segments = [], {}
         for number, segments in rows:
             space = self._capacity - sum(stop - start for _, start, stop in segments)

@@ -5,8 +5,11 @@ A generator is a function with the decorator `generator`, in any file of this pa
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from numbers import Integral
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from attrs import frozen
 
@@ -69,10 +72,19 @@ def generator(
 
     def register(make: _Make) -> _Make:
         assert name not in _generators, f"two generators are named {name}"
+
+        @wraps(make)
+        def checked(*sizes: Any, **named_sizes: Any) -> Schedule:
+            parameters = signature(make).parameters
+            for size, value in (*zip(parameters, sizes, strict=False), *named_sizes.items()):
+                if size != "costs":
+                    check_type(size, value, Integral, "an integer", error=ScheduleError)
+            return make(*sizes, **named_sizes)
+
         _generators[name] = Generator(
-            make=make, placement=placement, from_costs=from_costs, seeds_search=seeds_search
+            make=checked, placement=placement, from_costs=from_costs, seeds_search=seeds_search
         )
-        return make
+        return cast(_Make, checked)
 
     return register
 

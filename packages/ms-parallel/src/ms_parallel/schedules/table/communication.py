@@ -8,12 +8,12 @@ only do better. A receive is therefore placed before the computation during whic
 arrives, so that it is posted early.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 
 from attrs import evolve
 
-from ms_parallel.arguments import check_items
+from ms_parallel.arguments import check_items, check_type
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.costs import Costs, Ticks
@@ -79,6 +79,7 @@ def _exchange(result: Result, placement: Sequence[int], output: list[list[Action
 
 def _check_placement(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
     check_items("placement", placement, Integral, "ranks of stages", error=ScheduleError)
+    check_type("rows", rows, Iterable, "rows of actions", error=ScheduleError)
     for rank, row in enumerate(rows):
         check_items(f"row {rank}", row, Action, "actions", error=ScheduleError)
         for action in row:

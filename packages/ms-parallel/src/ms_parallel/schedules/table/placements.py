@@ -2,29 +2,38 @@
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from numbers import Integral
 
+from ms_parallel.arguments import check_integer, check_items
 from ms_parallel.errors import ScheduleError
 
 
 def integers(values: Iterable[int]) -> tuple[int, ...]:
-    """Convert to a tuple of integers, as an attrs converter."""
+    """Convert to a tuple of integers, as an attrs converter.
+
+    Raises:
+        ScheduleError: a value is not an integer.
+    """
+    check_items("placement", values, Integral, "ranks", error=ScheduleError)
     return tuple(values)
 
 
 def one_a_rank(ranks: int) -> tuple[int, ...]:
     """Place stage s on rank s."""
+    check_integer("ranks", ranks, minimum=0, error=ScheduleError)
     return tuple(range(ranks))
 
 
 def looped(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """Place stage s on rank s mod `ranks`; a microbatch goes around `stages_per_rank` times."""
-    if stages_per_rank < 1:
-        raise ScheduleError(f"stages per rank must be at least 1, got {stages_per_rank}")
+    check_integer("ranks", ranks, minimum=0, error=ScheduleError)
+    check_integer("stages_per_rank", stages_per_rank, minimum=1, error=ScheduleError)
     return tuple(range(ranks)) * stages_per_rank
 
 
 def vee(ranks: int) -> tuple[int, ...]:
     """Place two stages per rank, down and back up: the first and last stage are on rank 0."""
+    check_integer("ranks", ranks, minimum=0, error=ScheduleError)
     return (*range(ranks), *reversed(range(ranks)))
 
 
