@@ -265,7 +265,7 @@ class Engine:
         """
         if not hasattr(loss, "weight"):
             raise ConfigError(f"loss must be a Loss, got {shown(loss)}")
-        check_callable("accept", accept, error=ConfigError)
+        check_type("limits", limits, StepLimits, "StepLimits", error=ConfigError)
         microbatches = self.runner.microbatches(batch, self.reduction.microbatch_size)
         # The divisor of the loss must be known before the forward pass: one all-gather of counts.
         counts = self.reduction.count(microbatches, loss)
