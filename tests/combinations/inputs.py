@@ -80,7 +80,8 @@ def write_inputs(folder: Path) -> Path:
         model = build_model(architecture(name, {**sizes, "vocab_size": BYTES}))
         initialize(model, seed=0)
         save_model(model, folder / name)  # type: ignore[arg-type]
-        wider = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+        # Rows of 256 weights, the largest group of any scheme.
+        wider = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
         model = build_model(architecture(name, {**sizes, **wider, "vocab_size": VOCABULARY}))
         initialize(model, seed=0)
         for prefix in ("", "pruned_"):

@@ -20,8 +20,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from ms_compress.arguments import check_items
-from ms_compress.errors import CalibrationError, ConfigError
+from ms_compress.arguments import check_flags, check_number, shown
+from ms_compress.errors import ConfigError
 from ms_compress.methods.calibration import (
     BlockCheckpoint,
     CalibratedBlock,
@@ -134,7 +134,9 @@ def smoothquant(
     Raises:
         ConfigError, LayerError, CalibrationError: as in `awq`.
     """
-    if not 0 <= strength <= 1:
+    check_number("strength", strength, minimum=0, error=ConfigError)
+    check_flags(activations=activations, error=ConfigError)
+    if strength > 1:
         raise ConfigError(f"strength must be 0 to 1, got {strength}; use 0.5")
     quant_scheme = scheme(scheme_name)
     if not activations or quant_scheme.activations is None:
@@ -224,10 +226,16 @@ def _scale_and_round(
     checkpoint: BlockCheckpoint | None,
     progress: Callable[[int, int], object] | None,
 ) -> None:
-    check_items("batches", batches, Tensor, "tensors of tokens", error=CalibrationError)
-    if rounding not in ("rtn", "gptq"):
+    check_flags(
+        activations=activations,
+        act_order=act_order,
+        by_loss=by_loss,
+        fit_scales=fit_scales,
+        error=ConfigError,
+    )
+    if not isinstance(rounding, str) or rounding not in ("rtn", "gptq"):
         choice = nearest(str(rounding), ("rtn", "gptq"))
-        raise ConfigError(f"rounding must be 'rtn' or 'gptq', got {rounding!r}; {choice}")
+        raise ConfigError(f"rounding must be 'rtn' or 'gptq', got {shown(rounding)}; {choice}")
     check_calibration(model, batches, {name for name, _ in select(model, ignore)})
     qat(model, scheme_name, ignore=ignore, activations=activations, learned_scales=True)
     by_gptq = GPTQRounding(

@@ -20,7 +20,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from ms_compress.arguments import check_callable, check_items, check_type
+from ms_compress.arguments import check_callable, check_items, check_type, shown
 from ms_compress.errors import CalibrationError, LayerError
 from ms_compress.models.experts import separated
 from ms_compress.models.logits import check_tokens, evaluating, next_token_logits
@@ -99,6 +99,8 @@ def walk(
     """
     check_calibration(model, batches, targets)
     check_callable("progress", progress, error=CalibrationError, optional=True)
+    if checkpoint is not None and not hasattr(checkpoint, "load"):
+        raise CalibrationError(f"checkpoint must be a BlockCheckpoint, got {shown(checkpoint)}")
     with evaluating(model):
         hidden, calls = _arguments(model, batches)  # hidden: one (B, S, D) per batch
         for number, ((prefix, block), layer_calls) in enumerate(

@@ -215,7 +215,7 @@ class Scheme:
     super_block: SuperBlock | None = None
     """Super-blocks of several groups, whose own scales are integers; `scale_dtype` then is that of
     the super-blocks' scales."""
-    values: tuple[int, ...] | None = None
+    values: tuple[int, ...] | None = field(default=None, validator=_counts)
     """Ascending values that codes can have, if these are not all integers from `low` to `high`."""
     fallback: str | None = None
     """Scheme of layers whose rows the super-block does not divide."""
