@@ -1,5 +1,6 @@
 """The reference pages list every key of every run file and the messages in the source."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -35,6 +36,32 @@ def test_every_key_has_a_meaning_and_a_type(command: str) -> None:
     assert rows
     assert [row.name for row in rows if not row.meaning] == []
     assert [row.name for row in rows if not row.types] == []
+
+
+def events_of(package: str) -> set[str]:
+    """Names of the events that a package's source emits."""
+    names = set()
+    for path in (ROOT / "packages" / package / "src").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call):
+                function = ast.unparse(call.func).rpartition(".")[2]
+                event = call.args[0] if function in ("emit", "event") and call.args else None
+                keywords = {word.arg: word.value for word in call.keywords}
+                event = keywords.get("event") if function == "Notice" else event
+                if isinstance(event, ast.Constant) and isinstance(event.value, str):
+                    names.add(event.value)
+    return names
+
+
+@pytest.mark.parametrize("page", ["counts.md", "counts.zh.md"])
+@pytest.mark.parametrize(("package", "least"), [("ms-parallel", 14), ("ms-align", 18)])
+def test_every_event_is_on_the_page_of_counts(page: str, package: str, least: int) -> None:
+    """In the table of its package."""
+    text = (REFERENCE / page).read_text()
+    section = text.partition(f"## {package}")[2].partition("\n## ")[0]
+    events = events_of(package)
+    assert len(events) >= least
+    assert {name for name in events if f"`{name}`" not in section} == set()
 
 
 def test_reading_every_key_imports_no_torch() -> None:
