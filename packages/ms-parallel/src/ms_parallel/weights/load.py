@@ -123,7 +123,8 @@ def load_weights(model: StagedModel, folder: str | Path) -> None:
         ModelError: a tensor is missing, unknown, not finite or has another shape; or the copies of
             a tied weight differ.
     """
-    check_type("model", model, StagedModel, "a StagedModel", error=ModelError)
+    if not hasattr(model, "config"):
+        raise ModelError(f"model must be a torch.nn.Module with a config, got {shown(model)}")
     check_path("folder", folder, error=ModelError)
     weights = _open(Path(folder), model.config)
     drop_gathered(model)
