@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 NAMES: dict[str, list[str]] = tomllib.loads((ROOT / "tests" / "public_names.toml").read_text())
 PACKAGES = sorted({module.partition(".")[0] for module in NAMES})
-QUICK = ("ms_kernels", "ms_parallel", "ms_profile")
+QUICK = ("ms_kernels",)
 """Packages whose calls take about a second each."""
 LIMIT_S = 20
 """Time after which a call counts as one that hangs."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ms_parallel.arguments import check_items, check_type
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.optimizer import OptimizerConfig, learning_rate, optimizer_of
@@ -48,6 +49,8 @@ def trainer_optimizers(
     Raises:
         ConfigError: a setting is unknown or invalid, or the model has no trainable parameters.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=ConfigError)
+    check_type("plan", plan, ModelPlan, "a ModelPlan", error=ConfigError, optional=True)
     if isinstance(optimizer, OptimizerConfig):
         if settings:
             raise ConfigError("settings must be part of the optimizer object; set them there")
@@ -82,6 +85,10 @@ class TrainerOptimizer(Optimizer):
     def __init__(
         self, parameters: Mapping[str, Tensor], config: OptimizerConfig, plan: ModelPlan
     ) -> None:
+        check_type("parameters", parameters, Mapping, "parameters by name", error=ConfigError)
+        check_items("parameters", parameters.values(), Tensor, "tensors", error=ConfigError)
+        check_type("config", config, OptimizerConfig, "an OptimizerConfig", error=ConfigError)
+        check_type("plan", plan, ModelPlan, "a ModelPlan", error=ConfigError)
         self.parameters = dict(parameters)
         self.config = config
         params: Any = list(self.parameters.values())

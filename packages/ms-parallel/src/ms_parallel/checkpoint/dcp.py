@@ -52,7 +52,12 @@ class RunPosition:
 
 
 def is_distributed(folder: str | Path) -> bool:
-    """Return whether a folder is a checkpoint of torch.distributed.checkpoint."""
+    """Return whether a folder is a checkpoint of torch.distributed.checkpoint.
+
+    Raises:
+        CheckpointError: folder is not a path.
+    """
+    check_path("folder", folder, error=CheckpointError)
     return (Path(folder) / METADATA).is_file()
 
 
