@@ -23,7 +23,7 @@ PACKAGES = sorted({module.partition(".")[0] for module in NAMES})
 QUICK = ("ms_kernels",)
 """Packages whose calls take about a second each."""
 LIMIT_S = 20
-"""Time after which a call counts as one that hangs."""
+"""Time limit of a call."""
 NUMBERS = itertools.count()
 WRONG: dict[str, Any] = {
     "None": None,
@@ -99,7 +99,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def valid(function: str, name: str, inputs: Path) -> Any:
-    """A plausible value of a required parameter, by its name; None if there is none."""
+    """A plausible value of a required parameter, by its name; None for an unknown name."""
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     texts, shards, tokenizer = (inputs / n for n in ("texts.jsonl", "shards", "tokenizer.json"))
     match function, name:
@@ -239,7 +239,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def problem(call: Callable[[], Any]) -> str:
-    """Call; return what is wrong with its error, or "" if it succeeds or its error is good."""
+    """Call; return the defect of its error, or "" if it succeeds or the error is good."""
     signal.alarm(LIMIT_S)
     try:
         result = call()
@@ -300,8 +300,8 @@ def test_every_public_callable_refuses_wrong_arguments_in_one_line(
     try:
         for name, function in callables(package, inputs):
             if name not in FIXED:
-                calls, found = sweep(name, function, inputs)
-                count, problems = count + calls, problems + found
+                calls, lines = sweep(name, function, inputs)
+                count, problems = count + calls, problems + lines
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert problems == []
