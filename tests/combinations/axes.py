@@ -97,6 +97,9 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "balance_coefficient": [UNSET, 0.01],
         "save_dtype": [UNSET, "bfloat16"],
         "generator": ["policy", "vllm"],
+        "max_staleness": [0, 1],
+        "rollout_rs_threshold": [UNSET, 2.0],
+        "off_policy_mask_threshold": [UNSET, 0.1],
         "vllm": [UNSET, "@server"],
         "pass_at_k": [1, 2],
     },
@@ -150,6 +153,7 @@ REGISTRIES: dict[str, dict[str, str]] = {
         "loss_type": "ms_align.losses.surrogates:LOSS_TYPES",
         "importance_sampling_level": "ms_align.losses.surrogates:LEVELS",
     },
+    "ms-align": {"rollout_rs": "ms_align.rollouts.options:REJECTIONS"},
     "ms-compress": {"scheme": "ms_compress.targets.rules:NAMES"},
 }
 """Tables whose names are the values of a key; the default comes first."""
@@ -174,15 +178,7 @@ FIXED = {
     "only how much is saved or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
     "a file or table with its own tests": "model_config cluster devices text_column"
     " task_weights held_out response_dataset stop_token_ids tuning",
-<<<<<<< HEAD
-    "only for rollouts from servers, with their own tests": "vllm vllm.*"
-    " importance_sampling_correction importance_sampling_mode importance_sampling_clip_min"
-    " importance_sampling_clip_max max_logprob_difference",
-    "only for rollouts from servers or earlier weights, with their own tests": "max_staleness"
-    " rollout_rs rollout_rs_threshold off_policy_mask_threshold bypass_mode",
-=======
     "only how the server of rollouts is reached, with its own tests": "vllm.*",
->>>>>>> 401b51fa (Combine every key, loss, divergence and scheme of the run files in pairwise arrays, and generate rollouts from a server, as new values were listed by hand)
     "a limit on the choice of another key": "memory_gib schedule_memory_gib",
     "another way to set the length of a run, exclusive with steps": "epochs",
 }
@@ -214,7 +210,8 @@ def values_of(command: str, row: Any) -> list[Any] | None:
         if row.name in REGISTRIES.get(name, {}):
             module, _, table = REGISTRIES[name][row.name].partition(":")
             names = list(getattr(import_module(module), table))
-            default = json.loads(row.default) if row.default else names[0]
+            unset = UNSET if row.default == "" else names[0]  # a required key has no default
+            default = json.loads(row.default) if row.default else unset
             lists = [LISTS[name][row.name]] if row.name in LISTS.get(name, {}) else []
             return [default, *(item for item in names if item != default), *lists]
     if row.accepted.startswith("`"):
