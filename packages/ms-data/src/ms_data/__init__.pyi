@@ -10,6 +10,7 @@ from .corpus.find import read_rows
 from .deduplication.dedup import dedup
 from .deduplication.options import DedupOptions
 from .disk.inspection import DatasetInfo, inspect
+from .disk.remote import RemoteShards
 from .disk.samples import PairSample, Sample, Samples, UnpairedSample
 from .disk.verification import Fault, Report, verify
 from .errors import (
@@ -18,6 +19,7 @@ from .errors import (
     DamageError,
     DataError,
     OutputError,
+    RemoteError,
     SettingError,
     StateError,
     TokenizerError,
@@ -68,6 +70,8 @@ __all__ = [
     "PreferenceBatch",
     "PreferenceStream",
     "Processor",
+    "RemoteError",
+    "RemoteShards",
     "Report",
     "Sample",
     "Samples",

@@ -1,6 +1,6 @@
 """Errors that this package raises on purpose; each is also a fitting builtin exception."""
 
-from pathlib import Path
+from pathlib import PurePath
 from typing import ClassVar
 
 _SHOWN_CHARACTERS = 200
@@ -49,14 +49,20 @@ class StateError(DataError, ValueError):
 class DamageError(DataError, RuntimeError):
     """Data on disk that changed since it was written; names the file and the part."""
 
-    def __init__(self, path: Path, part: str, problem: str) -> None:
+    def __init__(self, path: PurePath | str, part: str, problem: str) -> None:
         super().__init__(
             f"{printable(path)}: {part}: {problem}; restore the file from a copy, or rebuild the "
             "dataset"
         )
-        self.file = path.name
+        self.file = PurePath(path).name
         self.part = part
         self.problem = problem
+
+
+class RemoteError(DataError, RuntimeError):
+    """Object store that does not answer completely, also after retries."""
+
+    exit_code: ClassVar[int] = 1
 
 
 class WriteError(OutputError):

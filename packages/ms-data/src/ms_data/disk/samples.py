@@ -120,7 +120,7 @@ class Samples(Sequence[Sample | PairSample | UnpairedSample]):
         )
         if kind == "conversations":
             kinds = ("conversations", "media")
-        self._split = Split(folder, split, kinds=kinds, cache_bytes=CACHE_BYTES)
+        self._split = Split(self.folder, split, kinds=kinds, cache_bytes=CACHE_BYTES)
         self.kind: DocumentKind = self._split.kind
         self.dataset_index = self._split.index
         """Index of the dataset, with the fingerprint."""
@@ -148,7 +148,9 @@ class Samples(Sequence[Sample | PairSample | UnpairedSample]):
             return _unpack_sample(words[self._header :], float(floats[0]))
         size, body = int(words[2]), words[self._header :]
         if not 0 < size < len(body):
-            raise DamageError(self._split.folder, f"sample {number}", "a response has no tokens")
+            raise DamageError(
+                str(self._split.folder), f"sample {number}", "a response has no tokens"
+            )
         chosen, rejected = _unpack_sample(body[:size], 1.0), _unpack_sample(body[size:], 1.0)
         return PairSample(chosen, rejected, float(floats[0]), float(floats[1]))
 
@@ -192,13 +194,13 @@ class Samples(Sequence[Sample | PairSample | UnpairedSample]):
             self._media = Split(self.folder, name, kinds=("media",), cache_bytes=1 << 17)
         part = f"media of sample {number}"
         if start + size > self._media.tokens:
-            raise DamageError(self.folder, part, "extend past the end of the shards")
+            raise DamageError(str(self.folder), part, "extend past the end of the shards")
         try:
             items = read_media(self._media.read(start, start + size).view(np.uint32))
         except ValueError as error:
-            raise DamageError(self.folder, part, str(error)) from error
+            raise DamageError(str(self.folder), part, str(error)) from error
         if any(item.stop > self.sizes[number] for item in items):
-            raise DamageError(self.folder, part, "extend past the tokens of the sample")
+            raise DamageError(str(self.folder), part, "extend past the tokens of the sample")
         return items
 
     @property

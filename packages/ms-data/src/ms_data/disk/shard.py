@@ -1,8 +1,8 @@
 """Reads checked frames from a shard."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +19,13 @@ from ms_data.disk.format import (
     ShardEntry,
     checksum,
 )
+from ms_data.disk.remote import RemoteFile, RemoteShards
 from ms_data.errors import DamageError
+
+REREADS = 4
+"""Further reads of a damaged frame or footer from an object store, past the cache."""
+REREAD_TAIL_BYTES = 1 << 20
+"""End of a shard with its frame table and footer."""
 
 
 class Frame(NamedTuple):
@@ -40,15 +46,31 @@ class Shard:
         folder: folder of the dataset.
         entry: entry of the shard in the index.
         frame_tokens: tokens per frame, from the index.
+        fingerprint: fingerprint of the dataset, for the cache of a remote folder.
 
     Raises:
         DamageError: the file is missing, has the wrong size, or has a damaged head, table, footer
             or trailer.
     """
 
-    def __init__(self, folder: Path, entry: ShardEntry, frame_tokens: int) -> None:
-        self.path = folder / entry.name
+    def __init__(
+        self,
+        folder: Path | RemoteShards,
+        entry: ShardEntry,
+        frame_tokens: int,
+        *,
+        fingerprint: str = "",
+    ) -> None:
         self._decompressor = zstandard.ZstdDecompressor()
+        self._descriptor = -1
+        self._remote: RemoteFile | None = None
+        self.path: PurePath | str
+        if isinstance(folder, RemoteShards):
+            self.path = folder.path(entry.name)
+            self._remote = folder.open(entry.name, entry.size_bytes, fingerprint)
+            self._open_remote(entry, frame_tokens)
+            return
+        self.path = folder / entry.name
         try:
             # Without O_NONBLOCK, opening a pipe that has no writer would block forever.
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -88,6 +110,11 @@ class Shard:
         # The table was checked on opening, so sizes and counts can be trusted here.
         size, ends, position, expected = self.table[number].tolist()
         payload = self._read_bytes(part, int(self.offsets[number]), size)
+        for _ in range(REREADS if self._remote is not None else 0):
+            if checksum(payload) == expected:
+                break
+            # Damaged on the way or in the cache; the store's own copy decides.
+            payload = self._read_bytes(part, int(self.offsets[number]), size, fresh=True)
         if checksum(payload) != expected:
             raise self._damage_error(part, "checksum mismatch")
         first = number * self.footer.frame_tokens
@@ -109,12 +136,31 @@ class Shard:
             raise self._damage_error(part, f"cannot be decompressed: {error}") from error
         return np.frombuffer(raw, dtype)
 
+    def prefetch(self, frames: Iterable[int]) -> None:
+        """Fetch the bytes of frames from an object store together; does nothing on a disk."""
+        if self._remote is not None:
+            ends = [*self.offsets[1:].tolist(), self._frames_end]
+            spans = [(int(self.offsets[number]), int(ends[number])) for number in frames]
+            self._remote.prefetch(spans)
+
+    def _open_remote(self, entry: ShardEntry, frame_tokens: int) -> None:
+        assert self._remote is not None
+        for _ in range(REREADS):
+            try:
+                return self._open(entry, frame_tokens)
+            except DamageError:  # on the way or in the cache, perhaps
+                tail = max(0, entry.size_bytes - REREAD_TAIL_BYTES)
+                self._remote.read(0, len(MAGIC), fresh=True)
+                self._remote.read(tail, entry.size_bytes, fresh=True)
+        return self._open(entry, frame_tokens)
+
     def _open(self, entry: ShardEntry, frame_tokens: int) -> None:
-        size = os.fstat(self._descriptor).st_size
-        if size != entry.size_bytes:
-            raise self._damage_error(
-                "file", f"has {size} bytes, but {entry.size_bytes} were written"
-            )
+        if self._remote is None:
+            size = os.fstat(self._descriptor).st_size
+            if size != entry.size_bytes:
+                raise self._damage_error(
+                    "file", f"has {size} bytes, but {entry.size_bytes} were written"
+                )
         if self._read_bytes("head", 0, len(MAGIC)) != MAGIC:
             raise self._damage_error("head", "does not start like a shard")
         # The file is checked from its end: trailer, footer, table; frames follow on demand.
@@ -137,6 +183,7 @@ class Shard:
         if table["position"].max() >= footer.tokens:
             raise self._damage_error("frame table", "a frame starts past the tokens of the shard")
         self.footer, self.table, self.offsets = footer, table, bounds[:-1]
+        self._frames_end = table_offset
 
     def _read_footer(self, entry: ShardEntry) -> tuple[Footer, int]:
         trailer_offset = entry.size_bytes - TRAILER.size
@@ -160,9 +207,12 @@ class Shard:
             raise self._damage_error("footer", "the totals differ from the index")
         return footer, trailer_offset - size
 
-    def _read_bytes(self, part: str, offset: int, size: int) -> bytes:
+    def _read_bytes(self, part: str, offset: int, size: int, *, fresh: bool = False) -> bytes:
         try:
-            content = os.pread(self._descriptor, size, offset)
+            if self._remote is not None:
+                content = self._remote.read(offset, offset + size, fresh=fresh)
+            else:
+                content = os.pread(self._descriptor, size, offset)
         except OSError as error:
             raise self._damage_error(part, f"cannot be read: {error.strerror}") from error
         if len(content) != size:

@@ -3,9 +3,9 @@
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ms_data.arguments import shown
 from ms_data.disk.format import DOCUMENT_KINDS, DocumentKind, Index, decode_index, frame_count
 from ms_data.disk.frame_cache import FrameCache, LRUFrameCache, SharedFrameCache
+from ms_data.disk.remote import RemoteShards
 from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, printable
 from ms_data.files.untrusted import check_path, open_file
@@ -22,22 +23,40 @@ OPEN_SHARDS = 128
 
 
 def dataset_folder(folder: str | Path) -> Path:
-    """Return the path of a dataset folder.
+    """Return the path of a dataset folder on this machine.
 
     Raises:
-        SettingError: the path is invalid on any operating system.
+        SettingError: the path is invalid on any operating system, or a URL.
     """
+    if isinstance(folder, RemoteShards) or "://" in str(folder):
+        raise SettingError(
+            f"{printable(folder)} is a URL, and only TokenStream reads object stores; copy the"
+            " folder to a disk"
+        )
     check_path("a dataset", folder, error=SettingError)
     return Path(folder)
 
 
-def read_index(folder: Path) -> Index:
+def any_folder(folder: str | Path | RemoteShards) -> Path | RemoteShards:
+    """Return a dataset folder on this machine or, for a URL, in an object store.
+
+    Raises:
+        SettingError: the path is invalid, or the client of the store is not installed.
+    """
+    if isinstance(folder, str) and "://" in folder:
+        return RemoteShards(folder)
+    return folder if isinstance(folder, RemoteShards) else dataset_folder(folder)
+
+
+def read_index(folder: Path | RemoteShards) -> Index:
     """Read and check `folder/index.json`.
 
     Raises:
         SettingError: the folder holds no dataset.
         DamageError: the index is damaged.
     """
+    if isinstance(folder, RemoteShards):
+        return _decode_index(folder.path("index.json"), folder.read_index(INDEX_LIMIT_BYTES))
     path = folder / "index.json"
     if not os.path.lexists(path):
         raise SettingError(
@@ -51,6 +70,10 @@ def read_index(folder: Path) -> Index:
             content = file.readall()
     except OSError as error:
         raise DamageError(path, "file", f"cannot be read: {error.strerror}") from error
+    return _decode_index(path, content)
+
+
+def _decode_index(path: PurePath | str, content: bytes) -> Index:
     try:
         return decode_index(content)
     except RecursionError as error:
@@ -81,14 +104,14 @@ class Split:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | RemoteShards,
         name: str,
         *,
         kinds: tuple[DocumentKind, ...] = ("text",),
         cache_bytes: int = 0,
         shared_cache: str | Path | None = None,
     ) -> None:
-        self.folder = dataset_folder(folder)
+        self.folder = any_folder(folder)
         self.index = read_index(self.folder)
         self.kind = self.index.document_kind
         if self.kind not in kinds:
@@ -164,6 +187,22 @@ class Split:
             filled += high - low
         return np.concatenate(ends)
 
+    def prefetch(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fetch the bytes of token ranges from an object store together; does nothing on a disk."""
+        if not isinstance(self.folder, RemoteShards):
+            return
+        frames: dict[int, set[int]] = {}
+        for start, stop in spans:
+            while start < stop:
+                shard = bisect_right(self._starts, start) - 1
+                end = min(stop, self._starts[shard + 1])
+                first = (start - self._starts[shard]) // self.index.frame_tokens
+                last = (end - 1 - self._starts[shard]) // self.index.frame_tokens
+                frames.setdefault(shard, set()).update(range(first, last + 1))
+                start = end
+        for shard, numbers in frames.items():
+            self._open(shard).prefetch(numbers)
+
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Frame, int, int]]:
         """Yield the frames that hold tokens `start` to `stop`, each with its token range."""
         while start < stop:
@@ -199,7 +238,12 @@ class Split:
     def _open(self, number: int) -> Shard:
         shard = self._shards.get(number)
         if shard is None:
-            shard = Shard(self.folder, self._entries[number], self.index.frame_tokens)
+            shard = Shard(
+                self.folder,
+                self._entries[number],
+                self.index.frame_tokens,
+                fingerprint=self.index.fingerprint,
+            )
             self._shards[number] = shard
             if len(self._shards) > OPEN_SHARDS:
                 self._shards.popitem(last=False)[1].close()  # the least recently used

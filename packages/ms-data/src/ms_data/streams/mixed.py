@@ -3,20 +3,21 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import xxhash
 
 from ms_data.arguments import check_number, check_type
 from ms_data.disk.format import Index
-from ms_data.disk.split import dataset_folder
+from ms_data.disk.remote import RemoteShards
+from ms_data.disk.split import any_folder, dataset_folder
 from ms_data.errors import SettingError, printable
 from ms_data.streams.mixture import Mixture, Phase, Weights
 from ms_data.streams.share import BatchStream
 
 B = TypeVar("B")
-Sources = str | Path | Mapping[str, str | Path]
-"""A folder of shards, or several by name."""
+Sources = str | Path | RemoteShards | Mapping[str, str | Path | RemoteShards]
+"""A folder of shards, on a disk or in an object store, or several by name."""
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +28,15 @@ class MixedStream(BatchStream[B]):
     Subclasses call `_name_sources`, open the sources, and then call `_mix`.
     """
 
+    _reads_remote: ClassVar[bool] = False
+    """Whether sources may be in object stores."""
     _mixture: Mixture
     _sample_limit: int | None
 
     def _name_sources(self, sources: Sources) -> None:
-        if isinstance(sources, str | Path):
-            sources = {dataset_folder(sources).name: sources}
+        if isinstance(sources, str | Path | RemoteShards):
+            folder = self._folder_of(sources)
+            sources = {folder.name: folder}
         if not isinstance(sources, Mapping):
             raise SettingError(
                 f"sources must be a folder or a dict, got {printable(repr(sources))}; pass a"
@@ -40,10 +44,14 @@ class MixedStream(BatchStream[B]):
             )
         if not sources:
             raise SettingError("sources is empty; pass at least one dataset folder")
-        self.folders = tuple(dataset_folder(folder) for folder in sources.values())
+        self.folders = tuple(self._folder_of(folder) for folder in sources.values())
         """Dataset folders of the sources; each contains its tokenizer."""
         self.names = tuple(sources)
         """Source names; `task` is an index into them."""
+
+    def _folder_of(self, folder: str | Path | RemoteShards) -> Any:
+        """Return a `Path`, or `RemoteShards` where the stream reads object stores."""
+        return any_folder(folder) if self._reads_remote else dataset_folder(folder)  # type: ignore[arg-type]
 
     def _source_seed(self, number: int) -> int:
         # A large stride, so that source i with seed s + 1 differs from source i + 1 with seed s.

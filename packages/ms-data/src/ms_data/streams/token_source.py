@@ -9,6 +9,7 @@ import numpy as np
 
 from ms_data.arguments import shown
 from ms_data.disk.format import Index
+from ms_data.disk.remote import RemoteShards
 from ms_data.disk.split import Split
 from ms_data.errors import SettingError
 from ms_data.settings.arguments import check_counts, is_integer
@@ -47,7 +48,7 @@ class TokenSource:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | RemoteShards,
         split: str,
         *,
         length: int,

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ms_data.disk.remote import RemoteShards
 from ms_data.errors import SettingError
 from ms_data.files.untrusted import check_path
 from ms_data.streams.batch import Batch
@@ -25,7 +26,8 @@ class TokenStream(MixedStream[Batch]):
     then holds the source index of every row.
 
     Args:
-        sources: a folder that `build` wrote, or several by name.
+        sources: a folder that `build` wrote, or several by name. A URL such as `s3://bucket/shards`
+            or `RemoteShards` reads from an object store.
         sequence_length: tokens per sample, S.
         batch_size: samples per global batch.
         seed: random seed of the order.
@@ -53,6 +55,8 @@ class TokenStream(MixedStream[Batch]):
             different tokenizers.
         DamageError: the index, or later a frame, is damaged.
     """
+
+    _reads_remote = True
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class TokenStream(MixedStream[Batch]):
             shuffle=shuffle,
             epochs=epochs,
         )
-        self._mixed = not isinstance(sources, str | Path)
+        self._mixed = not isinstance(sources, str | Path | RemoteShards)
         if not self._mixed and (weights is not None or max_epochs is not None):
             raise SettingError("weights and max_epochs need named sources; pass sources as a dict")
         self._name_sources(sources)

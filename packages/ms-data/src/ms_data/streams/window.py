@@ -50,6 +50,8 @@ class Window:
             self._buffer = np.empty(shape, split.index.token_type)
         self._starts = slots * width + (samples % chunk_samples) * length  # (w,) flat coordinates
         ends: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(chunks)
+        spans = (int(chunk) * chunk_samples * length for chunk in chunks)
+        split.prefetch((first, min(first + width, split.tokens)) for first in spans)
         begin = int(start_fraction * len(chunks))
         for slot in (*range(begin, len(chunks)), *range(begin)):
             chunk = int(chunks[slot])

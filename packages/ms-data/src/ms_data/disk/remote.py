@@ -1,0 +1,331 @@
+"""Shards in object stores, read in blocks through fsspec with a bounded cache on the local disk.
+
+The index and the shards are addressed by name, so nothing is listed. A shard is read in aligned
+blocks by range requests; blocks are cached as files, which all processes of a machine share. Stores
+fail, stall and cut transfers short, so a request is repeated with growing pauses, and each answer
+must have the requested length. Bytes are trusted only after the checks of `Shard`, whose frames
+have xxh3 checksums: a frame that fails is fetched once more past the cache.
+"""
+
+import logging
+import os
+import random
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from importlib import import_module
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from ms_data.arguments import shown
+from ms_data.errors import DamageError, RemoteError, SettingError, printable
+from ms_data.files.untrusted import check_path
+from ms_data.secret_text import without_secrets
+from ms_data.settings.arguments import check_counts
+
+logger = logging.getLogger(__name__)
+
+BLOCK_KIB = 1024
+"""Size of a request; about that of the neighboring frames that a stream reads together."""
+CACHE_MIB = 4096
+ATTEMPTS = 8
+TIMEOUT_S = 30.0
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+THREADS = 8
+"""Requests in flight per process."""
+TRIM_SHARE = 16
+"""A process trims the cache after it has added this fraction of its limit."""
+
+
+class RemoteShards:
+    """A dataset folder in an object store, for any argument that takes a folder of shards.
+
+    Args:
+        url: `s3://`, `gs://`, `hf://` or another URL of fsspec, of a folder that `build` wrote.
+            Credentials come from the client's environment and are never printed or stored.
+        cache: local folder of cached blocks. None: `ms-data` in `XDG_CACHE_HOME` or `~/.cache`.
+        cache_mib: limit of the cache on this machine, in MiB.
+        block_kib: size of a cached block and a request, in KiB.
+        attempts: requests for a block before it counts as failed.
+        timeout_s: limit of one request in seconds, for asynchronous clients (s3, gs, http).
+        options: options of the fsspec file system, such as `endpoint_url`.
+
+    Raises:
+        SettingError: an argument is out of range, or fsspec or the client is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        cache: str | Path | None = None,
+        cache_mib: int = CACHE_MIB,
+        block_kib: int = BLOCK_KIB,
+        attempts: int = ATTEMPTS,
+        timeout_s: float = TIMEOUT_S,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        check_path("cache", cache, error=SettingError, optional=True)
+        if not isinstance(url, str) or "://" not in url:
+            raise SettingError(f"url must be a URL such as s3://bucket/folder, got {shown(url)}")
+        check_counts(cache_mib=cache_mib, block_kib=block_kib, attempts=attempts)
+        parts = urlsplit(url)
+        self.url = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        """URL without user, password and query."""
+        self.attempts, self.timeout_s = attempts, timeout_s
+        self.block_bytes = block_kib << 10
+        self.retries = 0
+        """Requests of this process that were repeated."""
+        self._url, self._options = url, options or {}
+        self._filesystem, self._root = self._connect()
+        self._cache = BlockCache(_cache_folder(cache), cache_mib << 20)
+        self._process = os.getpid()
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """Last component of the URL."""
+        return PurePosixPath(urlsplit(self.url).path).name or self.url
+
+    def path(self, name: str) -> str:
+        """Return the URL of a file, for messages."""
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def read_index(self, limit_bytes: int) -> bytes:
+        """Read `index.json` by one request.
+
+        Raises:
+            SettingError: there is none.
+            RemoteError: the store does not answer.
+        """
+        try:
+            content = self._request("index.json", None, None)
+        except FileNotFoundError as error:
+            raise SettingError(
+                f"{printable(self.url)} holds no dataset (no index.json); build one and copy it"
+            ) from error
+        if len(content) > limit_bytes:
+            raise DamageError(
+                self.path("index.json"), "file", f"has {len(content)} bytes, more than any index"
+            )
+        return content
+
+    def open(self, name: str, size_bytes: int, fingerprint: str) -> "RemoteFile":
+        """Return a file of a known size; no request is made."""
+        return RemoteFile(self, name, size_bytes, fingerprint)
+
+    def fetch(self, name: str, begin: int, end: int) -> bytes:
+        """Read bytes from `begin` to `end` of a file from the store, with retries.
+
+        Raises:
+            RemoteError: all attempts failed.
+            FileNotFoundError: there is no such file.
+        """
+        return self._request(name, begin, end)
+
+    def _request(self, name: str, begin: int | None, end: int | None) -> bytes:
+        path = f"{self._root.rstrip('/')}/{name}"
+        problem = ""
+        for attempt in range(self.attempts):
+            if attempt:
+                self.retries += 1
+                pause = min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+                logger.debug("%s: %s; trying again in %.1f s", self.path(name), problem, pause)
+                time.sleep(pause)
+            try:
+                content = self._cat(path, begin, end)
+            except FileNotFoundError:
+                raise
+            except Exception as error:  # the clients' exceptions have no common base class
+                problem = without_secrets(f"{type(error).__name__}: {error}")
+                continue
+            if begin is None or end is None or len(content) == end - begin:
+                return content
+            problem = f"sent {len(content)} of {end - begin} bytes"
+        raise RemoteError(
+            f"{printable(self.path(name))}: no complete answer in {self.attempts} attempts,"
+            f" last {printable(problem)[:200]}; check the store and your access rights"
+        )
+
+    def _cat(self, path: str, begin: int | None, end: int | None) -> bytes:
+        filesystem = self._filesystem_of_process()
+        if getattr(filesystem, "async_impl", False):
+            sync = import_module("fsspec.asyn").sync
+            read = filesystem._cat_file
+            # The client's own time limits are minutes; a stalled answer is given up sooner.
+            return bytes(
+                sync(filesystem.loop, read, path, start=begin, end=end, timeout=self.timeout_s)
+            )
+        return bytes(filesystem.cat_file(path, start=begin, end=end))
+
+    def _filesystem_of_process(self) -> Any:
+        if self._process != os.getpid():  # a client's threads do not survive a fork
+            self._filesystem, self._root = self._connect()
+            self._process = os.getpid()
+        return self._filesystem
+
+    def _connect(self) -> tuple[Any, str]:
+        try:
+            fsspec = import_module("fsspec")
+        except ImportError as error:
+            raise SettingError(
+                f"{printable(self.url)}: fsspec is needed to reach it; pip install"
+                " 'ms-data[remote]'"
+            ) from error
+        try:
+            filesystem, root = fsspec.core.url_to_fs(
+                self._url, skip_instance_cache=True, **self._options
+            )
+        except (ImportError, ValueError) as error:
+            raise SettingError(
+                f"{printable(self.url)}: {printable(str(error))}; install the client of this store"
+            ) from error
+        return filesystem, str(root)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the client out; each process connects on its own."""
+        return {**self.__dict__, "_filesystem": None, "_process": 0}
+
+
+class RemoteFile:
+    """Reads byte ranges of one file through the cache.
+
+    Args:
+        folder: folder of the file.
+        name: name of the file.
+        size_bytes: size from the index.
+        fingerprint: changes with the dataset, so that a cache never mixes two versions.
+    """
+
+    def __init__(self, folder: RemoteShards, name: str, size_bytes: int, fingerprint: str) -> None:
+        self.folder, self.name, self.size_bytes = folder, name, size_bytes
+        key = f"{folder.url}\0{fingerprint}\0{name}\0{size_bytes}\0{folder.block_bytes}"
+        self._key = blake2b(key.encode(), digest_size=16).hexdigest()
+
+    def read(self, begin: int, end: int, *, fresh: bool = False) -> bytes:
+        """Read bytes from `begin` to `end`; `fresh` replaces what is cached.
+
+        Raises:
+            RemoteError: the store does not answer completely.
+            FileNotFoundError: there is no such file.
+        """
+        size = self.folder.block_bytes
+        return b"".join(
+            self._read_block(
+                number, max(begin - number * size, 0), min(end - number * size, size), fresh=fresh
+            )
+            for number in self._blocks(begin, end)
+        )
+
+    def prefetch(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fetch the blocks of byte ranges that are not cached, several at a time."""
+        blocks = {number for begin, end in spans for number in self._blocks(begin, end)}
+        missing = [n for n in sorted(blocks) if not self.folder._cache.has(self._name(n))]
+        if len(missing) > 1:
+            with ThreadPoolExecutor(min(THREADS, len(missing))) as pool:
+                list(pool.map(self._fetch_block, missing))
+
+    def _blocks(self, begin: int, end: int) -> range:
+        size = self.folder.block_bytes
+        return range(begin // size, -(-end // size))
+
+    def _name(self, number: int) -> str:
+        return f"{self._key}-{number}"
+
+    def _read_block(self, number: int, begin: int, end: int, *, fresh: bool) -> bytes:
+        """Read a range of a block, from the cache if possible."""
+        content = None if fresh else self.folder._cache.get(self._name(number), begin, end)
+        return self._fetch_block(number)[begin:end] if content is None else content
+
+    def _fetch_block(self, number: int) -> bytes:
+        begin = number * self.folder.block_bytes
+        end = min(begin + self.folder.block_bytes, self.size_bytes)
+        content = self.folder.fetch(self.name, begin, end)
+        self.folder._cache.put(self._name(number), content)
+        return content
+
+
+class BlockCache:
+    """Blocks as files in a folder of limited size, shared by processes; the oldest are removed.
+
+    A block is written to a temporary file and renamed, so readers see complete blocks. If the disk
+    is full, blocks are simply not cached.
+
+    Args:
+        folder: folder of the files; created if missing.
+        limit_bytes: total size of all blocks.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder, self.limit_bytes = folder, limit_bytes
+        self._added = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(
+                f"cache {printable(folder)} cannot be created: {error.strerror}; set another cache"
+            ) from error
+        self._trim()
+
+    def has(self, name: str) -> bool:
+        """Return whether a block is cached."""
+        return (self.folder / name).exists()
+
+    def get(self, name: str, begin: int, end: int) -> bytes | None:
+        """Return a range of a block; None if it is not cached completely."""
+        try:
+            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            content = os.pread(descriptor, end - begin, begin)
+            os.utime(descriptor)  # recently used
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+        return content if len(content) == end - begin else None
+
+    def put(self, name: str, content: bytes) -> None:
+        """Store a block, and remove the oldest ones if the limit is exceeded."""
+        temporary = self.folder / f".{name}.{os.getpid()}.{random.getrandbits(32):08x}"
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(self.folder / name)
+        except OSError as error:
+            logger.debug("block is not cached: %s", error)
+            temporary.unlink(missing_ok=True)
+            return
+        self._added += len(content)
+        if self._added * TRIM_SHARE > self.limit_bytes:
+            self._trim()
+
+    def _trim(self) -> None:
+        """Remove the blocks that were not used for longest until the rest fits."""
+        self._added = 0
+        entries = []
+        with os.scandir(self.folder) as files:
+            for file in files:
+                try:
+                    status = file.stat(follow_symlinks=False)
+                except FileNotFoundError:  # another process removed it
+                    continue
+                entries.append((status.st_mtime_ns, status.st_size, file.path))
+        # Room for what all processes may add until the next trim.
+        excess = sum(size for _, size, _ in entries) - self.limit_bytes * (1 - 1 / TRIM_SHARE)
+        for _, size, path in sorted(entries):
+            if excess <= 0:
+                break
+            Path(path).unlink(missing_ok=True)
+            excess -= size
+
+
+def _cache_folder(folder: str | Path | None) -> Path:
+    if folder is not None:
+        return Path(folder)
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "ms-data" / "blocks"
