@@ -46,10 +46,6 @@ CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
         "scales",
         lambda x: packed_weights.dequantize(CODES, x, bits=4, group_size=16),
     ),
-    "rotary_table": (
-        "scaling",
-        lambda x: ms_kernels.rotary_table(torch.arange(4), width=4, scaling=x or 3),
-    ),
     "explain": ("operator", ms_kernels.explain),
     "Mixture names": ("names", ms_data.Mixture),
     "Mixture weights": ("weights", lambda x: ms_data.Mixture(["a"], [x])),

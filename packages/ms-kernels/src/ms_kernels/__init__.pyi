@@ -15,7 +15,6 @@ from .operators.linear_cross_entropy.operator import linear_cross_entropy
 from .operators.permute_tokens.operator import permute_tokens
 from .operators.quantized_linear.operator import quantized_linear
 from .operators.rms_norm.operator import rms_norm
-from .operators.rotary.angles import LinearScaling, Llama3Scaling, YarnScaling, rotary_table
 from .operators.rotary.operator import rotary
 from .operators.swiglu.operator import swiglu
 from .operators.token_log_probs.operator import token_log_probs
@@ -28,12 +27,9 @@ __all__ = [
     "ArgumentError",
     "BackendError",
     "KernelError",
-    "LinearScaling",
-    "Llama3Scaling",
     "PatchError",
     "PatchReport",
     "TableError",
-    "YarnScaling",
     "__version__",
     "adamw_step",
     "add_rms_norm",
@@ -53,7 +49,6 @@ __all__ = [
     "register_attention",
     "rms_norm",
     "rotary",
-    "rotary_table",
     "swiglu",
     "token_log_probs",
     "unpatch",

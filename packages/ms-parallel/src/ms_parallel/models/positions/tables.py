@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ms_parallel.errors import ModelError
+from ms_parallel.host_copy import send
 from ms_parallel.models.positions.scaling import Rope, RopeScaling
 
 
@@ -49,7 +50,7 @@ def frequencies(rope: Rope, *, device: torch.device | None = None) -> Tensor:
         case "yarn":
             return _yarn(rope, scaling, powers)
         case "longrope":
-            return 1.0 / (torch.tensor(scaling.short_factor, device=device) * powers)
+            return 1.0 / (send(torch.tensor(scaling.short_factor), powers.device) * powers)
     return plain
 
 
@@ -135,7 +136,7 @@ def _long_frequencies(rope: Rope, lengths: Tensor) -> Tensor:
     assert limit is not None
     if scaling.kind == "longrope":
         powers = _powers(rope, rope.theta, lengths.device)
-        return 1.0 / (torch.tensor(scaling.long_factor, device=lengths.device) * powers)
+        return 1.0 / (send(torch.tensor(scaling.long_factor), powers.device) * powers)
     # Dynamic NTK: the base grows with the sequence length.
     factor = _factor(rope, scaling)
     # Base scaled as in transformers' `dynamic`; equal to theta at the limit.
