@@ -174,6 +174,7 @@ class Inputs:
             "runs/quantize": self.write_quantized,
             "runs/qat": lambda path: self.copy("runs/quantize", path),
             "runs/sft": self.write_events,
+            "model.gguf": self.write_gguf,
             "outputs/checkpoint/step-1000": self.write_distributed_checkpoint,
             "train.py": lambda path: void(path.write_text(TRAIN)),
             "CLUSTER.toml": lambda path: void(path.write_text(CLUSTER)),
@@ -302,6 +303,12 @@ class Inputs:
         copy_inputs(line, workdir, self)
         run(line, workdir)
         shutil.copytree(workdir / "runs" / "quantize", path)
+
+    def write_gguf(self, path: Path) -> None:
+        """A GGUF file of the model."""
+        model, out = self["runs/train/model"], path.with_name("exported")
+        run(f"ms-compress export {model.name} --scheme gguf.q8_0 --out {out.name}", path.parent)
+        shutil.move(out / "model.gguf", path)
 
     def write_distributed_checkpoint(self, path: Path) -> None:
         """A checkpoint with torchtitan's names, of a run with the small run file."""

@@ -163,7 +163,7 @@ def test_gradients_of_scales_and_minimums_are_derivatives() -> None:
     assert torch.equal(grad_weight != 0, inside.view(4, 256))
 
 
-@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+@pytest.mark.parametrize("name", ["q4_k", pytest.param("q6_k", marks=pytest.mark.slow)])
 def test_trained_folder_has_the_values_of_training(name: str, tmp_path: Path) -> None:
     """After steps that move weights, scales and minimums, read by the gguf library."""
     model = qat(decoder(), f"gguf.{name}", learned_scales=True)

@@ -31,6 +31,7 @@ from .methods.student import cut_student
 from .methods.wanda import wanda
 from .models.experts import separate_experts
 from .quantization.scheme import Scheme
+from .targets.gguf.convert import import_gguf
 from .targets.rules import scheme
 from .targets.target import open_runtime
 from .training.distillation import distillation_loss
@@ -62,6 +63,7 @@ __all__ = [
     "export",
     "fit_scales",
     "gptq",
+    "import_gguf",
     "input_importance",
     "keep_zeros",
     "mask_zeros",

@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         _add_command(commands, command)
     _add_export(commands)
+    _add_import(commands)
     init = commands.add_parser(
         "init",
         help="write a run file for a command, with a description of every key",
@@ -139,6 +140,33 @@ def _add_command(commands: Any, command: Command) -> None:
     for flag in command.flags:
         parser.add_argument(f"--{flag}", action="store_true", help=f"the same as {flag}=true")
     parser.set_defaults(command=command, handler=_run)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from ms_compress.jobs.importing import run
+
+    return _write(run(options.file, options.out, options.dtype), as_json=options.json)
+
+
+def _add_import(commands: Any) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="convert a GGUF file to a Hugging Face folder",
+        description="Convert a GGUF file to a Hugging Face folder, to train, distill or quantize.",
+        example="ms-compress import model.gguf --out runs/base",
+    )
+    parser.add_argument("file", type=path_argument, metavar="FILE", help="GGUF file")
+    parser.add_argument(
+        "--out", type=folder_argument, required=True, metavar="DIR", help="new folder"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="float32",
+        help="dtype of the weights; float32 (the default) has the file's exact values",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(handler=_import)
 
 
 def _add_export(commands: Any) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ms_compress.arguments import check_items
+from ms_compress.errors import CalibrationError
 from ms_compress.methods.calibration import CalibratedBlock, walk
 from ms_compress.models.selection import select
 
@@ -32,6 +34,7 @@ def input_importance(
         CalibrationError: no tokens are given, or a weight or a layer's input is not finite.
         DataError: a token is outside the model's vocabulary.
     """
+    check_items("batches", batches, Tensor, "tensors of tokens", error=CalibrationError)
     importance: dict[str, Tensor] = {}
 
     def visit(block: CalibratedBlock[Tensor]) -> None:

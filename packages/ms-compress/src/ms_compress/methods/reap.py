@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ms_compress.arguments import check_items, check_type
 from ms_compress.errors import CalibrationError, ConfigError, LayerError
 from ms_compress.methods.calibration import check_calibration
+from ms_compress.methods.pattern import Unstructured
 from ms_compress.models.experts import is_fused
 from ms_compress.models.logits import evaluating, next_token_logits
 
@@ -122,6 +123,10 @@ def remove_experts(model: M, scores: Mapping[str, ExpertScores], sparsity: float
             into the router's groups.
         LayerError: the layers have different numbers of experts.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
+    check_type("scores", scores, Mapping, "scores by layer, from reap_scores", error=ConfigError)
+    check_items("scores", scores.values(), ExpertScores, "ExpertScores", error=ConfigError)
+    Unstructured(sparsity)  # raises for a number that is not at least 0 and below 1
     counts = {len(layer.tokens) for layer in scores.values()}
     if len(counts) != 1:
         raise LayerError(

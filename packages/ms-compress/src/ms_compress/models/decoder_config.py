@@ -191,9 +191,14 @@ def _rope(
             f"{target}: rope_type must be default, linear or llama3, got {rope_type!r}; use a ct"
             " scheme"
         )
-    # Llama 3: interpolate between scaled (low) and unscaled (high) rotary frequencies.
+    return llama3_divisors(rope, theta, width), None
+
+
+def llama3_divisors(rope: Mapping[str, Any], theta: float, width: int) -> tuple[float, ...]:
+    """Return the divisors of Llama 3's rotary frequencies, (width / 2,)."""
+    # Interpolate between scaled (low) and unscaled (high) rotary frequencies.
     frequencies = theta ** -(np.arange(0, width, 2) / width)
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     unscaled = ((turns - low) / (high - low)).clip(0, 1)  # (D / 2,): 1 keeps a frequency
-    return tuple((1 / (unscaled + (1 - unscaled) / rope["factor"])).tolist()), None
+    return tuple((1 / (unscaled + (1 - unscaled) / rope["factor"])).tolist())

@@ -44,12 +44,12 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
         with library_errors(path, LIBRARY):
             data = tensor.data if expert is None else tensor.data[int(expert[1])]
             rows = torch.from_numpy(gguf.dequantize(data, tensor.tensor_type).copy())
-            return rows if heads is None else rows[_halves(len(rows), heads)]
+            return rows if heads is None else rows[halves(len(rows), heads)]
 
     return read
 
 
-def _halves(rows: int, heads: int) -> Tensor:
+def halves(rows: int, heads: int) -> Tensor:
     """Return llama.cpp's position of each row of heads that rotate halves: 0, 2, ..., 1, 3, ..."""
     width = rows // heads
     row = torch.arange(rows)
