@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ms_compress.arguments import check_type
-from ms_compress.arguments import check_type
 from ms_compress.errors import LayerError
 
 M = TypeVar("M", bound=nn.Module)
@@ -87,7 +86,6 @@ def separate_experts(model: M) -> M:
     Raises:
         LayerError: experts are split over processes, or have biases, as those of gpt-oss.
     """
-    check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
     check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
     for name, module in list(model.named_modules()):
         if not is_fused(module):

@@ -82,6 +82,8 @@ def import_gguf(
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ExportError(f"dtype must be float32, float16 or bfloat16, got {dtype}; use float32")
     path, folder = Path(path), Path(folder)
+    if not path.is_file():
+        raise ExportError(f"{path} must be a GGUF file, and there is no such file; correct path")
     check_file(path, error=ExportError)
     with path.open("rb") as stream:
         if stream.read(4) != b"GGUF":
