@@ -2,6 +2,8 @@
 
 from .engines.assembly import start_engine
 from .engines.local import LocalEngine
+from .environments.options import ToolLimits
+from .environments.tools import Environment
 from .errors import (
     AlignError,
     CheckpointError,
@@ -51,6 +53,7 @@ __all__ = [
     "DPOTrainer",
     "DamageError",
     "DataError",
+    "Environment",
     "ExactMatch",
     "FolderError",
     "GKDOptions",
@@ -84,6 +87,7 @@ __all__ = [
     "Sampling",
     "ServerError",
     "TaskOptions",
+    "ToolLimits",
     "VllmOptions",
     "WriteError",
     "__version__",

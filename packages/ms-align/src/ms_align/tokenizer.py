@@ -45,6 +45,8 @@ class HuggingFaceTokenizer:
         self.tokenizer = tokenizer
         self.vocabulary_size = len(tokenizer)
         self.end_of_text: int | None = tokenizer.eos_token_id
+        self.tools: Sequence[dict[str, Any]] | None = None
+        """JSON schemas of the tools that chats offer to the model."""
 
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding special tokens."""
@@ -56,7 +58,7 @@ class HuggingFaceTokenizer:
 
     def encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Encode a chat, ending where the assistant's reply starts."""
-        return self.encode(render_chat(self.tokenizer, messages))
+        return self.encode(render_chat(self.tokenizer, messages, tools=self.tools))
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

@@ -18,7 +18,12 @@ _TO_BE_CONTINUED = "\ufdd2"
 
 
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, continue_last: bool = False
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    continue_last: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    generation_prompt: bool = True,
 ) -> str:
     """Render a chat, ending where the assistant's reply starts.
 
@@ -26,6 +31,8 @@ def render_chat(
         tokenizer: transformers tokenizer with a chat template.
         messages: at least one; each has `role` and `content`.
         continue_last: end inside the last message, so that the model continues it.
+        tools: JSON schemas of the tools that the model may call.
+        generation_prompt: False to end after the last message.
 
     Raises:
         ConfigError: jinja2 is not installed.
@@ -34,7 +41,7 @@ def render_chat(
     """
     chat = [dict(message) for message in messages]
     if not continue_last:
-        return _render(tokenizer, chat, prompt=True)
+        return _render(tokenizer, chat, prompt=generation_prompt, tools=tools)
     content = chat[-1].get("content") if chat else None
     if not isinstance(content, str):
         raise DataError("the last message must have a text to continue; add its `content`")
@@ -51,7 +58,13 @@ def render_chat(
     return start if end.startswith(" ") else start.rstrip()
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> str:
+def _render(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    *,
+    prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"{getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'} has no chat template, "
@@ -66,7 +79,7 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> 
     compile_request = {"source": source, "tokens": tokenizer.special_tokens_map, "today": None}
     render_request: dict[str, Any] = {
         "messages": messages,
-        "tools": None,
+        "tools": list(tools) if tools else None,
         "variables": {},
         "prompt": prompt,
     }

@@ -14,6 +14,7 @@ from ms_align.commands.command import HIDDEN, Command
 from ms_align.engines.layout import check_layout, layout_of
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.options import ComputeOptions, DeviceOptions, EngineOptions
+from ms_align.environments.options import EpisodeOptions
 from ms_align.errors import ConfigError
 from ms_align.files.model_name import missing_dataset, missing_model
 from ms_align.generation.sampling import Sampling
@@ -43,7 +44,7 @@ VALIDATORS = {"integer": integer, "number": number, "numbers": numbers, "one_of"
 VALIDATORS |= {"text": text, "valid_path": valid_path}
 OPTIONS_CLASSES: tuple[type, ...] = (EngineOptions, ComputeOptions, DeviceOptions, OptimizerOptions)
 OPTIONS_CLASSES += (RunOptions, RolloutOptions, Sampling, DPOOptions, SurrogateOptions)
-OPTIONS_CLASSES += (KTOOptions, GKDOptions)
+OPTIONS_CLASSES += (KTOOptions, GKDOptions, EpisodeOptions)
 """Base classes of commands' settings that do not need torch."""
 
 
@@ -80,6 +81,8 @@ def check_early(command: Command, settings: Mapping[str, Any], where: str) -> No
     for name in _texts(settings.get("reward_model")):
         module, colon, _ = name.partition(":")
         top = module.partition(".")[0]
+        if name == "environment":
+            continue
         if not colon:
             if (problem := missing_model(name)) is not None:
                 raise ConfigError(f"{where}: reward_model must be a local folder: {problem}")

@@ -7,15 +7,43 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any, Protocol
 
-from attrs import fields, frozen
+import torch
+from attrs import field, fields, frozen
 from torch import Tensor
 
 from ms_align.generation.sampling import Sampling
 
 
 @frozen(kw_only=True)
+class Episode:
+    """Record of an episode with tools or an environment."""
+
+    prompt: Sequence[int] = field(converter=tuple)
+    """Tokens before the first response, including an environment's first observation."""
+    messages: Sequence[Mapping[str, Any]] = field(converter=tuple)
+    """The conversation in OpenAI's format, from the prompt to the last response."""
+    turns: int = 0
+    """Number of responses."""
+    calls: int = 0
+    """Number of tool calls that were answered."""
+    call_failures: int = 0
+    """Calls that were malformed, raised an error or exceeded a limit."""
+    rewritten: int = 0
+    """Turns before which the chat template, applied to the entire conversation, would have printed
+    another text; the policy saw its own tokens."""
+    reward: float | None = None
+    """Sum of the environment's rewards; None without an environment."""
+    failure: str = ""
+    """Reason why the episode cannot be used; "" for a valid episode."""
+
+
+@frozen(kw_only=True)
 class Responses:
-    """Responses to prompts, on the CPU; responses to one prompt are adjacent."""
+    """Responses to prompts, on the CPU; responses to one prompt are adjacent.
+
+    With tools or an environment, a response is everything after the prompt: what the policy
+    sampled in all turns, and the results and observations between them.
+    """
 
     tokens: Tensor
     """(N, T) int64; 0 after the end of a response."""
@@ -30,12 +58,33 @@ class Responses:
     """(N,) bool: ended by a stop token or string rather than at the maximum length."""
     versions: Tensor | None = None
     """(N, T) int64, version of the weights that sampled each token. None: not recorded."""
+    tool_mask: Tensor | None = None
+    """(N, T) bool, False at tokens that the policy did not sample, such as results of tools. None:
+    all tokens were sampled."""
+    episodes: Sequence[Episode] | None = None
+    """Record of each response's episode. None: responses of one turn."""
+
+    @property
+    def sampled_lengths(self) -> Tensor:
+        """(N,) int64; number of tokens that the policy sampled."""
+        if self.tool_mask is None:
+            return self.lengths
+        positions = torch.arange(self.tokens.shape[1])
+        return (self.tool_mask & (positions < self.lengths[:, None])).sum(1)
+
+    def select(self, rows: slice) -> "Responses":
+        """Return some of the responses."""
+        columns: dict[str, Any] = {}
+        for name in (item.name for item in fields(Responses)):
+            value = getattr(self, name)
+            columns[name] = None if value is None else value[rows]
+        return Responses(**columns)
 
     @property
     def columns(self) -> dict[str, Tensor]:
         """All tensors by name, from which `Responses.of` builds the same responses."""
         columns = {item.name: getattr(self, item.name) for item in fields(type(self))}
-        return {name: column for name, column in columns.items() if column is not None}
+        return {name: column for name, column in columns.items() if isinstance(column, Tensor)}
 
     @classmethod
     def of(cls, columns: Mapping[str, Tensor]) -> "Responses":

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,24 @@ from ms_align.files.untrusted import check_parts
 from ms_align.models.finite import check_module
 from ms_align.models.folder import folder_of, pick_device
 from ms_align.models.reward_model import RewardModel, is_reward_model
+from ms_align.rewards.scoring import Sample
+
+ENVIRONMENT = "environment"
+"""Name of the reward that is the sum of the environment's rewards."""
+
+
+def environment(samples: Sequence[Sample]) -> list[float]:
+    """Return the sum of the environment's rewards in each episode.
+
+    Raises:
+        ConfigError: there is no environment.
+    """
+    rewards = [sample.environment_reward for sample in samples]
+    if None in rewards:
+        raise ConfigError(
+            "reward_model = 'environment' needs an environment; set `environment` to module:Class"
+        )
+    return [float(reward) for reward in rewards if reward is not None]
 
 
 def named_rewards(rewards: Any) -> Any:
@@ -33,6 +51,8 @@ def named_rewards(rewards: Any) -> Any:
         return {key: _weighted(value) for key, value in rewards.items()}
     if isinstance(rewards, list):
         return [named_rewards(item) for item in rewards]
+    if rewards == ENVIRONMENT:
+        return environment
     if isinstance(rewards, Path) or (isinstance(rewards, str) and ":" not in rewards):
         return _from_folder(Path(rewards))
     if not isinstance(rewards, str):
@@ -56,7 +76,7 @@ def reward_folders(rewards: Any) -> list[Path]:
         rewards = list(rewards.values())
     if isinstance(rewards, list | tuple):
         return [folder for item in rewards for folder in reward_folders(item)]
-    if isinstance(rewards, str) and ":" in rewards:
+    if isinstance(rewards, str) and (":" in rewards or rewards == ENVIRONMENT):
         return []
     folder = folder_of(rewards)
     return [folder] if folder is not None and folder.is_dir() else []

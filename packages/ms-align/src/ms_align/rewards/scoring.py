@@ -35,6 +35,10 @@ class Sample:
     """True if a stop token or string ended the response, False if it was cut at its length."""
     extra: Mapping[str, Any] = field(factory=dict)
     """Other columns of the prompt."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """With tools or an environment: the entire conversation, and `response` is its last turn."""
+    environment_reward: float | None = None
+    """Sum of the environment's rewards, if there is one."""
 
 
 class Reward(Protocol):

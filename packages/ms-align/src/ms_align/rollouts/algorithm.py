@@ -1,11 +1,33 @@
-"""Protocol of a policy-gradient algorithm: its losses and advantages."""
+"""Protocols of what a learner is composed of: the algorithm, and the generator of episodes."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from ms_align.generation.responses import Responses, RolloutEngine
+from ms_align.generation.sampling import Sampling
 from ms_align.losses.protocol import Loss
 from ms_align.rollouts.experience import Experience
+from ms_align.rollouts.prompts import Prompt
+
+
+class EpisodeGenerator(Protocol):
+    """Generates episodes of several turns, with tools or an environment."""
+
+    def __call__(
+        self,
+        engine: RolloutEngine,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        count: int,
+        seed: int,
+    ) -> Responses:
+        """Generate `count` episodes per prompt, for the prompts of all data ranks. Collective."""
+
+    def close(self) -> None:
+        """Release processes."""
 
 
 class Algorithm(Protocol):

@@ -32,10 +32,34 @@ class RewardScorer:
     ) -> tuple[BatchRewards, list[Sample]]:
         """Score all responses; return the scores and the samples passed to the rewards."""
         samples = samples_of(prompts, responses, self.tokenizer)
-        scores = score_on_rank_zero(
-            self.rewards, samples, on_failure=self.on_failure, penalty=self.penalty
-        )
-        return scores, samples
+        failures = {
+            row: f"episode {row}: {episode.failure}"
+            for row, episode in enumerate(responses.episodes or ())
+            if episode.failure
+        }
+        valid = [row for row in range(len(samples)) if row not in failures]
+        if valid:
+            scores = score_on_rank_zero(
+                self.rewards,
+                [samples[row] for row in valid],
+                on_failure=self.on_failure,
+                penalty=self.penalty,
+            )
+        else:
+            none = torch.zeros(0)
+            parts = dict.fromkeys(self.rewards, none)
+            scores = BatchRewards(total=none, parts=parts, failures=())
+        if not failures:
+            return scores, samples
+
+        def spread(values: Tensor) -> Tensor:  # a failed episode has no score and is skipped
+            result = torch.full((len(samples),), torch.nan)
+            result[valid] = values
+            return result
+
+        parts = {name: spread(part) for name, part in scores.parts.items()}
+        messages = (*scores.failures, *failures.values())
+        return BatchRewards(total=spread(scores.total), parts=parts, failures=messages), samples
 
 
 @frozen(kw_only=True)
@@ -91,7 +115,7 @@ def shaped_scores(
     """
     shaped = scores if clip is None else scores.clamp(-clip, clip)
     shaped = shaped - missing_eos_penalty * (~responses.stopped).float()
-    lengths = responses.lengths.float()
+    lengths = responses.sampled_lengths.float()
     longest, cache = overlong
     if cache is not None:
         shaped = shaped - ((lengths - (longest - cache)) / cache).clamp(0, 1)

@@ -17,9 +17,9 @@ from ms_align import processes
 from ms_align.engines.protocol import Engine, StepReport
 from ms_align.engines.reference import Reference
 from ms_align.errors import ConfigError, NothingToLearnError, ServerError
-from ms_align.generation.responses import Responses, RolloutEngine, TimedResponses
+from ms_align.generation.responses import Episode, Responses, RolloutEngine, TimedResponses
 from ms_align.losses.protocol import IGNORED
-from ms_align.rollouts.algorithm import Algorithm
+from ms_align.rollouts.algorithm import Algorithm, EpisodeGenerator
 from ms_align.rollouts.correction import correct
 from ms_align.rollouts.experience import Experience, RewardScorer, shaped_scores
 from ms_align.rollouts.options import RolloutOptions
@@ -71,6 +71,8 @@ class RolloutLearner:
     """Engine with the value head: the policy, a separate engine, or None."""
     reference: Reference | None
     engine: RolloutEngine
+    episodes: EpisodeGenerator | None = None
+    """Runs episodes with tools or an environment; None for responses of one turn."""
     scoring: RewardScorer
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
@@ -136,17 +138,23 @@ class RolloutLearner:
             return {}
         # Generation is collective, so every rank generates the same number of responses. The
         # padding repeats prompts and is dropped from the means.
-        rank, ranks = self.policy.data_rank, self.policy.data_ranks
-        padded = processes.pad_to_ranks(self.held_out, ranks)
-        local = padded[processes.rows_of_rank(len(padded), rank, ranks)]
-        responses = self._generate(local, count=1, seed=HELD_OUT_SEED)
-        all_responses = gather_responses(self.policy, responses)
+        padded = processes.pad_to_ranks(self.held_out, self.policy.data_ranks)
+        self.engine.update_weights(self.version)
+        sampling = self.options.sampling
+        if self.episodes is not None:
+            all_responses = self.episodes(
+                self.engine, padded, sampling, count=1, seed=HELD_OUT_SEED
+            )
+        else:
+            tokens = [prompt.tokens for prompt in self._local(padded)]
+            responses = self.engine.generate(tokens, sampling, count=1, seed=HELD_OUT_SEED)
+            all_responses = gather_responses(self.policy, responses)
         scores, samples = self.scoring(padded, all_responses)
         count = len(self.held_out)
         metrics = {"reward": _mean(scores.total[:count])}
         if len(scores.parts) > 1:
             metrics |= {name: _mean(part[:count]) for name, part in scores.parts.items()}
-        metrics["response_tokens"] = float(all_responses.lengths[:count].float().mean())
+        metrics["response_tokens"] = float(all_responses.sampled_lengths[:count].float().mean())
         metrics["stopped"] = float(all_responses.stopped[:count].float().mean())
         skipped = int((~scores.total[:count].isfinite()).sum())
         if skipped:
@@ -231,6 +239,8 @@ class RolloutLearner:
             values=rows.get("old_values"),
             scores=shaped,
         )
+        for failure in scores.failures:
+            log.event("reward_failure", {"rollout": self.rollouts, "problem": failure})
         can_learn = bool(rollout.informative_groups(options.num_generations).any())
         self._check_rollout(experience, can_learn, log)
         # Otherwise the loss has the KL term, and rewards are left alone.
@@ -254,8 +264,6 @@ class RolloutLearner:
             experience, all_responses, scores.total, scores.parts, sampler_metrics, resampled, log
         )
         self._split_minibatches(experience)
-        for failure in scores.failures:
-            log.event("reward_failure", {"rollout": self.rollouts, "problem": failure})
         # One sample per rollout is logged, a different one each time.
         index = self.rollouts % len(samples)
         sample, reward = samples[index], float(scores.total[index])
@@ -284,17 +292,23 @@ class RolloutLearner:
     def _start_rollout(self) -> PendingRollout:
         """Start generating responses to the next batch of prompts."""
         began_s, options = monotonic(), self.options
-        prompts = self._local(self._prompt_batch(self.prompt_batches))
+        prompts = self._prompt_batch(self.prompt_batches)
         seed = seed_of(self.seed, self.prompt_batches, stride=SEED_STRIDE)
         self.prompt_batches += 1
         self.engine.update_weights(self.version)
-        # Each data rank generates for its own prompts; scoring sees all of them.
-        wait = self.engine.start(
-            [prompt.tokens for prompt in prompts],
-            options.sampling,
-            count=options.num_generations,
-            seed=seed,
-        )
+        wait: Callable[[], TimedResponses]
+        if self.episodes is not None:
+            generate = partial(self.episodes, self.engine, prompts, options.sampling)
+            episodes = partial(generate, count=options.num_generations, seed=seed)
+            wait = partial(_return, TimedResponses.measure(episodes))
+        else:
+            # Each data rank generates for its own prompts; scoring sees all of them.
+            wait = self.engine.start(
+                [prompt.tokens for prompt in self._local(prompts)],
+                options.sampling,
+                count=options.num_generations,
+                seed=seed,
+            )
         self.waits["learner_wait_s"] += monotonic() - began_s
         return PendingRollout(self.prompt_batches - 1, wait)
 
@@ -325,20 +339,19 @@ class RolloutLearner:
         """Wait for the responses of a rollout, and score them."""
         options = self.options
         prompts = self._prompt_batch(pending.prompt_batch)
-        local, responses = self._local(prompts), self._wait_for(pending)
-        # old and reference log-probs, values
-        rows = self._prepare(local, responses, max(len(prompt.tokens) for prompt in prompts))
-        all_responses = gather_responses(self.policy, responses)
+        responses, all_responses = self._gather(self._wait_for(pending))
         # (N,) = prompts x num_generations, like the responses
         repeated = [prompt for prompt in prompts for _ in range(options.num_generations)]
         scores, samples = self.scoring(repeated, all_responses)
+        # old and reference log-probs, values
+        rows = self._prepare([sample.prompt_tokens for sample in samples], responses)
         # Every rank has the scores of all ranks, so group statistics need no further communication.
         shaped = shaped_scores(
             scores.total,
             all_responses,
             missing_eos_penalty=options.missing_eos_penalty,
             length_penalty=options.length_penalty,
-            overlong=(options.max_new_tokens, options.soft_punish_cache),
+            overlong=(options.max_response_tokens, options.soft_punish_cache),
             clip=options.reward_clip,
         )
         return Rollout(
@@ -375,20 +388,31 @@ class RolloutLearner:
             counts["replaced_reward"] = _mean(replaced_rewards)
         return rollout, counts
 
-    def _generate(self, prompts: Sequence[Prompt], *, count: int, seed: int) -> Responses:
-        self.engine.update_weights(self.version)
-        tokens = [prompt.tokens for prompt in prompts]
-        return self.engine.generate(tokens, self.options.sampling, count=count, seed=seed)
+    def _gather(self, responses: Responses) -> tuple[Responses, Responses]:
+        """Return this data rank's responses, and those of all data ranks. Collective."""
+        if responses.episodes is None:
+            return responses, gather_responses(self.policy, responses)
+        # Episodes are generated for all data ranks together.
+        rank, ranks = self.policy.data_rank, self.policy.data_ranks
+        local = processes.rows_of_rank(len(responses.lengths), rank, ranks)
+        return responses.select(local), responses
 
     def _prepare(
-        self, prompts: Sequence[Prompt], responses: Responses, longest: int
+        self, all_prompts: Sequence[Sequence[int]], responses: Responses
     ) -> dict[str, Tensor]:
-        """Build padded rows, add log-probabilities and values, and gather all data ranks."""
+        """Build padded rows, add log-probabilities and values, and gather all data ranks.
+
+        Args:
+            all_prompts: prompt tokens of the responses of all data ranks.
+            responses: this data rank's responses.
+        """
         options = self.options
-        repeated = [prompt.tokens for prompt in prompts for _ in range(options.num_generations)]
+        rank, ranks = self.policy.data_rank, self.policy.data_ranks
+        local = all_prompts[processes.rows_of_rank(len(all_prompts), rank, ranks)]
         # Data ranks must agree on the width, but each sees only its local responses.
-        width = longest + options.max_new_tokens if self.policy.data_ranks > 1 else None
-        rows = sequences(repeated, responses, longest=width, parts=self.policy.row_parts)
+        longest = max(map(len, all_prompts)) + responses.tokens.shape[1]
+        width = longest if ranks > 1 else None
+        rows = sequences(local, responses, longest=width, parts=self.policy.row_parts)
         temperature = options.sampling.policy_temperature
         if options.max_staleness and "old_logprobs" in rows:  # of the weights that sampled
             rows["sampling_logprobs"] = rows.pop("old_logprobs")
@@ -505,11 +529,12 @@ class RolloutLearner:
             "shaped_reward": _mean(experience.scores),
             "reward_std": float(scores[valid].std(correction=0)),
             "kl_coeff": self.kl_coeff,
-            "response_tokens": float(responses.lengths.float().mean()),
+            "response_tokens": float(responses.sampled_lengths.float().mean()),
             "stopped": float(responses.stopped.float().mean()),
             "truncated": int((~responses.stopped).sum()),
             "left_out": int((~valid).sum()),
             **resampled,
+            **_episode_metrics(responses.episodes),
         }
         if len(parts) > 1:
             fields |= {f"reward.{name}": _mean(part) for name, part in parts.items()}
@@ -519,6 +544,20 @@ class RolloutLearner:
 def _return(timed: TimedResponses) -> TimedResponses:
     """Return responses of a checkpoint."""
     return timed
+
+
+def _episode_metrics(episodes: Sequence[Episode] | None) -> dict[str, float]:
+    """Return means per episode of turns and tool calls, and counts of failures."""
+    if episodes is None:
+        return {}
+    count = max(len(episodes), 1)
+    return {
+        "turns": sum(episode.turns for episode in episodes) / count,
+        "tool_calls": sum(episode.calls for episode in episodes) / count,
+        "tool_failures": sum(episode.call_failures for episode in episodes),
+        "rewritten_turns": sum(episode.rewritten for episode in episodes),
+        "failed_episodes": sum(bool(episode.failure) for episode in episodes),
+    }
 
 
 def _mean(values: Tensor) -> float:

@@ -171,6 +171,11 @@ class RolloutOptions(Sampling):
                 )
 
     @property
+    def max_response_tokens(self) -> int:
+        """Maximum length of a response; trainers with tools count all turns of an episode."""
+        return self.max_new_tokens
+
+    @property
     def sampling(self) -> Sampling:
         """Sampling settings."""
         settings = {item.name: getattr(self, item.name) for item in fields(Sampling)}

@@ -34,6 +34,8 @@ class Prompt:
     """Reference answer."""
     extra: Mapping[str, Any] = field(factory=dict)
     """All other columns."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The prompt as chat messages. None: a text or token ids."""
 
 
 def read_prompts(
@@ -42,6 +44,7 @@ def read_prompts(
     responses: str | Path | Iterable[Any] | None = None,
     *,
     name: str = "prompt_dataset",
+    chat: bool = False,
 ) -> list[Prompt]:
     """Read the prompts of a dataset.
 
@@ -54,6 +57,7 @@ def read_prompts(
         responses: reference answers in the order of the prompts. None: the key `answer` of each
             mapping, if present.
         name: name of the dataset, for messages.
+        chat: every prompt is a chat; a text becomes a message of the user.
 
     Raises:
         DataError: the dataset is empty, an entry is invalid, or the number of answers differs.
@@ -80,7 +84,7 @@ def read_prompts(
                     f"{', '.join(map(repr, answer)) or 'no columns'}; rename the column"
                 )
             answer = answer[column]
-        prompts.append(_prompt(entry, answer, tokenizer, f"{name} entry {index}"))
+        prompts.append(_prompt(entry, answer, tokenizer, f"{name} entry {index}", chat))
     return prompts
 
 
@@ -178,7 +182,7 @@ def _is_prompt(items: Sequence[Any]) -> bool:
     )
 
 
-def _prompt(entry: Any, answer: Any, tokenizer: Tokenizer | None, where: str) -> Prompt:
+def _prompt(entry: Any, answer: Any, tokenizer: Tokenizer | None, where: str, chat: bool) -> Prompt:
     extra: dict[str, Any] = {}
     if isinstance(entry, Mapping):
         extra = {key: value for key, value in entry.items() if key not in ("prompt", "answer")}
@@ -186,9 +190,21 @@ def _prompt(entry: Any, answer: Any, tokenizer: Tokenizer | None, where: str) ->
         if "prompt" not in entry:
             raise DataError(f"{where} has keys {sorted(entry)} and no 'prompt'; add it")
         entry = entry["prompt"]
+    if chat and isinstance(entry, str):
+        entry = [{"role": "user", "content": entry}]
+    is_chat = isinstance(entry, list | tuple) and bool(entry) and isinstance(entry[0], Mapping)
+    if chat and not is_chat:
+        raise DataError(
+            f"{where} must be a text or a list of messages, as tools and environments need a chat, "
+            f"got {str(entry)[:40]!r}; correct it"
+        )
     tokens, text = _tokens(entry, tokenizer, where)
     return Prompt(
-        tokens=tuple(tokens), text=text, answer=None if answer is None else str(answer), extra=extra
+        tokens=tuple(tokens),
+        text=text,
+        answer=None if answer is None else str(answer),
+        extra=extra,
+        messages=tuple(entry) if is_chat else None,
     )
 
 

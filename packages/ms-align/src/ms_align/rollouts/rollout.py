@@ -68,6 +68,15 @@ class Rollout:
                 tokens=select(self.responses.tokens, other.responses.tokens),
                 lengths=select(self.responses.lengths, other.responses.lengths),
                 stopped=select(self.responses.stopped, other.responses.stopped),
+                tool_mask=None
+                if self.responses.tool_mask is None or other.responses.tool_mask is None
+                else select(self.responses.tool_mask, other.responses.tool_mask),
+                episodes=None
+                if self.responses.episodes is None or other.responses.episodes is None
+                else [
+                    [*self.responses.episodes, *other.responses.episodes][position]
+                    for position in index.tolist()
+                ],
             ),
             scores=BatchRewards(
                 total=select(self.scores.total, other.scores.total),

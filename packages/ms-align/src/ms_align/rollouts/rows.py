@@ -5,6 +5,7 @@ stored one position before the token. Shapes: N responses, S positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,10 @@ def sequences(
         if responses.versions is not None:
             versions = responses.versions[row, :count]
             batch["versions"][row, prompt_length - 1 : prompt_length - 1 + count] = versions
+        if responses.tool_mask is not None:
+            # The policy did not choose these tokens, so nothing is learned from them.
+            is_tool = ~responses.tool_mask[row, :count]
+            targets[row, prompt_length - 1 : prompt_length - 1 + count][is_tool] = IGNORED
         if source is not None:
             batch[name][row, prompt_length - 1 : prompt_length - 1 + count] = source[row, :count]
     return batch
@@ -76,15 +81,23 @@ def samples_of(
     samples = []
     for row, prompt in enumerate(prompts):
         tokens = responses.row(row)
+        episode = responses.episodes[row] if responses.episodes is not None else None
+        if episode is None:
+            response = tokenizer.decode(tokens) if tokenizer else ""
+        else:  # its last turn has the answer
+            is_reply = episode.turns > 0
+            response = str(episode.messages[-1].get("content", "")) if is_reply else ""
         samples.append(
             Sample(
                 prompt=prompt.text,
-                response=tokenizer.decode(tokens) if tokenizer else "",
-                prompt_tokens=prompt.tokens,
+                response=response,
+                prompt_tokens=prompt.tokens if episode is None else tuple(episode.prompt),
                 response_tokens=tuple(tokens),
                 answer=prompt.answer,
                 stopped=bool(responses.stopped[row]),
                 extra=prompt.extra,
+                messages=() if episode is None else episode.messages,
+                environment_reward=None if episode is None else episode.reward,
             )
         )
     return samples
@@ -133,7 +146,8 @@ def gather_rows(engine: Engine, rows: Mapping[str, Tensor]) -> dict[str, Tensor]
 def gather_responses(engine: Engine, responses: Responses) -> Responses:
     """Gather the responses of all data ranks on every process, without log-probabilities."""
     local = {name: getattr(responses, name) for name in ("tokens", "lengths", "stopped")}
-    return Responses(**gather_rows(engine, local), logprobs=None, sampling_logprobs=None)
+    gathered: dict[str, Any] = gather_rows(engine, local)
+    return Responses(**gathered, logprobs=None, sampling_logprobs=None)
 
 
 def score_on_rank_zero(

@@ -16,8 +16,14 @@ from attrs import Attribute, evolve, field, frozen
 from attrs.converters import optional
 from torch import Tensor
 
+from ms_align import processes
 from ms_align.engines.protocol import Engine
 from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
+from ms_align.environments.conversation import ChatFormat
+from ms_align.environments.episodes import EpisodeRunner
+from ms_align.environments.options import EpisodeOptions
+from ms_align.environments.pool import ToolPool
+from ms_align.environments.tools import schemas_of, target_of
 from ms_align.errors import ConfigError, ModelError
 from ms_align.generation.responses import Generator, RolloutEngine
 from ms_align.generation.sampling import token_ids
@@ -36,7 +42,7 @@ from ms_align.rollouts.vllm.options import VllmOptions, check_generator, vllm_op
 from ms_align.run.initial_weights import model_name, weights_checksum
 from ms_align.run.loop import Notice, Result
 from ms_align.settings import integer, short_repr, valid_path
-from ms_align.tokenizer import Tokenizer, load_tokenizer
+from ms_align.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, check_same_tokenizer, files_of
 from ms_align.trainers.frame.trainer import Trainer
 
@@ -48,7 +54,7 @@ def _prompts(instance: object, attribute: "Attribute[Any]", value: object) -> No
 
 
 @frozen(kw_only=True, slots=False)
-class OnlineTrainer(RolloutOptions, Trainer):
+class OnlineTrainer(RolloutOptions, EpisodeOptions, Trainer):
     """Models and length of training."""
 
     max_resample_times = 0
@@ -101,6 +107,13 @@ class OnlineTrainer(RolloutOptions, Trainer):
             )
 
     @property
+    def max_response_tokens(self) -> int:
+        """Maximum length of a response; with tools or an environment, of an episode."""
+        if not self.has_episodes:
+            return self.max_new_tokens
+        return self.max_episode_tokens or 4 * self.max_new_tokens
+
+    @property
     def fixed(self) -> tuple[str, ...]:
         """Settings that cannot change when a run resumes."""
         sizes = ("batch_size", "minibatch_size", "num_generations", "epochs", "max_staleness")
@@ -132,13 +145,18 @@ class OnlineTrainer(RolloutOptions, Trainer):
             NothingToLearnError: too many rollouts in a row had equal rewards in every group.
         """
         tokenizer = self._tokenizer()
+        if self.has_episodes:
+            self._check_episodes()
+            ChatFormat(tokenizer)
+            assert isinstance(tokenizer, HuggingFaceTokenizer)
+            tokenizer.tools = schemas_of(self.tools)
         files = files_of(resolve_tokenizer(self.tokenizer, self.policy_model), tokenizer)
         self._check_tokenizers(files)
         sampling = with_stops(self.sampling, self.stop_token_ids, tokenizer, files)
         resolved = evolve(
             self, stop_token_ids=sampling.stop_token_ids, stop_strings=sampling.stop_strings
         )
-        prompts = read_prompts(prompt_dataset, tokenizer, response_dataset)
+        prompts = read_prompts(prompt_dataset, tokenizer, response_dataset, chat=self.has_episodes)
         is_file = isinstance(prompt_dataset, str | Path)
         dataset = str(prompt_dataset) if is_file else f"{len(prompts)} prompts"
         return resolved._optimize(prompts, dataset, tokenizer, files)
@@ -171,6 +189,8 @@ class OnlineTrainer(RolloutOptions, Trainer):
             )
         finally:
             learner.engine.close()
+            if learner.episodes is not None:
+                learner.episodes.close()
 
     def _prompt_notices(self, learner: RolloutLearner) -> list[Notice]:
         """Build the notices about the prompts and missing held-out prompts."""
@@ -237,7 +257,9 @@ class OnlineTrainer(RolloutOptions, Trainer):
             )
         held_out: list[Prompt] = []
         if self.held_out is not None:
-            held_out = read_prompts(self.held_out, tokenizer, name="held_out")
+            held_out = read_prompts(
+                self.held_out, tokenizer, name="held_out", chat=self.has_episodes
+            )
         value, reference = self.value_engine(policy), self._reference(policy)
         rewards = rewards_of(named_rewards(self.reward_model))
         if value is not None:
@@ -254,6 +276,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
             value=value,
             reference=reference,
             engine=self._rollout_engine(policy, tokenizer),
+            episodes=self._episode_runner(policy, tokenizer) if self.has_episodes else None,
             scoring=RewardScorer(
                 rewards=rewards,
                 tokenizer=tokenizer,
@@ -299,6 +322,40 @@ class OnlineTrainer(RolloutOptions, Trainer):
         if reference is None and self.layout is not None:
             reference = self.policy_model  # a sharded model is not copied but loaded a second time
         return reference_of(reference, policy, partial(self.start_engine, trained=False))
+
+    def _check_episodes(self) -> None:
+        """Check that an episode has room for a turn."""
+        if self.max_response_tokens < self.max_new_tokens:
+            raise ConfigError(
+                f"max_episode_tokens must be at least max_new_tokens, {self.max_new_tokens}, the "
+                f"length of one turn, got {self.max_episode_tokens}; raise it"
+            )
+        if self.max_staleness:
+            raise ConfigError(
+                f"max_staleness={self.max_staleness} cannot be combined with tools or an "
+                "environment, whose episodes are not generated in the background; set "
+                "max_staleness = 0"
+            )
+
+    def _episode_runner(self, policy: Engine, tokenizer: Tokenizer | None) -> EpisodeRunner:
+        pool: ToolPool | None = None
+        if processes.rank() == 0:
+            environment = self.environment
+            pool = ToolPool(
+                [target_of(tool, "tools") for tool in self.tools],
+                None if environment is None else target_of(environment, "environment"),
+                self.tool_limits,
+            )
+        return EpisodeRunner(
+            policy,
+            ChatFormat(tokenizer),
+            pool,
+            has_tools=bool(self.tools),
+            has_environment=self.environment is not None,
+            max_tool_calling_iterations=self.max_tool_calling_iterations,
+            max_episode_tokens=self.max_response_tokens,
+            max_active=self.max_num_seqs * policy.data_ranks,
+        )
 
     def _rollout_engine(self, policy: Engine, tokenizer: Tokenizer | None) -> RolloutEngine:
         if isinstance(self.generator, str):

@@ -1,0 +1,1 @@
+"""Tools and environments: episodes of several turns as rollouts."""

@@ -1,0 +1,196 @@
+"""Random conversations with tools, rendered by a chat template: are the tokens of turns kept?
+
+    python turns.py FOLDER
+
+prints a line for each template in a folder of `*.jinja` files, and the totals.
+"""
+
+import random
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import tokenizers
+from attrs import define, field
+from transformers import PreTrainedTokenizerFast
+
+from ms_align.chat.template import render_chat
+from ms_align.environments.calls import Reply, ToolCall
+from ms_align.environments.conversation import ChatFormat
+from ms_align.errors import DataError
+from ms_align.tokenizer import HuggingFaceTokenizer
+
+WORDS = ["the", "answer", "is", "about", "red", "green", "12", "345", "because", "long,", "then?"]
+SPECIAL = (
+    r"<\|[^|<>\s]+\|>|<\uff5c[^<>]+\uff5c>|\[/?[A-Z_]{3,}\]"
+    r"|<(?:start|end)_of_turn>|</?[a-z]+_?[a-z]*>"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
+
+
+def tokenizer_for(template: str) -> HuggingFaceTokenizer:
+    """Build a BPE tokenizer with merges, and the special tokens that a template mentions."""
+    special = sorted({"<bos>", "<eos>", *re.findall(SPECIAL, template)} - {"<think>", "</think>"})
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=500,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator([" ".join(WORDS) * 3], trainer)
+    model.add_tokens(
+        [tokenizers.AddedToken(text, special=True, normalized=False) for text in special]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = template
+    result = HuggingFaceTokenizer(tokenizer)
+    result.tools = [TOOL]
+    return result
+
+
+@define
+class Counts:
+    """Outcomes of the turns of a template."""
+
+    exact: int = 0
+    """The template prints the entire conversation with the same text."""
+    reformatted: int = 0
+    """It prints calls differently from the response."""
+    forked: int = 0
+    """It changes earlier text, such as dropped thoughts."""
+    refused: int = 0
+    """It rejects the conversation, for example because it has no tools."""
+    retokenized: int = 0
+    """Turns in which tokenizing the entire text again would have given other tokens."""
+    problems: list[str] = field(factory=list)
+
+
+def converse(template: str, seed: int, *, counts: Counts) -> None:
+    """Hold a conversation of 2 to 6 turns, and check the tokens of each turn."""
+    rng = random.Random(seed)
+    tokenizer = tokenizer_for(template)
+    chat = ChatFormat(tokenizer)
+    sentence = lambda: " ".join(rng.choices(WORDS, k=rng.randint(1, 6)))  # noqa: E731
+    history: list[dict[str, object]] = [{"role": "user", "content": sentence()}]
+    try:
+        turn, tokens = chat.start(history)
+    except DataError:
+        counts.refused += 1
+        return
+    for index in range(rng.randint(2, 6)):
+        calls = ()
+        if rng.random() < 0.6:
+            calls = (ToolCall(name="look", arguments={"at": sentence()}),)
+        reasoning = sentence() if rng.random() < 0.3 else ""
+        reply = Reply(content=sentence(), reasoning=reasoning, calls=calls)
+        call_ids = [f"call{index:05d}"] * len(calls)
+        message = reply.message(call_ids)
+        try:
+            text, stop = _response_text(chat, turn.messages, turn.text, message, reply)
+        except DataError:  # the template takes lists of parts, not texts
+            counts.refused += 1
+            return
+        response = [*_sampled(tokenizer, text, rng), *tokenizer.encode(stop)]
+        if calls:
+            new = [{"role": "tool", "name": "look", "content": sentence()}]
+            new[0]["tool_call_id"] = call_ids[0]
+        else:
+            new = [{"role": "user", "content": sentence()}]
+        arguments = (turn, response, reply, new)
+        try:
+            extended = chat.extend(*arguments, stopped=True, call_ids=call_ids)
+            kept = extended or chat.append(*arguments, stopped=True, call_ids=call_ids)
+        except DataError:
+            counts.refused += 1
+            return
+        history_tokens, tokens = tokens, [*tokens, *response, *kept.tokens]
+        if tokens[: len(history_tokens) + len(response)] != [*history_tokens, *response]:
+            counts.problems.append(f"turn {index}: the tokens of the turn before it changed")
+        if extended is None:
+            counts.forked += 1
+        elif extended.exact:
+            counts.exact += 1
+            # All earlier turns were exact too, or the texts may differ.
+            decoded = tokenizer.tokenizer.decode(tokens, skip_special_tokens=False)
+            if counts.reformatted + counts.forked == 0 and decoded != extended.turn.text:
+                counts.problems.append(f"turn {index}: {decoded!r} != {extended.turn.text!r}")
+        else:
+            counts.reformatted += 1
+        counts.retokenized += tokenizer.encode(kept.turn.text) != tokens
+        turn = kept.turn
+
+
+def _response_text(
+    chat: ChatFormat, messages: object, prompt: str, message: object, reply: Reply
+) -> tuple[str, str]:
+    """Return a response as the template prints it, or in Hermes' format, and its stop token."""
+    tokenizer = chat.tokenizer.tokenizer
+    special = "|".join(re.escape(str(t)) for t in tokenizer.added_tokens_decoder.values())
+    try:
+        printed = render_chat(
+            tokenizer,
+            [*messages, message],
+            tools=[TOOL],
+            generation_prompt=False,  # type: ignore
+        )
+    except DataError:
+        printed = ""
+    if printed.startswith(prompt):
+        body = printed[len(prompt) :].rstrip()
+        ends = list(re.finditer(f"(?:{special})$", body))
+        if ends:
+            return body[: ends[0].start()], ends[0][0]
+    thought = f"<think>\n{reply.reasoning}\n</think>\n\n" if reply.reasoning else ""
+    printed = render_chat(
+        tokenizer,
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        generation_prompt=False,
+    ).rstrip()
+    stops = re.findall(f"b(?:{special})$", printed)
+    return thought + reply.content, stops[0][1:] if stops else "<eos>"
+
+
+def _sampled(tokenizer: HuggingFaceTokenizer, text: str, rng: random.Random) -> list[int]:
+    """Tokenize pieces of a text, which gives tokens that the tokenizer would not choose."""
+    pieces = re.split(r"(?<=[a-z ])(?=[a-z ])", text) if rng.random() < 0.5 else [text]
+    tokens: list[int] = []
+    start = 0
+    while start < len(pieces):
+        width = rng.randint(1, 5)
+        tokens += tokenizer.encode("".join(pieces[start : start + width]))
+        start += width
+    return tokens
+
+
+def main() -> None:
+    """Print the counts of all templates in a folder."""
+    totals: Counter[str] = Counter()
+    paths = sorted(Path(sys.argv[1]).glob("*.jinja"))
+    for path in paths:
+        counts = Counts()
+        for seed in range(10):
+            converse(path.read_text(), seed, counts=counts)
+        names = ("exact", "reformatted", "forked", "refused", "retokenized")
+        row = {name: getattr(counts, name) for name in names}
+        totals.update({**row, "problems": len(counts.problems)})
+        sys.stdout.write(f"{path.stem} {row} {' '.join(counts.problems[:1])}\n")
+    sys.stdout.write(f"{len(paths)} templates: {dict(totals)}\n")
+
+
+if __name__ == "__main__":
+    main()
