@@ -69,7 +69,7 @@ class EpisodeOptions:
     )
     """Functions that the policy may call: `module:function` each; in Python also the functions.
     Types and docstring describe a function to the model. The tokenizer needs a chat template."""
-    environment: Any = field(default=None, validator=_environment)
+    environment: str | Callable[..., Any] | None = field(default=None, validator=_environment)
     """Environment that answers the policy's responses: `module:Class`; in Python also the class."""
     max_tool_calling_iterations: int | None = field(
         default=None, validator=integer(minimum=0, optional=True)
