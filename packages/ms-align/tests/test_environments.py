@@ -350,7 +350,8 @@ def test_gradients_do_not_depend_on_the_text_of_a_tool(trainer_class: Any, kl_in
 
 DROPS_THOUGHTS = TEMPLATE.replace(
     "{{ m.content }}",
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}",
+    "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content.split('</think>')[-1] }}",
 )
 SPACES = TEMPLATE.replace('{"name": {{ c.function.name', '{ "name" : {{ c.function.name')
 
