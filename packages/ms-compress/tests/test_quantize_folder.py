@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from folders import write_run
+from folders import write_model, write_run, write_shards
 
 from ms_compress import SchemeError
 from ms_compress.cli import main
@@ -57,6 +57,57 @@ def test_calibrated_input_scales_need_a_dataset(
     assert 0 < facts["kl"] < 0.2
     assert 0.5 < facts["top1_agreement"] <= 1
     assert facts["verified"] is True
+
+
+def test_texts_calibrate_and_the_card_states_recipe_and_quality(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a text file, or shards with a held-out split; with license, tokenizer and commands."""
+    write_shards(tmp_path)
+    model = write_model(tmp_path / "model")
+    for name in ("tokenizer.json", "LICENSE"):
+        (model / name).write_bytes((tmp_path / "tokenizer.json").read_bytes())
+    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A base model\n")
+    sizes = ["--set", "tuning.sequence_length=32", "--set", "rows=4"]
+    sources = {
+        tmp_path / "texts" / "1.txt": "after the calibration rows",
+        tmp_path / "texts": "after the calibration rows",
+        tmp_path / "shards": "held-out split",
+    }
+    for number, (dataset, source) in enumerate(sources.items()):
+        out = tmp_path / f"out{number}"
+        arguments = ["--scheme", "int4_g32", "--method", "awq", "--dataset", str(dataset)]
+        assert main(["quantize", str(model), *arguments, "--out", str(out), *sizes]) == 0
+        quality = capsys.readouterr().out.splitlines()[-1]
+        assert quality.startswith("quality: perplexity ")
+        assert source in quality
+        card = (out / "README.md").read_text()
+        assert card.startswith("---\nlicense: apache-2.0\ntags:\n- quantized\n- ct.int4_g32\n---")
+        assert quality.removeprefix("quality: ") in card
+        for line in ("vllm serve out", "method = 'awq'", "tuning.sequence_length = 32"):
+            assert line in card
+        assert (out / "LICENSE").is_file()
+        assert (out / "tokenizer.json").is_file()
+
+
+def test_quantized_weights_and_empty_texts_are_refused_in_one_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, the reason, and no output folder."""
+    out = tmp_path / "out"
+    assert main(["quantize", str(model), "--scheme", "mxfp4a16", "--out", str(out)]) == 0
+    again = tmp_path / "again"
+    assert main(["quantize", str(out), "--scheme", "fp8_dynamic", "--out", str(again)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "must have float weights, got weights quantized by 'compressed-tensors'" in error
+    write_shards(tmp_path)
+    base = write_model(tmp_path / "base")
+    (base / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes())
+    (tmp_path / "empty.txt").write_text("")
+    arguments = ["--scheme", "int4_g32", "--method", "gptq", "--out", str(again)]
+    assert main(["quantize", str(base), *arguments, "--dataset", str(tmp_path / "empty.txt")]) == 2
+    assert "empty.txt is empty" in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.glob("again*"))
 
 
 def test_options_override_a_run_file(model: Path, tmp_path: Path) -> None:

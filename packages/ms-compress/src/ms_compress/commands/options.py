@@ -56,8 +56,8 @@ class ModelRun:
         validator=valid_path(optional=True),
         metadata={"example": "shards", "needed": True},
     )
-    """Shards from ms-data, a file of conversations (JSON, CSV or Parquet), or a JSON list of token
-    lists."""
+    """Shards from ms-data, text files, a file of conversations (JSON, CSV or Parquet), or a JSON
+    list of token lists."""
     rows: int = field(default=256, validator=integer())
     """Number of rows to read from the dataset; training cycles through them."""
     ignore: tuple[str, ...] = field(default=(), converter=names)

@@ -1,12 +1,13 @@
 """Read the rows of a run's dataset, and check them against its model."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ms_compress.commands.options import ModelRun, QatRun, SchemeRun
-from ms_compress.errors import ConfigError
+from ms_compress.errors import ConfigError, DataError
 from ms_compress.models.logits import check_tokens
 from ms_compress.text_ends import check_same_tokenizer
 from ms_compress.training.corpus import read_batch, read_tokens
@@ -61,10 +62,32 @@ def calibration_rows(options: ModelRun, model: nn.Module, *, limit: int | None =
     return tokens
 
 
+def quality_rows(options: ModelRun, limit: int) -> tuple[Tensor, str]:
+    """Read at most `limit` rows to measure quality on, (R, S) int64, and where they are from.
+
+    These are rows of the split `held_out`; or the rows after those that are read for calibration,
+    or the last of these if there are no others.
+
+    Raises:
+        ConfigError, DataError: as in `training_rows`.
+    """
+    dataset = _dataset(options)
+    length = options.tuning.sequence_length + 1
+    if dataset.is_dir():
+        with suppress(DataError):
+            rows = read_tokens(dataset, count=limit, length=length, split="held_out", fewer=True)
+            return rows, f"the held-out split of {dataset}"
+    count = options.rows + limit
+    rows = read_tokens(dataset, count=count, length=length, chat=options.model, fewer=True)
+    if len(rows) > options.rows:
+        return rows[options.rows :], f"{dataset}, after the calibration rows"
+    return rows[-limit:], str(dataset)
+
+
 def _dataset(options: ModelRun) -> Path:
     if options.dataset is None:
         raise ConfigError(
-            "dataset is missing; set it to a folder of shards, a file of conversations, or a JSON"
-            " list of token lists"
+            "dataset is missing; set it to a folder of shards, a text file, a file of"
+            " conversations, or a JSON list of token lists"
         )
     return options.dataset

@@ -8,16 +8,24 @@ from typing import Any
 from torch import nn
 
 from ms_compress.commands.command import Outcome
-from ms_compress.commands.options import SchemeRun
+from ms_compress.commands.options import QuantizeRun, SchemeRun
+from ms_compress.deployment import model_card
 from ms_compress.deployment.assets import carry_files
 from ms_compress.deployment.export import check_export, export
 from ms_compress.errors import ExportError
 from ms_compress.figures import figure
+from ms_compress.files.durable import write_file
 from ms_compress.jobs.output import RunOutput
 from ms_compress.jobs.progress import ProgressDisplay
+from ms_compress.jobs.quality import Quality
 from ms_compress.jobs.training import outcome_of
+from ms_compress.quantization.scheme import Activations, Scheme
 from ms_compress.targets.safetensors_folder import stored_dtypes
 from ms_compress.targets.target import find_target
+from ms_compress.training.identity import is_digest
+
+CALIBRATION = ("tuning.batch_size", "tuning.sequence_length")
+"""Settings of the training that calibration uses too."""
 
 
 def check_exportable(model: nn.Module, options: SchemeRun) -> None:
@@ -44,14 +52,20 @@ def check_exportable(model: nn.Module, options: SchemeRun) -> None:
 
 
 def finish(
-    model: nn.Module, options: SchemeRun, output: RunOutput, losses: Sequence[float] = ()
+    model: nn.Module,
+    options: SchemeRun,
+    output: RunOutput,
+    losses: Sequence[float] = (),
+    quality: Quality | None = None,
 ) -> Outcome:
-    """Export a model and report the folder, size and remaining float layers."""
+    """Export a model with a model card, and report the folder, size and remaining float layers."""
     in_float = float_layers(model)  # for the report
     keeps_dtypes = find_target(options.scheme.target).keeps_stored_dtypes
 
     def complete(partial: Path) -> None:
         carry_files(options.model, partial, tokenizer=options.tokenizer is None)
+        card = _model_card(partial, options, output, in_float, losses, quality)
+        write_file(partial / model_card.FILE, card.encode())
         output.seal(partial)
 
     with ProgressDisplay("tensor") as display:
@@ -77,6 +91,76 @@ def finish(
     outcome = outcome_of(folder, result, losses, **facts)
     serve = find_target(options.scheme.target).serve
     return outcome.with_line(f"serve: {serve.format(folder=folder)}") if serve else outcome
+
+
+def _model_card(
+    folder: Path,
+    options: SchemeRun,
+    output: RunOutput,
+    in_float: Sequence[str],
+    losses: Sequence[float],
+    quality: Quality | None,
+) -> str:
+    """Return the model card of a folder that has all other files."""
+    target = find_target(options.scheme.target)
+    facts = [("Scheme", describe(options.scheme))]
+    if losses:
+        facts.append(("Training", f"{len(losses)} steps, loss to {figure(losses[-1])}"))
+    if isinstance(options, QuantizeRun):
+        reads_data = options.method != "rtn" or options.has_calibrated_inputs
+        length = options.tuning.sequence_length + 1
+        rows = f", calibrated on at most {options.rows} rows of {length} tokens"
+        facts.append(("Method", f"{options.method}{rows if reads_data else ''}"))
+    before, after = (_weight_bytes(path) for path in (options.model, folder))
+    facts.append(("Weights", f"{figure(after / 1e6, 3)} MB (before: {figure(before / 1e6, 3)} MB)"))
+    names = f"{', '.join(in_float[:8])}{', ...' if len(in_float) > 8 else ''}"
+    facts.append(("Layers in float", names or "none"))
+    if quality is not None:
+        facts.append(("Quality", str(quality)))
+    return model_card.model_card(
+        name=output.folder.name,
+        base=options.model,
+        scheme=str(options.scheme),
+        facts=facts,
+        settings={
+            name: value
+            for name, value in output.run.settings.items()
+            if value not in (None, False, [])
+            and not is_digest(value)
+            and (losses or not name.startswith("tuning.") or name in CALIBRATION)
+        },
+        run=[
+            f"{language}\n{code.format(folder=output.folder.name)}"
+            for language, code in (("bash", target.serve), ("python", target.example))
+            if code
+        ],
+    )
+
+
+def describe(scheme: Scheme) -> str:
+    """Describe a scheme in words, such as `4-bit integers, groups of 32; inputs: float32`."""
+
+    def words(rule: Scheme | Activations) -> str:
+        kind = "integers" if rule.element is None else rule.element.name.upper()
+        block = getattr(rule, "block_structure", None)
+        scope = {
+            "group": f"groups of {rule.group_size}",
+            "tensor_group": f"groups of {rule.group_size} and one scale for the tensor",
+            "block": f"blocks of {block and ' x '.join(map(str, block))}",
+            "tensor": "one scale",
+            "channel": "one scale per row",
+            "token": "one scale per token",
+        }[rule.strategy]
+        return f"{rule.num_bits}-bit {kind}, {scope}"
+
+    inputs = "not quantized" if scheme.activations is None else words(scheme.activations)
+    return f"{scheme}: weights {words(scheme)}; inputs {inputs}"
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Return the size of the files with weights."""
+    suffixes = (".safetensors", ".gguf", ".onnx", ".data", ".bin")
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in suffixes)
 
 
 def float_layers(model: nn.Module) -> list[str]:

@@ -15,6 +15,9 @@ from ms_compress.models.config_file import read_config
 from ms_compress.output_lock import new_folder
 from ms_compress.targets.libraries import import_library
 
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Quantization methods of folders that ms-parallel reads as float weights."""
+
 
 def load(folder: str | Path) -> nn.Module:
     """Load the model of a Hugging Face folder with ms-parallel, or else with transformers.
@@ -28,7 +31,13 @@ def load(folder: str | Path) -> nn.Module:
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json; use a Hugging Face model folder")
-    read_config(path)
+    settings = read_config(path).get("quantization_config") or {}
+    quantized = settings.get("quant_method", "") if isinstance(settings, dict) else settings
+    if quantized not in ("", *DEQUANTIZED):
+        raise ConfigError(
+            f"{path} must have float weights, got weights quantized by {quantized!r}; use the"
+            " folder that it was made from"
+        )
     try:
         import ms_parallel
     except ImportError:

@@ -142,6 +142,8 @@ class Target(Format):
     """Extra of ms-compress that installs them."""
     serve: str = ""
     """Command that serves a folder, with `{folder}` in place of its path."""
+    example: str = ""
+    """Python code that generates text with a folder, with `{folder}` in place of its path."""
     opens_cheaply: bool = True
     """Open every export once if the libraries are installed, instead of only when verifying."""
     keeps_stored_dtypes: bool = False

@@ -1,9 +1,9 @@
 """Rows of text for calibration, training and evaluation: plain text or conversations.
 
-A dataset is a folder of ms-data shards (text or conversations), a JSON list of token lists, or a
-file of conversations, rendered with the model folder's chat template. A row has the start of one
-conversation, and only its answers count in the loss. Every runtime thus reads rows alike, as none
-needs to know where another conversation starts inside a row.
+A dataset is a folder of ms-data shards (text or conversations), a JSON list of token lists, a text
+file or a folder of these, or a file of conversations, rendered with the model folder's chat
+template. A row has the start of one conversation, and only its answers count in the loss. Every
+runtime thus reads rows alike, as none needs to know where another conversation starts inside a row.
 """
 
 import logging
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 TOKEN_LISTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?:\[|\]|-?\d|$)")
 """Start of a JSON list of token lists; all other files are read by ms-data."""
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py")
+"""Suffixes of text files; other files have token lists or conversations."""
 LIMIT_BYTES = 2**32
 Token = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Rows = dict[str, Tensor]
@@ -61,12 +63,14 @@ def held_out(
     """
     if not Path(dataset).is_file():
         return rows(dataset, split="held_out", sequence_length=sequence_length, count=count)
-    if not _is_instruction_set(Path(dataset)):
+    if _has_token_lists(Path(dataset)):
         raise DataError(
-            f"{dataset} must be a folder of shards with a split held_out, or a file of"
+            f"{dataset} must be a folder of shards with a split held_out, a text file, or a file of"
             " conversations; build the shards with --held-out-fraction"
         )
-    with _rendered(Path(dataset), chat) as folder:
+    with _built(Path(dataset), chat) as folder:
+        if not _holds_conversations(folder, "train"):
+            return rows(folder, split="train", sequence_length=sequence_length, count=count)
         return _conversations(folder, "train", sequence_length, count, 0, dataset)
 
 
@@ -76,19 +80,19 @@ def read_batch(
     """Read rows to train on: `tokens` and `targets`; for conversations, only answers count.
 
     Args:
-        dataset: folder of ms-data shards with a split `train`, JSON list of token lists, or file
-            of conversations.
+        dataset: folder of ms-data shards with a split `train`, JSON list of token lists, text file,
+            or file of conversations.
         count: number of rows.
         length: tokens per row, S.
-        chat: folder with the tokenizer and chat template for conversations: the model's.
+        chat: folder with the tokenizer and chat template for text and conversations: the model's.
 
     Raises:
         DataError: there is too little data, or it is not a dataset.
     """
-    with _conversations_in(dataset, chat) as folder:
-        if folder is None:
+    with _shards(dataset, chat) as folder:
+        if folder is None or not _holds_conversations(folder, "train"):
             # One more token, as the targets are shifted by one.
-            tokens = read_tokens(dataset, count=count, length=length + 1)
+            tokens = _tokens(Path(dataset), folder, "train", count, length + 1)
             return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
         rows_by_name = _conversations(folder, "train", length, count, 0, dataset)
         _check_rows(Path(dataset), len(rows_by_name["tokens"]), count, length)
@@ -96,7 +100,13 @@ def read_batch(
 
 
 def read_tokens(
-    dataset: str | Path, *, count: int, length: int, chat: str | Path | None = None
+    dataset: str | Path,
+    *,
+    count: int,
+    length: int,
+    chat: str | Path | None = None,
+    split: str = "train",
+    fewer: bool = False,
 ) -> Tensor:
     """Read tokens (count, length) int64 for calibration; conversations are concatenated.
 
@@ -105,28 +115,40 @@ def read_tokens(
         count: number of rows; fewer if the conversations do not fill them.
         length: tokens per row.
         chat: as in `read_batch`.
+        split: split of shards; a file has only the split `train`.
+        fewer: return fewer rows if the dataset is smaller.
 
     Raises:
         DataError: there is too little data, or it is not a dataset.
     """
-    path = Path(dataset)
-    with _conversations_in(path, chat) as folder:
-        if folder is not None:
-            flat = _joined(folder, count * length)
-            # `count` is in conversations, and most conversations are shorter than a row.
-            filled = max(1, len(flat) // length)
-            if filled < count:
-                logger.warning(
-                    "%s: the conversations fill %d rows of %d tokens, fewer than rows=%d; using %d",
-                    *(dataset, filled, length, count, filled),
-                )
-            count = min(count, filled)
-        elif path.is_file():
-            flat = _from_json(path)
-        else:
-            stream = _text_stream(path, "train", length, 1, 0)
-            _check_rows(path, stream.samples_per_epoch, count, length)
-            return rows(path, split="train", sequence_length=length, count=count)["tokens"]
+    with _shards(dataset, chat) as folder:
+        return _tokens(Path(dataset), folder, split, count, length, fewer=fewer)
+
+
+def _tokens(
+    path: Path, folder: Path | None, split: str, count: int, length: int, *, fewer: bool = False
+) -> Tensor:
+    """Read rows (count, length) of a folder of shards, or of a JSON list of token lists."""
+    if folder is None:
+        flat = _from_json(path)
+    elif _holds_conversations(folder, split):
+        flat = _joined(folder, split, count * length)
+        # `count` is in conversations, and most conversations are shorter than a row.
+        filled = max(1, len(flat) // length)
+        if filled < count and not fewer:
+            logger.warning(
+                "%s: the conversations fill %d rows of %d tokens, fewer than rows=%d; using %d",
+                *(path, filled, length, count, filled),
+            )
+        count = min(count, filled)
+    else:
+        available = _text_stream(folder, split, length, 1, 0).samples_per_epoch
+        if fewer:
+            count = min(count, max(1, available))
+        _check_rows(path, available, count, length)
+        return rows(folder, split=split, sequence_length=length, count=count)["tokens"]
+    if fewer:
+        count = min(count, max(1, len(flat) // length))
     _check_rows(path, len(flat) // length, count, length)
     return flat[: count * length].view(count, length)
 
@@ -151,41 +173,51 @@ def _from_json(path: Path) -> Tensor:
 
 
 @contextmanager
-def _conversations_in(dataset: str | Path, chat: str | Path | None) -> Iterator[Path | None]:
-    """Yield the folder of shards with a dataset's conversations; None for plain text."""
+def _shards(dataset: str | Path, chat: str | Path | None) -> Iterator[Path | None]:
+    """Yield the folder of shards with a dataset's text; None for a JSON list of token lists."""
     path = Path(dataset)
-    if not path.is_file():
-        yield path if _holds_conversations(path, "train") else None
-    elif _is_instruction_set(path):
-        with _rendered(path, chat) as folder:
+    if path.is_dir() and not (path / "index.json").is_file() and _has_texts(path):
+        with _built(path, chat) as folder:
             yield folder
-    else:
+    elif not path.is_file():
+        yield path
+    elif _has_token_lists(path):
         yield None
+    else:
+        with _built(path, chat) as folder:
+            yield folder
 
 
-def _is_instruction_set(path: Path) -> bool:
-    """Return whether a file is an instruction set, judged by its start rather than its name."""
+def _has_texts(path: Path) -> bool:
+    """Return whether a path is a text file, or a folder with some."""
+    files = [path] if path.is_file() else path.iterdir()
+    return any(file.suffix.lower() in TEXT_SUFFIXES for file in files)
+
+
+def _has_token_lists(path: Path) -> bool:
+    """Return whether a file is a JSON list of token lists, judged by its start."""
     try:
         with path.open("rb") as file:
-            return TOKEN_LISTS.match(file.read(4096)) is None
+            return TOKEN_LISTS.match(file.read(4096)) is not None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 @contextmanager
-def _rendered(path: Path, chat: str | Path | None) -> Iterator[Path]:
-    """Convert a file of conversations to shards in a temporary folder."""
+def _built(path: Path, chat: str | Path | None) -> Iterator[Path]:
+    """Convert text files or a file of conversations to shards in a temporary folder."""
     ms_data = _ms_data()
     tokenizer = None if chat is None else Path(chat) / "tokenizer.json"
     if tokenizer is None or not tokenizer.is_file():
         raise DataError(
             f"{path}: conversations need the tokenizer and chat template of the model's folder, and"
-            f" {chat or 'no folder'} has no tokenizer.json; use a model that was trained on"
-            " conversations"
+            f" text its tokenizer, but {chat or 'no folder'} has no tokenizer.json; use a model"
+            " folder with one"
         )
     with TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir) / "shards"
-        ms_data.build(path, tokenizer=tokenizer, out=folder, chat=chat)
+        template = None if _has_texts(path) else chat
+        ms_data.build(path, tokenizer=tokenizer, out=folder, chat=template)
         yield folder
 
 
@@ -239,9 +271,9 @@ def _conversations(
     }
 
 
-def _joined(folder: Path, limit: int) -> Tensor:
+def _joined(folder: Path, split: str, limit: int) -> Tensor:
     """Concatenate the tokens of conversations until there are at least `limit`, if possible."""
-    samples = _ms_data().Samples(folder, "train")
+    samples = _ms_data().Samples(folder, split)
     parts, total = [], 0
     for number in range(len(samples)):
         if total >= limit:

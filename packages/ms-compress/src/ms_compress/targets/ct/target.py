@@ -21,6 +21,13 @@ TARGET = Target(
     libraries=("transformers", "compressed_tensors"),
     extra="ct",
     serve="vllm serve {folder}",
+    example="""\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")  # needs compressed-tensors
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+inputs = tokenizer("Hello", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))""",
     keeps_stored_dtypes=True,
     fuses_experts=True,
     opens_cheaply=False,  # transformers loads the whole model into memory

@@ -19,6 +19,11 @@ TARGET = Target(
     libraries=("llama_cpp",),
     extra="llama",
     serve="llama-server -m {folder}/model.gguf",
+    example="""\
+from llama_cpp import Llama
+
+model = Llama("{folder}/model.gguf")
+print(model("Hello", max_tokens=50)["choices"][0]["text"])""",
     needs_tokenizer=True,
     tolerance=0.02,  # its kernels round the input of every quantized matmul
 )
