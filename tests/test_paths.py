@@ -49,7 +49,7 @@ TEXT_ARGUMENTS = {
         "device",
     },
     "ms-align": {"set"},
-    "ms-compress": {"method", "scheme", "set"},
+    "ms-compress": {"method", "methods", "schemes", "scheme", "set"},
 }
 """Text arguments that are not paths."""
 

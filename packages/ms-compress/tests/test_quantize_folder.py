@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from folders import write_model, write_run, write_shards
 
 from ms_compress import SchemeError
 from ms_compress.cli import main
+from ms_compress.report.schemes import SchemeComparison
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.rules import scheme
 
@@ -108,6 +110,33 @@ def test_quantized_weights_and_empty_texts_are_refused_in_one_line(
     assert main(["quantize", str(base), *arguments, "--dataset", str(tmp_path / "empty.txt")]) == 2
     assert "empty.txt is empty" in capsys.readouterr().err.splitlines()[-1]
     assert not list(tmp_path.glob("again*"))
+
+
+def test_schemes_are_compared_in_a_table_and_a_picture(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every pair that fits; the page has no script and reads nothing from a network."""
+    out = tmp_path / "comparison"
+    pairs = ["--schemes", "w8a8,int4_g32", "--methods", "rtn,smoothquant"]
+    sizes = ["--set", "tuning.sequence_length=32", "--set", "rows=8"]
+    dataset = ["--dataset", str(tmp_path / "tokens.json")]
+    command = ["compare-schemes", str(model), *pairs, "--out", str(out), *dataset, *sizes]
+    assert main([*command, "--json"]) == 0
+    comparison = msgspec.json.decode((out / "schemes.json").read_bytes(), type=SchemeComparison)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((out / "schemes.json").read_text())
+    names = [(result.scheme, result.method) for result in comparison.results]
+    assert names == [("ct.w8a8", "rtn"), ("ct.w8a8", "smoothquant"), ("ct.int4_g32", "rtn")]
+    assert comparison.results[0].kl < comparison.results[2].kl
+    assert comparison.results[0].size_bytes > comparison.results[2].size_bytes
+    assert 2 in comparison.best()
+    page = (out / "schemes.html").read_text()
+    assert page.count("<circle") == 3
+    assert not any(text in page for text in ("<script", "http:", "https:", "src="))
+    assert main(command) == 0
+    assert "this run is finished" in capsys.readouterr().out
+    assert main(["compare-schemes", str(model), "--schemes", "w8a9", "--out", f"{out}2"]) == 2
+    assert "unknown scheme 'w8a9'; did you mean 'w8a8'?" in capsys.readouterr().err
 
 
 def test_options_override_a_run_file(model: Path, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ PROG = "ms-compress"
 ARGUMENT_TYPES = {
     "scheme": str,
     "method": str,
+    "schemes": str,
+    "methods": str,
     "output_dir": folder_argument,
     "dataset": path_argument,
 }

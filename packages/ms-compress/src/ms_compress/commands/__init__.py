@@ -1,7 +1,14 @@
 """The commands of `ms-compress` and their settings; importing them does not import torch."""
 
 from ms_compress.commands.command import Command, Outcome
-from ms_compress.commands.options import DistillRun, EvaluateRun, PruneRun, QatRun, QuantizeRun
+from ms_compress.commands.options import (
+    CompareRun,
+    DistillRun,
+    EvaluateRun,
+    PruneRun,
+    QatRun,
+    QuantizeRun,
+)
 
 __all__ = ["COMMANDS", "Command", "Outcome"]
 
@@ -36,6 +43,14 @@ COMMANDS: tuple[Command, ...] = (
         job="quantize",
         flags=("verify",),
         arguments=("scheme", "method", "output_dir", "dataset"),
+    ),
+    Command(
+        name="compare-schemes",
+        help="quantize a model to several schemes, and draw divergence against size",
+        example="ms-compress compare-schemes RUN.toml schemes=w8a8,int4_g32 methods=rtn,awq",
+        options=CompareRun,
+        job="compare_schemes",
+        arguments=("schemes", "methods", "output_dir", "dataset"),
     ),
     Command(
         name="evaluate",

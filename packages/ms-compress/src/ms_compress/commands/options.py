@@ -180,6 +180,55 @@ class QuantizeRun(SchemeRun):
             )
 
 
+def listed(value: Any) -> tuple[str, ...]:
+    """Convert a list of names, or names separated by commas, to a tuple."""
+    items = value.split(",") if isinstance(value, str) else value
+    return tuple(name.strip() for name in names(items))
+
+
+@frozen(kw_only=True)
+class CompareRun(ModelRun):
+    """Settings of `ms-compress compare-schemes`."""
+
+    schemes: tuple[str, ...] = field(
+        default=("ct.w8a8", "ct.fp8_dynamic", "ct.int4_g32", "ct.mxfp4a16", "ct.nvfp4a16"),
+        converter=listed,
+    )
+    """Names of the schemes to compare."""
+    methods: tuple[str, ...] = field(default=("rtn",), converter=listed)
+    """Methods to round each scheme with, as in `quantize`; smoothquant is left out for schemes that
+    quantize no inputs."""
+    tokenizer: str | None = field(default=None, validator=valid_path(optional=True))
+    """tokenizer.json or its folder, for targets that need one; default: the model folder's."""
+
+    def runs(self) -> list[QuantizeRun]:
+        """Return the settings of each pair of scheme and method.
+
+        Raises:
+            SchemeError, ConfigError: a scheme or method does not exist, or needs a dataset.
+        """
+        pairs = [
+            (name, method)
+            for name in self.schemes
+            for method in self.methods
+            if not method.startswith("smoothquant") or scheme(name).activations is not None
+        ]
+        if not pairs:
+            raise ConfigError(
+                "schemes and methods must have at least one pair that fits, got"
+                f" {', '.join(self.schemes) or 'no schemes'} with"
+                f" {', '.join(self.methods) or 'no methods'}; use schemes=ct.w8a8 methods=rtn"
+            )
+        shared = {
+            key: getattr(self, key)
+            for key in ("model", "output_dir", "dataset", "rows", "ignore", "tuning", "tokenizer")
+        }
+        return [QuantizeRun(scheme=name, method=method, **shared) for name, method in pairs]
+
+    def __attrs_post_init__(self) -> None:
+        self.runs()
+
+
 @frozen(kw_only=True)
 class PruneRun(ModelRun):
     """Settings of `ms-compress prune`."""

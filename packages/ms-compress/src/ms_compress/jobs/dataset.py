@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ms_compress.commands.options import ModelRun, QatRun, SchemeRun
+from ms_compress.commands.options import CompareRun, ModelRun, QatRun, SchemeRun
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.models.logits import check_tokens
 from ms_compress.text_ends import check_same_tokenizer
@@ -21,7 +21,7 @@ def check_tokenizers(options: ModelRun) -> None:
         ConfigError: the token ids of two folders have different meanings.
         ExportError: a tokenizer.json is damaged.
     """
-    explicit = options.tokenizer if isinstance(options, SchemeRun) else None
+    explicit = options.tokenizer if isinstance(options, SchemeRun | CompareRun) else None
     model: dict[str, str | Path | None] = (
         {"tokenizer": explicit} if explicit else {"model": options.model}
     )

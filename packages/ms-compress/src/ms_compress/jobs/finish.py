@@ -42,7 +42,7 @@ def check_exportable(model: nn.Module, options: SchemeRun) -> None:
             f"verify needs {' and '.join(missing)}: pip install 'ms-compress[{target.extra}]',"
             " or leave verify out"
         )
-    tokenizer = _tokenizer(options)
+    tokenizer = tokenizer_of(options)
     check_export(model, options.scheme, tokenizer=tokenizer)
     if target.needs_tokenizer and tokenizer is None:
         raise ExportError(
@@ -73,7 +73,7 @@ def finish(
             model,
             options.output_dir,
             verify=options.verify,
-            tokenizer=_tokenizer(options),
+            tokenizer=tokenizer_of(options),
             stored_dtypes=stored_dtypes(options.model) if keeps_dtypes else {},
             on_written=complete,
             progress=display.update,
@@ -111,7 +111,7 @@ def _model_card(
         length = options.tuning.sequence_length + 1
         rows = f", calibrated on at most {options.rows} rows of {length} tokens"
         facts.append(("Method", f"{options.method}{rows if reads_data else ''}"))
-    before, after = (_weight_bytes(path) for path in (options.model, folder))
+    before, after = (weight_bytes(path) for path in (options.model, folder))
     facts.append(("Weights", f"{figure(after / 1e6, 3)} MB (before: {figure(before / 1e6, 3)} MB)"))
     names = f"{', '.join(in_float[:8])}{', ...' if len(in_float) > 8 else ''}"
     facts.append(("Layers in float", names or "none"))
@@ -157,7 +157,7 @@ def describe(scheme: Scheme) -> str:
     return f"{scheme}: weights {words(scheme)}; inputs {inputs}"
 
 
-def _weight_bytes(folder: Path) -> int:
+def weight_bytes(folder: Path) -> int:
     """Return the size of the files with weights."""
     suffixes = (".safetensors", ".gguf", ".onnx", ".data", ".bin")
     return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in suffixes)
@@ -172,7 +172,7 @@ def float_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def _tokenizer(options: SchemeRun) -> Path | None:
+def tokenizer_of(options: SchemeRun) -> Path | None:
     """Return the tokenizer from the settings, or the model folder's."""
     if options.tokenizer is not None:
         return Path(options.tokenizer)

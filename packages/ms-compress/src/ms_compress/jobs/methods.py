@@ -59,8 +59,14 @@ def round_by_gptq(model: nn.Module, options: SchemeRun, **settings: Any) -> None
     calibrate(gptq, model, options.scheme, options, activations=options.activations, **settings)
 
 
-def quantize(model: nn.Module, options: QuantizeRun, output: RunOutput) -> None:
-    """Prepare a model for the run's scheme and round it with the run's method."""
+def quantize(model: nn.Module, options: QuantizeRun, output: RunOutput | None = None) -> None:
+    """Prepare a model for the run's scheme and round it with the run's method.
+
+    Args:
+        model: model to change in place.
+        options: settings of the run.
+        output: output to resume from, if the method calibrates. None: nothing is stored.
+    """
     if options.method == "rtn":
         # The search is part of how a K-quant is rounded, in llama.cpp too.
         fits = options.fit_scales or options.importance or options.scheme.super_block is not None

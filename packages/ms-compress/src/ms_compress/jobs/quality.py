@@ -81,13 +81,13 @@ class QualityTest:
                 raise
             tokens, source = probe(vocabulary), "a probe; set dataset to measure on your text"
             is_text = False
-        logits = tuple(model_logits(model, row) for row in tokens.split(1))
+        logits = tuple(model_logits(model, row) for row in torch.split(tokens, 1))
         return cls(tokens=tokens, source=source, is_text=is_text, float_logits=logits)
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> Quality:
         """Compare a quantized model with the float model."""
-        rows = self.tokens.split(1)
+        rows = torch.split(self.tokens, 1)
         losses, divergences = [], []
         for row, float_logits in zip(rows, self.float_logits, strict=True):
             logits = model_logits(model, row)
