@@ -73,7 +73,7 @@ def _check_inputs(run: Any) -> None:
         raise ConfigError(f"model must be a local folder: {problem}")
     expected = "a folder of shards, conversations in JSON Lines, or a JSON list of tokens"
     # Rounding to nearest reads no data, except for calibrated inputs.
-    unread = getattr(run, "method", None) == "rtn" and not run.has_calibrated_inputs
+    unread = getattr(run, "method", None) == "rtn" and not run.needs_dataset
     if (
         dataset is not None
         and not unread

@@ -18,6 +18,7 @@ from ms_compress.jobs.methods import quantize
 from ms_compress.jobs.output import run_output
 from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.jobs.quality import QualityTest
+from ms_compress.models.experts import separate_experts
 from ms_compress.output_lock import new_folder
 from ms_compress.report.schemes import (
     SchemeComparison,
@@ -36,7 +37,7 @@ def run(options: CompareRun) -> Outcome:
             return output.already_finished()
         check_tokenizers(options)
         runs = options.runs()
-        model = load(options.model)
+        model = separate_experts(load(options.model))
         for item in runs:
             check_exportable(model, item)
         # The run with the most needs decides whether the dataset must be usable.
@@ -69,7 +70,7 @@ def run(options: CompareRun) -> Outcome:
 
 def _result(options: QuantizeRun, test: QualityTest) -> SchemeResult:
     """Quantize the model with one scheme and method; measure quality and exported size."""
-    model: nn.Module = load(options.model)
+    model: nn.Module = separate_experts(load(options.model))
     start_s = perf_counter()
     quantize(model, options)
     seconds = perf_counter() - start_s

@@ -107,7 +107,7 @@ def _model_card(
     if losses:
         facts.append(("Training", f"{len(losses)} steps, loss to {figure(losses[-1])}"))
     if isinstance(options, QuantizeRun):
-        reads_data = options.method != "rtn" or options.has_calibrated_inputs
+        reads_data = options.method != "rtn" or options.needs_dataset
         length = options.tuning.sequence_length + 1
         rows = f", calibrated on at most {options.rows} rows of {length} tokens"
         facts.append(("Method", f"{options.method}{rows if reads_data else ''}"))

@@ -77,7 +77,7 @@ class QualityTest:
             is_text = True
         except (ConfigError, DataError):
             # Rounding to nearest needs no data.
-            if options.method != "rtn" or options.has_calibrated_inputs:
+            if options.method != "rtn" or options.needs_dataset:
                 raise
             tokens, source = probe(vocabulary), "a probe; set dataset to measure on your text"
             is_text = False
