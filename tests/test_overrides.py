@@ -9,6 +9,7 @@ COMMANDS = [
     *(("ms_align", name) for name in ("sft", "reward", "dpo", "kto", "gkd", "ppo", "grpo", "rloo")),
     *(("ms_align", name) for name in ("generate", "evaluate")),
     *(("ms_compress", name) for name in ("qat", "prune", "distill", "quantize", "evaluate")),
+    ("ms_compress", "compare-schemes"),
     *(("ms_parallel", name) for name in ("train", "inspect", "plan")),
 ]
 """Commands that take a run file."""

@@ -63,7 +63,7 @@ TEXT_FIELDS = {
         "kl_estimator",
         "tests_key",
     ),
-    *("offload", "sharding", "save_dtype"),
+    *("offload", "sharding", "save_dtype", "schemes", "methods"),
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "ignore"),
     *("start", "method", "title", "name", "target", "scale_dtype", "format", "text_column"),
     *("decay",),
