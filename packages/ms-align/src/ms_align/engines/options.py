@@ -21,6 +21,7 @@ DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
 
 HONORED: dict[str, tuple[Any, ...]] = {
     "mixed_precision": (False,),
+    "float8": ("none",),
     "ops": ("torch",),
     "recompute": ("none",),
     "compile": (False,),
@@ -98,6 +99,9 @@ class ComputeOptions(DeviceOptions):
 class EngineOptions(ComputeOptions):
     """Precision, memory and sharding in training."""
 
+    float8: str = field(default="none", validator=one_of("none", "rowwise", "blockwise", "mxfp8"))
+    """Round the factors of matrix products in blocks to float8 e4m3, with scales per row
+    (`rowwise`), per 128 x 128 block (`blockwise`) or per 32 elements (`mxfp8`). Needs `layout`."""
     recompute: str = field(default="none", validator=_recompute)
     """Activation checkpointing: `none`, `selective` (recompute cheap operators), `attention`,
     `full`, or a memory limit per rank such as `8GiB`. Needs `layout`."""

@@ -56,7 +56,15 @@ def start_parallel(
                 "balance_coefficient is the weight of a balance loss, and balance is 'none'; set "
                 "balance to 'step' or 'sequence'"
             )
-        names = ("recompute", "compile", "sharding", "offload", "balance", "balance_coefficient")
+        names = (
+            "float8",
+            "recompute",
+            "compile",
+            "sharding",
+            "offload",
+            "balance",
+            "balance_coefficient",
+        )
         training = {name: getattr(options, name) for name in names}
 
     decay = optimizer.decay_steps

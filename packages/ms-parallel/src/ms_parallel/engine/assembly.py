@@ -25,6 +25,7 @@ from ms_parallel.models.registry import architecture, architectures, model_plan,
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.settings import valid_path
 from ms_parallel.split.data_axis import Sharding
+from ms_parallel.split.float8 import use_float8
 from ms_parallel.split.memory.recompute_choice import Recompute
 from ms_parallel.split.own_model import (
     UNSPLIT_PLAN,
@@ -157,7 +158,7 @@ def build_stages(
         compiled: whether training of the blocks will be compiled.
     """
     keep_freed_pages(groups.device)
-    prepare = _preparation(options)
+    prepare = _preparation(options, plan, groups)
     stage_options: Any = {
         "mixed_precision": options.mixed_precision,
         "recompute": options.recompute,
@@ -221,7 +222,7 @@ def build_float32_stages(
             recompute=options.recompute,
             sharding=options.sharding,
             ops=options.ops or operators,
-            prepare=_preparation(options),
+            prepare=_preparation(evolve(options, float8="none"), model_plan(config), groups),
             allocate=False,
         )
         for stage, pipeline_rank in enumerate(placement)
@@ -229,12 +230,15 @@ def build_float32_stages(
     }
 
 
-def _preparation(options: EngineOptions) -> Callable[[Any], object]:
-    """Return the function applied to a stage before sharding: `prepare`, then the extra heads."""
+def _preparation(
+    options: EngineOptions, plan: ModelPlan, groups: Groups
+) -> Callable[[Any], object]:
+    """Return the function applied to a stage before sharding: `prepare`, float8, extra heads."""
 
     def prepare(stage: Any) -> None:
         if options.prepare is not None:
             options.prepare(stage)
+        use_float8(stage, plan, options.float8, groups.device)
         if options.heads:
             add_heads(stage, options.heads)
 

@@ -69,6 +69,7 @@ from ms_parallel.split.compiled import check_compiled, compile_blocks, compiles_
 from ms_parallel.split.context.kinds import check_context
 from ms_parallel.split.context.splitter import ContextSplitter
 from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
+from ms_parallel.split.float8 import check_float8
 from ms_parallel.split.memory.budget import Budget
 from ms_parallel.split.memory.recompute_choice import budget_bytes
 from ms_parallel.split.own_model import OwnModelConfig, check_accepts_cache, warn_without_documents
@@ -110,7 +111,11 @@ class Engine:
         self.config, self.plan = resolve_model(model, settings.plan, layout, settings.recompute)
         if settings.reproducible:
             check_reproducible(
-                layout, self.plan, self.config, prepared=settings.prepare is not None
+                layout,
+                self.plan,
+                self.config,
+                settings.float8,
+                prepared=settings.prepare is not None,
             )
         check_context(settings.context_attention, self.config, layout)
         check_devices(
@@ -177,19 +182,21 @@ class Engine:
         """Adapters that are trained instead of the model's weights; see `adapt`."""
 
     def _compiles(self, layout: Layout) -> bool:
-        """Return whether blocks are compiled; raise if the user asks for it and they cannot be.
+        """Return whether blocks are compiled; raise if they cannot be as the user asks.
 
         Raises:
-            ConfigError: compile=True and the model, layout or another setting forbids it.
+            ConfigError: compile=True and the model, layout or another setting forbids it, or the
+                schedule forbids float8.
         """
         settings = self.options
-        if settings.compile is False:
-            return False
         schedule = self.tables.choice
         # A schedule chosen by name is built for each step; 4 microbatches per rank serve as a
         # sample.
         if not isinstance(schedule, Schedule):
             schedule = self.tables.training(4 * layout.pipeline)
+        check_float8(settings.float8, schedule)
+        if settings.compile is False:
+            return False
         if settings.compile == "auto":
             return compiles_by_default(self.config, layout, settings, schedule, self.device)
         check_compiled(self.config, layout, settings, schedule)
@@ -518,6 +525,7 @@ class Engine:
 
     def _auditor(self) -> Auditor:
         layers, name = self.tables.layers, precision_name(self.options.mixed_precision)
+        name = name if self.options.float8 == "none" else "float8"
 
         def build() -> StageRunner:
             stages = build_float32_stages(

@@ -16,6 +16,7 @@ from ms_parallel.split.context.kinds import (
     ContextKind,
 )
 from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
+from ms_parallel.split.float8_choice import FLOAT8, Float8
 from ms_parallel.split.memory.recompute_choice import Recompute, recompute_setting
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
 
@@ -59,6 +60,11 @@ class EngineSettings:
     )
     """Compute in bfloat16 (true) or `float16`. Weights, optimizer state and reductions stay
     float32."""
+    float8: Float8 = field(default="none", validator=one_of(*FLOAT8), metadata=EXECUTION)
+    """Round the factors of matrix products in blocks to float8 e4m3, with scales per row
+    (`rowwise`), per 128 x 128 block (`blockwise`) or per 32 elements (`mxfp8`). Only `rowwise` is
+    fast, on GPUs since Hopper; elsewhere products are emulated. Experts keep their precision. Not
+    with reproducible, or schedules that split backwards."""
     loss_scale: LossScale | Mapping[str, Any] | None = field(
         default=None, validator=_loss_scale, metadata=EXECUTION
     )

@@ -14,8 +14,8 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.schedule import Schedule
+from ms_parallel.split.float8_choice import Float8
 from ms_parallel.split.memory.recompute_choice import Recompute
 from ms_parallel.torch_private import has_triton
 
@@ -30,6 +30,10 @@ class CompileOptions(Protocol):
     @property
     def reproducible(self) -> bool:
         """Whether weights are bitwise the same under every layout."""
+
+    @property
+    def float8(self) -> Float8:
+        """Recipe of float8 products."""
 
 
 def check_compiled(
@@ -88,8 +92,13 @@ def compile_problem(
             f"cannot be combined with recompute={recompute!r}, which selects single operators; set"
             " recompute to none or full, or compile to False"
         )
+    if options.float8 not in ("none", "rowwise"):
+        return (
+            f"cannot be combined with float8={options.float8!r}, which is emulated; set float8 to"
+            " rowwise, or compile to False"
+        )
     # Deferring weight gradients intercepts linear layers, which a compiled block hides.
-    if any(a.kind is Kind.BACKWARD_INPUT for row in schedule.computations() for a in row):
+    if schedule.splits_backward:
         return (
             f"cannot be combined with schedule={schedule.name!r}, which splits the backward pass;"
             " use schedule 1f1b, gpipe or interleaved-1f1b, or set compile to False"

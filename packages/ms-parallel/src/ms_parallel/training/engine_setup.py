@@ -97,7 +97,7 @@ def check_fit(options: Options, layout: Layout, config: Any) -> None:
     family_of(config).check_layout(config, layout)
     check_context(options.context_attention, config, layout)
     if options.reproducible:
-        check_reproducible(layout, model_plan(config), config, prepared=False)
+        check_reproducible(layout, model_plan(config), config, options.float8, prepared=False)
 
 
 def _check_sizes(options: Options, layout: Layout, config: Any) -> None:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from attrs import asdict
 
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.errors import LayoutError
+from ms_parallel.errors import ConfigError, LayoutError
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.huggingface.config import TransformersModel
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.split.float8_choice import Float8
 from ms_parallel.split.own_model import OwnModelConfig
 
 CUTS = {
@@ -19,7 +20,7 @@ CUTS = {
 
 
 def check_reproducible(
-    layout: Layout, plan: ModelPlan, config: ModelConfig, *, prepared: bool
+    layout: Layout, plan: ModelPlan, config: ModelConfig, float8: Float8, *, prepared: bool
 ) -> None:
     """Check that a layout leaves the arithmetic of each row as in a single process.
 
@@ -27,11 +28,19 @@ def check_reproducible(
         layout: how the processes split the work.
         plan: model plan.
         config: model configuration.
+        float8: recipe of float8 products.
         prepared: whether layers are changed before they are sharded.
 
     Raises:
+        ConfigError: float8 products are used.
         LayoutError: the layout changes the order of sums.
     """
+    if float8 != "none":
+        raise ConfigError(
+            f"reproducible=True cannot be combined with float8={float8!r}: the scales of weight"
+            " gradients depend on the rows of a microbatch; set float8 to none, or remove"
+            " reproducible"
+        )
     for axis, size in asdict(layout).items():
         if size > 1 and axis not in ("data", "pipeline", "replicate"):
             reason = CUTS.get(axis, "it splits single operations over processes")

@@ -23,6 +23,7 @@ class AlarmLevels:
 
 
 LEVELS = {
+    "float8": AlarmLevels(loss=0.02, error=0.5, gain=0.1),
     "float16": AlarmLevels(loss=1e-3, error=0.02, gain=0.003),
     "bfloat16": AlarmLevels(loss=5e-3, error=0.1, gain=0.005),
     "float32": AlarmLevels(loss=1e-6, error=1e-5, gain=1e-6),

@@ -7,7 +7,7 @@ from attrs import field, frozen
 
 from ms_parallel.arguments import check_items, check_type
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.table.action import MESSAGES, Action, parse_action
+from ms_parallel.schedules.table.action import MESSAGES, Action, Kind, parse_action
 from ms_parallel.schedules.table.communication import with_communication
 from ms_parallel.schedules.table.costs import Ticks
 from ms_parallel.schedules.table.placements import integers
@@ -86,6 +86,12 @@ class Schedule:
     def computations(self) -> tuple[tuple[Action, ...], ...]:
         """Computations of each rank, in order; a pair is one entry."""
         return tuple(tuple(a for a in row if a.computations) for row in self.actions)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from the gradients of inputs."""
+        actions = (action for row in self.computations() for action in row)
+        return any(part.kind is Kind.BACKWARD_INPUT for action in actions for part in action.flat)
 
     def to_csv(self, *, communication: bool = True) -> str:
         """Return the table in the CSV format of torch.distributed.pipelining, one line per rank.

@@ -73,7 +73,14 @@ from ms_parallel.training.planning.subprocesses import (
 )
 
 GIB = 1 << 30
-MEASURED_WITH = ("optimizer", "ops", "mixed_precision", "context_attention", "context_balance")
+MEASURED_WITH = (
+    "optimizer",
+    "ops",
+    "mixed_precision",
+    "float8",
+    "context_attention",
+    "context_balance",
+)
 """Engine settings with which layers are measured."""
 SET_CHIP = (
     "set chip in the cluster file to the known chip closest to these devices, whose figures are"
@@ -295,6 +302,8 @@ class _PlanRequest:
             settings=StepSettings(
                 sequence=options.sequence_length,
                 dtype=dtype,
+                # Other recipes are emulated.
+                product_dtype="float8" if options.float8 == "rowwise" else None,
                 passes=PASSES[operators],
             ),
             expert_layers=() if config.mixture is None else config.mixture.layers,
