@@ -19,15 +19,22 @@ class FaultyProxy:
 
     Args:
         port: port of the server.
-        rate: probability of a fault for each GET of a shard.
+        rate: probability of a fault for each GET of a file with the suffix.
         faults: kinds of faults to draw from.
         seed: random seed.
+        suffix: part of the names of the files whose answers are damaged.
     """
 
     def __init__(
-        self, port: int, *, rate: float = 0.0, faults: tuple[str, ...] = FAULTS, seed: int = 0
+        self,
+        port: int,
+        *,
+        rate: float = 0.0,
+        faults: tuple[str, ...] = FAULTS,
+        seed: int = 0,
+        suffix: str = ".msd",
     ) -> None:
-        self.rate, self.faults = rate, faults
+        self.rate, self.faults, self.suffix = rate, faults, suffix
         self.counts: Counter[str] = Counter()
         """Requests by method, and faults by kind."""
         self._random, self._lock = random.Random(seed), threading.Lock()
@@ -66,7 +73,7 @@ class FaultyProxy:
         with self._lock:
             listing = "list-type" in handler.path
             self.counts["LIST" if listing else handler.command] += 1
-            shard = handler.command == "GET" and ".msd" in handler.path
+            shard = handler.command == "GET" and self.suffix in handler.path
             if not shard or self._random.random() >= self.rate:
                 return ""
             fault = self._random.choice(self.faults)

@@ -69,7 +69,9 @@ class RemoteShards:
     ) -> None:
         check_path("cache", cache, error=SettingError, optional=True)
         if not isinstance(url, str) or "://" not in url:
-            raise SettingError(f"url must be a URL such as s3://bucket/folder, got {shown(url)}")
+            raise SettingError(
+                f"url must be a URL such as s3://bucket/folder, got {shown(url)}; pass one"
+            )
         check_counts(cache_mib=cache_mib, block_kib=block_kib, attempts=attempts)
         parts = urlsplit(url)
         self.url = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -21,8 +21,10 @@ from ms_parallel.checkpoint.folder import (
 )
 from ms_parallel.checkpoint.manifest import Manifest, read_manifest
 from ms_parallel.checkpoint.state import load, save
+from ms_parallel.checkpoint.store import CheckpointStore
 
 __all__ = [
+    "CheckpointStore",
     "Manifest",
     "RunPosition",
     "all_steps",
