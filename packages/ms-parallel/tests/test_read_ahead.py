@@ -1,4 +1,4 @@
-"""Batches that a thread reads ahead are the stream's own, and a run resumes exactly."""
+"""A thread reads ahead the same batches as the stream, and runs resume exactly."""
 
 import random
 import threading
@@ -78,16 +78,16 @@ def test_batches_and_positions_are_those_of_the_stream() -> None:
         ahead.close()
 
 
-def test_at_most_so_many_batches_are_read_ahead() -> None:
-    """Two by default: memory is bounded however slow the steps are."""
+def test_two_batches_are_read_ahead() -> None:
+    """Slow steps do not let memory grow."""
     stream = Numbers()
     ahead = ReadAhead(stream, pin=False)
-    for taken in range(1, 4):
+    for count in range(1, 4):
         next(ahead)
-        for _ in range(3 if taken == 1 else 1):
+        for _ in range(3 if count == 1 else 1):
             assert stream.reads.acquire(timeout=60)
         assert not stream.reads.acquire(timeout=0.05)
-        assert stream.position == 10 * (taken + 2)
+        assert stream.position == 10 * (count + 2)
     ahead.close()
     assert stream.position == 30
 

@@ -72,7 +72,7 @@ def test_the_host_waits_once_a_step_and_after_the_optimizer_is_queued(row: dict[
 
 
 def test_the_device_decides_and_clips_as_the_host_does() -> None:
-    """The same steps are skipped, and weights and moments are equal; clipped, up to rounding."""
+    """Skipped steps, weights and moments are equal; with clipping up to rounding."""
     norms = (100.0, 0.2)  # clips nothing; clips every step
     jobs = [{"queued": queued, "max_grad_norm": norm} for norm in norms for queued in (True, False)]
     (runs,) = run_on_rig(1, RUNS, "decided_updates", jobs=jobs)

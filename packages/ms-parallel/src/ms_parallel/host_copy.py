@@ -22,7 +22,7 @@ class HostCopy:
             return
         # Copies to pageable memory would wait at once.
         self.tensors = tuple(
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
                 tensor, non_blocking=True
             )
             for tensor in tensors
