@@ -123,6 +123,17 @@ def test_rounded_inputs_of_experts_are_not_verified_in_transformers(tmp_path: Pa
         verify(model, folder, "ct")
 
 
+def test_scales_of_tensors_are_refused_for_experts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Transformers would leave them out in silence; what it cannot read at all is a warning."""
+    model = qat(separate_experts(qwen3_moe()), "ct.nvfp4a16")
+    with pytest.raises(LayerError, match=r"got ct\.nvfp4a16; use ct\.mxfp4a16"):
+        export(model, tmp_path / "out")
+    export(qat(separate_experts(qwen3_moe()), "ct.mxfp8"), tmp_path / "mx")
+    assert "transformers reads experts of ct.mxfp8 not at all" in caplog.text
+
+
 def test_experts_with_biases_are_refused() -> None:
     """The message names them and the exception to set."""
     with pytest.raises(LayerError, match=r"got GptOssExperts; name them .*'\*\.experts'"):

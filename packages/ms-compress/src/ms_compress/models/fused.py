@@ -82,7 +82,7 @@ def _stack_entries(name: str, parts: Sequence[WholeTensor]) -> WholeTensor:
                 f"{first.module} and {part.module} are one tensor, {name}, in the folder, but are"
                 " not quantized alike; name both in `ignore`, or neither"
             )
-    if first.scheme is not None and first.scheme.spans_rows:
+    if len(parts) > 1 and first.scheme is not None and first.scheme.spans_rows:
         raise ExportError(
             f"{first.module} is a part of {name} in the folder, and {first.scheme} needs common"
             " scales for all parts of a tensor; use a scheme with scales per row or group, such as"

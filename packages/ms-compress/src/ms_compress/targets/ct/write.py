@@ -7,6 +7,8 @@ Source: compressed-tensors, `pack_to_int32`, `pack_fp4_to_uint8` and `Quantizati
 """
 
 import json
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,11 @@ from ms_compress.targets.ct import llama4_experts
 from ms_compress.targets.ct.cpu import warn_without_vnni
 from ms_compress.targets.target import Assets
 
+logger = logging.getLogger(__name__)
+
 FILE = "model.safetensors"
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""Part of the names of an expert's tensors."""
 INTEGER_FORMATS = ("pack-quantized", "int-quantized")
 BFLOAT16_FORMATS = ("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
 """Formats that compressed-tensors dequantizes to bfloat16, which has the exact values."""
@@ -59,6 +65,7 @@ def check(model: WholeModel, assets: Assets) -> None:
                 f"{entry.module}: {entry.scheme} needs a calibrated input scale, but no inputs were"
                 " observed; call calibrate_inputs(model, batches) or train the model first"
             )
+    _check_experts(model)
     _check_input_shapes(model)
     quantized = [entry for entry in model.tensors.values() if entry.scheme is not None]
     rounding = [entry.module for entry in quantized if entry.activations is not None]
@@ -68,6 +75,30 @@ def check(model: WholeModel, assets: Assets) -> None:
             f"{rounding[0]} rounds its input and {plain[0]} does not, but one scheme is written for"
             " all layers; prepare them alike"
         )
+
+
+def _check_experts(model: WholeModel) -> None:
+    """Check that transformers does not silently read other experts; it fuses them again.
+
+    Raises:
+        LayerError: it would leave out the global scale of each expert.
+    """
+    for entry in model.tensors.values():
+        if entry.scheme is None or not EXPERT.search(entry.name):
+            continue
+        if entry.scheme.strategy == "tensor_group":
+            raise LayerError(
+                f"{entry.module}: the scheme of an expert must have no scale of its tensor, which"
+                f" transformers leaves out without an error, got {entry.scheme}; use ct.mxfp4a16 or"
+                " ct.int4_g32"
+            )
+        if entry.scheme.num_bits == 8 or not entry.scheme.symmetric:
+            logger.warning(
+                "transformers reads experts of %s not at all, or without the rounding of their"
+                " inputs; serve the folder with vLLM, or use ct.int4_g32 or ct.mxfp4a16",
+                entry.scheme,
+            )
+            return
 
 
 def _check_input_shapes(model: WholeModel) -> None:
