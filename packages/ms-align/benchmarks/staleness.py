@@ -20,12 +20,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from tiny import BATCH, GROUP, RESPONSE, decoder, prompts
+from tiny import BATCH, GROUP, decoder, prompts
 
 from ms_align import GRPOTrainer, Sample
 from ms_align.models.folder import save_model
 
-STEPS, SKIPPED = 9, 3
+STEPS, SKIPPED, TOKENS = 8, 3, 32
 FAKE_SERVER = Path(__file__).parents[1] / "tests" / "fake_vllm.py"
 
 
@@ -47,9 +47,9 @@ def measure(name: str, folder: Path, max_staleness: int, url: str | None) -> Non
         reward_model=spread,
         learning_rate=1e-4,
         steps=STEPS,
-        batch_size=2 * BATCH,
+        batch_size=BATCH,
         num_generations=GROUP,
-        max_new_tokens=RESPONSE,
+        max_new_tokens=TOKENS,
         stop_token_ids=(),
         output_dir=folder,
         on_event=on_event,

@@ -1,16 +1,17 @@
-"""Script of test_kill_and_resume: a run that kills itself at a chosen moment.
+"""Script of test_kill_and_resume: a run that kills itself or its server at chosen moments.
 
     python killed_run.py FOLDER TRAINER [KILL_AT [VICTIM]]
 
-Reward calls and events are counted; at count KILL_AT, SIGKILL is sent to the process itself or to
-the process whose id is in the file VICTIM. With FAKE_VLLM_URL or FAKE_VLLM_PYTHON, generation runs
-two updates ahead on a server.
+Reward calls and events are counted; at count KILL_AT, the process sends itself SIGKILL. With
+VICTIM, a file with a process id, that process is killed at every multiple of KILL_AT, up to 20
+times. With FAKE_VLLM_URL or FAKE_VLLM_PYTHON, GRPOTrainer-ahead generates on a server.
 """
 
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,19 @@ from ms_align import Sample
 from ms_align.events import JsonLines
 from ms_align.tokenizer import ByteTokenizer
 
-moments = 0
+moments = kills = 0
 
 
 def moment() -> None:
-    """Count a moment and kill the process at the chosen one."""
-    global moments
+    """Count a moment and kill a process at the chosen ones."""
+    global moments, kills
     moments += 1
-    if len(sys.argv) > 3 and moments == int(sys.argv[3]):
-        victim = os.getpid() if len(sys.argv) == 4 else int(Path(sys.argv[4]).read_text())
-        os.kill(victim, signal.SIGKILL)
+    if len(sys.argv) == 4 and moments == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if len(sys.argv) == 5 and moments % int(sys.argv[3]) == 0 and kills < 20:
+        with suppress(ProcessLookupError):  # killed before, and not restarted yet
+            os.kill(int(Path(sys.argv[4]).read_text()), signal.SIGKILL)
+            kills += 1
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:
@@ -58,7 +62,7 @@ def main() -> None:
     if sys.argv[2] in ("GRPOTrainer", "RLOOTrainer-groups"):
         settings = {"num_generations": 4, "epochs": 2}
     if sys.argv[2] == "GRPOTrainer-ahead":
-        settings = {"num_generations": 4, "max_staleness": 2}
+        settings = {"num_generations": 4, "max_staleness": 2, "steps": 60}
         addresses = {
             name: os.environ[f"FAKE_VLLM_{name.upper()}"]
             for name in ("url", "python")
@@ -71,7 +75,6 @@ def main() -> None:
         reward_model=reward,
         tokenizer=ByteTokenizer(),
         kl_coeff=0.1,
-        steps=8,
         batch_size=16,
         minibatch_size=8,
         microbatch_size=4,
@@ -81,8 +84,9 @@ def main() -> None:
         output_dir=folder,
         on_event=on_event,
         progress=False,
-        **settings,
+        **{"steps": 8, **settings},
     ).optimize(["hello", "a", "what is", "xyz", "to be"])
+    Path(folder, "kills").write_text(str(kills))
 
 
 if __name__ == "__main__":
