@@ -110,7 +110,7 @@ def test_a_run_ahead_on_a_server_survives_20_kills(
         words = [str(SCRIPT), str(tmp_path / name), "GRPOTrainer-ahead"]
         if moment is not None:
             words += [str(moment), *([] if victim == "trainer" else [str(pid_file)])]
-        result = run_command(words, imports=("ms_align.trainers.ppo",))
+        result = run_command(words, imports=("ms_align.trainers.ppo",), timeout_s=1200)
         outcomes.append(result.returncode)
         if result.returncode == 1:
             assert "ServerError" in result.stderr.splitlines()[-1]
