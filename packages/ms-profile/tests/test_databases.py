@@ -84,6 +84,19 @@ def test_ascends_databases_give_the_report_of_trace_view(tmp_path: Path) -> None
     assert from_db.ranks[0].phase_ns("collective") > 0
 
 
+def test_databases_of_msprof_have_a_rank_and_no_operators(tmp_path: Path) -> None:
+    """`msprof_*.db`, found in the profiler's folders; the rank is in a table."""
+    path = tmp_path / "PROF_000001/msprof_20261127.db"
+    write_ascend_db(path, simulate("npu"), rank=5)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DROP TABLE PYTORCH_API")
+    (rank,) = analyse(tmp_path).ranks.values()
+    assert rank.rank == 5
+    assert len(rank.trace.rows(Category.OPERATOR)) == 0
+    assert len(rank.trace.rows(Category.KERNEL)) == 25
+    assert len(rank.collectives) == 5
+
+
 def test_memory_of_an_ascend_database_is_shown(tmp_path: Path) -> None:
     """OP_MEMORY has the allocator's totals; blocks that are never released end open."""
     path = write_ascend_db(tmp_path / "ascend_pytorch_profiler_3.db", simulate("npu", steps=1))
@@ -118,11 +131,11 @@ def test_an_export_of_several_processes_shows_one_and_says_so(tmp_path: Path) ->
     assert "has kernels of 2 processes; process 4242 is shown" in trace.warnings[0]
 
 
-ANALYZE = os.environ.get("MSPROF_ANALYZE", "")
+MSPROF_PYTHON = os.environ.get("MS_MSPROF_PYTHON", "")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ANALYZE, reason="needs MSPROF_ANALYZE, the path of msprof-analyze 26.2.0")
+@pytest.mark.skipif(not MSPROF_PYTHON, reason="needs msprof-analyze; run nox -s msprof")
 def test_msprof_analyze_agrees_on_calls_and_collectives(tmp_path: Path) -> None:
     """Vendor's tool on the same databases: total time and number of each, per rank."""
     totals = {}
@@ -144,7 +157,17 @@ def test_msprof_analyze_agrees_on_calls_and_collectives(tmp_path: Path) -> None:
         ("hccl_sum", "SELECT Rank, OpType, Count, SumNs FROM HcclPerRankStats"),
     ):
         out = tmp_path / recipe
-        command = [ANALYZE, "cluster", "-m", recipe, "-d", str(tmp_path / "runs"), "-o", str(out)]
+        program = Path(MSPROF_PYTHON).with_name("msprof-analyze")
+        command = [
+            str(program),
+            "cluster",
+            "-m",
+            recipe,
+            "-d",
+            str(tmp_path / "runs"),
+            "-o",
+            str(out),
+        ]
         subprocess.run([*command, "--export_type", "db"], check=True, timeout=300,
                        capture_output=True)  # fmt: skip
         (database,) = out.rglob("cluster_analysis.db")

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+import msgspec
 import pytest
 from browser import browse, needs_browser
 from hypothesis import given, settings
@@ -223,6 +224,19 @@ def test_memory_is_compared_with_a_prediction(
                     ["--predicted", str(plan), "--pipeline-rank", "2"]):  # fmt: skip
         assert main(["memory", path, *options]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_output_of_predict_memory_is_a_prediction(tmp_path: Path) -> None:
+    """As JSON; ms-parallel's own type, so that a new category is noticed."""
+    planner = pytest.importorskip("ms_parallel.planner.rank_memory")
+    rank = planner.RankMemory(
+        pipeline=0, weights=1, gradients=2, moments=3, activations=4, buffers=5
+    )
+    path = tmp_path / "ranks.json"
+    path.write_bytes(msgspec.json.encode([rank]))
+    predicted = read_prediction(path)
+    assert sum(predicted.values()) == rank.total
+    assert {"pipeline", *predicted} == set(rank.__struct_fields__)
 
 
 def test_memory_events_of_a_trace_give_the_profilers_peak(tmp_path: Path) -> None:
