@@ -127,8 +127,9 @@ def _read(database: Database) -> Trace:
     if vendor is None:
         tables = ", ".join(item.database_tables[0] for item in VENDORS if item.database_tables)
         raise TraceError(
-            f"{path} must be a profiler's database with a table such as {tables}; pass the SQLite "
-            "export of `nsys export --type sqlite` or a database of the Ascend profiler"
+            f"{path} must be a profiler's database with a table such as {tables}; pass the output "
+            "of `nsys export --type sqlite`, or a database of the Ascend profiler other than "
+            "analysis.db, which has no events"
         )
     records: Records = import_module(vendor.database_reader).records
     header: dict[str, Any] = {}
