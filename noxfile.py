@@ -495,7 +495,7 @@ def torchtitan(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("version", TRANSFORMERS)
+@nox.parametrize("version", TRANSFORMERS, ids=[v or "newest" for v in TRANSFORMERS])
 def transformers(session: nox.Session, version: str) -> None:
     """Test the packages with one version of transformers, from the oldest supported to the newest.
 

@@ -29,7 +29,7 @@ def from_trl(function: TRLReward) -> Reward:
     """
 
     def reward(samples: Sequence[Sample], /) -> list[float]:
-        # A column that some prompts lack is None for these, as in a dataset.
+        # None for prompts without the column, as in a dataset.
         names = list(dict.fromkeys(name for sample in samples for name in sample.extra))
         columns: dict[str, list[Any]] = {
             name: [sample.extra.get(name) for sample in samples] for name in names

@@ -28,7 +28,7 @@ from ms_data.settings.arguments import check_counts
 logger = logging.getLogger(__name__)
 
 BLOCK_KIB = 1024
-"""Size of a request; about that of the neighboring frames that a stream reads together."""
+"""Request size; a stream reads neighboring frames of about this size together."""
 CACHE_MIB = 4096
 ATTEMPTS = 8
 TIMEOUT_S = 30.0
@@ -101,7 +101,7 @@ class RemoteShards:
         """Read `index.json` by one request.
 
         Raises:
-            SettingError: there is none.
+            SettingError: the folder has no index.
             RemoteError: the store does not answer.
         """
         try:
@@ -125,7 +125,7 @@ class RemoteShards:
 
         Raises:
             RemoteError: all attempts failed.
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
         """
         return self._request(name, begin, end)
 
@@ -209,11 +209,11 @@ class RemoteFile:
         self._key = blake2b(key.encode(), digest_size=16).hexdigest()
 
     def read(self, begin: int, end: int, *, fresh: bool = False) -> bytes:
-        """Read bytes from `begin` to `end`; `fresh` replaces what is cached.
+        """Read bytes from `begin` to `end`; `fresh` bypasses and updates the cache.
 
         Raises:
             RemoteError: the store does not answer completely.
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
         """
         size = self.folder.block_bytes
         return b"".join(

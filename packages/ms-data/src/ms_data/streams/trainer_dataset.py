@@ -89,7 +89,7 @@ class TrainerDataset:
         """Read a row of the current epoch.
 
         Raises:
-            IndexError: there is no such row.
+            IndexError: the index is out of range.
             DamageError: a frame is damaged.
         """
         number = operator.index(index)
@@ -131,8 +131,8 @@ class TrainerDataset:
         self._next = number + 1
         if self._jumps == JUMPS_BEFORE_WARNING and self.shuffle:
             logger.warning(
-                "rows are read in random order, which is slow and pointless as they are shuffled"
-                " already; set train_sampling_strategy='sequential' in TrainingArguments"
+                "rows are read in random order, which decodes a window for each; they are shuffled"
+                " by the dataset, so set train_sampling_strategy='sequential' in TrainingArguments"
             )
 
     def __getstate__(self) -> dict[str, object]:

@@ -3,7 +3,7 @@
 A store has no rename, so a checkpoint is published by one small object, `step-N.json`, which is
 written after all files are stored and their sizes checked. It names the prefix of the files, and
 every upload has a new prefix: an interrupted upload, or two writers of the same step, cannot mix
-files. Readers look only at these objects, so what is not published does not exist for them.
+files. Readers look only at these objects and never see an unpublished checkpoint.
 """
 
 import hashlib
@@ -126,10 +126,10 @@ class CheckpointStore:
         return manifest.step
 
     def download(self, root: str | Path, *, step: int | None = None) -> Path | None:
-        """Fetch the newest published checkpoint, or that of a step, into a run's folder.
+        """Fetch the newest published checkpoint, or the given step's, into a run's folder.
 
         Args:
-            root: the run's `checkpoints` folder. A checkpoint of the step that it has is kept.
+            root: the run's `checkpoints` folder. An existing checkpoint is not replaced.
             step: step to fetch; None for the newest.
 
         Returns:
@@ -188,7 +188,7 @@ class CheckpointStore:
     def _delete_old(self, keep: int) -> None:
         for step in self.steps()[:-keep]:
             publication = self._publication(step)
-            # Unpublished first, so that nobody opens a checkpoint with missing files.
+            # Unpublished first: readers must not open a checkpoint with missing files.
             self._retry(partial(self._filesystem.rm_file, f"{self._root}/step-{step:08d}.json"))
             for name in publication.files:
                 path = f"{self._root}/{publication.prefix}/{name}"
