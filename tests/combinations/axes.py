@@ -179,8 +179,8 @@ FIXED = {
     "a file or table with its own tests": "model_config cluster devices text_column"
     " task_weights held_out response_dataset stop_token_ids tuning",
     "only how the server of rollouts is reached, with its own tests": "vllm.*",
-    "only with a chat template, with its own tests": "tools environment tool_limits tool_limits.*"
-    " max_tool_calling_iterations max_episode_tokens",
+    "only with a chat template, with its own tests": "tools environment agent tool_limits"
+    " tool_limits.* max_tool_calling_iterations max_episode_tokens",
     "a limit on the choice of another key": "memory_gib schedule_memory_gib",
     "another way to set the length of a run, exclusive with steps": "epochs",
 }

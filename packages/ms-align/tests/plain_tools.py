@@ -1,8 +1,10 @@
 """Tools and an environment for tests. They import no torch, as their process is forked."""
 
+import json
 import os
 import signal
 import time
+import urllib.request
 from typing import Any
 
 
@@ -72,3 +74,49 @@ class KillsTheTrainer(Countdown):
                         trainer = int(stat.read().rpartition(")")[2].split()[1])
                     os.kill(trainer, signal.SIGKILL)
         return super().step(response)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def complete(base_url: str, api_key: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Send a chat completion with nothing but the standard library; return the message."""
+    request = urllib.request.Request(
+        f"{base_url}/chat/completions",
+        data=json.dumps({"model": "policy", "messages": messages, "tools": TOOLS}).encode(),
+        headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        message: dict[str, Any] = json.load(response)["choices"][0]["message"]
+    return message
+
+
+def agent(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
+    """Let the policy call `add`, and reward the right sum; a row may ask for misbehavior."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": row["prompt"]}]
+    message = complete(base_url, api_key, messages)
+    for call in message.get("tool_calls", ()):
+        result = str(add(**json.loads(call["function"]["arguments"])))
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": result}]
+        if row.get("edits"):  # an agent that shortens its history
+            messages[0]["content"] = "..."
+        misbehave(row.get("fault", ""))
+        message = complete(base_url, api_key, messages)
+    return float(message["content"] == row["answer"])
+
+
+def openai_agent(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
+    """The same agent, written against OpenAI's client."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    assert [model.id for model in client.models.list()] == ["policy"]
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+    message = answer.choices[0].message
+    for call in message.tool_calls or ():
+        result = str(add(**json.loads(call.function.arguments)))
+        messages += [message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+        answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        message = answer.choices[0].message
+    return float(message.content == row["answer"])

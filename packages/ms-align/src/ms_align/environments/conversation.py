@@ -56,6 +56,8 @@ class ChatFormat:
                 "a Hugging Face folder that has one"
             )
         self.tokenizer = tokenizer
+        self.tools = tokenizer.tools
+        """JSON schemas of the tools that the template prints."""
         self.tool_format = tool_format_of(tokenizer.tokenizer.get_chat_template())
         added = tokenizer.tokenizer.added_tokens_decoder.values()
         special = [str(token) for token in added if token.special and str(token).strip()]
@@ -212,6 +214,6 @@ class ChatFormat:
         return render_chat(
             self.tokenizer.tokenizer,
             messages,
-            tools=self.tokenizer.tools,
+            tools=self.tools,
             generation_prompt=prompt,
         )

@@ -333,7 +333,7 @@ class EpisodeRunner:
 
     def _responses(self, episodes: list[_Running]) -> Responses:
         """Build the responses of all episodes; the same on every process."""
-        rows = _broadcast_json(
+        return responses_of(
             [
                 {
                     "tokens": episode.tokens,
@@ -354,31 +354,41 @@ class EpisodeRunner:
                 for episode in episodes
             ]
         )
-        longest = max(1, *(len(row["tokens"]) for row in rows))
 
-        def column(values: list[list[Any]], dtype: torch.dtype) -> Tensor:
-            result = torch.zeros(len(rows), longest, dtype=dtype)
-            for target, row in zip(result, values, strict=True):
-                target[: len(row)] = torch.tensor(row, dtype=dtype)
-            return result
 
-        names = {name for row in rows for name in row["columns"]}
-        floats = {
-            name: column([row["columns"].get(name, []) for row in rows], torch.float32)
-            for name in ("logprobs", "sampling_logprobs")
-            if name in names
-        }
-        versions = [row["columns"].get("versions", []) for row in rows]
-        return Responses(
-            tokens=column([row["tokens"] for row in rows], torch.int64),
-            lengths=torch.tensor([len(row["tokens"]) for row in rows]),
-            logprobs=floats.get("logprobs"),
-            sampling_logprobs=floats.get("sampling_logprobs"),
-            stopped=torch.tensor([row["stopped"] for row in rows]),
-            versions=column(versions, torch.int64) if "versions" in names else None,
-            tool_mask=column([row["mask"] for row in rows], torch.bool),
-            episodes=tuple(Episode(**row["episode"]) for row in rows),
-        )
+def responses_of(rows: list[dict[str, Any]]) -> Responses:
+    """Build responses from the first process's rows. Collective.
+
+    Args:
+        rows: `tokens`, `mask`, `columns` and `stopped` of each episode, and the fields of its
+            `Episode` as `episode`.
+    """
+    rows = _broadcast_json(rows)
+    longest = max(1, *(len(row["tokens"]) for row in rows))
+
+    def column(values: list[list[Any]], dtype: torch.dtype) -> Tensor:
+        result = torch.zeros(len(rows), longest, dtype=dtype)
+        for target, row in zip(result, values, strict=True):
+            target[: len(row)] = torch.tensor(row, dtype=dtype)
+        return result
+
+    names = {name for row in rows for name in row["columns"]}
+    floats = {
+        name: column([row["columns"].get(name, []) for row in rows], torch.float32)
+        for name in ("logprobs", "sampling_logprobs")
+        if name in names
+    }
+    versions = [row["columns"].get("versions", []) for row in rows]
+    return Responses(
+        tokens=column([row["tokens"] for row in rows], torch.int64),
+        lengths=torch.tensor([len(row["tokens"]) for row in rows]),
+        logprobs=floats.get("logprobs"),
+        sampling_logprobs=floats.get("sampling_logprobs"),
+        stopped=torch.tensor([row["stopped"] for row in rows]),
+        versions=column(versions, torch.int64) if "versions" in names else None,
+        tool_mask=column([row["mask"] for row in rows], torch.bool),
+        episodes=tuple(Episode(**row["episode"]) for row in rows),
+    )
 
 
 def _on_first_process(action: Any) -> Any:

@@ -54,6 +54,19 @@ def _environment(instance: object, attribute: "Attribute[Any]", value: Any) -> N
         )
 
 
+def _agent(instance: Any, attribute: "Attribute[Any]", value: Any) -> None:
+    if value is not None and not _is_target(value):
+        raise ConfigError(
+            f"agent must be a function such as 'my_agent:solve', got {short_repr(value)}; "
+            "correct it"
+        )
+    if value is not None and (instance.tools or instance.environment is not None):
+        raise ConfigError(
+            "agent cannot be combined with tools or environment, as an agent runs its own; remove "
+            "them"
+        )
+
+
 def _tool_limits(value: Any) -> ToolLimits:
     """Convert a `tool_limits` setting: limits, a table, or None for the defaults."""
     limits: ToolLimits = table_of(ToolLimits, "tool_limits")({} if value is None else value)
@@ -71,6 +84,9 @@ class EpisodeOptions:
     Types and docstring describe a function to the model. The tokenizer needs a chat template."""
     environment: str | Callable[..., Any] | None = field(default=None, validator=_environment)
     """Environment that answers the policy's responses: `module:Class`; in Python also the class."""
+    agent: str | Callable[..., Any] | None = field(default=None, validator=_agent)
+    """Agent that uses the policy through a gateway in OpenAI's format: `module:function`; in Python
+    also the function. It is called with a row, `base_url` and `api_key`."""
     max_tool_calling_iterations: int | None = field(
         default=None, validator=integer(minimum=0, optional=True)
     )
@@ -85,5 +101,5 @@ class EpisodeOptions:
 
     @property
     def has_episodes(self) -> bool:
-        """True if there are tools or an environment."""
-        return bool(self.tools) or self.environment is not None
+        """True if there are tools, an environment or an agent."""
+        return bool(self.tools) or self.environment is not None or self.agent is not None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ms_align.environments.worker import COMMAND, PREFIX_BYTES
 from ms_align.errors import ConfigError, RewardError
 
 _WORKER = Path(__file__).with_name("worker.py")
+_POLL_S = 0.1
 _START_LIMIT_S = 120
 """Time limit for importing the modules of the tools."""
 
@@ -120,8 +121,19 @@ class ToolPool:
             with suppress(OSError):
                 self._control.sendall(COMMAND.pack(b"-", child.pid))
 
-    def run(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+    def run(
+        self,
+        requests: Sequence[Request],
+        on_reply: Callable[[int], None] | None = None,
+        is_waiting: Callable[[int], bool] | None = None,
+    ) -> list[dict[str, Any]]:
         """Serve requests in parallel; return a reply for each, in order.
+
+        Args:
+            requests: requests to serve.
+            on_reply: called with the index of each request that is finished.
+            is_waiting: returns True for a request that waits for this process, whose time limit
+                then starts again.
 
         A reply has `text`, and of an environment's step also `reward` and `done`; or `error`, a
         short message. A process that exceeded a limit has been killed.
@@ -136,6 +148,8 @@ class ToolPool:
                 selector.unregister(child.connection)
                 child.unread.clear()
                 replies[index] = reply
+                if on_reply is not None:
+                    on_reply(index)
                 if ended:
                     self.end(child)
                 elif requests[index].child is None:
@@ -158,7 +172,12 @@ class ToolPool:
                     selector.register(child.connection, selectors.EVENT_READ, child)
                     if not _send(child, requests[index].fields):
                         finish(child, {"error": "ended its process"}, ended=True)
-                remaining = min((c.deadline for c in working), default=0.0) - time.monotonic()
+                now = time.monotonic()
+                remaining = min((c.deadline for c in working), default=0.0) - now
+                if is_waiting is not None:
+                    remaining = min(remaining, _POLL_S)
+                    for child in [child for child, index in working.items() if is_waiting(index)]:
+                        child.deadline = now + self.limits.timeout_s
                 for key, _ in selector.select(max(remaining, 0.0)):
                     child = key.data
                     reply = self._read(child)

@@ -70,13 +70,17 @@ class Child:
         self.environment: Any = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Serve a request: `call` a tool, `reset` the environment or `step` it."""
+        """Serve a request: `call` a tool, `reset` or `step` the environment, or run an `agent`."""
         # A tool that uses random numbers gives the same result when a run is resumed.
         random.seed(request["seed"])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(request["seed"] % 2**32)
         if request["do"] == "call":
             return {"text": self._call(request["name"], request["arguments"])}
+        if request["do"] == "agent":
+            agent = self.environment_class
+            reward = agent(request["row"], base_url=request["base_url"], api_key=request["api_key"])
+            return {"text": None, "reward": None if reward is None else float(reward)}
         if request["do"] == "reset":
             self.environment = self.environment_class()
             observation = self.environment.reset(request["row"], seed=request["seed"])

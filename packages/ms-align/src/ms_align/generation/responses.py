@@ -31,8 +31,11 @@ class Episode:
     rewritten: int = 0
     """Turns before which the chat template, applied to the entire conversation, would have printed
     another text; the policy saw its own tokens."""
+    forks: int = 0
+    """Branches of an agent's conversation besides the trained one, after requests that changed
+    earlier messages."""
     reward: float | None = None
-    """Sum of the environment's rewards; None without an environment."""
+    """Sum of the environment's rewards, or the agent's result; None without."""
     failure: str = ""
     """Reason why the episode cannot be used; "" for a valid episode."""
 

@@ -556,6 +556,7 @@ def _episode_metrics(episodes: Sequence[Episode] | None) -> dict[str, float]:
         "tool_calls": sum(episode.calls for episode in episodes) / count,
         "tool_failures": sum(episode.call_failures for episode in episodes),
         "rewritten_turns": sum(episode.rewritten for episode in episodes),
+        "forks": sum(episode.forks for episode in episodes),
         "failed_episodes": sum(bool(episode.failure) for episode in episodes),
     }
 

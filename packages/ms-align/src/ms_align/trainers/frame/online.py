@@ -19,6 +19,7 @@ from torch import Tensor
 from ms_align import processes
 from ms_align.engines.protocol import Engine
 from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
+from ms_align.environments.agents import AgentRunner
 from ms_align.environments.conversation import ChatFormat
 from ms_align.environments.episodes import EpisodeRunner
 from ms_align.environments.options import EpisodeOptions
@@ -32,6 +33,7 @@ from ms_align.losses.protocol import Loss
 from ms_align.models.folder import folder_of
 from ms_align.rewards.named import named_rewards, reward_folders
 from ms_align.rewards.scoring import rewards_of
+from ms_align.rollouts.algorithm import EpisodeGenerator
 from ms_align.rollouts.experience import Experience, RewardScorer
 from ms_align.rollouts.generators import rollout_engine_builder
 from ms_align.rollouts.generators.policy import PolicyRollouts
@@ -337,7 +339,16 @@ class OnlineTrainer(RolloutOptions, EpisodeOptions, Trainer):
                 "max_staleness = 0"
             )
 
-    def _episode_runner(self, policy: Engine, tokenizer: Tokenizer | None) -> EpisodeRunner:
+    def _episode_runner(self, policy: Engine, tokenizer: Tokenizer | None) -> EpisodeGenerator:
+        if self.agent is not None:
+            if processes.count() > 1:
+                raise ConfigError("agent needs a single process; remove layout")
+            return AgentRunner(
+                policy,
+                ChatFormat(tokenizer),
+                ToolPool((), target_of(self.agent, "agent"), self.tool_limits),
+                max_episode_tokens=self.max_response_tokens,
+            )
         pool: ToolPool | None = None
         if processes.rank() == 0:
             environment = self.environment
