@@ -288,8 +288,11 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     assert get(connection, "/api/run?name=.")[1]["events"] == 5
     connection.close()
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
-    process.stdout.close()
+    try:
+        assert process.wait(timeout=20) == 130
+    finally:
+        process.kill()
+        process.stdout.close()
     assert (tmp_path / "events" / INDEX).is_file()
 
 
