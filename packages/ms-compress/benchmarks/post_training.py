@@ -1,6 +1,6 @@
 """Compare post-training methods with llm-compressor: divergence, CPU time and peak memory.
 
-    python packages/ms-compress/benchmarks/peers_post_training.py OUT [--peer-python PYTHON]
+    python packages/ms-compress/benchmarks/post_training.py OUT [--peer-python PYTHON]
 
 OUT is the output folder of schemes.py. Both tools quantize the same model of transformers with the
 same rows; each run has its own process, and its divergence from the float model is measured on the
@@ -32,7 +32,7 @@ from ms_compress.models.logits import model_logits
 
 SCHEMES = {"int4 g32": "ct.int4_g32", "w8a8": "ct.w8a8"}
 METHODS = {
-    "int4 g32": ("rtn", "gptq", "awq", "awq+gptq"),
+    "int4 g32": ("rtn", "gptq", "gptq+by_loss", "awq", "awq+gptq"),
     "w8a8": ("rtn", "gptq", "awq", "smoothquant", "smoothquant+gptq"),
 }
 ROWS, BATCH = 128, 8
@@ -71,6 +71,7 @@ def compare(models: dict[str, Path], peer_python: str) -> None:
                 cells = [
                     in_process(python, folder, tool, scheme, method)
                     for tool, python in (("ours", sys.executable), ("peer", peer_python))
+                    if tool == "ours" or method != "gptq+by_loss"  # only ours has it
                 ]
                 print(f"| {model_name} | {scheme} | {method} | {' | '.join(cells)} |", flush=True)
 
@@ -112,7 +113,7 @@ Act = Callable[[nn.Module, Tensor], object]
 
 
 def ours(scheme: str, method: str) -> Act:
-    """Return our method."""
+    """Return our method; GPTQ in activation order, which is llm-compressor's default."""
     from ms_compress import awq, gptq, qat, smoothquant
 
     name = SCHEMES[scheme]
@@ -120,10 +121,15 @@ def ours(scheme: str, method: str) -> Act:
     if first == "rtn":
         return lambda model, rows: qat(model, name)
     if first == "gptq":
-        return lambda model, rows: gptq(model, name, rows.split(BATCH))
+        by_loss = second == "by_loss"
+        return lambda model, rows: gptq(
+            model, name, rows.split(BATCH), act_order=True, by_loss=by_loss
+        )
     scaled = awq if first == "awq" else smoothquant
     rounding: Any = second or "rtn"
-    return lambda model, rows: scaled(model, name, rows.split(BATCH), rounding=rounding)
+    return lambda model, rows: scaled(
+        model, name, rows.split(BATCH), rounding=rounding, act_order=True
+    )
 
 
 def llm_compressor(scheme: str, method: str) -> Act:
