@@ -9,7 +9,7 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.arguments import shown
+from ms_data.arguments import check_type, shown
 from ms_data.errors import SettingError
 from ms_data.files.untrusted import check_path
 from ms_data.settings.arguments import check_counts, is_integer
@@ -74,7 +74,8 @@ class TrainerDataset:
             raise SettingError(f"seed must be an integer, got {shown(seed)}")
         self.folder = Path(folder)
         self.sequence_length = operator.index(sequence_length)
-        self.seed, self.split, self.shuffle = operator.index(seed), split, bool(shuffle)
+        check_type("shuffle", shuffle, bool, "True or False", error=SettingError)
+        self.seed, self.split, self.shuffle = operator.index(seed), split, shuffle
         self.cache_mib = cache_mib
         self.epoch = 0
         self._process = 0

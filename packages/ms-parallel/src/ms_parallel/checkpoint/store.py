@@ -21,7 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from ms_parallel.arguments import check_integer
+from ms_parallel.arguments import check_integer, shown
 from ms_parallel.checkpoint.folder import step_folder
 from ms_parallel.checkpoint.manifest import FILE_NAME, MANIFEST, read_manifest
 from ms_parallel.errors import CheckpointError, DamageError
@@ -67,7 +67,7 @@ class CheckpointStore:
     ) -> None:
         if not isinstance(url, str) or "://" not in url:
             raise CheckpointError(
-                f"url must be a URL such as s3://bucket/run, got {url!r:.100}; pass one"
+                f"url must be a URL such as s3://bucket/run, got {shown(url)}; pass one"
             )
         check_integer("attempts", attempts, minimum=1, error=CheckpointError)
         parts = urlsplit(url)
