@@ -55,7 +55,10 @@ def gpt_oss() -> nn.Module:
     return transformers.GptOssForCausalLM(config)
 
 
-@pytest.mark.parametrize("build", [qwen3_moe, mixtral, deepseek])
+@pytest.mark.parametrize(
+    "build",
+    [qwen3_moe, *(pytest.param(other, marks=pytest.mark.slow) for other in (mixtral, deepseek))],
+)
 def test_separate_experts_compute_the_same(build: Callable[[], nn.Module]) -> None:
     """Bit for bit, as each expert multiplies the same rows."""
     model, text = build().eval(), tokens()
@@ -92,7 +95,7 @@ def test_int4_experts_open_in_transformers(
     assert float(difference.abs().max()) < 5e-6  # ms-parallel sums experts in another order
 
 
-@pytest.mark.parametrize("build", [qwen3_moe, mixtral])
+@pytest.mark.parametrize("build", [mixtral, pytest.param(qwen3_moe, marks=pytest.mark.slow)])
 def test_gguf_stacks_experts(build: Callable[[], nn.Module], tmp_path: Path) -> None:
     """Each expert is read from the stacked tensor as it was trained."""
     model = qat(separate_experts(build()), "gguf.q4_k_m")  # rows of 64: falls back to Q8_0

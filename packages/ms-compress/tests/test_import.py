@@ -30,14 +30,8 @@ def qwen2_full() -> nn.Module:
     return qwen2("full_attention", "full_attention")
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        mixtral,
-        *(pytest.param(other, marks=pytest.mark.slow) for other in (decoder, llama, qwen2_full)),
-        *(pytest.param(other, marks=pytest.mark.slow) for other in (qwen3, qwen3_moe)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [decoder, llama, mixtral, qwen2_full, qwen3, qwen3_moe])
 def test_imported_model_has_the_weights_of_the_file(
     build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
@@ -86,7 +80,7 @@ def test_damaged_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     data = (export(qat(decoder(), "gguf.q4_k"), tmp_path / "out") / "model.gguf").read_bytes()
     rng, refused = random.Random(0), 0
     header = 6000  # metadata and names of tensors
-    for number in range(12):
+    for number in range(9):
         damaged = bytearray(data)
         if number % 3 == 0:
             damaged = damaged[: rng.randrange(len(data))]
@@ -105,7 +99,7 @@ def test_damaged_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
             refused += 1
             lines = [line for line in error.splitlines() if line.startswith("ms-compress: ")]
             assert len(lines) == 1
-    assert refused >= 6
+    assert refused >= 4
     assert not list(tmp_path.glob("*.partial*"))
 
 
