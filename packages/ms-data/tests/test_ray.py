@@ -26,12 +26,27 @@ from .test_build import random_texts, write_lines
 
 CLEAN_SCRIPT = """
 import sys
+import time
+from pathlib import Path
 from ms_data.cli import main
-from ms_data.engine import batches
+from ms_data.engine import batches, ray_cluster
+
 batches.BATCH_CHARACTERS = 2000
-sys.exit(main(["clean", *sys.argv[1:]]))
+marker, *arguments = sys.argv[1:]
+get = ray_cluster._get
+
+def get_later(ray, result):
+    while not Path(marker).exists():
+        time.sleep(0.05)
+    return get(ray, result)
+
+ray_cluster._get = get_later
+sys.exit(main(["clean", *arguments]))
 """
-"""`ms-data clean` with small batches."""
+"""`ms-data clean` with small batches, which takes no result before a file exists.
+
+So the work cannot finish before Ray notices that its head or node is gone, which takes a minute.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +281,7 @@ def test_killing_a_ray_process_recovers_or_ends_in_one_line_and_resumes(
         sys.executable,
         "-c",
         CLEAN_SCRIPT,
+        str(tmp_path / "take results"),
         str(corpus),
         str(rules),
         "--out",
@@ -284,7 +300,10 @@ def test_killing_a_ray_process_recovers_or_ends_in_one_line_and_resumes(
     for number in victims:
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
+    if recovers:
+        (tmp_path / "take results").touch()
     _, errors = process.communicate()
+    (tmp_path / "take results").touch()
     for number in processes:  # Ray's agents outlive a killed node
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
