@@ -57,7 +57,7 @@ class LinkError(ProfileError, ValueError):
 
 
 class ServeError(ProfileError, ValueError):
-    """The live page cannot be served: no such folder, or the port is in use."""
+    """The live page cannot be served: the folder does not exist or the port is in use."""
 
 
 class TraceError(ProfileError, ValueError):

@@ -55,8 +55,8 @@ class ProfilerCallback(TrainerCallback):
             path = self.folder / f"rank-{args.process_index:05d}.ring"
             self._recorder = Recorder(path, rank=args.process_index)
             self._recorder.attach()
-        kind = "resume" if state.global_step else "begin"
-        self._log(kind, {"step": state.global_step, "max_steps": state.max_steps})
+        event = "resume" if state.global_step else "begin"
+        self._log(event, {"step": state.global_step, "max_steps": state.max_steps})
         self._last = (state.global_step, int(state.num_input_tokens_seen), time.perf_counter())
 
     def on_log(
@@ -80,13 +80,13 @@ class ProfilerCallback(TrainerCallback):
 
     def _rates(self, state: TrainerState) -> dict[str, Value]:
         step, tokens, time_s = self._last
-        now = (state.global_step, int(state.num_input_tokens_seen), time.perf_counter())
-        self._last = now
-        if now[0] == step:
+        current = (state.global_step, int(state.num_input_tokens_seen), time.perf_counter())
+        self._last = current
+        if current[0] == step:
             return {}
-        rates: dict[str, Value] = {"step_time_s": (now[2] - time_s) / (now[0] - step)}
-        if now[1] > tokens:
-            rates["rate_tokens_per_s"] = (now[1] - tokens) / (now[2] - time_s)
+        rates: dict[str, Value] = {"step_time_s": (current[2] - time_s) / (current[0] - step)}
+        if current[1] > tokens:
+            rates["rate_tokens_per_s"] = (current[1] - tokens) / (current[2] - time_s)
         return rates
 
     def on_save(

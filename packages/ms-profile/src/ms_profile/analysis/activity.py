@@ -39,7 +39,7 @@ EMPTY: Final = np.zeros((0, 2), np.int64)
 
 @frozen(kw_only=True, eq=False)
 class Activity:
-    """Intervals of one rank by phase, (N, 2) int64 ns; those of different phases may overlap."""
+    """Intervals of one rank by phase, (N, 2) int64 ns; different phases may overlap."""
 
     compute: Intervals
     collective: Intervals
@@ -81,7 +81,7 @@ class Breakdown:
 
     step: Step
     phases_ns: dict[str, int]
-    """Time by phase; the keys are those of `PHASES`."""
+    """Time by phase, with the keys of `PHASES`."""
     communication_ns: int
     """All communication time, hidden or not."""
     hidden_ns: int
@@ -109,8 +109,7 @@ def find_activity(
     stalls = _join(_spans(trace, trace.named(DATA, *HOST)), EMPTY if data is None else data)
     known_garbage = EMPTY if garbage is None else garbage
     pauses = _join(_spans(trace, trace.named(GARBAGE, *HOST)), known_garbage)
-    # No spans from a recorder mean that there were no such pauses, but no spans without a recorder
-    # mean that they are unknown.
+    # With a recorder, no spans means no such pauses; without a recorder, pauses are unknown.
     unmeasured: tuple[str, ...] = () if has_device else ("copy", "synchronize", "launch")
     if garbage is None and not len(pauses):
         unmeasured += ("garbage",)

@@ -272,9 +272,9 @@ def _final_state(segments: list[dict[str, Any]], rows: _Rows, stacks: _Stacks) -
                 rows.add(-1, -1, block_size, stacks.number(block.get("frames")))
         pool = segment.get("segment_pool_id")
         private = isinstance(pool, tuple) and any(pool)
-        kind = "private" if private else "small" if segment.get("segment_type") == "small" else (
+        name = "private" if private else "small" if segment.get("segment_type") == "small" else (
             "large")  # fmt: skip
-        pools[kind] += size
+        pools[name] += size
         totals["reserved"] += size
         totals["allocated"] += in_use
         totals["free"] += free

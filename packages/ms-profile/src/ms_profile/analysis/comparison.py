@@ -175,7 +175,7 @@ def _typical(runs: Runs) -> float:
 
 
 def _max_or_none(shares: Sequence[float | None]) -> float | None:
-    """Return the largest share; None if any share is None."""
+    """Return the largest share, or None if any share is missing."""
     numbers = [share for share in shares if share is not None]
     return max(numbers) if len(numbers) == len(shares) else None
 
@@ -221,7 +221,7 @@ def recorded_steps(
     if len(complete) < MIN_STEPS:
         return None
     wall = np.array([max(times[step].values()) for step in complete])
-    # All or none: the rank without a measured wait may be the one that waited longest.
+    # All or none: a rank without a measured wait may have waited longest.
     counted = all(len(waits[step]) == len(ranks) for step in complete)
     cpu_wait = np.array([max(waits[step].values()) for step in complete]) if counted else None
     # At least 1% remains, as logarithms are taken of the difference.

@@ -1,9 +1,10 @@
 """Peak memory by category, module and line, live allocations at the peak, and fragmentation.
 
 The category of an allocation follows from its call stack and its lifetime. Memory freed in the
-phase that allocated it (forward, backward, optimizer step) is a buffer; the rest of the phase's
+phase that allocated it (forward, backward, optimizer step) is a buffer; the phase's other
 allocations are activations, gradients or moments. The backward runs on autograd's threads, which
-have no Python frames, so allocations without a stack count as the backward's if there is a forward.
+have no Python frames, so allocations without a stack are attributed to the backward if the
+recording has a forward.
 """
 
 import re
@@ -35,8 +36,8 @@ CATEGORIES: Final = {
     "gradients": "allocated in the backward, live after it",
     "moments": "state of the optimizer",
     "activations": "allocated in the forward, live after it",
-    "buffers": "communication, and temporaries that end within their own phase",
-    "other": "batches and anything else of the script",
+    "buffers": "communication, and temporaries freed in the phase that allocated them",
+    "other": "batches and anything else the script allocates",
     "unknown": "allocated before recording began, or without a call stack",
 }
 PREDICTED: Final = ("weights", "gradients", "moments", "activations", "buffers")
@@ -46,18 +47,18 @@ ANYWHERE: Final = (
     ("backward", re.compile(r"_engine_run_backward|:(\w+\.)?(backward|unpack_hook|recompute_fn)$"
                             r"|autograd::(engine|Engine)")),
 )  # fmt: skip
-"""Roles by any frame of a stack, as "file:function"; the first match counts."""
+"""Role of a stack with a matching frame ("file:function") at any depth; the first match wins."""
 INNERMOST: Final = (
     ("buffers", re.compile(r"torch/distributed/|^:(gloo|nccl|hccl):|c10d::|:record_param_comms")),
     ("activations", re.compile(r":(.*\.)?(forward|_call_impl)$|:nn\.Module: ")),
     ("weights", re.compile(r"nn/modules/module\.py:(\w+\.)?(_apply|to|cuda|to_empty)$|nn/init\.py:"
                            r"|:(.*\.)?(__init__|from_pretrained|load_state_dict)$")),
 )  # fmt: skip
-"""Roles by the innermost frame with a match."""
+"""Role of a stack by its innermost matching frame."""
 PHASE: Final = {"gradients": "backward", "activations": "forward", "moments": "optimizer",
                 "backward": "backward"}  # fmt: skip
 LIBRARY: Final = re.compile(r"(^|/)torch/|^<|\.(cpp|cc|h|hpp|cu)$|^\?\?$|\.so(\.|$)")
-"""Files of torch, generated code and C++, which are not the line that a user looks for."""
+"""Files of torch, generated code and C++: never the line of the user's code to report."""
 FORWARD: Final = re.compile(r"(?:(.*)\.)?forward$")
 MAX_POINTS: Final = 1200
 MAX_ROWS: Final = 200
@@ -144,12 +145,12 @@ def read_prediction(path: Path, *, pipeline_rank: int | None = None) -> dict[str
     """Read predicted memory by category, in bytes.
 
     Args:
-        path: output of `ms-parallel plan --json`, whose first layout counts, or a JSON list of the
-            ranks of `ms_parallel.predict_memory`.
-        pipeline_rank: rank to compare with. None: the one with most memory.
+        path: output of `ms-parallel plan --json` (its first layout is used), or a JSON list with
+            the ranks of `ms_parallel.predict_memory`.
+        pipeline_rank: rank to compare with. None: the rank with the most memory.
 
     Raises:
-        TraceError: the file is neither, or has no such rank.
+        TraceError: the file is neither of these, or has no such rank.
     """
     content: _Plan | list[_Rank] = read_json(path, _Plan | list[_Rank], error=TraceError)  # type: ignore[arg-type]
     ranks = content.best[0].memory if isinstance(content, _Plan) else content
@@ -157,7 +158,7 @@ def read_prediction(path: Path, *, pipeline_rank: int | None = None) -> dict[str
     if not sizes or (pipeline_rank is not None and not 0 <= pipeline_rank < len(sizes)):
         raise TraceError(
             f"pipeline rank must be 0 to {len(sizes) - 1} for {path}, got {pipeline_rank}; leave "
-            "it out to compare with the rank that uses most memory"
+            "it out to compare with the rank that uses the most memory"
         )
     if pipeline_rank is not None:
         return sizes[pipeline_rank]
@@ -271,7 +272,7 @@ def _curve(allocations: Allocations, rows: NDArray[np.bool_]) -> NDArray[np.int6
 def _categorize(allocations: Allocations) -> NDArray[np.int64]:
     """Return the index into `CATEGORIES` of each allocation, (A,)."""
     role_of_stack = np.array([*map(_role, allocations.stacks)])
-    # The backward's own threads have no Python frames.
+    # Stack 0 is the unknown stack. Autograd's threads have no Python frames.
     has_forward = bool((role_of_stack == "activations").any())
     role_of_stack[0] = "backward" if has_forward else "unknown"
     role = role_of_stack[allocations.stack]
@@ -295,18 +296,18 @@ def _role(stack: Stack) -> str:
         for role, pattern in INNERMOST:
             if pattern.search(text):
                 return role
-    # A trace without Python functions has operators only, mostly the forward's.
+    # A trace without Python functions has only operators, mostly those in the forward.
     return "other" if any(file for _, file, _ in stack) else "activations"
 
 
 def _ends_in_its_phase(allocations: Allocations, role: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which allocations are freed in the phase (forward, backward, step) that made them."""
+    """Return which allocations are freed in the same phase (forward, backward, step), (A,)."""
     recorded = np.flatnonzero(allocations.begin >= 0)
     recorded = recorded[np.argsort(allocations.begin[recorded], kind="stable")]
     codes = {"forward": 0, "backward": 1, "optimizer": 2}
     phase = np.array([codes.get(PHASE.get(r, ""), -1) for r in role[recorded].tolist()], np.int64)
     begin, phase = allocations.begin[recorded][phase >= 0], phase[phase >= 0]
-    # Number of changes of phase up to each event that allocates in a phase.
+    # Phases are numbered in order: one more at each change. Before the first, the number is -1.
     run = np.concatenate([[0], np.cumsum(np.diff(phase) != 0)]) if len(phase) else phase
     run = np.concatenate([[-1], run])
 
@@ -319,9 +320,9 @@ def _ends_in_its_phase(allocations: Allocations, role: NDArray[Any]) -> NDArray[
 
 
 def _place(stack: Stack) -> tuple[str, str]:
-    """Return the path of modules, outermost first, and the innermost line outside of torch."""
+    """Return the module path, outermost first, and the innermost line outside torch."""
     modules = [name for frame in stack if (name := _module(frame))]
-    # Nested calls of one module's forward count once.
+    # Consecutive frames of one module's forward count once.
     path = [name for index, name in enumerate(modules) if modules[index - 1 : index] != [name]]
     frame = next((f for f in stack if f[1] and not LIBRARY.search(f[1])), None)
     frame = frame or next((f for f in stack if f[1]), None)
@@ -332,7 +333,7 @@ def _place(stack: Stack) -> tuple[str, str]:
 
 
 def _module(frame: Frame) -> str:
-    """Return the module whose forward a frame is; empty for other frames."""
+    """Return the name of the module if the frame is its forward; otherwise ""."""
     name, file, _ = frame
     if name.startswith("nn.Module: "):
         return name.removeprefix("nn.Module: ")
@@ -389,7 +390,7 @@ def _fragmentation(allocations: Allocations) -> dict[str, Any] | None:
 def _timeline(
     allocations: Allocations, category: NDArray[np.int64], total: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """Return the curves at the event with the most memory of each of 1,200 ranges of events."""
+    """Downsample the curves: the event with the most memory in each of 1,200 ranges of events."""
     edges = np.unique(np.linspace(0, len(total), min(MAX_POINTS, len(total)) + 1).astype(int))
     points = np.array([low + int(total[low:high].argmax()) for low, high in pairwise(edges)])
     curves = {

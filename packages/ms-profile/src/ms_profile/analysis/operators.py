@@ -147,7 +147,7 @@ def _device_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64] | 
     index = np.minimum(np.searchsorted(operator_ids[order], launcher_ids), len(order) - 1)
     matches = operator_ids[order][index] == launcher_ids
     target = operators[order[index[matches]]]
-    # `+=` would add only one of an operator's kernels.
+    # `+=` would add only one kernel per operator: `target` has duplicates.
     np.add.at(device_ns, target, trace.duration_ns[launched[matches]])
     return device_ns
 

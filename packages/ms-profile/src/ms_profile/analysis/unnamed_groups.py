@@ -49,7 +49,7 @@ def split_groups(
     }
     if not candidates:
         return tuple(matched)
-    # The merged collectives distort this fit, but those of real groups still agree best.
+    # The merged collectives distort this fit, but real groups still agree best.
     rough = align_collectives(matched, hosts)
     spread = {key: _spread(members, rough) for key, members in series.items()}
     limit = max(2 * min(spread.values()), MIN_SPREAD_NS)

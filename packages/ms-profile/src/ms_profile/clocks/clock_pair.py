@@ -46,7 +46,7 @@ def read_clocks(
     """Read both clocks `tries` times and return the pair with the smallest error.
 
     Raises:
-        ClockError: tries is not an integer of at least 1, or a clock cannot be called.
+        ClockError: tries is not an integer >= 1, or a clock is not callable.
     """
     check_integer("tries", tries, minimum=1, error=ClockError)
     check_callable("monotonic", monotonic, error=ClockError)

@@ -81,10 +81,10 @@ def _warn(problem: str) -> None:
 def _recorded(
     options: argparse.Namespace,
 ) -> tuple[list[RecordedSteps], list[RecordedSteps]] | None:
-    """Return the logged steps of the runs of A and of B; None for two runs without a log.
+    """Return the logged steps of the A runs and the B runs; None for two runs without a log.
 
     Raises:
-        TraceError: one of several runs has no log, or one of two waited too much for a CPU.
+        TraceError: a run among several has no log, or a run of a pair waited too long for a CPU.
     """
     folders = [[options.before, *options.more_before], [options.after, *options.more_after]]
     has_several = len(options.more_before) + len(options.more_after) > 0

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pipeline-rank",
         type=int,
         metavar="N",
-        help="rank of the prediction; default: the one with most memory",
+        help="rank of the prediction; default: the rank with the most memory",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON and write no page"

@@ -186,10 +186,10 @@ def draw_page(report: DoctorReport) -> str:
 
 def _article(finding: DoctorFinding) -> str:
     head = f"{finding.severity.capitalize()}: {finding.where}, {location(finding)}"
-    what, why = escape(_sentence(finding.what)), escape(_sentence(finding.why))
+    problem, why = escape(_sentence(finding.what)), escape(_sentence(finding.why))
     return (
         f'<article class="{finding.severity}"><h2>{escape(head)}</h2>\n'
-        f"<p>{what}</p>\n<p>{why}</p>\n"
+        f"<p>{problem}</p>\n<p>{why}</p>\n"
         f"<p><b>Remedy:</b> {escape(finding.remedy)}.</p></article>\n"
     )
 

@@ -1,8 +1,8 @@
-"""Read a pickle of plain containers without Python's unpickler, so that no content can run code.
+"""Read a pickle of plain containers without Python's unpickler, so no file can run code.
 
-Only the opcodes for None, booleans, numbers, strings, lists, tuples and dicts exist here. A pickle
-that names a class or function, or uses any other opcode, is rejected. Every opcode creates at most
-one object, so memory is proportional to the size of the file.
+Only the opcodes for None, booleans, numbers, strings, lists, tuples and dicts are implemented. A
+pickle that names a class or function, or uses any other opcode, is rejected. Each opcode creates at
+most one object, so memory is proportional to the file size.
 """
 
 import struct
@@ -40,7 +40,7 @@ def read_plain_pickle(path: Path, *, error: type[Exception]) -> Any:
         return _load(data)
     except _NotPlainError as problem:
         raise error(f"{path} {problem}") from None
-    # Operands beyond the end, an empty stack, an unhashable key: all are a damaged file.
+    # Operands beyond the end, an empty stack, an unhashable key: the file is damaged.
     except (IndexError, KeyError, ValueError, TypeError, AttributeError, struct.error):
         raise error(f"{path} is a truncated or damaged pickle; write it again") from None
 
@@ -63,7 +63,7 @@ def _load(data: bytes) -> Any:
         return content
 
     def items_since_mark() -> list[Any]:
-        # Search from the end, so that the cost is the number of items.
+        # Search from the end, so that the cost is proportional to the number of items.
         start = len(stack)
         while stack[start - 1] is not _MARK:
             start -= 1
@@ -180,6 +180,6 @@ _CONSTANTS: Final[dict[int, Callable[[], Any]]] = {
 }
 
 
-def _require(value: object, kind: type) -> None:
-    if type(value) is not kind:
-        raise TypeError(f"expected a {kind.__name__}, got {type(value).__name__}")
+def _require(value: object, expected: type) -> None:
+    if type(value) is not expected:
+        raise TypeError(f"expected a {expected.__name__}, got {type(value).__name__}")

@@ -1,7 +1,7 @@
-"""Series of a run reduced to at most 2,048 buckets each, in an index that is kept next to its log.
+"""Series of a run, downsampled to at most 2,048 buckets each, in an index saved next to its log.
 
-A bucket has the lowest, highest and mean value of a number of points; when all are full, pairs are
-merged. So a run of any length takes bounded memory, and no peak is lost.
+A bucket has the minimum, maximum and mean of consecutive points. When all buckets are full, pairs
+are merged, so a run of any length takes bounded memory and no peak is lost.
 """
 
 import logging
@@ -63,7 +63,7 @@ class Series:
         """Step and value of the newest point."""
 
     def append(self, step: NDArray[Any], wall_s: NDArray[Any], value: NDArray[Any]) -> None:
-        """Append points, (N,) float64 each; values that are not finite count as unknown."""
+        """Append points, (N,) float64 each; non-finite values count as missing."""
         value = np.where(np.isfinite(value), value, np.nan)
         self.last = (float(step[-1]), float(value[-1]))
         start = 0
@@ -131,7 +131,7 @@ class _SavedFile(Struct, frozen=True):
     name: str
     offset: Count
     blocks: Count
-    """Number of blocks; they are numbered from 0."""
+    """Number of blocks read, numbered from 0."""
 
 
 class _SavedIndex(Struct, frozen=True, kw_only=True, tag="ms-profile.live.1", tag_field="format"):
@@ -154,7 +154,7 @@ class EventSummary:
         self.spans: dict[tuple[int, str], deque[tuple[float, float, float]]] = {}
         """Start, duration and data wait in seconds of the newest spans, by rank and lane."""
         self.status: dict[str, Event] = {}
-        """Newest event of each kind that begins or ends a run."""
+        """Newest event of each kind that starts or ends a run."""
         self.last_wall_s = 0.0
         """Time of the newest event, in seconds since 1970."""
         self.events = 0
@@ -174,7 +174,7 @@ class EventSummary:
             self._add_values(rank, kind, batch)
 
     def _add_values(self, rank: int, kind: str, batch: list[Event]) -> None:
-        """Append the numbers of events of one rank and kind, which usually have equal fields."""
+        """Append the numeric fields of events of one rank and kind; the fields usually agree."""
         wall_s = np.array([event.wall_ns for event in batch], np.float64) / 1e9
         step = np.array([_step(event) for event in batch], np.float64)
         size = len(batch[0].fields)
@@ -231,7 +231,7 @@ class EventSummary:
 
 
 class RunIndex(EventSummary):
-    """Summary of one run that follows its logs and is kept next to them.
+    """Summary of one run that follows its logs and is saved next to them.
 
     Args:
         folder: folder with event files, their subfolder `events`, or `events.jsonl`.
@@ -260,7 +260,7 @@ class RunIndex(EventSummary):
 
     @property
     def progress(self) -> float:
-        """Share of the log's bytes that have been read, 0 to 1."""
+        """Fraction of the log's bytes read so far, 0 to 1."""
         sizes = {path: _size(path) for path in self._paths()}
         total = sum(sizes.values())
         done = sum(min(self._states[path].offset, size)
@@ -271,7 +271,7 @@ class RunIndex(EventSummary):
         paths = event_files_so_far(self.folder)
         lines = self.folder / NAME
         paths = [*paths, lines] if lines.is_file() else paths
-        # A link could lead out of the folder that is served.
+        # A link could point outside the served folder.
         return [path for path in paths if not path.is_symlink()]
 
     def _new_events(self) -> Iterator[Sequence[Event]]:
@@ -320,7 +320,7 @@ class RunIndex(EventSummary):
             checksum = zlib.crc32(content).to_bytes(CHECKSUM_BYTES, "big")
             write_atomically(self._index_path(), checksum + content)
         except OSError as error:
-            logger.info("cannot keep the index of %s: %s", self.folder, error)
+            logger.info("cannot save the index of %s: %s", self.folder, error)
 
     def _index_path(self) -> Path:
         paths = event_files_so_far(self.folder)
@@ -338,10 +338,10 @@ class RunIndex(EventSummary):
             saved = msgspec.msgpack.decode(content, type=_SavedIndex)
             series = {(item.rank, item.kind, item.field): _restored(item) for item in saved.series}
         except (FormatError, *DAMAGE) as error:
-            logger.info("%s is read again: %s", self.folder, error)
+            logger.info("reading %s again: %s", self.folder, error)
             return
         sizes = {path.name: _size(path) for path in event_files_so_far(self.folder)}
-        # Rotation may remove a file, but a smaller file belongs to another run.
+        # Rotation may remove a file, but a file that shrank belongs to another run.
         shrank = any(sizes.get(file.name, file.offset) < file.offset for file in saved.files)
         if shrank or len(series) > MAX_SERIES:
             return
@@ -384,7 +384,7 @@ def _step(event: Event) -> float:
 
 
 def _shortened(event: Event) -> Event:
-    """Return the event with texts of at most 4,000 characters."""
+    """Return the event with strings cut to 4,000 characters and at most 40 fields."""
     fields = {name[:80]: value[:MAX_TEXT] if isinstance(value, str) else value
               for name, value in list(event.fields.items())[:40]}  # fmt: skip
     return msgspec.structs.replace(event, fields=fields)

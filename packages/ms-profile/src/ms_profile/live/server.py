@@ -1,8 +1,8 @@
 """HTTP server of the live page: a list of runs, and the data of one run as JSON.
 
-It listens on loopback only and answers only requests whose Host header names loopback, so that a
-page of another site cannot read it through DNS rebinding. A run is looked up by name among those
-that were found in the served folder; no path of a request reaches the file system.
+The server listens on loopback and answers only requests whose Host header names loopback, so a page
+of another site cannot read it through DNS rebinding. A request names a run of the list; no path
+from a request reaches the file system.
 """
 
 import logging
@@ -35,7 +35,7 @@ LOOPBACK: Final = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])(:\d{1,5})?"
 MAX_RUNS: Final = 2000
 MAX_DEPTH: Final = 4
 MAX_OPEN: Final = 8
-"""Runs whose series are in memory; the least recently watched is dropped."""
+"""Maximum number of runs in memory; the least recently viewed run is dropped."""
 MAX_CONNECTIONS: Final = 32
 MAX_POINTS: Final = 1000
 LIST_INTERVAL_S: Final = 2.0
@@ -48,7 +48,7 @@ RING_KINDS: Final = {
     Kind.COLLECTIVE: "collective", Kind.DATA: "data", Kind.GARBAGE: "garbage",
     Kind.BETWEEN: "host",
 }  # fmt: skip
-"""Color of a span in the timeline of the ranks."""
+"""Color of a span in the rank timeline."""
 
 
 @frozen(kw_only=True)
@@ -58,10 +58,10 @@ class RunEntry:
     name: str
     """Path relative to the served folder; "." for the folder itself."""
     updated_s: float
-    """Time of the last change of its logs, in seconds since 1970."""
+    """Time of the last change to the run's logs, in seconds since 1970."""
     size_bytes: int
     active: bool
-    """Whether it was written to in the last 30 seconds."""
+    """Whether its logs changed in the last 30 seconds."""
 
 
 class LiveRuns:
@@ -84,7 +84,7 @@ class LiveRuns:
         self._listed_s = -LIST_INTERVAL_S
 
     def entries(self) -> list[RunEntry]:
-        """Return all runs, the last changed first; the folders are searched every two seconds."""
+        """Return all runs, most recently changed first; scans the folder every two seconds."""
         with self._lock:
             if time.monotonic() - self._listed_s >= LIST_INTERVAL_S:
                 self._entries = sorted(_find_runs(self.folder), key=lambda run: -run.updated_s)
@@ -92,7 +92,7 @@ class LiveRuns:
             return self._entries
 
     def open(self, name: str) -> tuple[RunIndex, threading.Lock] | None:
-        """Return the index of a run and its lock; None for a name that is not in the list."""
+        """Return the index of a run and its lock; None if the list has no such name."""
         if name not in {entry.name for entry in self.entries()}:
             return None
         with self._lock:
@@ -104,7 +104,7 @@ class LiveRuns:
             return self._open[name]
 
     def close(self) -> None:
-        """Keep the indexes of the open runs next to their logs."""
+        """Save the indexes of the open runs next to their logs."""
         for index, lock in list(self._open.values()):
             with lock:
                 index.save()
@@ -144,12 +144,12 @@ def _entry(root: Path, folder: Path) -> RunEntry | None:
 
 
 def describe(index: RunIndex, *, points: int, known_events: int) -> dict[str, Any]:
-    """Return the page's data of a run, or only the number of events if that is unchanged.
+    """Return a run's data for the page, or only the number of events if it has not changed.
 
     Args:
-        index: the run, which is updated first.
-        points: largest number of buckets per series.
-        known_events: number of events that the page has; -1 for none.
+        index: index of the run; updated first.
+        points: maximum number of buckets per series.
+        known_events: number of events that the page already shows; -1 if it shows none.
     """
     has_more = index.update()
     if index.events == known_events and not has_more:
@@ -169,8 +169,8 @@ def describe(index: RunIndex, *, points: int, known_events: int) -> dict[str, An
              **_rows(series.reduced(points))}
             for (rank, kind, field), series in sorted(summary.series.items())
         ],
-        "status": {kind: {"wall_s": event.wall_ns / 1e9, "fields": event.fields}
-                   for kind, event in index.status.items()},
+        "status": {name: {"wall_s": event.wall_ns / 1e9, "fields": event.fields}
+                   for name, event in index.status.items()},
         "samples": [{"wall_s": event.wall_ns / 1e9, "fields": event.fields}
                     for event in reversed(summary.samples)],
         "lanes": [{"rank": rank, "name": lane, "spans": list(spans)[-100:]}
@@ -180,7 +180,7 @@ def describe(index: RunIndex, *, points: int, known_events: int) -> dict[str, An
 
 def _rows(rows: np.ndarray[Any, Any]) -> dict[str, list[float]]:
     step, _, low, high, total, count = rows
-    # The encoder writes NaN, for buckets without a finite value, as null.
+    # Buckets without a finite value have NaN, which the encoder writes as null.
     mean = np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
     return {"step": step.tolist(), "low": low.tolist(), "high": high.tolist(),
             "mean": mean.tolist()}  # fmt: skip
@@ -228,7 +228,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a connection that the browser closed, or a bug, without stopping the server."""
+        """Log a failed request (usually a connection that the browser closed) and keep serving."""
         logger.debug("a request failed", exc_info=True)
 
 
@@ -240,7 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def handle_one_request(self) -> None:
-        """Answer one request; beyond 32 connections the newest is closed."""
+        """Answer one request; beyond 32 connections, close the new one."""
         if not self.server.slots.acquire(blocking=False):
             self.close_connection = True
             return
@@ -250,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.slots.release()
 
     def do_GET(self) -> None:
-        """Answer the page or its data."""
+        """Send the page or its data."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0].strip()):
             self._send(403, "text/plain", b"the Host header must name this machine's loopback\n")

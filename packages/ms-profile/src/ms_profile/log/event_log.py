@@ -199,7 +199,7 @@ class EventLog:
             # msgpack's array 32: a marker, the number of elements (big-endian), and the elements.
             content = b"".join((ARRAY, struct.pack(">I", len(batch)), *batch))
             try:
-                # A removed file still accepts writes, but nobody could read them.
+                # A removed file still accepts writes, which would be lost.
                 if not os.fstat(self._descriptor).st_nlink:
                     raise FileNotFoundError(errno.ENOENT, "the log was removed", str(self.folder))
                 if self._size >= self._limit_bytes:
@@ -221,7 +221,7 @@ class EventLog:
         """Flush, sync to disk and close; later calls do nothing."""
         if os.getpid() != self._pid:
             return
-        # Before the last flush: nobody would retry a failed one, so its events count as lost.
+        # Set before the last flush: a failure then is final, and its events count as lost.
         self._stop.set()
         with self._lock:
             if self._descriptor < 0:

@@ -195,9 +195,9 @@ def _new_events(path: Path, state: ReadState) -> list[Event]:
 
 
 def new_blocks(path: Path, state: ReadState) -> Iterator[Block]:
-    """Yield the complete blocks after `state`, which advances with each; a torn tail waits.
+    """Yield the complete blocks after `state` and advance it; an incomplete last block is left.
 
-    A consumer may stop early and continue later. Damaged ranges are skipped with a warning.
+    The caller may stop early and continue later. Damaged ranges are skipped with a warning.
     """
     try:
         file = open_file(path, error=FormatError)
@@ -207,10 +207,10 @@ def new_blocks(path: Path, state: ReadState) -> Iterator[Block]:
         file.seek(state.offset)
         data = b""
         while True:
-            # At least doubled without progress, as one block may be larger than the first read.
-            more = file.read(max(READ_BYTES, len(data)))
-            data += more
-            is_last = not more or len(data) >= MAX_READ_BYTES
+            # A block may be larger than one read: without progress, double the data.
+            chunk = file.read(max(READ_BYTES, len(data)))
+            data += chunk
+            is_last = not chunk or len(data) >= MAX_READ_BYTES
             position = 0
             for part in scan_blocks(data):
                 if isinstance(part, Damage):
@@ -226,7 +226,7 @@ def new_blocks(path: Path, state: ReadState) -> Iterator[Block]:
                 if isinstance(part, Block) and part.number not in state.seen:
                     state.seen.add(part.number)
                     yield part
-            if not more:
+            if not chunk:
                 return
             data = data[position:]
 

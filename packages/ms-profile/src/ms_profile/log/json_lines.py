@@ -65,7 +65,7 @@ def _lines(file: BinaryIO, *, follow: bool, poll_s: float) -> Iterator[bytes]:
     """Yield complete lines; wait for the rest of an incomplete one, or drop it at the end."""
     line = b""
     while True:
-        # Possibly an incomplete line, if the writer is in the middle of it.
+        # The line may be incomplete, if it is still being written.
         part = file.readline(MAX_LINE_BYTES)
         line += part
         if line.endswith(b"\n"):
@@ -83,7 +83,7 @@ def _lines(file: BinaryIO, *, follow: bool, poll_s: float) -> Iterator[bytes]:
 
 
 def event_of_line(line: bytes) -> Event:
-    """Decode one line; its errors are those of msgspec, ValueError and RecursionError."""
+    """Decode one line; raises msgspec's errors, ValueError or RecursionError."""
     head = msgspec.json.decode(line, type=_Head)
     if not 0 <= head.time_s < MAX_TIME_S:
         raise ValueError(f"time_s must be 0 to {MAX_TIME_S:.0f}, got {head.time_s}")

@@ -67,7 +67,7 @@ class Kind(IntEnum):
     """Forward of a submodule, or of a model during recomputation."""
     OPTIMIZER = 4
     COLLECTIVE = 5
-    """Collective as seen by the host: all of it on gloo, the launch on a device."""
+    """Collective as seen by the host: its full time on gloo, only its launch on a device."""
     DATA = 6
     """Wait for the next batch."""
     GARBAGE = 7
@@ -121,7 +121,7 @@ class Ring:
 
     def begin(self, name: int, kind: int) -> int:
         """Begin a span now; return its number for `end`."""
-        # Atomic under the GIL: every thread gets a slot of its own without a lock.
+        # Atomic under the GIL, so no two threads get the same slot and no lock is needed.
         number = next(self._count)
         self._newest = number
         pack_slot(

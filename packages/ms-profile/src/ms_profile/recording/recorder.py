@@ -179,7 +179,7 @@ class Recorder:
             self.ring.end(number)
 
     def batches(self, source: Iterable[Item], name: str = "next batch") -> Iterator[Item]:
-        """Yield the items of `source`, recording the wait for each as waiting for data.
+        """Yield the items of `source` and record the wait for each as a data wait.
 
         Raises:
             RecordError: source is not iterable, or name is not a string.

@@ -42,8 +42,8 @@ class StepWatch:
     Args:
         ring: destination of the spans.
         on_step: called with the number of the step that begins; not called for step 0.
-        on_update: called after a weight update, once as many optimizers have stepped as in the
-            previous step. No pipeline message is in flight then; at a step's start one may be.
+        on_update: called after a weight update, once the number of optimizers of the previous step
+            have stepped. No pipeline message is in flight then; at a step's start one may be.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StepWatch:
 
     def _note_update(self, optimizer: int) -> None:
         self._stepped.add(optimizer)
-        # As many optimizers as in the previous step have stepped, so the weights are up to date.
+        # The same number of optimizers as in the previous step: the weights are up to date.
         if len(self._stepped) >= self._expected:
             self._on_update()
 
@@ -179,7 +179,7 @@ class StepWatch:
 def find_models(optimizer: Optimizer) -> list[nn.Module]:
     """Return the outermost live modules that own at least one parameter of the optimizer."""
     owned = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-    # `isinstance` would read `__class__`, which makes lazy proxies import what they represent.
+    # `isinstance` would read `__class__`, which makes lazy proxies import their module.
     live = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
     inner = {id(child) for module in live for child in module.__dict__["_modules"].values()}
     return [

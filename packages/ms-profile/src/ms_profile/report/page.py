@@ -43,7 +43,7 @@ def write_report(
         title: title of the page.
         links: link matrix from `ms-profile link --out`.
         max_events: maximum number of spans in the timeline; the longest ones are shown.
-        metrics: metrics to show. None: those of the run, or all if unknown.
+        metrics: metrics to show. None: the run's metrics, or all if unknown.
 
     Returns:
         The summary that the page shows next to the timeline; see `build_summary`.
@@ -70,7 +70,7 @@ def write_report(
 def write_memory_page(
     devices: Sequence[MemoryUse], path: str | os.PathLike[str], *, title: str = "Memory"
 ) -> None:
-    """Write the memory of one or more devices as one offline HTML file.
+    """Write the memory analysis of one or more devices as one offline HTML file.
 
     Args:
         devices: result of `analyse_memory`.
@@ -93,7 +93,7 @@ def render(
     summary: dict[str, Any], packed: str, script_names: Sequence[str] = SCRIPTS, *,
     connect: bool = False,
 ) -> str:  # fmt: skip
-    """Fill in the page's template; `connect` lets its scripts ask the server that it is from."""
+    """Fill in the page's template; `connect` lets its scripts send requests to its server."""
     assets = resources.files("ms_profile.report") / "assets"
     text = assets.joinpath("page.html").read_text("utf-8")
     # "</" would end the script element, even inside a string.

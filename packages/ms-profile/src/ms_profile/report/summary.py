@@ -39,7 +39,7 @@ def build_summary(
         title: title of the report; default: the name of the run.
         links: link matrix from `ms-profile link --out`.
         findings: advice to show. None: apply all rules.
-        metrics: metrics to show. None: those of the run, or all if unknown.
+        metrics: metrics to show. None: the run's metrics, or all if unknown.
     """
     advice = advise(analysis) if findings is None else findings
     run = analysis.run

@@ -35,10 +35,10 @@ def categorize(
     threads: Sequence[Thread],
 ) -> NDArray[np.uint8]:
     """Return the `Category` of each span, (N,) uint8; `label`, `name`, `thread` are (N,) ids."""
-    # The entry for "" keeps the table indexable if there are no labels.
+    # The entry for "" keeps the table indexable without labels.
     by_label = np.array([BY_LABEL.get(text, Category.OTHER) for text in (*labels, "")], np.uint8)
     category: NDArray[np.uint8] = by_label[label]
-    # The Ascend profiler labels all scopes of the program as operators.
+    # The Ascend profiler labels the program's own scopes as operators.
     category[(category == Category.OPERATOR) & matching(names, SCOPE)[name]] = Category.ANNOTATION
     # Masks over the table of names; indexing by `name` expands them to spans.
     host, device = matching(names, HOST_COLLECTIVE), matching(names, DEVICE_COLLECTIVE)

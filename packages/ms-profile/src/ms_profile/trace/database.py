@@ -1,6 +1,6 @@
 """SQLite databases of profilers, read into the same columns as a trace's JSON.
 
-A vendor names its tables and the module that reads them (`Vendor.database_tables`,
+A vendor declares its tables and the module that reads them (`Vendor.database_tables`,
 `database_reader`); that module's `records` yields trace events.
 """
 
@@ -30,20 +30,20 @@ class Records(Protocol):
     """Reader of one vendor's databases."""
 
     def __call__(self, database: "Database", header: dict[str, Any], /) -> Iterator[TraceEvent]:
-        """Yield the events, and add the rank and clock to the header, as in Kineto's JSON."""
+        """Yield the events, and add the rank and clock to the header as Kineto's JSON does."""
 
 
 class Database:
-    """A profiler's database, opened read-only without running code of its schema.
+    """A profiler's database, opened read-only, whose schema cannot run code.
 
-    Views, virtual tables and generated columns could contain any query, so only columns of plain
-    tables are read, each with a single scan.
+    Views, virtual tables and generated columns could contain any query, so only plain tables and
+    columns are read, with one scan per table.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self.base_ns = 0
-        """Origin of the times that `span` returns; far from it, microseconds lose digits."""
+        """Origin of the times that `span` returns; far from it, float microseconds lose digits."""
         self.skipped = 0
         """Number of rows with impossible values."""
         self._connection = connection
@@ -62,7 +62,7 @@ class Database:
         return table in self._columns
 
     def rows(self, table: str, *columns: str) -> Iterator[Row]:
-        """Yield rows in file order; None for a column or table that this version lacks."""
+        """Yield rows in file order; columns that this version lacks are None."""
         table_columns = self._columns.get(table)
         if not table_columns:
             return
@@ -70,14 +70,14 @@ class Database:
         yield from self._connection.execute(f'SELECT {", ".join(names)} FROM "{table}"')
 
     def texts(self, table: str) -> dict[int, str]:
-        """Return a table of texts by id, (id, value)."""
+        """Return a string table (id, value) as a dict."""
         return {
             key: text for key, text in self.rows(table, "id", "value")
             if isinstance(key, int) and isinstance(text, str)
         }  # fmt: skip
 
     def span(self, start: object, end: object) -> tuple[float, float] | None:
-        """Return start after the origin and duration in µs; None for impossible times in ns."""
+        """Convert ns to (start after the origin, duration) in µs; None for impossible times."""
         begin, stop = nanoseconds(start), nanoseconds(end)
         if begin is None or stop is None or not 0 <= stop - begin <= MAX_NS:
             self.skipped += 1
@@ -86,14 +86,14 @@ class Database:
 
 
 def nanoseconds(value: object) -> int | None:
-    """Return a time in ns, which some versions write as text; None for anything else."""
+    """Parse a time in ns, which some versions write as text; None if it is not an integer."""
     if isinstance(value, str) and len(value) < 20 and value.isascii() and value.isdigit():
         value = int(value)
     return value if isinstance(value, int) and -MAX_NS <= value <= MAX_NS else None
 
 
 def is_database(path: Path) -> bool:
-    """Return whether a file starts as SQLite's files do."""
+    """Return True if the file starts with SQLite's magic bytes."""
     with open_file(path, error=TraceError) as file:
         return file.read(len(MAGIC)) == MAGIC
 
@@ -102,9 +102,9 @@ def read_database(path: Path) -> Trace:
     """Read a profiler's database.
 
     Raises:
-        TraceError: it is damaged, or is not the database of a known profiler.
+        TraceError: the file is damaged, or is not the database of a known profiler.
     """
-    # immutable: no lock and no journal next to the file, which may be on a read-only disk.
+    # immutable: no lock or journal next to the file, which may be on a read-only disk.
     uri = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
     try:
         with closing(sqlite3.connect(uri, uri=True)) as connection:

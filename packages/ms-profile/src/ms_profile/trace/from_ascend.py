@@ -1,7 +1,7 @@
 """Trace events of the Ascend profiler's databases.
 
-`ascend_pytorch_profiler_RANK.db` is what torch_npu writes by default, `msprof_*.db` what msprof
-writes; both have the tables read here. Names and processes are converted to `trace_view.json`'s.
+torch_npu writes `ascend_pytorch_profiler_RANK.db` by default, and msprof writes `msprof_*.db`; both
+have the tables read here. Names and processes are converted to match `trace_view.json`.
 """
 
 import re
@@ -48,12 +48,12 @@ def _rank(database: Database) -> int | None:
     if match:
         return int(match[1])
     ranks = [row[0] for row in database.rows("RANK_DEVICE_MAP", "rankId")]
-    # A process without a rank has -1.
+    # -1 for a process without a rank.
     return ranks[0] if len(ranks) == 1 and isinstance(ranks[0], int) and ranks[0] >= 0 else None
 
 
 def _first_ns(database: Database) -> int:
-    """Return the start of the first row, which is near all others."""
+    """Return the start of the first row, which is close to all other times."""
     for table in ("PYTORCH_API", "CANN_API", "TASK"):
         for (start,) in database.rows(table, "startNs"):
             if (first := nanoseconds(start)) is not None:
@@ -62,23 +62,23 @@ def _first_ns(database: Database) -> int:
 
 
 def _host(database: Database, texts: dict[int, str], kinds: dict[int, str]) -> Iterator[TraceEvent]:
-    for start, end, thread, name, kind, shapes, dtypes in database.rows(
+    for start, end, thread, name, code, shapes, dtypes in database.rows(
         "PYTORCH_API", "startNs", "endNs", "globalTid", "name", "type", "inputShapes",
         "inputDtypes",
     ):  # fmt: skip
         if span := database.span(start, end):
             yield TraceEvent(
                 ph="X", name=texts.get(name, "unknown operator"),
-                # Older versions have operators only, without a type.
-                cat=LABELS.get(kinds.get(kind, "op"), "") or "queue", pid=PYTHON, tid=_tid(thread),
+                # Older versions record only operators, and no type.
+                cat=LABELS.get(kinds.get(code, "op"), "") or "queue", pid=PYTHON, tid=_tid(thread),
                 ts=span[0], dur=span[1],
                 args=Arguments(dims=_json(texts.get(shapes)), types=_json(texts.get(dtypes))),
             )  # fmt: skip
-    for start, end, thread, name, kind in database.rows(
+    for start, end, thread, name, code in database.rows(
         "CANN_API", "startNs", "endNs", "globalTid", "name", "type"
     ):
         if span := database.span(start, end):
-            level = LEVELS.get(kinds.get(kind, ""), "")
+            level = LEVELS.get(kinds.get(code, ""), "")
             call = texts.get(name, "unknown call")
             yield TraceEvent(ph="X", name=f"{level}@{call}" if level else call, pid=CANN,
                              tid=_tid(thread), ts=span[0], dur=span[1])  # fmt: skip
@@ -101,17 +101,17 @@ def _tid(global_id: object) -> int:
 
 
 def _json(text: str | None) -> Raw:
-    """Return shapes such as `4,8;8,8` as JSON, the form that `trace_view.json` has them in."""
+    """Convert shapes such as `4,8;8,8` to JSON, as in `trace_view.json`."""
     return Raw(msgspec.json.encode(text)) if text else Raw(b"")
 
 
 def _tasks(database: Database, texts: dict[int, str]) -> Iterator[TraceEvent]:
-    """Yield tasks of the device; the parts of collectives are left out, as they overlap them."""
+    """Yield device tasks, without the parts of collectives, which would be counted twice."""
     names = {task: texts.get(name) for name, task in
              database.rows("COMPUTE_TASK_INFO", "name", "globalTaskId")}  # fmt: skip
     parts = {row[0] for row in database.rows("COMMUNICATION_TASK_INFO", "globalTaskId")}
     sizes: dict[Any, Any] = dict(database.rows("MEMCPY_INFO", "globalTaskId", "size"))
-    for start, end, stream, task, kind in database.rows(
+    for start, end, stream, task, code in database.rows(
         "TASK", "startNs", "endNs", "streamId", "globalTaskId", "taskType"
     ):
         if task in parts:
@@ -119,7 +119,7 @@ def _tasks(database: Database, texts: dict[int, str]) -> Iterator[TraceEvent]:
         if span := database.span(start, end):
             size = sizes.get(task, 0)
             yield TraceEvent(
-                ph="X", name=names.get(task) or texts.get(kind, "unknown task"), pid=HARDWARE,
+                ph="X", name=names.get(task) or texts.get(code, "unknown task"), pid=HARDWARE,
                 tid=stream if isinstance(stream, int) else 0, ts=span[0], dur=span[1],
                 args=Arguments(bytes_moved=size if isinstance(size, int) else 0),
             )  # fmt: skip

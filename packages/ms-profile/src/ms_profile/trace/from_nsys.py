@@ -16,7 +16,7 @@ from ms_profile.trace.database import Database, nanoseconds
 from ms_profile.trace.records import Arguments, TraceEvent
 
 VERSION: Final = re.compile(r"_v\d+$")
-"""Suffix of a driver call's version, which Kineto leaves out."""
+"""Version suffix of a driver call; Kineto omits it."""
 OPERATOR: Final = re.compile(r"(?P<name>.*?)(?:, (?:seq|op_id|sizes) = (?P<rest>.*))?", re.DOTALL)
 SIZES: Final = re.compile(r"sizes = (\[.*\])")
 IS_OPERATOR: Final = re.compile(r"[a-z_]\w*::\w|\w+Backward\d*$|autograd::")
@@ -28,11 +28,11 @@ PROCESS: Final = 1 << 24
 """`globalTid` and `globalPid` have the process id in the 24 bits above the thread id's 24 bits."""
 ENDS: Final = 1
 Call = tuple[int, int, int]
-"""Start ns, end ns, and number of an operator."""
+"""Start in ns, end in ns, and number of an operator."""
 
 
 def records(database: Database, header: dict[str, Any]) -> Iterator[TraceEvent]:
-    """Yield the events of the process with most kernels."""
+    """Yield the events of the process with the most kernels."""
     texts = database.texts("StringIds")
     process = _process(database, header)
     starts = [row[0] for row in database.rows("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")]
@@ -46,7 +46,7 @@ def records(database: Database, header: dict[str, Any]) -> Iterator[TraceEvent]:
 
 
 def _process(database: Database, header: dict[str, Any]) -> int | None:
-    """Return the process to read; the others of the export are named in a warning."""
+    """Return the process with the most kernels; log a warning if the export has several."""
     counts = Counter(
         _pid(row[0]) for row in database.rows("CUPTI_ACTIVITY_KIND_KERNEL", "globalPid")
     )
@@ -83,7 +83,7 @@ def _ranges(
     database: Database, texts: dict[int, str], process: int | None,
     operators: defaultdict[int, list[Call]],
 ) -> Iterator[TraceEvent]:  # fmt: skip
-    """Yield NVTX ranges, and collect the operators of each thread in order of their start."""
+    """Yield NVTX ranges, and collect each thread's operators by start time."""
     number = 0
     for start, end, text, text_id, thread in database.rows(
         "NVTX_EVENTS", "start", "end", "text", "textId", "globalTid"
@@ -118,7 +118,7 @@ def _calls(
     database: Database, texts: dict[int, str], process: int | None,
     operators: dict[int, list[Call]], external_of: dict[int, int],
 ) -> Iterator[TraceEvent]:  # fmt: skip
-    """Yield driver calls, and note the operator around each by its correlation id."""
+    """Yield driver calls, and record the operator around each by its correlation id."""
     starts = {thread: [call[0] for call in calls] for thread, calls in operators.items()}
     for start, end, name_id, thread, correlation in database.rows(
         "CUPTI_ACTIVITY_KIND_RUNTIME", "start", "end", "nameId", "globalTid", "correlationId"
@@ -131,7 +131,7 @@ def _calls(
         tid, external = _tid(thread), -1
         calls = operators.get(tid, [])
         index = bisect_right(starts.get(tid, []), int(start)) - 1
-        # Operators are nested: the innermost is the last that started and has not ended.
+        # Operators are nested: the innermost is the last to start that has not ended.
         while index >= 0 and calls[index][ENDS] < int(start):
             index -= 1
         if index >= 0:
@@ -148,7 +148,7 @@ def _calls(
 def _device(
     database: Database, texts: dict[int, str], process: int | None, external_of: dict[int, int]
 ) -> Iterator[TraceEvent]:
-    """Yield kernels, copies, fills and waits; device and stream are the process and thread."""
+    """Yield kernels, copies, fills and waits, with device and stream as process and thread."""
     columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
 
     def event(row: tuple[Any, ...], name: str, label: str, size: object = 0) -> TraceEvent | None:
@@ -171,20 +171,20 @@ def _device(
         name = texts.get(name_id) or texts.get(short_id, "unknown kernel")
         if record := event(tuple(row), name, "kernel"):
             yield record
-    for *row, size, kind, source, target in database.rows(
+    for *row, size, code, source, target in database.rows(
         "CUPTI_ACTIVITY_KIND_MEMCPY", *columns, "bytes", "copyKind", "srcKind", "dstKind"
     ):
-        name = f"Memcpy {COPIES.get(kind, 'unknown')}"
+        name = f"Memcpy {COPIES.get(code, 'unknown')}"
         if source in MEMORY and target in MEMORY:
             name += f" ({MEMORY[source]} -> {MEMORY[target]})"
         if record := event(tuple(row), name, "gpu_memcpy", size):
             yield record
-    for *row, size, kind in database.rows(
+    for *row, size, code in database.rows(
         "CUPTI_ACTIVITY_KIND_MEMSET", *columns, "bytes", "memKind"
     ):
-        name = f"Memset ({MEMORY.get(kind, 'Unknown')})"
+        name = f"Memset ({MEMORY.get(code, 'Unknown')})"
         if record := event(tuple(row), name, "gpu_memset", size):
             yield record
-    for *row, kind in database.rows("CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", *columns, "syncType"):
-        if record := event(tuple(row), WAITS.get(kind, "Synchronization"), "cuda_sync"):
+    for *row, code in database.rows("CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", *columns, "syncType"):
+        if record := event(tuple(row), WAITS.get(code, "Synchronization"), "cuda_sync"):
             yield record

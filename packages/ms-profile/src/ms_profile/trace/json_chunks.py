@@ -146,7 +146,7 @@ class TraceText:
             self.header.update(header)
 
     def _decode_part(self, text: bytearray) -> tuple[list[TraceEvent], int]:
-        """Decode as many complete events as possible; return them and where the next one starts.
+        """Decode all complete events; return them and the position of the next event.
 
         Writes the list's closing bracket over the separator in place, to avoid a copy.
         """
@@ -159,7 +159,7 @@ class TraceText:
         if len(text) < self._next_try:
             return [], 1
         matches = [match.start() + 1 for match in ANY_BOUNDARY.finditer(text)]
-        # From the last boundary backward, to decode as much as possible.
+        # From the last boundary backward, to decode the longest valid list.
         for end in matches[: -MAX_TRIES - 1 : -1]:
             following = text.index(b",", end) + 1
             if (decoded := self._try_decode_list(text, end)) is not None:
@@ -175,7 +175,7 @@ class TraceText:
                 "file that a profiler wrote"
             )
         end = matches[-1]
-        # No boundary gives a valid list, so an event is damaged: decode them one by one.
+        # No boundary gives a valid list, so an event is damaged: decode each event separately.
         return self._decode_each(bytes(text[1:end])), text.index(b",", end) + 1
 
     def _try_decode_list(self, text: bytearray, end: int) -> list[TraceEvent] | None:

@@ -38,7 +38,7 @@ def parents(
         # The nearest earlier row one level up is the only candidate, as rows are sorted by start.
         position = np.searchsorted(upper, lower) - 1
         candidate = upper[np.maximum(position, 0)]
-        # The thread is in the high bits, so no span encloses one of another thread.
+        # The thread id is in the high bits, so spans of other threads never match.
         encloses = (position >= 0) & (ends[candidate] > keys[lower])
         parent[lower] = np.where(encloses, candidate, -1)
     return parent

@@ -35,8 +35,8 @@ def name_groups(
 ) -> dict[int, CollectiveMessage]:
     """Return `messages` with the process groups that the header lists.
 
-    Collectives of the same name and size run in the order of their creation. If the trace has a
-    different number of them than the header, they stay without a group.
+    Collectives with the same name and size run in the order of their creation. If the trace and the
+    header have different numbers of such collectives, these get no group.
 
     Args:
         header: header of the trace.

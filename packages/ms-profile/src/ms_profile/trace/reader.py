@@ -20,7 +20,7 @@ RANK_IN_NAME = re.compile(r"rank[-_ ]?([0-9]{1,7})(?![0-9])", re.IGNORECASE)
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read one trace: JSON of Kineto or Ascend, plain or gzip, or a database of Ascend or nsys.
+    """Read one trace: Kineto or Ascend JSON, plain or gzip, or an Ascend or nsys database.
 
     Damaged or missing parts are skipped, with a line in `Trace.warnings`. The rank comes from the
     trace itself, else from the file name (`rank-3`, `rank3`), else it is None.

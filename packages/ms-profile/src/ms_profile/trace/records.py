@@ -13,7 +13,7 @@ DAMAGE: Final = (ValueError, RecursionError)
 msgspec's errors and UnicodeDecodeError are subclasses of ValueError.
 """
 MAX_NS: Final = 1 << 62
-"""Limit on times before and after 1970; twice as much still fits int64."""
+"""Limit on times before and after 1970, such that a difference of two times fits int64."""
 MAX_US: Final = MAX_NS / 1000
 EMPTY = Raw(b"")
 Int = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]

@@ -35,8 +35,8 @@ class Vendor:
     allocation_call: str = ""
     """Calls that allocate or free memory through the driver."""
     trace_files: tuple[str, ...] = ()
-    """Globs for trace files in the profiler's output folder; the first that matches counts."""
+    """Globs for trace files in the profiler's output folder; the first with a match is used."""
     database_tables: tuple[str, ...] = ()
-    """Tables of the profiler's SQLite databases, any of which identifies them."""
+    """Table names that identify the profiler's SQLite databases; one is enough."""
     database_reader: str = ""
-    """Module whose `records` yields the events of such a database."""
+    """Module whose `records` yields the events of these databases."""

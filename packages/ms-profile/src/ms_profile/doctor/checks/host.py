@@ -73,7 +73,7 @@ def devices(examined: Examined) -> Iterator[DoctorFinding]:
 
 
 def _gpu(machine: MachineRecording, gpu: Gpu) -> Iterator[DoctorFinding]:
-    current, maximum = (gpu.fact(f"Link Width / {what}") for what in ("Current", "Max"))
+    current, maximum = (gpu.fact(f"Link Width / {label}") for label in ("Current", "Max"))
     # Unlike the link's generation, its width is not reduced to save power.
     if 0 < _lanes(current) < _lanes(maximum):
         yield failure(

@@ -117,7 +117,7 @@ def _port_gb_per_s(examined: Examined, rank: int) -> float | None:
     active = [port for port in chosen_ports(machine, choice) if port.is_active]
     rates = [port.rate_gbit_per_s for port in active]
     rates += [port.rate_gbit_per_s for port in npu_ports(machine)]
-    # The fastest port is assumed, as the one that a rank uses is not known here.
+    # Assume the fastest port, as the port that a rank uses is not known here.
     return max((rate / 8 for rate in rates if rate is not None), default=None)
 
 
