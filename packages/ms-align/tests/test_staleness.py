@@ -217,8 +217,8 @@ def test_an_int8_copy_of_the_policy_is_a_sampler_whose_mismatch_is_reported(tmp_
     [
         ({"max_staleness": -1}, "max_staleness must be an integer"),
         ({"rollout_rs": "seq_mean_k4", "rollout_rs_threshold": 2.0}, "rollout_rs is 'seq_mean_k4'"),
-        ({"rollout_rs": "seq_mean_k1"}, "rollout_rs_threshold is the limit of rollout_rs"),
-        ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold is the limit of rollout_rs"),
+        ({"rollout_rs": "seq_mean_k1"}, "rollout_rs_threshold and rollout_rs must be set together"),
+        ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold and rollout_rs must be set together"),
         (
             {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 0.5, "max_staleness": 1},
             "rollout_rs_threshold must be a number",

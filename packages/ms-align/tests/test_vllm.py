@@ -277,7 +277,7 @@ FAULTS = {
     "no_logprobs": "must have 5 log-probabilities and has 0",
     "few_logprobs": "must have 5 log-probabilities and has 4",
     "other_token_logprob": "has the log-probability of token",
-    "raw_logprobs": "max_logprob_difference = 0.2 of the policy's and differ by 0.25",
+    "raw_logprobs": "max_logprob_difference = 0.2 of the policy's, and they differ by 0.25",
     "foreign_token": "has the token 258 and the policy's vocabulary is 258",
     "negative_token": "has the token -1 and the policy's vocabulary is 258",
     "many_tokens": "must have 1 to 5 tokens and has 10",

@@ -179,7 +179,7 @@ class LocalEngine:
         if not hasattr(loss, "weight"):
             raise ConfigError(f"loss must be a Loss, got {shown(loss)}")
         microbatches = self._microbatches(batch)
-        # The divisor is that of the global batch, so it is known before the first backward pass.
+        # The divisor covers the global batch, so it is computed before the first backward pass.
         weight = sum(loss.weight(microbatch) for microbatch in microbatches)
         tokens = int(torch.as_tensor(batch["tokens"]).numel())
         rate = self.options.rate(self.step_count)
@@ -349,7 +349,7 @@ class LocalEngine:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not grads:
             return 0.0
-        # The norm of the tensors' norms is that of all gradients, with a single synchronization.
+        # The norm of the per-tensor norms is the global norm, with a single synchronization.
         norms = torch.stack(torch._foreach_norm(grads)).float()
         norm = float(torch.linalg.vector_norm(norms))
         limit = self.options.max_grad_norm

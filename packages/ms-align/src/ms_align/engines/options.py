@@ -46,9 +46,9 @@ def _mixed_precision(value: Any) -> Any:
 def _recompute(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     if isinstance(value, str) and (value in RECOMPUTE or SIZE.fullmatch(value)):
         return
-    known = ", ".join(map(repr, RECOMPUTE))
+    names = ", ".join(map(repr, RECOMPUTE))
     raise ConfigError(
-        f"recompute must be {known} or a size such as '8GiB', got {short_repr(value)}"
+        f"recompute must be {names} or a size such as '8GiB', got {short_repr(value)}"
     )
 
 

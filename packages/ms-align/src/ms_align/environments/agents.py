@@ -1,7 +1,7 @@
 """Episodes of an unmodified agent, which uses the policy through the gateway.
 
 Agents run in other processes. Responses are generated once every running agent waits for one, so
-the composition of batches, and with it the sampled tokens, depends on no timing.
+the composition of batches, and hence the sampled tokens, does not depend on timing.
 """
 
 import threading
@@ -24,7 +24,7 @@ COLUMNS = ("logprobs", "sampling_logprobs", "versions")
 
 
 class AgentRunner:
-    """Generates episodes by running an agent for each.
+    """Generates episodes by running one agent per episode.
 
     Args:
         policy: engine of the policy, in one process.
@@ -52,9 +52,11 @@ class AgentRunner:
         count: int,
         seed: int,
     ) -> Responses:
-        """Run `count` agents per prompt; return the branch with most sampled tokens of each."""
+        """Run `count` agents per prompt; return each agent's branch with most sampled tokens."""
         repeated = [prompt for prompt in prompts for _ in range(count)]
         rows: list[dict[str, Any]] = []
+        # Waves, not a queue: a batch then depends only on the prompts, never on which agent is done
+        # first.
         size = self.pool.limits.workers
         for start in range(0, len(repeated), size):
             wave = repeated[start : start + size]
@@ -62,14 +64,14 @@ class AgentRunner:
         return responses_of(rows)
 
     def close(self) -> None:
-        """End the gateway and the processes of agents."""
+        """Stop the gateway and kill the agents' processes."""
         self.gateway.close()
         self.pool.close()
 
     def _run(
         self, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> list[dict[str, Any]]:
-        """Run the agents of some prompts at the same time; return a row for each."""
+        """Run one agent per prompt, all at the same time; return a row for each."""
         sessions = [self.gateway.open_session() for _ in prompts]
         requests = [
             Request(
@@ -94,7 +96,7 @@ class AgentRunner:
         def run_agents() -> None:
             try:
                 replies.extend(self.pool.run(requests, note, partial(_is_waiting, sessions)))
-            finally:  # whatever happens, the loop below must not wait for these agents
+            finally:  # even after an error, the loop below must not wait for these agents
                 for index in range(len(requests)):
                     note(index)
 
@@ -124,7 +126,7 @@ class AgentRunner:
     def _answer(
         self, engine: RolloutEngine, sessions: list[Session], sampling: Sampling, seed: int
     ) -> None:
-        """Generate a response for each session's request."""
+        """Generate one batch of responses, one per session, and answer the requests."""
         active: list[tuple[Session, PendingRequest]] = []
         for session in sessions:
             request = session.pending
@@ -143,20 +145,21 @@ class AgentRunner:
         responses = engine.generate(contexts, sampling, count=1, seed=seed)
         columns = {name: getattr(responses, name) for name in COLUMNS}
         for row, (session, request) in enumerate(active):
+            # The batch was generated with the run's max_new_tokens; cut to the request's limit.
             length = int(responses.lengths[row])
-            kept = min(length, request.max_tokens or length)
+            size = min(length, request.max_tokens or length)
             session.finish(
                 self.chat,
-                responses.tokens[row, :kept].tolist(),
-                {n: c[row, :kept].tolist() for n, c in columns.items() if c is not None},
-                stopped=kept == length and bool(responses.stopped[row]),
+                responses.tokens[row, :size].tolist(),
+                {n: c[row, :size].tolist() for n, c in columns.items() if c is not None},
+                stopped=size == length and bool(responses.stopped[row]),
             )
 
     def _check_length(self, session: Session, sampling: Sampling) -> None:
-        """Refuse a request whose branch has no room for another response.
+        """Check that the session's branch has room for another response.
 
         Raises:
-            DataError: it has none.
+            DataError: the branch is too long.
         """
         branch = session.branches[-1]
         longest = len(branch.tokens) + sampling.max_new_tokens
@@ -164,8 +167,8 @@ class AgentRunner:
         is_too_long = context is not None and len(branch.prompt) + longest > context
         if is_too_long or longest > self.max_episode_tokens:
             raise DataError(
-                f"the conversation must fit max_episode_tokens = {self.max_episode_tokens} and the "
-                "model's context with max_new_tokens more; end it"
+                "the conversation plus max_new_tokens must fit the model's context and "
+                f"max_episode_tokens = {self.max_episode_tokens}; end it"
             )
 
 
@@ -179,7 +182,7 @@ def _row(session: Session, reply: dict[str, Any]) -> dict[str, Any]:
     failure = f"agent: {reply['error']}" if "error" in reply else ""
     if not session.branches:
         failure = failure or "agent: sent no request"
-        branch = Branch(prompt=[0])
+        branch = Branch(prompt=[0])  # a row needs at least one token; failed rows are masked out
     else:
         branch = max(session.branches, key=lambda item: sum(item.mask))
     return {

@@ -1,6 +1,6 @@
 """Tool calls in a response, in the format of the model's chat template.
 
-A response is text from a model: it is only ever parsed as JSON, never evaluated.
+Calls are parsed as JSON and never evaluated, as the text comes from a model.
 """
 
 import json
@@ -16,7 +16,7 @@ NUMBER_CHARACTERS = 400
 
 @frozen(kw_only=True)
 class ToolCall:
-    """A call of a tool by the model."""
+    """A tool call by the model."""
 
     name: str
     arguments: dict[str, Any]
@@ -29,9 +29,9 @@ class Reply:
     """A response, split into its parts."""
 
     content: str
-    """Text outside of thoughts and calls."""
+    """Text outside thoughts and calls."""
     reasoning: str = ""
-    """Text of the thoughts, up to `</think>`."""
+    """Thoughts: the text up to `</think>`."""
     calls: tuple[ToolCall, ...] = ()
 
     def message(self, call_ids: list[str]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def tool_format_of(template: str) -> str:
 def _hermes(text: str) -> tuple[str, list[ToolCall]]:
     """Parse calls written as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     parts = re.split(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, flags=re.DOTALL)
-    # Texts and calls alternate.
+    # re.split with one group alternates between text (even) and calls (odd).
     return "".join(parts[::2]), [_call(_parsed(part), part) for part in parts[1::2]]
 
 

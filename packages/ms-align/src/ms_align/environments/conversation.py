@@ -1,9 +1,8 @@
 """Token-faithful conversations: each turn's prompt starts with the tokens of the turn before it.
 
-The tokens that a policy sampled are never decoded and tokenized again, as this may give other
-tokens than those whose log-probabilities were recorded. Only the text between two responses is
-tokenized: the end of the assistant's turn as far as it was not sampled, the new messages, and the
-prompt for the next response.
+Sampled tokens are never decoded and tokenized again, as the result may differ from the tokens whose
+log-probabilities were recorded. Only the text between two responses is tokenized: the end of the
+assistant's turn if it was not sampled, the new messages, and the prompt for the next response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from ms_align.tokenizer import HuggingFaceTokenizer
 
 Message = Mapping[str, Any]
 _MARK = "\ufdd3"
-"""A Unicode noncharacter that stands for a response."""
+"""Unicode noncharacter used as a placeholder for a response."""
 
 
 @frozen(kw_only=True)
@@ -31,12 +30,12 @@ class Turn:
 
 @frozen(kw_only=True)
 class Continuation:
-    """What follows a response: the tokens to append, and the next turn."""
+    """Tokens to append after a response, and the next turn."""
 
     tokens: list[int]
     turn: Turn
     exact: bool
-    """True if the template, applied to the entire conversation, prints the same text."""
+    """True if rendering the entire conversation gives the same text."""
 
 
 class ChatFormat:
@@ -53,7 +52,7 @@ class ChatFormat:
         if not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.tokenizer.chat_template:
             raise ConfigError(
                 "tools and environments need a tokenizer with a chat template; set `tokenizer` to "
-                "a Hugging Face folder that has one"
+                "a Hugging Face folder with a chat template"
             )
         self.tokenizer = tokenizer
         self.tools = tokenizer.tools
@@ -80,7 +79,7 @@ class ChatFormat:
         return str(self.tokenizer.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def without_special_tokens(self, text: str) -> str:
-        """Remove special tokens from a text of a tool, which could imitate other roles."""
+        """Remove special tokens from a tool's text, which could otherwise imitate other roles."""
         for token in self._special_tokens:
             text = text.replace(token, "")
         return text
@@ -99,11 +98,11 @@ class ChatFormat:
 
         Args:
             turn: messages before the response.
-            response: its tokens, with the stop token.
+            response: tokens of the response, with its stop token.
             reply: the parsed response.
-            new_messages: messages after it, such as the results of tools.
+            new_messages: messages after the response, such as tool results.
             stopped: True if the response ended with a stop token.
-            call_ids: id of each tool call in it.
+            call_ids: id of each tool call in the response.
 
         Returns:
             The continuation; None if the template would change earlier text, for example because
@@ -113,6 +112,8 @@ class ChatFormat:
         stop = self._decode(response[-1:]) if stopped else ""
         structured = reply.message(list(call_ids))
         rendered = ""
+        # First with the response as plain text, then with parsed calls: the rendered conversation
+        # must start with exactly the text of the tokens so far.
         for message in ({"role": "assistant", "content": text}, structured):
             messages = (*turn.messages, message, *new_messages)
             try:
@@ -122,8 +123,8 @@ class ChatFormat:
             start = turn.text + text + stop
             if rendered.startswith(start):
                 return self._continuation(rendered[len(start) :], messages, rendered, stop, True)
-        # The template may print calls with other spaces than the model did. The model keeps
-        # seeing its own. Nothing else may change.
+        # The template may print calls with other whitespace than the model did. The sampled tokens
+        # stay in the context; any other change is rejected.
         messages = (*turn.messages, structured, *new_messages)
         closed = self._render_closed((*turn.messages, structured))
         parts = (turn.text, reply.reasoning, reply.content)
@@ -145,7 +146,7 @@ class ChatFormat:
         stopped: bool,
         call_ids: Sequence[str] = (),
     ) -> Continuation:
-        """Continue a conversation and keep all earlier tokens, even if the template would not.
+        """Continue a conversation and keep all earlier tokens, even if the template changes them.
 
         Raises:
             DataError: the template does not print the new messages after an assistant message.
@@ -170,7 +171,11 @@ class ChatFormat:
         stopped: bool,
         call_ids: Sequence[str],
     ) -> str:
-        """Return the text after a response, from a conversation whose answer has no thoughts."""
+        """Return the text between a response and the next one.
+
+        It is taken from a short conversation whose response is a placeholder without thoughts, so
+        a template that drops earlier thoughts cannot change it.
+        """
         example = Reply(content=_MARK, calls=reply.calls).message(list(call_ids))
         history = ({"role": "user", "content": "a"}, example)
         closed = self._render_closed(history)
@@ -178,7 +183,7 @@ class ChatFormat:
         stop = self._decode(response[-1:]) if stopped else ""
         if rendered.startswith(closed):
             return rendered[closed.rfind(stop) + len(stop) if stop in closed else len(closed) :]
-        # Some templates print a last message differently; its end is then the next stop token.
+        # Some templates print the last message differently; find its end by the stop token.
         start = rendered.find(_MARK)
         end = rendered.find(stop, start)
         if not stop or start < 0 or end < 0:
@@ -191,8 +196,8 @@ class ChatFormat:
     def _continuation(
         self, suffix: str, messages: Sequence[Message], text: str, stop: str, exact: bool
     ) -> Continuation:
-        # Tokenized together with the stop token before it, as in the entire conversation:
-        # some tokenizers add a space at the start of a text.
+        # Tokenize together with the stop token, as in the entire conversation: some tokenizers add
+        # a space at the start of a text.
         tokens = self.tokenizer.encode(stop + suffix)
         if stop:
             stop_tokens = self.tokenizer.encode(stop)
@@ -204,7 +209,7 @@ class ChatFormat:
         return Continuation(tokens=tokens, turn=turn, exact=exact)
 
     def _render_closed(self, messages: Sequence[Message]) -> str:
-        """Render a conversation that ends with an assistant message; "" if that is rejected."""
+        """Render a conversation that ends with an assistant message; "" if the template fails."""
         try:
             return self._render(messages, prompt=False)
         except DataError:

@@ -1,8 +1,8 @@
 """Episodes: the policy generates, calls tools or acts in an environment, and generates again.
 
-All episodes advance together: one generation for all that are active, then all their tool calls and
-steps, then the next generation. The first process runs tools and environments for all data ranks
-and broadcasts the outcome, so results that differ from call to call are the same everywhere.
+All active episodes advance together: generate one response each, run all tool calls and environment
+steps, and repeat. The first process runs tools and environments for all data ranks and broadcasts
+the results, so all processes agree even if a tool is not deterministic.
 """
 
 import json
@@ -32,13 +32,13 @@ COLUMNS = ("tokens", "lengths", "stopped", "logprobs", "sampling_logprobs", "ver
 
 @define(eq=False, kw_only=True)
 class _Running:
-    """An episode while it runs."""
+    """A running episode."""
 
     prompt: Prompt
     seed: int
     turn: Turn
     messages: list[Message]
-    """All messages, with the calls of responses as parsed."""
+    """All messages, with parsed tool calls."""
     prompt_tokens: list[int]
     tokens: list[int] = field(factory=list)
     """Tokens after the prompt: responses, and the text between them."""
@@ -58,7 +58,7 @@ class _Running:
     finished: bool = False
 
     def append(self, tokens: Sequence[int], columns: dict[str, list[float]] | None = None) -> None:
-        """Append sampled tokens with their columns, or other tokens without."""
+        """Append sampled tokens with their columns, or other tokens without columns."""
         self.tokens += tokens
         self.mask += [columns is not None] * len(tokens)
         for name, values in self.columns.items():
@@ -69,7 +69,7 @@ class _Running:
         self.finished, self.stopped, self.failure = True, stopped, failure
 
     def call_ids(self, reply: Reply) -> list[str]:
-        """Return an id of nine characters for each call, as some templates require."""
+        """Return a nine-character id for each call; Mistral's template requires this length."""
         return [f"call{self.calls + index:05d}" for index in range(len(reply.calls))]
 
 
@@ -78,10 +78,10 @@ class _Batch:
     """All episodes of a rollout, on the first process."""
 
     queue: deque[tuple[int, Prompt]]
-    """Index and prompt of the episodes that have not started."""
+    """Index and prompt of the episodes not yet started."""
     seed: int
     episodes: list[_Running] = field(factory=list)
-    """Episodes that have started, in order."""
+    """Started episodes, in the order of the prompts."""
     active: list[_Running] = field(factory=list)
 
 
@@ -95,8 +95,8 @@ class EpisodeRunner:
         has_tools: responses may call tools.
         has_environment: other responses are actions in an environment.
         max_tool_calling_iterations: turns with tool calls per episode; None for no limit.
-        max_episode_tokens: tokens of an episode after its prompt, including those of tools.
-        max_active: episodes that run at the same time.
+        max_episode_tokens: tokens of an episode after its prompt, including tool results.
+        max_active: maximum number of episodes that run at the same time.
     """
 
     def __init__(
@@ -141,15 +141,16 @@ class EpisodeRunner:
         repeated = [prompt for prompt in prompts for _ in range(count)]
         batch = _Batch(queue=deque(enumerate(repeated)), seed=seed)
         iteration = 0
-        # The first process knows the episodes; the others learn what to generate.
+        # Only the first process has the episodes. It broadcasts the contexts to generate from.
         while contexts := _on_first_process(partial(self._contexts, batch)):
+            # columns: (E, T) each, one row per active episode
             columns = self._generate(engine, contexts, sampling, position_seed(seed, iteration))
             _on_first_process(partial(self._advance, batch, columns, sampling))
             iteration += 1
         return self._responses(batch.episodes)
 
     def close(self) -> None:
-        """End the processes of tools and environments."""
+        """Kill the processes of tools and environments."""
         if self.pool is not None:
             self.pool.close()
 
@@ -158,6 +159,8 @@ class EpisodeRunner:
     ) -> dict[str, Tensor]:
         """Generate a response to each context, and gather the responses of all data ranks."""
         rank, ranks = self.policy.data_rank, self.policy.data_ranks
+        # Generation is collective, so each rank gets the same number of rows; the padding rows are
+        # at the end and never read.
         padded = processes.pad_to_ranks(contexts, ranks)
         local = padded[processes.rows_of_rank(len(padded), rank, ranks)]
         responses = engine.generate(local, sampling, count=1, seed=seed)
@@ -171,11 +174,12 @@ class EpisodeRunner:
             count = min(len(batch.queue), self.max_active - len(batch.active))
             new = []
             for index, prompt in (batch.queue.popleft() for _ in range(count)):
+                # Negative, as positions from 0 seed the generations.
                 new.append(self._start(prompt, position_seed(batch.seed, -1 - index)))
             self._reset(new)
             batch.episodes += new
             batch.active += [episode for episode in new if not episode.finished]
-            if batch.active or not batch.queue:  # otherwise all new environments failed
+            if batch.active or not batch.queue:  # otherwise all new environments failed: retry
                 return [[*e.prompt_tokens, *e.tokens] for e in batch.active]
 
     def _start(self, prompt: Prompt, seed: int) -> _Running:
@@ -226,7 +230,10 @@ class EpisodeRunner:
         return {"role": role, "content": self.chat.without_special_tokens(text)}
 
     def _advance(self, batch: "_Batch", columns: dict[str, Tensor], sampling: Sampling) -> None:
-        """Append the responses, run tools and environments, and append their results."""
+        """Append the responses, run tools and environments, and append their results.
+
+        `columns` are (E, T) tensors with a row per active episode.
+        """
         floats = [name for name in ("logprobs", "sampling_logprobs", "versions") if name in columns]
         requests: list[Request] = []
         waiting: list[tuple[_Running, Reply, list[int], range]] = []
@@ -247,7 +254,9 @@ class EpisodeRunner:
             if new is None:
                 continue
             requests += new
+            # An episode's results have the same indices as its requests.
             waiting.append((episode, reply, response, range(len(requests))[-len(new) :]))
+        # All calls of all episodes run in parallel.
         results = self.pool.run(requests) if self.pool is not None else []
         for episode, reply, response, indices in waiting:
             self._apply(episode, reply, response, [results[index] for index in indices], sampling)
@@ -264,6 +273,7 @@ class EpisodeRunner:
                 episode.end()
                 return None
             episode.tool_rounds += 1
+            # A seed per call, so a resumed run repeats the results of random tools.
             return [
                 Request(
                     fields={
@@ -317,9 +327,10 @@ class EpisodeRunner:
             continuation = self.chat.append(
                 episode.turn, response, reply, new, stopped=stopped, call_ids=call_ids
             )
-        except DataError as error:  # a template may reject a message
+        except DataError as error:  # the template rejected a message
             episode.end(failure=str(error))
             return
+        # The next response may use all of max_new_tokens, so end now if that would not fit.
         length = len(episode.tokens) + len(continuation.tokens) + sampling.max_new_tokens
         context = self.policy.context
         too_long = context is not None and len(episode.prompt_tokens) + length > context
@@ -332,7 +343,7 @@ class EpisodeRunner:
         episode.turn = continuation.turn
 
     def _responses(self, episodes: list[_Running]) -> Responses:
-        """Build the responses of all episodes; the same on every process."""
+        """Build the responses of all episodes, identical on every process."""
         return responses_of(
             [
                 {
@@ -367,7 +378,7 @@ def responses_of(rows: list[dict[str, Any]]) -> Responses:
     longest = max(1, *(len(row["tokens"]) for row in rows))
 
     def column(values: list[list[Any]], dtype: torch.dtype) -> Tensor:
-        result = torch.zeros(len(rows), longest, dtype=dtype)
+        result = torch.zeros(len(rows), longest, dtype=dtype)  # (N, T), padded with 0
         for target, row in zip(result, values, strict=True):
             target[: len(row)] = torch.tensor(row, dtype=dtype)
         return result
@@ -398,8 +409,9 @@ def _on_first_process(action: Any) -> Any:
     if processes.rank() == 0:
         try:
             result = action()
-        except Exception as error:  # raised below, after the other processes know
+        except Exception as error:  # raised below, once the other processes know of it
             failure = error
+    # Without this exchange, the other processes would wait in the broadcast forever.
     if processes.any_of(failure is not None):
         raise failure or RewardError("an episode failed on the first process; see its message")
     return _broadcast_json(result)
@@ -409,6 +421,7 @@ def _broadcast_json(value: Any) -> Any:
     """Return the first process's value on every process. Collective."""
     if processes.count() == 1:
         return value
+    # Receivers need the size first, to allocate the buffer.
     content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     size = int(processes.broadcast(torch.tensor(len(content))))
     if processes.rank() != 0:

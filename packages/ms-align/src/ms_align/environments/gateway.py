@@ -1,9 +1,9 @@
-"""Gateway in OpenAI's format, through which an unmodified agent uses the policy that is trained.
+"""OpenAI-compatible gateway through which an unmodified agent uses the policy in training.
 
-It serves `POST /v1/chat/completions` and `GET /v1/models` on the loopback interface. The key of a
-request tells which session, and so which episode, it belongs to. A request that continues the
-session's conversation keeps all earlier tokens; any other request forks the session: its messages
-are rendered anew, and the branch before it ends.
+It serves `POST /v1/chat/completions` and `GET /v1/models` on the loopback interface. The API key of
+a request identifies its session: one session per episode. A request that continues the session's
+conversation keeps all earlier tokens. Any other request forks the session: its messages are
+rendered from scratch, and the previous branch ends.
 """
 
 import json
@@ -22,15 +22,15 @@ from ms_align.errors import DataError
 
 MODEL = "policy"
 BODY_BYTES = 4 << 20
-"""Size limit of a request."""
+"""Maximum size of a request body."""
 MAX_MESSAGES = 1000
 MAX_REQUESTS = 1000
-"""Limit of an episode's requests."""
+"""Maximum number of requests in an episode."""
 
 
 @define(eq=False)
 class Branch:
-    """Tokens of consecutive turns, each of which continues the one before it."""
+    """Tokens of consecutive turns, where each turn continues the previous one."""
 
     prompt: list[int]
     tokens: list[int] = field(factory=list)
@@ -39,7 +39,8 @@ class Branch:
     stopped: bool = False
 
     def append(self, tokens: Sequence[int], columns: Mapping[str, list[float]] | None) -> None:
-        """Append sampled tokens with their columns, or other tokens without."""
+        """Append sampled tokens with their columns, or other tokens without columns."""
+        # A column that appears late has 0 for the earlier tokens.
         for name in columns or {}:
             self.columns.setdefault(name, [0.0] * len(self.tokens))
         self.tokens += tokens
@@ -50,7 +51,7 @@ class Branch:
 
 @define(eq=False)
 class PendingRequest:
-    """A request that waits for the policy's response."""
+    """A request waiting for the policy's response."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -60,7 +61,7 @@ class PendingRequest:
     status: int = 200
 
     def refuse(self, status: int, problem: str) -> None:
-        """Answer with an error."""
+        """Answer the request with an error."""
         self.status, self.answer = status, error_body(problem)
         self.answered.set()
 
@@ -72,7 +73,7 @@ class Session:
     key: str
     branches: list[Branch] = field(factory=list)
     messages: list[Message] = field(factory=list)
-    """Messages of the latest request, and the answer to it."""
+    """Messages of the latest request, followed by its answer."""
     tools: list[dict[str, Any]] | None = None
     pending: PendingRequest | None = None
     turns: int = 0
@@ -84,7 +85,7 @@ class Session:
 
     @property
     def forks(self) -> int:
-        """Number of branches with responses after the first."""
+        """Number of branches with responses, not counting the first."""
         return max(0, sum(any(branch.mask) for branch in self.branches) - 1)
 
     @property
@@ -100,13 +101,15 @@ class Session:
             DataError: the chat template rejects the messages.
         """
         chat.tools = request.tools
-        known = len(self.messages)
+        # Agents send the entire conversation each time. It continues the branch if it starts with
+        # the messages so far, as the model sees them, and offers the same tools.
+        previous = len(self.messages)
         continues = (
             self._turn is not None
             and self._reply is not None
-            and len(request.messages) > known
+            and len(request.messages) > previous
             and request.tools == self.tools
-            and [comparable(m) for m in request.messages[:known]]
+            and [comparable(m) for m in request.messages[:previous]]
             == [comparable(m) for m in self.messages]
         )
         continuation = None
@@ -117,11 +120,12 @@ class Session:
                 self._turn,
                 self._response,
                 self._reply,
-                request.messages[known:],
+                request.messages[previous:],
                 stopped=self._stopped,
                 call_ids=self._call_ids(),
             )
         if continuation is not None:
+            # Messages of the agent are not sampled by the policy: no columns, mask False.
             self.branches[-1].append(continuation.tokens, None)
             self.rewritten += not continuation.exact
             self._turn = continuation.turn
@@ -190,7 +194,7 @@ class Session:
 
 
 def comparable(message: Message) -> dict[str, Any]:
-    """Return the parts of a message that the model sees, in one form."""
+    """Normalize a message to the parts that the model sees, for comparison."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content)
@@ -199,6 +203,7 @@ def comparable(message: Message) -> dict[str, Any]:
         function = call.get("function", {})
         arguments = function.get("arguments")
         if isinstance(arguments, str):
+            # Clients may serialize the same arguments with other whitespace.
             with suppress(ValueError):
                 arguments = json.loads(arguments)
         calls.append((call.get("id"), function.get("name"), arguments))
@@ -216,7 +221,7 @@ def error_body(problem: str) -> dict[str, Any]:
 
 
 class Gateway:
-    """HTTP server on 127.0.0.1 whose sessions collect the tokens of agents."""
+    """HTTP server on 127.0.0.1 whose sessions record the tokens of agents."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -224,7 +229,7 @@ class Gateway:
         gateway = self
 
         class Handler(_Handler):
-            """Handler with this gateway."""
+            """Handler bound to this gateway."""
 
             owner = gateway
 
@@ -254,7 +259,7 @@ class Gateway:
                 session.pending = None
 
     def submit(self, session: Session, request: PendingRequest) -> bool:
-        """Queue a request; return False if the session has one already."""
+        """Queue a request; return False if the session already has a pending request."""
         with self.changed:
             if session.pending is not None:
                 return False
@@ -271,14 +276,14 @@ class Gateway:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Checks a request's key, size and form, and waits for the answer."""
+    """Validates a request (key, size, format), queues it and waits for the answer."""
 
     owner: Gateway
     protocol_version = "HTTP/1.1"
     timeout = 600
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
-        """Log nothing: requests have keys."""
+        """Log nothing, as requests contain keys."""
 
     def _reply(self, status: int, body: Mapping[str, Any]) -> None:
         content = json.dumps(body).encode()

@@ -1,4 +1,4 @@
-"""Settings of tools and environments. This module does not import torch."""
+"""Settings of tools and environments. Does not import torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from ms_align.settings.run_file import table_of
 
 @frozen(kw_only=True)
 class ToolLimits:
-    """Limits of one call of a tool, and of one step of an environment."""
+    """Limits of a tool call or an environment step."""
 
     timeout_s: float = field(default=10.0, validator=number(minimum=0.01, maximum=1e6))
     """Time limit in seconds; the process of a call that takes longer is killed."""

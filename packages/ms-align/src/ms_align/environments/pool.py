@@ -38,7 +38,7 @@ class Request:
 
 @define(eq=False)
 class ChildProcess:
-    """A forked process that holds one environment or runs tools."""
+    """A forked process with one environment, or one that runs tools."""
 
     pid: int
     connection: socket.socket
@@ -48,11 +48,11 @@ class ChildProcess:
 
 
 class ToolPool:
-    """Processes for tools and environments; at most `limits.workers` work at a time.
+    """Processes for tools and environments; at most `limits.workers` are busy at a time.
 
     Args:
         tools: `module:function` of each tool.
-        environment: `module:Class` of the environment; None without one.
+        environment: `module:Class` of the environment, if any.
         limits: limits of a call.
 
     Raises:
@@ -73,7 +73,7 @@ class ToolPool:
         }
         self._control, theirs = socket.socketpair()
         with theirs:
-            # -I and -S: nothing but the tools' modules is imported.
+            # -I and -S: only the tools' modules are imported, so a fork stays small and fast.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_WORKER), json.dumps(settings)],
                 stdin=theirs.fileno(),
@@ -95,13 +95,14 @@ class ToolPool:
             )
 
     def start(self) -> ChildProcess:
-        """Fork a process.
+        """Fork a child process.
 
         Raises:
-            RewardError: the process that forks has died.
+            RewardError: the worker process has died.
         """
         ours, theirs = socket.socketpair()
         try:
+            # The child gets its end of the connection as a file descriptor over the control socket.
             with theirs:
                 socket.send_fds(self._control, [COMMAND.pack(b"+", 0)], [theirs.fileno()])
             reply = self._control.recv(COMMAND.size, socket.MSG_WAITALL)
@@ -110,7 +111,7 @@ class ToolPool:
             ours.close()
             raise RewardError(
                 f"the process that runs tools has died ({error}); check this machine's memory and "
-                "limits on processes, and start the run again"
+                "process limits, and restart the run"
             ) from error
 
     def end(self, child: ChildProcess) -> None:
@@ -127,16 +128,16 @@ class ToolPool:
         on_reply: Callable[[int], None] | None = None,
         is_waiting: Callable[[int], bool] | None = None,
     ) -> list[dict[str, Any]]:
-        """Serve requests in parallel; return a reply for each, in order.
+        """Serve requests in parallel; return their replies in order.
 
         Args:
             requests: requests to serve.
-            on_reply: called with the index of each request that is finished.
-            is_waiting: returns True for a request that waits for this process, whose time limit
-                then starts again.
+            on_reply: called with the index of each finished request.
+            is_waiting: returns True while a request (by index) waits for this process, which
+                restarts its time limit.
 
-        A reply has `text`, and of an environment's step also `reward` and `done`; or `error`, a
-        short message. A process that exceeded a limit has been killed.
+        A reply has `text` (for an environment's step also `reward` and `done`), or `error` with a
+        short message. A process that exceeds a limit is killed.
         """
         replies: list[dict[str, Any]] = [{} for _ in requests]
         queue = deque(range(len(requests)))
@@ -156,6 +157,7 @@ class ToolPool:
                     self._idle.append(child)
 
             while queue or working:
+                # Start requests until all workers are busy.
                 while queue and len(working) < self.limits.workers:
                     index = queue.popleft()
                     child = requests[index].child
@@ -172,19 +174,21 @@ class ToolPool:
                     selector.register(child.connection, selectors.EVENT_READ, child)
                     if not _send(child, requests[index].fields):
                         finish(child, {"error": "ended its process"}, ended=True)
-                now = time.monotonic()
-                remaining = min((c.deadline for c in working), default=0.0) - now
+                # Wait for a reply or the nearest deadline. `is_waiting` has no event to wait for,
+                # so it is polled.
+                time_s = time.monotonic()
+                remaining = min((c.deadline for c in working), default=0.0) - time_s
                 if is_waiting is not None:
                     remaining = min(remaining, _POLL_S)
                     for child in [child for child, index in working.items() if is_waiting(index)]:
-                        child.deadline = now + self.limits.timeout_s
+                        child.deadline = time_s + self.limits.timeout_s
                 for key, _ in selector.select(max(remaining, 0.0)):
                     child = key.data
                     reply = self._read(child)
                     if reply is not None:
                         finish(child, reply, ended=not child.alive or "ended" in reply)
-                now = time.monotonic()
-                for child in [child for child in working if child.deadline <= now]:
+                time_s = time.monotonic()
+                for child in [child for child in working if child.deadline <= time_s]:
                     problem = f"took longer than {self.limits.timeout_s:g} s"
                     finish(child, {"error": problem}, ended=True)
         return replies
@@ -199,7 +203,8 @@ class ToolPool:
             return {"error": "ended its process", "ended": True}
         child.unread += data
         size = int.from_bytes(child.unread[:PREFIX_BYTES], "little")
-        # A tool may write to the connection itself.
+        # The worker enforces the output limit, but a tool may write to the connection itself. The
+        # margin is for the JSON around the output.
         limit = (self.limits.output_kib << 10) + 4096
         if len(child.unread) >= PREFIX_BYTES and size > limit:
             return {"error": f"returned more than {self.limits.output_kib} KiB", "ended": True}
@@ -226,7 +231,7 @@ class ToolPool:
 
 
 def _send(child: ChildProcess, fields: Mapping[str, Any]) -> bool:
-    """Send a request; return False if the process has ended."""
+    """Send a request; return False if the process has exited."""
     content = json.dumps(fields, default=str).encode()  # a row may have dates
     try:
         child.connection.sendall(len(content).to_bytes(PREFIX_BYTES, "little") + content)

@@ -14,7 +14,7 @@ from ms_align.errors import ConfigError
 class Environment(Protocol):
     """Answers the policy's responses until the episode is done.
 
-    One instance is created without arguments for each episode, in a process of its own.
+    One instance per episode is created without arguments, in a separate process.
     """
 
     def reset(self, row: dict[str, Any], *, seed: int) -> str | None:
@@ -29,7 +29,7 @@ class Environment(Protocol):
         """
 
     def step(self, response: str) -> tuple[str | None, float, bool]:
-        """Take a response of the policy.
+        """Respond to the policy's latest response.
 
         Returns:
             The next message of the user, the reward of this step, and whether the episode is done.
@@ -37,10 +37,10 @@ class Environment(Protocol):
 
 
 def target_of(item: str | Callable[..., Any], setting: str) -> str:
-    """Return `module:name` of a function or class, from which another process can import it.
+    """Return the `module:name` from which another process can import a function or class.
 
     Raises:
-        ConfigError: it is not defined at the top level of a module.
+        ConfigError: the object is not defined at the top level of a module.
     """
     if isinstance(item, str):
         return item
@@ -62,7 +62,7 @@ def target_of(item: str | Callable[..., Any], setting: str) -> str:
 
 
 def schemas_of(tools: tuple[str | Callable[..., Any], ...]) -> list[dict[str, Any]]:
-    """Return the JSON schema of each tool, from its types and docstring.
+    """Return the JSON schema of each tool, built from its type hints and docstring.
 
     Raises:
         ConfigError: a tool cannot be imported, or lacks types or descriptions of its arguments.

@@ -1,12 +1,12 @@
 """Runs tools and environments: a small process that forks one child per environment.
 
-Tools and environments are trusted code that untrusted arguments reach, so they may hang, raise,
-crash, or take or return too much. Each child is limited in memory and output here, and killed by
-its client when it exceeds the time limit. The file is run by path and does not import its package,
-so that a fork takes a millisecond; it imports only the modules of the tools.
+Tools and environments are trusted code called with untrusted arguments, so they may hang, raise,
+crash, use too much memory or return too much. Memory and output are limited here; the client kills
+a child that exceeds the time limit. The file is run by path and imports only the tools' modules,
+not its own package, so that a fork takes a millisecond.
 
-Standard input is a socket from the client. It carries commands: `+` with a descriptor starts a
-child that serves requests on it; `-` with a child's process id kills it and its descendants.
+Standard input is a control socket. `+` with a file descriptor starts a child that serves requests
+on that descriptor; `-` with a child's process id kills the child and its descendants.
 Requests and replies of children are JSON with an 8-byte little-endian length prefix.
 """
 
@@ -33,7 +33,7 @@ FILE = "file "
 
 
 class RefusedError(Exception):
-    """A request cannot be served; the message is meant for the model."""
+    """A request that cannot be served, with a message for the model."""
 
 
 def load(target: str) -> Any:
@@ -57,12 +57,12 @@ def load(target: str) -> Any:
 
 
 def name_of(target: str) -> str:
-    """Return the name under which the model calls a tool."""
+    """Return the name by which the model calls a tool."""
     return target.rpartition(":")[2].rpartition(".")[2]
 
 
 class Child:
-    """One environment, and all tools."""
+    """Request handler of a child process: all tools and one environment."""
 
     def __init__(self, tools: Mapping[str, Callable[..., Any]], environment: Any) -> None:
         self.tools = tools
@@ -71,7 +71,7 @@ class Child:
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Serve a request: `call` a tool, `reset` or `step` the environment, or run an `agent`."""
-        # A tool that uses random numbers gives the same result when a run is resumed.
+        # So that tools with random numbers give the same results in a resumed run.
         random.seed(request["seed"])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(request["seed"] % 2**32)
@@ -106,7 +106,7 @@ class Child:
 
 
 def check_type(tool: str, name: str, value: Any, annotation: Any) -> None:
-    """Check an argument with the annotation int, float, str, bool, list or dict."""
+    """Check an argument annotated as int, float, str, bool, list or dict."""
     types: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
     types |= {"bool": (bool,), "list": (list,), "dict": (dict,)}
     expected = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
@@ -118,9 +118,9 @@ def check_type(tool: str, name: str, value: Any, annotation: Any) -> None:
 
 
 def as_text(result: Any) -> str:
-    """Return a result as text: strings as they are, other values as JSON."""
+    """Return a result as text: strings unchanged, other values as JSON."""
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    return text.encode("utf-8", "replace").decode()  # half a character cannot be tokenized
+    return text.encode("utf-8", "replace").decode()  # tokenizers reject lone surrogates
 
 
 def describe(error: BaseException) -> str:
@@ -133,6 +133,7 @@ def describe(error: BaseException) -> str:
 
 def serve(connection: socket.socket, child: Child, *, memory_bytes: int, output_bytes: int) -> None:
     """Answer requests until the client closes the connection."""
+    # The limit is on memory on top of the imported modules.
     with open("/proc/self/statm", "rb") as statm:
         used_bytes = int(statm.read().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -154,8 +155,8 @@ def serve(connection: socket.socket, child: Child, *, memory_bytes: int, output_
 
 
 def main() -> None:
-    """Import the tools, then start and kill children until the client ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client also receives it and ends this
+    """Import the tools, then start and kill children until the client exits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client gets it too, and closes the socket
     settings = json.loads(sys.argv[1])
     sys.path[:] = settings["path"]
     control = socket.socket(fileno=os.dup(0))
@@ -175,8 +176,8 @@ def main() -> None:
         command, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
         if len(command) < COMMAND.size:
             break
-        kind, pid = COMMAND.unpack(command)
-        if kind == b"-":
+        action, pid = COMMAND.unpack(command)
+        if action == b"-":
             kill(pid, children)
             continue
         pid = os.fork()

@@ -53,7 +53,7 @@ class Columns:
 
     def offsets(self) -> Tensor:
         """Return the first column of each row, (B,) int64 from the first in use; on the device."""
-        # Copied when rows change, not at every token, since each copy waits for the device.
+        # Copied only when rows change, not at every token: each copy waits for the device.
         if self._offsets is None:
             self._offsets = (self.starts - self.first).to(self.layers[0].device)
         return self._offsets

@@ -188,7 +188,7 @@ class FusedReader:
     def step(self, tokens: Tensor, positions: Tensor, columns: Columns) -> Tensor:
         """Compute logits (B, V) after one more token per row."""
         columns.ensure(1)
-        # No position exceeds the number of columns in use.
+        # Positions are below the number of columns in use.
         rotation = self._rotation(positions, columns.end + 1 - columns.first)[:, None]
         hidden = F.embedding(tokens, self._embedding)
         mask = columns.mask()

@@ -26,7 +26,7 @@ from ms_align.models.language_model import LanguageModel, check_tokens, language
 from ms_align.seeds import position_seed
 
 CHECK_EVERY = 8
-"""Tokens between two questions to an accelerator which rows are finished; each one waits."""
+"""Tokens between checks for finished rows on an accelerator; each check synchronizes."""
 
 
 class LocalGenerator:
@@ -93,8 +93,8 @@ class LocalGenerator:
         # Reversed, so that pop() takes the responses in order.
         queue = list(range(len(prompts) * count))[::-1]
         longest = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
-        # Tokens of finished rows are discarded, so waiting less often changes no response. Stop
-        # strings are found by the host.
+        # Tokens after the end of a row are discarded, so checking less often changes no response.
+        # Stop strings are matched on the host, so they need a check at every token.
         interval = 1 if device.type == "cpu" or sampling.stop_strings else CHECK_EVERY
         steps = 0  # since the last prefill
         active = _ActiveRows.empty(
@@ -116,7 +116,7 @@ class LocalGenerator:
                 active.tokens = sampled.tokens
                 steps += 1
             finished = buffer.update_finished(active.rows, active.tokens, self.decode)
-            # The last token of rows that never stop is among those that are checked.
+            # Counted from the end, so that rows that never stop are checked at their last token.
             if steps == 0 or (sampling.max_new_tokens - 1 - steps) % interval == 0:
                 _drop_finished(active, finished, lazily=not queue)
         self.model.module.train(training)
@@ -173,10 +173,9 @@ class _ActiveRows:
 
 
 def _drop_finished(active: _ActiveRows, finished: Tensor, *, lazily: bool) -> None:
-    """Drop finished rows; `lazily` only once an eighth of the rows is finished.
+    """Drop finished rows; `lazily` only once an eighth of the rows are finished.
 
-    Tokens of a finished row that stays are discarded, which costs less than compacting the cache
-    for each row.
+    Generating tokens that are discarded costs less than compacting the cache for each row.
     """
     finished = finished.cpu()
     count = int(finished.sum())

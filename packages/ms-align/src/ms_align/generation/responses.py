@@ -29,13 +29,13 @@ class Episode:
     call_failures: int = 0
     """Calls that were malformed, raised an error or exceeded a limit."""
     rewritten: int = 0
-    """Turns before which the chat template, applied to the entire conversation, would have printed
-    another text; the policy saw its own tokens."""
+    """Turns where rendering the entire conversation would have changed earlier text; the policy saw
+    its own tokens instead."""
     forks: int = 0
-    """Branches of an agent's conversation besides the trained one, after requests that changed
+    """Branches of an agent's conversation that are not trained on, from requests that changed
     earlier messages."""
     reward: float | None = None
-    """Sum of the environment's rewards, or the agent's result; None without."""
+    """Sum of the environment's rewards, or the agent's result; None if there is neither."""
     failure: str = ""
     """Reason why the episode cannot be used; "" for a valid episode."""
 
@@ -44,8 +44,8 @@ class Episode:
 class Responses:
     """Responses to prompts, on the CPU; responses to one prompt are adjacent.
 
-    With tools or an environment, a response is everything after the prompt: what the policy
-    sampled in all turns, and the results and observations between them.
+    With tools or an environment, a response is everything after the prompt: the policy's tokens of
+    all turns, and the results and observations between them.
     """
 
     tokens: Tensor
@@ -91,7 +91,7 @@ class Responses:
 
     @classmethod
     def of(cls, columns: Mapping[str, Tensor]) -> "Responses":
-        """Build responses from tensors by name; those that are missing are None."""
+        """Build responses from tensors by name; missing names become None."""
         values: dict[str, Any] = {item.name: columns.get(item.name) for item in fields(cls)}
         return cls(**values)
 
@@ -102,7 +102,7 @@ class Responses:
 
 @frozen(kw_only=True)
 class TimedResponses:
-    """Responses, and when they were generated."""
+    """Responses with the time of their generation."""
 
     responses: Responses
     began_s: float
@@ -140,10 +140,10 @@ class RolloutEngine(Protocol):
     def start(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
     ) -> Callable[[], TimedResponses]:
-        """Start `generate` with the weights of now; the result waits for the responses. Collective.
+        """Start `generate` with the current weights; the result waits for it. Collective.
 
-        An engine that cannot generate in the background does so before it returns. Responses are
-        requested in the order in which they were started.
+        An engine that cannot generate in the background generates before this returns. Callers
+        wait for responses in the order in which they were started.
         """
 
     def update_weights(self, version: int) -> None:

@@ -353,7 +353,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def ends_with(name: str, targets: Iterable[str]) -> bool:
-    """Return True if a layer's name equals one of the targets or ends with one."""
+    """Return True if a layer's name is a target, or ends with a dot and a target."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 

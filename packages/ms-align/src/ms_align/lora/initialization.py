@@ -13,10 +13,10 @@ from torch import Tensor
 
 def principal(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return A₀ and B₀ from the r largest singular values of W: PiSSA (Meng et al., 2024)."""
-    left, singular_values, right = torch.linalg.svd(weight, full_matrices=False)
+    u, singular_values, vh = torch.linalg.svd(weight, full_matrices=False)
     # s · B₀·A₀ must equal the rank-r approximation, so each factor gets √(value / s).
     root = (singular_values[:rank] / scale).sqrt()
-    return root[:, None] * right[:rank], left[:, :rank] * root
+    return root[:, None] * vh[:rank], u[:, :rank] * root
 
 
 def orthonormal(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:

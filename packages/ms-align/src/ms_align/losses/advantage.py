@@ -151,8 +151,8 @@ def best_of_k(rewards: Tensor, num_generations: int, k: int) -> Tensor:
     The set always includes the response itself. With these in place of rewards, GRPO and RLOO
     maximize the best of k responses instead of the mean reward; with rewards of 0 and 1 this is
     pass@k (Chen et al., 2025, "Pass@k Training", who divide by the deviation over sets instead of
-    responses). The expected gradient is that of the best of k, times (n - k)/(k·n) if the group's
-    mean is subtracted and n responses are averaged.
+    responses). The expected gradient is the gradient of the best of k, times (n - k)/(k·n) if the
+    group's mean is subtracted and n responses are averaged.
 
     Args:
         rewards: (B,) float; the responses of a group are adjacent. NaN rewards are ignored.

@@ -98,5 +98,5 @@ def pair_weights(batch: Batch) -> Tensor:
     weights = targets.float()
     if "weights" in batch:
         weights = weights * batch["weights"].float()
-    # The weight of a row is that of its tokens; a pair has the smaller weight of its two rows.
+    # All tokens of a row have one weight; a pair gets the smaller weight of its two rows.
     return weights.amax(1).view(-1, 2).amin(1)

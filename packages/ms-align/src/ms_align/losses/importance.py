@@ -1,11 +1,11 @@
-"""Corrections for tokens that were sampled by another model than the policy.
+"""Off-policy corrections for tokens that were not sampled by the current policy.
 
 A server computes the policy's probabilities with other kernels or another precision, and
-generation that runs ahead uses earlier weights, so tokens come from μ, close to the policy π.
-Weighting a token's loss by π/μ corrects the gradient to that of responses sampled from π; the
-limits trade bias for variance (Yao et al., 2025, "Your efficient RL framework secretly brings you
-off-policy RL training"). Modes and limits of weights are TRL's, those of rejections verl's. Shapes:
-N responses, S positions.
+asynchronous generation uses earlier weights, so tokens come from a sampler μ that is only close to
+the policy π. Weighting a token's loss by π/μ makes the gradient unbiased; limits on the weights
+trade bias for variance (Yao et al., 2025, "Your efficient RL framework secretly brings you
+off-policy RL training"). Modes and limits of the weights follow TRL, and rejections follow verl.
+Shapes: N responses, S positions.
 """
 
 import math
@@ -53,7 +53,7 @@ def importance_weights(
 def rejections(
     logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, *, mode: str, threshold: float
 ) -> Tensor:
-    """Return the tokens that are rejected as too far from the policy, (N, S) bool.
+    """Return the mask of tokens to reject as too far from the policy, (N, S) bool.
 
     Args:
         logprobs: log π of each token, (N, S).
@@ -69,7 +69,7 @@ def rejections(
     log_ratios = (logprobs - sampling_logprobs).masked_fill(~mask, 0.0)
     values, limit = log_ratios, math.log(threshold) if estimator == "k1" else threshold
     if estimator == "k3":
-        values = log_ratios.clamp(max=MAX_LOG_RATIO).expm1() - log_ratios
+        values = log_ratios.clamp(max=MAX_LOG_RATIO).expm1() - log_ratios  # (N, S), >= 0
     if level == "seq_sum":
         values = values.sum(1, keepdim=True).expand_as(mask)
     if level == "seq_mean":
@@ -82,11 +82,12 @@ def rejections(
 def off_policy_mask(
     logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, advantages: Tensor, threshold: float
 ) -> Tensor:
-    """Return the tokens with a negative advantage in responses far from the policy, (N, S) bool.
+    """Return the mask of tokens with a negative advantage in off-policy responses, (N, S) bool.
 
-    The distance of a response is the mean of log μ/π over its tokens (DeepSeek-V3.2, 2025, section
-    3.1). Shapes are (N, S); `threshold` is in nats per token.
+    A response is off-policy if the mean of log μ/π over its tokens exceeds `threshold`, in nats per
+    token (DeepSeek-V3.2, 2025, section 3.1). All tensors are (N, S).
     """
     log_ratios = (sampling_logprobs - logprobs).masked_fill(~mask, 0.0)
+    # Tokens with a positive advantage are never masked.
     distance = log_ratios.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return (distance > threshold) & (advantages < 0) & mask

@@ -102,7 +102,7 @@ def _check_type(instance: Any, attribute: "Attribute[Any]", value: object) -> No
 
 
 def _check_level(instance: Any, attribute: "Attribute[Any]", value: object) -> None:
-    """Require a level, and one that the loss is defined for."""
+    """Require a level for which the loss is defined."""
     one_of(*LEVELS)(instance, attribute, value)
     if value != "token" and instance.loss_type == "cispo":
         raise ConfigError(

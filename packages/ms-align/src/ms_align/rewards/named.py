@@ -18,14 +18,14 @@ from ms_align.models.reward_model import RewardModel, is_reward_model
 from ms_align.rewards.scoring import Sample
 
 ENVIRONMENT = "environment"
-"""Name of the reward that is the sum of the environment's rewards."""
+"""Name of the built-in reward that sums the environment's rewards."""
 
 
 def environment(samples: Sequence[Sample]) -> list[float]:
     """Return the sum of the environment's rewards in each episode.
 
     Raises:
-        ConfigError: there is no environment.
+        ConfigError: the run has no environment.
     """
     rewards = [sample.environment_reward for sample in samples]
     if None in rewards:

@@ -38,7 +38,7 @@ class Sample:
     messages: Sequence[Mapping[str, Any]] = ()
     """With tools or an environment: the entire conversation, and `response` is its last turn."""
     environment_reward: float | None = None
-    """Sum of the environment's rewards, if there is one."""
+    """Sum of the environment's rewards; None without an environment."""
 
 
 class Reward(Protocol):

@@ -1,8 +1,8 @@
-"""Reward functions with TRL's signature, here and there.
+"""Conversion of reward functions from and to TRL.
 
 TRL calls `reward(prompts=..., completions=..., **columns)` with a list per column of the dataset
-and takes one number per completion; ours takes `Sample`s. `from_trl` turns TRL's functions into
-rewards for GRPO, PPO and RLOO here; `to_trl` turns ours into functions for TRL's trainers.
+and expects one number per completion; ours take `Sample`s. `from_trl` converts TRL's functions to
+rewards for GRPO, PPO and RLOO here; `to_trl` converts ours for TRL's trainers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +21,15 @@ TRLReward = Callable[..., Sequence[float | None]]
 def from_trl(function: TRLReward) -> Reward:
     """Return a reward that calls a function with TRL's signature.
 
-    The function gets `prompts`, `completions` and `completion_ids`, and each column of the prompts
-    (`answer` among them) as a list. None, with which TRL's functions abstain, counts as 0.
+    The function gets `prompts`, `completions`, `completion_ids` and each column of the prompts
+    (including `answer`) as a list. A score of None, TRL's way to abstain, counts as 0.
 
     Args:
         function: `function(prompts, completions, **columns) -> list[float | None]`.
     """
 
     def reward(samples: Sequence[Sample], /) -> list[float]:
-        # None for prompts without the column, as in a dataset.
+        # Prompts without the column get None, as in a dataset.
         names = list(dict.fromkeys(name for sample in samples for name in sample.extra))
         columns: dict[str, list[Any]] = {
             name: [sample.extra.get(name) for sample in samples] for name in names
@@ -51,8 +51,8 @@ def from_trl(function: TRLReward) -> Reward:
 def to_trl(reward: Reward) -> Callable[..., list[float]]:
     """Return a function for `reward_funcs` of TRL's trainers.
 
-    Prompts and completions may be text or chat messages, whose last content is the response. The
-    column `answer` becomes `Sample.answer`, other columns `Sample.extra`.
+    Prompts and completions may be text or chat messages; the last message is the response. The
+    column `answer` becomes `Sample.answer`, and all other columns `Sample.extra`.
 
     Args:
         reward: callable of samples, such as `ExactMatch()` or your own.
@@ -61,7 +61,7 @@ def to_trl(reward: Reward) -> Callable[..., list[float]]:
     def function(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         token_ids = columns.pop("completion_ids", None) or [()] * len(completions)
         prompt_ids = columns.pop("prompt_ids", None) or [()] * len(prompts)
-        # TRL passes its own state too, which is not a list with an entry per completion.
+        # TRL also passes its own state, which is not a list with an entry per completion.
         rows = {
             name: values
             for name, values in columns.items()

@@ -1,4 +1,4 @@
-"""Protocols of what a learner is composed of: the algorithm, and the generator of episodes."""
+"""Protocols of the learner's parts: the algorithm and the episode generator."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,7 +13,7 @@ from ms_align.rollouts.prompts import Prompt
 
 
 class EpisodeGenerator(Protocol):
-    """Generates episodes of several turns, with tools or an environment."""
+    """Generator of multi-turn episodes, with tools or an environment."""
 
     def __call__(
         self,

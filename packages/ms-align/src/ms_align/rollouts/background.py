@@ -1,8 +1,8 @@
-"""Rollouts by a copy of the policy in a background thread, while the policy is trained.
+"""Rollouts from a copy of the policy in a background thread, while the policy trains.
 
-The thread runs one job after the other: it loads the weights of the policy as they were when the
-job was started, and generates. So responses depend on the order of jobs and never on timing. The
-copy takes as much memory as the policy; weights that are not trained are shared.
+The thread runs jobs in order. Each job loads the policy's weights as they were when it was
+submitted, then generates, so responses depend on the order of jobs and never on timing. The copy
+needs the memory of the policy's trained weights; frozen weights are shared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,8 @@ class BackgroundRollouts:
 
     Args:
         policy: engine of the policy.
-        max_num_seqs: rows generated at the same time.
-        decode: converts tokens to text; needed for stop strings only.
+        max_num_seqs: maximum number of rows generated at the same time.
+        decode: converts tokens to text; only needed for stop strings.
 
     Raises:
         ModelError: the model does not support a KV cache.
@@ -35,19 +35,21 @@ class BackgroundRollouts:
     def __init__(self, policy: LocalEngine, *, max_num_seqs: int, decode: Decode | None) -> None:
         self.policy = policy
         self.module = copy_of(policy.module).requires_grad_(False)
+        # Frozen weights never change, so the copy can point to the policy's storage.
         for name, parameter in policy.module.named_parameters():
             if not parameter.requires_grad:
                 self.module.get_parameter(name).data = parameter.data
         self.generator = LocalGenerator(self.module, max_num_seqs=max_num_seqs, decode=decode)
         self.version: int | None = None
         self._weights: Mapping[str, Tensor] | None = None
-        """Weights that the next job loads; None for those of the job before."""
+        """Weights that the next job loads; None if they have not changed since the previous job."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generator")
 
     def start(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
     ) -> Callable[[], TimedResponses]:
-        """Start generating with the weights of now; the result waits for the responses."""
+        """Start generating with the current weights; the result waits for the responses."""
+        # Bound now: `update_weights` may replace both before the job runs.
         weights, self._weights = self._weights, None
         version = self.version
         assert version is not None  # update_weights comes first
@@ -62,21 +64,22 @@ class BackgroundRollouts:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
     ) -> Responses:
-        """Generate with the weights of now, after the jobs that were started before."""
+        """Generate with the current weights, after all jobs started earlier."""
         return self.start(prompts, sampling, count=count, seed=seed)().responses
 
     def update_weights(self, version: int) -> None:
-        """Copy the policy's trained weights for the jobs from now on."""
+        """Copy the policy's trained weights for all later jobs."""
         if version == self.version:
             return
         module = self.policy.module
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         tensors = {**trained, **dict(module.named_buffers())}
+        # The optimizer updates in place, so the job needs its own copy.
         self._weights = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self.version = version
 
     def close(self) -> None:
-        """Drop the jobs that have not begun and wait for the one that has."""
+        """Cancel queued jobs and wait for the running one."""
         self._thread.shutdown(cancel_futures=True)
 
     @torch.no_grad()

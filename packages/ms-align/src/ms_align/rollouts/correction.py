@@ -1,9 +1,10 @@
-"""Correction of a rollout that was sampled by another model than the policy.
+"""Correction of a rollout that was not sampled by the current policy.
 
-Three policies take part: the sampler μ, on a server or with earlier weights; the policy at the
-start of the rollout's updates, the proximal policy π₀; and the policy π that is updated. Decoupled,
-the loss clips the ratio π/π₀ and is weighted by π₀/μ (Hilton et al., 2021, "Batch size-invariance
-for policy optimization"). In bypass mode it clips π/μ. Shapes: N responses, S positions.
+There are three policies: the sampler μ, on a server or with earlier weights; the proximal policy
+π₀, which is the policy at the start of the rollout's updates; and the policy π being updated. In
+the default (decoupled) mode, the loss clips the ratio π/π₀ and is weighted by π₀/μ (Hilton et al.,
+2021, "Batch size-invariance for policy optimization"). In bypass mode it clips π/μ. Shapes: N
+responses, S positions.
 """
 
 import torch
@@ -32,22 +33,23 @@ def correct(
     advantages: Tensor,
     options: RolloutOptions,
 ) -> Correction:
-    """Weight, reject or clip tokens by the ratio of policy to sampler.
+    """Weight, reject or clip tokens by the policy-to-sampler ratio.
 
     Args:
         logprobs: log π₀ of each token, (N, S).
         sampling_logprobs: log μ of each token, (N, S).
         mask: True at response tokens, (N, S).
         advantages: (N, S).
-        options: kind and limits of the correction.
+        options: modes and limits of the correction.
     """
-    log_ratios = (logprobs - sampling_logprobs)[mask]
+    log_ratios = (logprobs - sampling_logprobs)[mask]  # (number of response tokens,)
     metrics = {
         "sampler_difference": float(log_ratios.abs().mean()),
         # k3 estimate of KL(μ || π₀) from tokens that μ sampled
         "sampler_kl": float((torch.expm1(log_ratios) - log_ratios).mean()),
     }
     weights = mask.to(logprobs.dtype)
+    # In bypass mode the loss's own ratio π/μ corrects, so a weight would correct twice.
     if options.importance_sampling_correction and not options.bypass_mode:
         weights, is_limited = importance_weights(
             logprobs,
@@ -58,7 +60,7 @@ def correct(
             clip_max=options.importance_sampling_clip_max,
         )
         metrics["sampler_clip_fraction"] = float(is_limited[mask].float().mean())
-    rejected = torch.zeros_like(mask)
+    rejected = torch.zeros_like(mask)  # (N, S) bool
     if options.rollout_rs is not None and options.rollout_rs_threshold is not None:
         rejected = rejected | rejections(
             logprobs,

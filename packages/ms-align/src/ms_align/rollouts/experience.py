@@ -52,7 +52,7 @@ class RewardScorer:
         if not failures:
             return scores, samples
 
-        def spread(values: Tensor) -> Tensor:  # a failed episode has no score and is skipped
+        def spread(values: Tensor) -> Tensor:  # failed episodes have no score and stay NaN
             result = torch.full((len(samples),), torch.nan)
             result[valid] = values
             return result

@@ -44,16 +44,16 @@ HELD_OUT_SEED = SEED_STRIDE - 1
 
 @define(eq=False)
 class PendingRollout:
-    """Rollout that is being generated, or is generated and not used yet."""
+    """Rollout in generation, or generated but not used yet."""
 
     prompt_batch: int
-    """Index of its batch of prompts."""
+    """Index of the rollout's batch of prompts."""
     wait: Callable[[], TimedResponses]
     """Waits for this data rank's responses. Collective."""
     _timed: TimedResponses | None = field(default=None, init=False)
 
     def result(self) -> TimedResponses:
-        """Return this data rank's responses, once they are generated. Collective."""
+        """Wait for this data rank's responses and return them. Collective."""
         if self._timed is None:
             self._timed = self.wait()
         return self._timed
@@ -168,9 +168,9 @@ class RolloutLearner:
         return metrics
 
     def state(self) -> State:
-        """Return engine states, the current and the pending rollouts, and the counters.
+        """Return engine states, the current and pending rollouts, and the counters. Collective.
 
-        Waits for the pending rollouts, whose weights a resumed run no longer has. Collective.
+        Waits for pending rollouts: a resumed run no longer has the weights to generate them.
         """
         tensors = {f"buffer.{name}": value for name, value in self.buffer.items()}
         for index, pending in enumerate(self.pending):
@@ -255,8 +255,8 @@ class RolloutLearner:
                 self.buffer["advantages"],
                 options,
             )
-            # Scales each token's policy loss, as the weight is not negative. The value loss and
-            # the KL term are left alone, as in TRL.
+            # Weights are not negative, so scaling the advantage scales each token's policy loss.
+            # The value loss and the KL term are not weighted, as in TRL.
             self.buffer["advantages"] = self.buffer["advantages"] * correction.weights
             self.buffer["old_logprobs"] = correction.old_logprobs
             sampler_metrics = correction.metrics
@@ -278,11 +278,12 @@ class RolloutLearner:
     def _run_ahead(self) -> None:
         """Start the rollouts that may be generated with the current weights.
 
-        Rollout r is first used in update r·u, and starts `max_staleness` updates before, at the
-        earliest with the initial weights. So the versions of its tokens depend on no timing.
+        With u updates per rollout, rollout r is first used in update r·u and starts `max_staleness`
+        updates earlier, but not before the initial weights. So the weight versions of its tokens
+        do not depend on timing.
         """
         ahead = self.options.max_staleness
-        if not ahead:  # started once its turn has come, with the newest weights
+        if not ahead:  # started when it is needed, with the newest weights
             return
         while (
             self.rollouts + len(self.pending)
@@ -302,7 +303,7 @@ class RolloutLearner:
             episodes = partial(generate, count=options.num_generations, seed=seed)
             wait = partial(_return, TimedResponses.measure(episodes))
         else:
-            # Each data rank generates for its own prompts; scoring sees all of them.
+            # Each data rank generates for its local prompts; scoring sees the prompts of all ranks.
             wait = self.engine.start(
                 [prompt.tokens for prompt in self._local(prompts)],
                 options.sampling,
@@ -313,7 +314,7 @@ class RolloutLearner:
         return PendingRollout(self.prompt_batches - 1, wait)
 
     def _prompt_batch(self, index: int) -> list[Prompt]:
-        """Return a batch of prompts, of all data ranks."""
+        """Return a batch of prompts, for all data ranks."""
         count = self.options.batch_size // self.options.num_generations
         # The order is a function of seed and position, so that a resumed run needs no state for it.
         order = PromptOrder(count=len(self.prompts), seed=self.seed)
@@ -325,11 +326,12 @@ class RolloutLearner:
         return prompts[processes.rows_of_rank(len(prompts), rank, ranks)]
 
     def _wait_for(self, rollout: PendingRollout) -> Responses:
-        """Wait for the responses of a rollout, and count the waiting times."""
+        """Wait for the responses of a rollout, and add up the wait times."""
         began_s = monotonic()
         timed = rollout.result()
         self.waits["learner_wait_s"] += monotonic() - began_s
         if self.generation_ended_s is not None:
+            # The generator was idle from the end of the previous rollout to the start of this one.
             idle = max(0.0, timed.began_s - self.generation_ended_s)
             self.waits["generator_wait_s"] += idle
         self.generation_ended_s = timed.ended_s
@@ -359,10 +361,10 @@ class RolloutLearner:
         )
 
     def _resample(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
-        """Replace groups with equal rewards by groups of further prompts, as in DAPO.
+        """Replace groups with equal rewards by groups of new prompts, as in DAPO.
 
         Returns:
-            The rollout, and counts of what was generated and replaced; empty if disabled.
+            The rollout, and counts of generated and replaced groups; no counts if disabled.
         """
         limit, size = self.algorithm.max_resample_times, self.options.num_generations
         if not limit:
@@ -371,8 +373,8 @@ class RolloutLearner:
         times, rewards = 0, [rollout.shaped.new_empty(0)]
         while times < limit and not rollout.informative_groups(size).all():
             times += 1
-            further = self._draw_rollout(self._start_rollout())
-            refilled, replaced = rollout.refill(further, size)
+            extra = self._draw_rollout(self._start_rollout())
+            refilled, replaced = rollout.refill(extra, size)
             rewards.append(rollout.scores.total[replaced])
             rollout = refilled
         replaced_rewards = torch.cat(rewards)
@@ -383,16 +385,15 @@ class RolloutLearner:
             "equal_groups": float((~rollout.informative_groups(size)).sum()),
         }
         if len(replaced_rewards):
-            # Near the highest reward, prompts that are too easy were replaced; near the lowest,
-            # those that are too hard.
+            # Near the highest reward, replaced prompts were too easy; near the lowest, too hard.
             counts["replaced_reward"] = _mean(replaced_rewards)
         return rollout, counts
 
     def _gather(self, responses: Responses) -> tuple[Responses, Responses]:
-        """Return this data rank's responses, and those of all data ranks. Collective."""
+        """Return this data rank's responses, and all data ranks' responses. Collective."""
         if responses.episodes is None:
             return responses, gather_responses(self.policy, responses)
-        # Episodes are generated for all data ranks together.
+        # An episode runner already returns the responses of all data ranks.
         rank, ranks = self.policy.data_rank, self.policy.data_ranks
         local = processes.rows_of_rank(len(responses.lengths), rank, ranks)
         return responses.select(local), responses
@@ -414,11 +415,12 @@ class RolloutLearner:
         width = longest if ranks > 1 else None
         rows = sequences(local, responses, longest=width, parts=self.policy.row_parts)
         temperature = options.sampling.policy_temperature
-        if options.max_staleness and "old_logprobs" in rows:  # of the weights that sampled
+        if options.max_staleness and "old_logprobs" in rows:
+            # These come from the earlier weights that sampled the tokens.
             rows["sampling_logprobs"] = rows.pop("old_logprobs")
         elif options.sampling.truncates:
-            # After top-k, top-p or min-p, a server's log-probabilities are those of the remaining
-            # tokens only, and the policy's cannot be compared with them.
+            # With top-k, top-p or min-p, a server renormalizes over the remaining tokens, so its
+            # log-probabilities cannot be compared with the policy's.
             rows.pop("sampling_logprobs", None)
         # Log-probabilities of the generator may differ by rounding from the training forward pass.
         if "old_logprobs" not in rows or options.recompute_logprobs:
@@ -431,10 +433,10 @@ class RolloutLearner:
         return gather_rows(self.policy, rows)
 
     def _check_sampler(self, rows: Mapping[str, Tensor], sampling_logprobs: Tensor | None) -> None:
-        """Check that a rollout comes from the policy's model, by tokens of its current weights."""
+        """Check with tokens sampled from the current weights that the sampler has this model."""
         if sampling_logprobs is None:
             return
-        current = rows["targets"] != IGNORED
+        current = rows["targets"] != IGNORED  # (N, S)
         if self.options.max_staleness:
             current = current & (rows["versions"] == self.version)
         if not current.any():
@@ -444,15 +446,15 @@ class RolloutLearner:
         if not difference <= limit:  # NaN fails too
             raise ServerError(
                 f"rollout {self.rollouts}: log-probabilities of the rollout engine must be within "
-                f"max_logprob_difference = {limit:g} of the policy's and differ by "
+                f"max_logprob_difference = {limit:g} of the policy's, and they differ by "
                 f"{difference:.3g} per token; check that its servers run the policy's model with "
                 "--logprobs-mode processed_logprobs"
             )
 
     def _staleness(self, rows: list[int]) -> dict[str, float]:
-        """Return the share of a minibatch's tokens by staleness, and the mean.
+        """Return the mean staleness of a minibatch's tokens, and its histogram as fractions.
 
-        The staleness of a token is the number of updates since the weights that sampled it.
+        The staleness of a token is the number of updates since its weights.
         """
         mask = self.buffer["targets"][rows] != IGNORED
         if "versions" not in self.buffer or not mask.any():
@@ -542,12 +544,12 @@ class RolloutLearner:
 
 
 def _return(timed: TimedResponses) -> TimedResponses:
-    """Return responses of a checkpoint."""
+    """Return responses restored from a checkpoint."""
     return timed
 
 
 def _episode_metrics(episodes: Sequence[Episode] | None) -> dict[str, float]:
-    """Return means per episode of turns and tool calls, and counts of failures."""
+    """Return the mean numbers of turns and tool calls per episode, and counts of failures."""
     if episodes is None:
         return {}
     count = max(len(episodes), 1)

@@ -21,12 +21,12 @@ def _check_rejection(instance: Any, attribute: "Attribute[Any]", value: object) 
 
 
 def _check_threshold(instance: Any, attribute: "Attribute[Any]", value: object) -> None:
-    """Require a limit if and only if there is a rejection, above 1 for a ratio."""
+    """Require a threshold if and only if `rollout_rs` is set, and above 1 for ratios."""
     number(optional=True)(instance, attribute, value)
     if (value is None) != (instance.rollout_rs is None):
         raise ConfigError(
-            f"rollout_rs_threshold is the limit of rollout_rs, and they are {value} and "
-            f"{instance.rollout_rs!r}; set both or none"
+            f"rollout_rs_threshold and rollout_rs must be set together, got {value} and "
+            f"{instance.rollout_rs!r}; set both or neither"
         )
     if value is not None and instance.rollout_rs.endswith("k1"):
         number(minimum=1.0)(instance, attribute, value)
@@ -80,9 +80,9 @@ class RolloutOptions(Sampling):
     equal_rewards_limit: int = field(default=10, validator=integer())
     """Rollouts in a row with equal rewards in every group after which the run fails."""
     max_staleness: int = field(default=0, validator=integer(minimum=0, maximum=1000))
-    """Updates by which generation may run ahead: a rollout is generated, while the policy is
-    trained, with the weights of so many updates before its first one. 0: generation and updates
-    alternate."""
+    """Maximum number of updates by which generation runs ahead of training: rollouts are generated
+    in the background with weights that are this many updates old when the rollout is first used.
+    0: generation and updates alternate."""
     recompute_logprobs: bool = field(default=False, validator=flag)
     """Recompute rollout log-probabilities with a training forward pass; always done if the
     generator does not return the policy's."""
@@ -122,8 +122,8 @@ class RolloutOptions(Sampling):
     """Clip the ratio of the policy to the sampler, instead of clipping the ratio to the policy at
     the start of the rollout's updates and weighting by that policy's ratio to the sampler."""
     max_logprob_difference: float = field(default=0.2, validator=number())
-    """Mean difference between the log-probabilities of the sampler and the policy with the same
-    weights, in nats per token, above which the run fails, for rollouts from servers."""
+    """For rollouts from servers: fail the run if the log-probabilities of the server and the policy
+    for the same weights differ by more than this mean, in nats per token."""
     eval_samples: int = field(default=3, validator=integer(minimum=0))
     """Held-out samples shown at each evaluation."""
 

@@ -49,15 +49,15 @@ def read_prompts(
     """Read the prompts of a dataset.
 
     Args:
-        dataset: strings, lists of token ids, lists of chat messages, or mappings whose key `prompt`
-            has one of these; or the path of a file of them: JSON Lines, a JSON array, CSV, TSV,
-            Parquet or Arrow, plain or compressed by gzip or zstd. All but plain and gzip-compressed
-            JSON needs ms-data.
+        dataset: strings, lists of token ids, lists of chat messages, or mappings with one of these
+            under the key `prompt`; or the path of a file with such entries: JSON Lines, a JSON
+            array, CSV, TSV, Parquet or Arrow, plain or compressed by gzip or zstd. All formats
+            except plain and gzip-compressed JSON need ms-data.
         tokenizer: required for strings and messages.
         responses: reference answers in the order of the prompts. None: the key `answer` of each
             mapping, if present.
         name: name of the dataset, for messages.
-        chat: every prompt is a chat; a text becomes a message of the user.
+        chat: treat every prompt as a chat; a text becomes a user message.
 
     Raises:
         DataError: the dataset is empty, an entry is invalid, or the number of answers differs.

@@ -49,7 +49,7 @@ def sequences(
     tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
     targets = torch.full((len(prompts), width), IGNORED)
     batch = {"tokens": tokens, "targets": targets}
-    # Those of a server may differ from the policy's in rounding, so they get another name.
+    # A server's log-probabilities may differ from the policy's by rounding: use another name.
     if responses.versions is not None:
         batch["versions"] = torch.zeros(len(prompts), width, dtype=torch.int64)
     source = responses.logprobs if responses.logprobs is not None else responses.sampling_logprobs
@@ -66,7 +66,7 @@ def sequences(
             versions = responses.versions[row, :count]
             batch["versions"][row, prompt_length - 1 : prompt_length - 1 + count] = versions
         if responses.tool_mask is not None:
-            # The policy did not choose these tokens, so nothing is learned from them.
+            # The policy did not sample these tokens, so they must not contribute to the loss.
             is_tool = ~responses.tool_mask[row, :count]
             targets[row, prompt_length - 1 : prompt_length - 1 + count][is_tool] = IGNORED
         if source is not None:

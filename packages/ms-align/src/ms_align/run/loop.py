@@ -193,7 +193,7 @@ class Loop:
         """Yield the event sink: the caller's or a JSON Lines file on rank 0, none elsewhere."""
         # Only rank 0 writes events.
         if processes.rank():
-            yield lambda kind, fields: None
+            yield lambda event, fields: None
         elif self.options.on_event is not None:
             yield self.options.on_event
         else:
@@ -214,7 +214,7 @@ class Loop:
             log.note(notice.line)
         if self.progress.step == 0:
             self._evaluate(log)
-        # Collective: all ranks stop after the same step, whichever of them got the signal.
+        # Collective: all ranks stop after the same step, no matter which rank got the signal.
         while self.progress.step < self.steps and not self.stop.agreed():
             start = monotonic()
             update, statistics = self.learner.update(log)
@@ -353,7 +353,7 @@ class Loop:
             )
         folder = checkpoint.step_folder(self.checkpoints, steps[-1])
         state, problem = _read(folder)
-        # All ranks must fall back to the same checkpoint, even if only one of them reads damage.
+        # All ranks must fall back to the same checkpoint, even if only one rank reads damage.
         if processes.any_of(state is None):
             self._set_aside(folder, problem or "damaged on another process", log)
             self._resume(log)

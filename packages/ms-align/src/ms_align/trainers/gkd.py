@@ -68,7 +68,7 @@ class GKDTrainer(GKDOptions, OfflineTrainer):
         folder = folder_of(self.teacher_model)
         if folder is not None and folder.is_dir():
             check_same_tokenizer(
-                self._tokenizer(data.stream),  # the student's, or that of the data
+                self._tokenizer(data.stream),  # the student's, or else the dataset's
                 "the student",
                 files_of(folder),
                 f"teacher_model {folder}",

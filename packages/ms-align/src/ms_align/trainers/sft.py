@@ -198,8 +198,8 @@ class SFTLearner(OfflineLearner):
             return update.statistics
         # The loss reports a weighted loss sum and a weight for each task.
         sums, shares = (
-            [update.statistics.get(f"{kind}.{task}", 0.0) for task in range(len(self.names))]
-            for kind in ("sum", "weight")
+            [update.statistics.get(f"{statistic}.{task}", 0.0) for task in range(len(self.names))]
+            for statistic in ("sum", "weight")
         )
         # None: the task was not in the batch.
         losses = [s / w if w > 0 else None for s, w in zip(sums, shares, strict=True)]

@@ -229,7 +229,7 @@ class _Run:
         if self._verdict == PASSED and self._statuses[self._judge] == 0:
             return "passed"
         status = self._statuses["response" if self._verdict == RESPONSE_GONE else self._judge]
-        # The CPU limit sends one of these signals.
+        # The CPU limit sends SIGXCPU, then SIGKILL.
         if status in (-signal.SIGXCPU, -signal.SIGKILL):
             return "timeout"
         if "MemoryError" in self.output or status in (-signal.SIGSEGV, -signal.SIGABRT):

@@ -37,7 +37,7 @@ class PolicyRollouts:
     def start(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
     ) -> Callable[[], TimedResponses]:
-        """Generate now, as the generator reads the weights that the policy trains."""
+        """Generate immediately, as the generator reads the weights that the policy trains."""
         timed = TimedResponses.measure(
             lambda: self.generate(prompts, sampling, count=count, seed=seed)
         )
@@ -59,17 +59,17 @@ def build(
     max_staleness: int = 0,
     **unused: Any,
 ) -> RolloutEngine:
-    """Generate with the policy's own engine, or ahead of it with a copy.
+    """Generate with the policy's engine or, to run ahead of training, with a copy of the policy.
 
     Raises:
-        ConfigError: generation cannot run ahead, as the policy has a layout.
+        ConfigError: generation cannot run ahead because the policy has a layout.
     """
     if max_staleness:
         if not isinstance(policy, LocalEngine):
             raise ConfigError(
                 f"max_staleness={max_staleness} with generator = 'policy' needs a policy without a "
-                "layout, as only that is copied; remove layout, set max_staleness = 0, or use "
-                "generator = 'vllm'"
+                "layout, as a distributed policy is not copied; remove layout, set "
+                "max_staleness = 0, or use generator = 'vllm'"
             )
         return BackgroundRollouts(policy, max_num_seqs=max_num_seqs, decode=decode)
     return PolicyRollouts(generator_of(policy, max_num_seqs=max_num_seqs, decode=decode))

@@ -55,9 +55,9 @@ class VllmRollouts:
         self.weights_dir = weights_dir
         self.runs_ahead = max_staleness > 0
         self.version: int | None = None
-        """Version of the weights with which the next responses are started."""
+        """Version of the weights that the next responses start with."""
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="vllm-weights")
-        # Without in_flight, weights are loaded between two rollouts, by the same thread.
+        # Without in_flight, one thread does both: weights are loaded between two rollouts.
         self._generating = self._loading
         if in_flight:
             self._generating = ThreadPoolExecutor(max_staleness + 1, "vllm-rollouts")
@@ -84,7 +84,7 @@ class VllmRollouts:
     ) -> Callable[[], TimedResponses]:
         """Start `generate` with the newest weights; the result waits for it. Collective.
 
-        The result raises the errors of `generate`, and those of loading the weights.
+        The result raises the errors of `generate` and of loading the weights.
         """
         assert self.version is not None  # update_weights comes first
         all_prompts = _gather_prompts(self.policy, prompts)
@@ -98,6 +98,7 @@ class VllmRollouts:
             )
 
         future = self._generating.submit(sample) if processes.rank() == 0 else None
+        # Buffers of the broadcast, with the rows of all data ranks; T is max_new_tokens.
         columns = {
             "tokens": torch.zeros(rows, width, dtype=torch.int64),
             "sampling_logprobs": torch.zeros(rows, width),
@@ -129,9 +130,9 @@ class VllmRollouts:
     def update_weights(self, version: int) -> None:
         """Save the policy's weights and load them into all servers. Collective.
 
-        A weight update that a server reports as done but did not make, or made in part, is found by
-        scoring a fixed sequence with the servers and the policy. If generation runs ahead, weights
-        are loaded in the background.
+        Servers and policy then score a fixed sequence, which detects an update that a server
+        reports as done but skipped or applied only in part. If generation runs ahead of training,
+        the weights are loaded in the background.
 
         Raises:
             WriteError: the weights cannot be saved.
@@ -163,7 +164,7 @@ class VllmRollouts:
         previous: int | None,
         version: int,
     ) -> None:
-        """Load the weights of a folder into all servers, and delete the folder before it."""
+        """Load a folder's weights into all servers, and delete the previous folder."""
         if previous is None:
             self.client.open()
         untie_head(folder)
@@ -199,10 +200,9 @@ class VllmRollouts:
     ) -> None:
         """Check that every server scores the probe as the policy does now.
 
-        Servers round differently, so the limits are relative to other distances. If all weights
-        are old, a server is closer to the policy's previous log-probabilities than to the new ones.
-        If some are old, it is further from the new ones than its rounding has explained so far,
-        by a share of what the update changed.
+        Servers round differently, so the limits are relative. With all weights old, a server is
+        closer to the policy's previous log-probabilities than to the new ones. With some old, its
+        distance from the new ones exceeds its rounding so far by a fraction of the update.
         """
         if logprobs is None:
             return

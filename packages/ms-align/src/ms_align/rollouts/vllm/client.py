@@ -166,7 +166,7 @@ class VllmClient:
         )
 
     def _with_retries(self, request: Callable[[Server], T], servers: Sequence[Server]) -> T:
-        """Send a request; repeat it, on the next server in turn, if it failed on the way."""
+        """Send a request; if the connection fails, retry on the next server."""
         attempts = self.options.retries + 1
         for attempt in range(attempts):
             server = servers[attempt % len(servers)]

@@ -25,7 +25,7 @@ class ConnectionLostError(ServerError):
 
 
 class Connection:
-    """Sends requests to one server. Each uses a connection of its own, so threads may share this.
+    """Sends requests to one server; thread-safe, as each request opens a new connection.
 
     Args:
         url: address of the server.
@@ -51,8 +51,8 @@ class Connection:
             limit_bytes: maximum size of the answer.
 
         Raises:
-            ConnectionLostError: no answer, half of one, one that is not JSON, or a failure of the
-                server; the request may be repeated.
+            ConnectionLostError: the answer is missing, incomplete or not JSON, or the server
+                failed; the request may be repeated.
             ServerError: any other answer.
             ConfigError: the server does not accept the request.
         """

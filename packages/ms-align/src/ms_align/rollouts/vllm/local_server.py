@@ -104,7 +104,7 @@ class LocalServer(Server):
             with suppress(ConnectionLostError):
                 self.open()
                 return
-            if self._closed:  # by another thread, whose request failed for good
+            if self._closed:  # by another thread, after its last retry failed
                 raise ServerError("the vLLM server was stopped while it started; rerun the command")
             if self._guard.poll() is not None:
                 raise ServerError(

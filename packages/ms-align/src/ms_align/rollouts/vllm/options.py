@@ -102,12 +102,12 @@ class VllmOptions:
     arguments: tuple[str, ...] = field(default=(), converter=_as_tuple, validator=_arguments)
     """Additional arguments of the started server, such as `["--dtype", "float32"]`."""
     model: str | None = field(default=None, validator=text(optional=True))
-    """Name under which the servers offer the model. Default: the only one that they offer."""
+    """Name under which the servers offer the model. Default: the only model that they offer."""
     weight_update: Literal["folder"] = field(default="folder", validator=one_of("folder"))
     """Transfer of new weights: `folder` saves them where the servers can read them."""
     in_flight_weight_updates: bool = field(default=False, validator=flag)
-    """With max_staleness above 0, load new weights in the middle of responses, which go on with
-    them. Default: wait for the responses in progress."""
+    """With max_staleness above 0, load new weights while responses are in progress, which continue
+    with the new weights. Default: wait for responses in progress."""
     weights_dir: Path | None = field(
         default=None, converter=as_path, validator=valid_path(optional=True, written="folder")
     )
@@ -125,11 +125,11 @@ class VllmOptions:
     """Environment variable with the servers' API key, if they need one."""
 
     def __attrs_post_init__(self) -> None:
-        chosen = [name for name in ("url", "urls", "python") if getattr(self, name)]
-        if len(chosen) != 1:
+        sources = [name for name in ("url", "urls", "python") if getattr(self, name)]
+        if len(sources) != 1:
             raise ConfigError(
                 "vllm needs exactly one of url, urls and python, got "
-                f"{' and '.join(chosen) or 'none'}; set `url` for a running server or `python` to "
+                f"{' and '.join(sources) or 'none'}; set `url` for a running server or `python` to "
                 "start one"
             )
         if self.arguments and not self.python:

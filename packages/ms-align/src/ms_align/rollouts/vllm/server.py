@@ -91,11 +91,11 @@ class Server:
         self.context: int | None = None
         """Maximum tokens of prompt and response, once `open` has asked for it."""
         self.version: int | None = None
-        """Version of the loaded weights; None for those with which the server started."""
+        """Version of the loaded weights; None for the weights that the server started with."""
         self.newest: int | None = None
         """Version of the weights that are loaded or being loaded."""
         self.in_flight = False
-        """Weights may change in the middle of a response."""
+        """True if weights may change in the middle of a response."""
 
     def __str__(self) -> str:
         return self.connection.url
@@ -111,13 +111,13 @@ class Server:
         names = [model.id for model in models]
         if self.name is None and len(models) != 1:
             raise ConfigError(f"{self} offers the models {names}; choose one with vllm.model")
-        chosen = next((model for model in models if self.name in (None, model.id)), None)
-        if chosen is None:
+        served = next((model for model in models if self.name in (None, model.id)), None)
+        if served is None:
             raise ConfigError(
                 f"{self} must offer the model {self.name!r} and offers {names}; correct vllm.model "
                 "or start a server with it"
             )
-        self.name, self.context = chosen.id, chosen.max_model_len
+        self.name, self.context = served.id, served.max_model_len
 
     def recover(self) -> None:
         """Prepare for another attempt; a server that was started elsewhere is only asked again."""
@@ -187,7 +187,7 @@ class Server:
     def load_weights(self, folder: Path, version: int) -> None:
         """Load weights from a folder, drop the cache of the old ones and stamp the version.
 
-        With `in_flight`, responses in progress are paused and go on with the new weights.
+        With `in_flight`, responses in progress are paused and continue with the new weights.
 
         Raises:
             ServerError: the server cannot load them.
@@ -230,7 +230,7 @@ class Server:
             raise
 
     def _checked(self, choice: _Choice, sampling: Sampling, oldest: int | None) -> SampledResponse:
-        """Check one response to a request that was sent at weight version `oldest`."""
+        """Check one response to a request sent at weight version `oldest`."""
         tokens = choice.token_ids
         if choice.finish_reason not in ("stop", "length"):
             # For example "abort", while the server is paused or shut down.
@@ -284,7 +284,7 @@ class Server:
         return [entry.logprob for entry in entries]
 
     def _versions(self, choice: _Choice, oldest: int) -> list[int]:
-        """Return the weight version of each token, which grow from `oldest` to the newest."""
+        """Return the weight version of each token, increasing from `oldest` to the newest."""
         spans = choice.weight_versions or []
         # The spans must cover all tokens without a gap.
         ends = [0, *(span.end for span in spans)]

@@ -326,7 +326,7 @@ class OnlineTrainer(RolloutOptions, EpisodeOptions, Trainer):
         return reference_of(reference, policy, partial(self.start_engine, trained=False))
 
     def _check_episodes(self) -> None:
-        """Check that an episode has room for a turn."""
+        """Check that an episode has room for one turn."""
         if self.max_response_tokens < self.max_new_tokens:
             raise ConfigError(
                 f"max_episode_tokens must be at least max_new_tokens, {self.max_new_tokens}, the "

@@ -62,7 +62,7 @@ class PairLearner(OfflineLearner):
         for batch in held_out():
             rows = {name: torch.as_tensor(value) for name, value in batch.items()}
             losses, margins = self.pair_losses(rows)
-            # This data rank's pairs; gather returns those of all ranks.
+            # This data rank's pairs; gather returns the pairs of all ranks.
             local = (pair_weights(rows).to(losses.device), losses, margins)
             weights, loss, gap = (self.engine.gather(column).cpu().double() for column in local)
             parts = (weights, weights * loss, weights * (gap > 0), weights * gap)  # (P,) each

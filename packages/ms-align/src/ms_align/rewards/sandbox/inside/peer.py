@@ -79,7 +79,7 @@ class Peer:
         return {name: self._names[name] for name in requested if name in self._names}
 
     def _on_call(self, number: int, arguments: list[Any], named: dict[str, Any]) -> Any:
-        # Mutable arguments were copied to this process; report those that the call has changed.
+        # Mutable arguments were copied to this process; send back the ones that the call changed.
         before = [
             self._codec.dump(argument) for argument in arguments if isinstance(argument, _MUTABLE)
         ]
@@ -218,13 +218,13 @@ def _replace(value: Any, contents: Any) -> None:
 
 
 def _names_of(error: BaseException) -> list[Any]:
-    return [[kind.__name__ for kind in type(error).__mro__], str(error)[:2000]]
+    return [[cls.__name__ for cls in type(error).__mro__], str(error)[:2000]]
 
 
 def _error_of(content: Any) -> Exception:
     names, text = content
-    kind = error_type(names)
+    error_class = error_type(names)
     try:
-        return kind(str(text))
+        return error_class(str(text))
     except TypeError:  # UnicodeDecodeError takes five arguments
         return RuntimeError(f"{names[0]}: {text}")

@@ -186,7 +186,7 @@ class Zygote:
             role, cpu_s, memory_bytes = REQUEST.unpack(request)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # A process group of its own, so that all its descendants can be killed together.
+            # A new process group, so that all its descendants can be killed together.
             os.setsid()
             _assign_descriptors([self._null, inherited[0], *inherited])  # stdout and stderr share
             self._confine(cpu_s, memory_bytes)
