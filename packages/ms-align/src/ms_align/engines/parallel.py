@@ -44,6 +44,11 @@ def start_parallel(
         ConfigError: ms-parallel is not installed, or a setting does not match the layout.
         ModelError: the model cannot be loaded from its folder.
     """
+    if lora is not None and lora.quantize_base != "none":
+        raise ConfigError(
+            f"lora.quantize_base = {lora.quantize_base!r} needs a single process; remove layout, or"
+            " set lora.quantize_base to 'none'"
+        )
     ranks = layout_of(layout)
     # `layout_of` has checked that ms-parallel is installed.
     from ms_parallel import AdamWConfig, Engine

@@ -24,8 +24,9 @@ from ms_align.arguments import check_type
 from ms_align.errors import ConfigError, ModelError, WriteError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import LARGEST_ALPHA, AdapterConfig, write_adapter
+from ms_align.lora.quantized_base import BaseFormat, QuantizedLinear
 from ms_align.models.language_model import copy_of
-from ms_align.settings import flag, integer, number, short_repr
+from ms_align.settings import flag, integer, number, one_of, short_repr
 from ms_align.settings.run_file import table_of
 
 ALL_LINEAR = "all-linear"
@@ -63,6 +64,11 @@ class LoraOptions:
     `all-linear` for all linear layers except the output head."""
     use_rslora: bool = field(default=False, validator=flag)
     """Scale by alpha / √rank instead (rsLoRA)."""
+    quantize_base: BaseFormat = field(
+        default="none", validator=one_of("none", "nf4", "int8", "fp8")
+    )
+    """Store the frozen weights of adapted layers in 4 (`nf4`) or 8 bits (`int8`, `fp8`), as in
+    QLoRA. Not with `layout`."""
 
     @property
     def scale(self) -> float:
@@ -86,11 +92,16 @@ class LoraLinear(nn.Module):
         base: layer to adapt; it is frozen.
         rank: r.
         scale: factor s of the update B·A·x.
+        quantize_base: format in which the frozen weight is stored.
     """
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+    def __init__(
+        self, base: nn.Linear, rank: int, scale: float, quantize_base: BaseFormat = "none"
+    ) -> None:
         super().__init__()
-        self.base_layer = base.requires_grad_(False)
+        base.requires_grad_(False)
+        is_plain = quantize_base == "none"
+        self.base_layer = base if is_plain else QuantizedLinear(base, quantize_base)
         factory: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
         self.lora_A = nn.Parameter(torch.empty((rank, base.in_features), **factory))
         self.lora_B = nn.Parameter(torch.empty((base.out_features, rank), **factory))
@@ -98,6 +109,8 @@ class LoraLinear(nn.Module):
         self.scale = scale
         self.enabled = True
         self._original_weight: Tensor | None = None
+        self._quantized: list[QuantizedLinear] = []
+        """The quantized layer while its weight is merged; in a list, so that it is no submodule."""
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -133,7 +146,7 @@ class LoraLinear(nn.Module):
     @property
     def merged(self) -> bool:
         """True if the adapter is merged into the layer's weight."""
-        return self._original_weight is not None
+        return self._original_weight is not None or bool(self._quantized)
 
     def delta(self) -> Tensor:
         """Compute s·B·A, (O, I)."""
@@ -151,7 +164,14 @@ class LoraLinear(nn.Module):
     @torch.no_grad()
     def merge(self) -> None:
         """Merge the adapter into the weight, keeping a copy of the original."""
-        if not self.merged:
+        if self.merged:
+            return
+        if isinstance(self.base_layer, QuantizedLinear):
+            # The merged weight is stored in full; `unmerge` goes back to the quantized one.
+            self._quantized = [self.base_layer]
+            self.base_layer = self.base_layer.plain()
+            self.base_layer.weight += self.delta()
+        else:
             weight, delta = self.base_layer.weight, self.delta()
             # Kept, as subtracting the delta again would not restore every bit.
             original = weight.clone()
@@ -168,6 +188,8 @@ class LoraLinear(nn.Module):
         if self._original_weight is not None:
             self.base_layer.weight.copy_(self._original_weight)
             self._original_weight = None
+        if self._quantized:
+            self.base_layer = self._quantized.pop()
 
 
 class AdaptedModel(nn.Module):
@@ -361,7 +383,8 @@ def adapt(model: nn.Module, names: list[str], options: LoraOptions, base: str) -
     """Freeze a model and add adapters to the named layers, in place."""
     model.requires_grad_(False)
     for name in names:
-        layer = LoraLinear(cast(nn.Linear, model.get_submodule(name)), options.rank, options.scale)
+        base_layer = cast(nn.Linear, model.get_submodule(name))
+        layer = LoraLinear(base_layer, options.rank, options.scale, options.quantize_base)
         _replace(model, name, layer)
     return AdaptedModel(model, options, base)
 

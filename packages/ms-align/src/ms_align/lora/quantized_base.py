@@ -1,0 +1,178 @@
+"""Frozen linear layers with weights in 4 or 8 bits, the bases of adapters in QLoRA.
+
+Dettmers et al. 2023 (QLoRA, arXiv 2305.14314): adapters are trained in full precision on a base
+whose weights are stored in few bits and expanded for each product, in the forward and again in the
+backward, so that no expanded weight stays in memory.
+
+Shapes: O outputs, I inputs of a linear layer.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor, nn
+
+from ms_align.errors import ConfigError
+
+BaseFormat = Literal["none", "nf4", "int8", "fp8"]
+"""How the frozen weights under adapters are stored; `none` keeps their dtype."""
+BLOCK: Final = 64
+"""Weights that share a scale in NF4, in the order of memory."""
+SCALE_BLOCK: Final = 256
+"""NF4 scales that share a second scale."""
+TAIL: Final = 0.9677083
+"""Probability at NF4's outermost quantile: 1 - (1/30 + 1/32) / 4, the mean of 15 and 16 intervals
+(QLoRA, appendix E)."""
+E4M3_LARGEST: Final = 448.0
+
+
+def _nf4_values() -> Tensor:
+    """Compute NF4's 16 numbers: quantiles of N(0, 1) with an exact zero, scaled to [-1, 1].
+
+    Eight are positive and seven negative, at equal steps of probability on each side.
+    """
+
+    def quantiles(count: int) -> Tensor:
+        probabilities = torch.linspace(TAIL, 0.5, count + 1, dtype=torch.float64)[:-1]
+        values: Tensor = torch.special.ndtri(probabilities)
+        return values
+
+    values = torch.cat((-quantiles(7), torch.zeros(1, dtype=torch.float64), quantiles(8)))
+    return (values.sort().values / values.max()).float()
+
+
+NF4: Final = _nf4_values()
+
+
+@frozen
+class StoredWeight:
+    """A format: how a weight (O, I) is stored in tensors, and read from them in float32."""
+
+    store: Callable[[Tensor], dict[str, Tensor]]
+    read: Callable[[Mapping[str, Tensor], int], Tensor]
+    """Takes the tensors and the number of inputs."""
+
+
+def _store_nf4(weight: Tensor) -> dict[str, Tensor]:
+    """Store 4-bit indices into `NF4`, scales of 64 weights in 8 bits, and scales of 256 scales."""
+    blocks = F.pad(weight.flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)  # (B,)
+    # Scales are positive, so their mean is subtracted before they are rounded to signed 8 bits.
+    mean = scales.mean()
+    groups = F.pad(scales - mean, (0, -len(scales) % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
+    steps = groups.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127  # (B / 256,)
+    codes = (groups / steps[:, None]).round().to(torch.int8).flatten()[: len(scales)]
+    stored = {"scale_codes": codes, "scale_steps": steps, "scale_mean": mean}
+    scales = _nf4_scales(stored).clamp_min(torch.finfo(torch.float32).tiny)
+    middles = (NF4[1:] + NF4[:-1]).to(weight.device) / 2
+    indices = torch.bucketize((blocks / scales[:, None]).flatten(), middles).to(torch.uint8)
+    return {"indices": indices[::2] | indices[1::2] << 4, **stored}
+
+
+def _nf4_scales(stored: Mapping[str, Tensor]) -> Tensor:
+    """Return the scale of each block of 64 weights, (B,) float32."""
+    codes = stored["scale_codes"].float()
+    steps = stored["scale_steps"].repeat_interleave(SCALE_BLOCK)[: len(codes)]
+    return codes * steps + stored["scale_mean"]
+
+
+def _read_nf4(stored: Mapping[str, Tensor], inputs: int) -> Tensor:
+    pairs = stored["indices"]
+    indices = torch.stack((pairs & 15, pairs >> 4), 1).flatten().long()
+    blocks = NF4.to(pairs.device)[indices].view(-1, BLOCK)
+    numbers = (blocks * _nf4_scales(stored)[:, None]).flatten()
+    return numbers[: len(numbers) // inputs * inputs].view(-1, inputs)
+
+
+def _store_int8(weight: Tensor) -> dict[str, Tensor]:
+    """Store 8-bit integers, and a scale per output."""
+    scales = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    codes = (weight / scales[:, None]).round().clamp(-127, 127)
+    return {"codes": codes.to(torch.int8), "scales": scales}
+
+
+def _store_fp8(weight: Tensor) -> dict[str, Tensor]:
+    """Store e4m3 numbers, and a scale per output."""
+    scales = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / E4M3_LARGEST
+    codes = (weight / scales[:, None]).clamp(-E4M3_LARGEST, E4M3_LARGEST)
+    return {"codes": codes.to(torch.float8_e4m3fn), "scales": scales}
+
+
+def _read_by_row(stored: Mapping[str, Tensor], inputs: int) -> Tensor:
+    return stored["codes"].float() * stored["scales"][:, None]
+
+
+FORMATS: Final[Mapping[str, StoredWeight]] = {
+    "nf4": StoredWeight(_store_nf4, _read_nf4),
+    "int8": StoredWeight(_store_int8, _read_by_row),
+    "fp8": StoredWeight(_store_fp8, _read_by_row),
+}
+
+
+class QuantizedLinear(nn.Module):
+    """Frozen linear layer whose weight is stored in a format of few bits.
+
+    Args:
+        layer: layer whose weight is rounded; its bias is kept.
+        base_format: key of `FORMATS`.
+
+    Raises:
+        ConfigError: the weight holds NaN or infinity.
+    """
+
+    def __init__(self, layer: nn.Linear, base_format: str) -> None:
+        super().__init__()
+        self.format = FORMATS[base_format]
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.dtype = layer.weight.dtype
+        weight = layer.weight.detach().float()
+        if not weight.isfinite().all():
+            raise ConfigError(
+                f"a weight of shape {tuple(weight.shape)} holds NaN or infinity, which"
+                f" quantize_base={base_format!r} cannot store; use an undamaged model"
+            )
+        for name, tensor in self.format.store(weight).items():
+            self.register_buffer(name, tensor)
+        self.bias = layer.bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+
+    @property
+    def weight(self) -> Tensor:
+        """Rounded weight (O, I), in the dtype of the original one."""
+        stored = dict(self.named_buffers())
+        numbers = self.format.read(stored, self.in_features)
+        return numbers[: self.out_features].to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., I) to (..., O)."""
+        y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def plain(self) -> nn.Linear:
+        """Return a linear layer with the rounded weight."""
+        weight = self.weight
+        has_bias = self.bias is not None
+        layer = nn.Linear(self.in_features, self.out_features, bias=has_bias, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        if has_bias:
+            layer.bias = self.bias
+        return layer
+
+
+class _Product(torch.autograd.Function):
+    """Product with a weight that is expanded in both passes instead of being saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
+        """Map x (..., I) to (..., O)."""
+        ctx.layer = layer
+        return F.linear(x, layer.weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x."""
+        return gradient @ ctx.layer.weight.to(gradient.dtype), None
