@@ -115,7 +115,7 @@ def test_quantized_weights_and_empty_texts_are_refused_in_one_line(
 def test_schemes_are_compared_in_a_table_and_a_picture(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every pair that fits; the page has no script and reads nothing from a network."""
+    """Every valid pair; the page has no script and reads nothing from a network."""
     out = tmp_path / "comparison"
     pairs = ["--schemes", "w8a8,int4_g32", "--methods", "rtn,smoothquant"]
     sizes = ["--set", "tuning.sequence_length=32", "--set", "rows=8"]

@@ -82,7 +82,7 @@ def test_a_norm_with_other_readers_gets_no_scales(caplog: pytest.LogCaptureFixtu
     assert "model.layers.0.post_attention_layernorm" in names
     assert "model.layers.1.post_attention_layernorm" not in names
     assert "model.layers.1.self_attn.kv_a_layernorm" in names
-    assert "post_attention_layernorm, whose output has other readers" in caplog.text
+    assert "post_attention_layernorm, whose output is not only read by linear layers" in caplog.text
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 

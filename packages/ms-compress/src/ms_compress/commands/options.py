@@ -123,7 +123,7 @@ class QatRun(SchemeRun):
 
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq")
-"""Methods of `ms-compress quantize`; the second part rounds after the first part has scaled."""
+"""Methods of `ms-compress quantize`; in `a+b`, a scales features and b rounds."""
 
 
 @frozen(kw_only=True)
@@ -135,7 +135,7 @@ class QuantizeRun(SchemeRun):
     errors, AWQ protects weights of large inputs, SmoothQuant moves outliers of inputs into weights.
     """
     fit_scales: bool = field(default=False, validator=flag)
-    """Search for the scale of each group with the smallest error; AWQ and K-quants always do."""
+    """Search for each group's scale with the smallest error; AWQ and K-quants always do."""
     importance: bool = field(default=False, validator=flag)
     """Weight errors in that search by the mean square of each input on the dataset, as llama.cpp
     does with an importance matrix."""
@@ -152,7 +152,7 @@ class QuantizeRun(SchemeRun):
 
     @property
     def needs_dataset(self) -> bool:
-        """Whether rounding to nearest reads the dataset."""
+        """True if the method reads the dataset although it rounds to nearest."""
         return self.importance or self.has_calibrated_inputs
 
     def __attrs_post_init__(self) -> None:
@@ -175,8 +175,8 @@ class QuantizeRun(SchemeRun):
         rounds_inputs = self.activations and self.scheme.activations is not None
         if self.method.startswith("smoothquant") and not rounds_inputs:
             raise ConfigError(
-                f"method={self.method!r} needs a scheme that quantizes inputs, and {self.scheme}"
-                " does not here; use method='awq', or a scheme such as ct.w8a8"
+                f"method={self.method!r} needs a scheme that quantizes inputs, got {self.scheme}"
+                " without; use method='awq', or a scheme such as ct.w8a8"
             )
 
 
@@ -196,16 +196,16 @@ class CompareRun(ModelRun):
     )
     """Names of the schemes to compare."""
     methods: tuple[str, ...] = field(default=("rtn",), converter=listed)
-    """Methods to round each scheme with, as in `quantize`; smoothquant is left out for schemes that
-    quantize no inputs."""
+    """Methods to round each scheme with, as in `quantize`; smoothquant is skipped for schemes that
+    do not quantize inputs."""
     tokenizer: str | None = field(default=None, validator=valid_path(optional=True))
     """tokenizer.json or its folder, for targets that need one; default: the model folder's."""
 
     def runs(self) -> list[QuantizeRun]:
-        """Return the settings of each pair of scheme and method.
+        """Return the settings of each (scheme, method) pair.
 
         Raises:
-            SchemeError, ConfigError: a scheme or method does not exist, or needs a dataset.
+            SchemeError, ConfigError: a scheme or method does not exist, or a dataset is missing.
         """
         pairs = [
             (name, method)
@@ -215,7 +215,7 @@ class CompareRun(ModelRun):
         ]
         if not pairs:
             raise ConfigError(
-                "schemes and methods must have at least one pair that fits, got"
+                "schemes and methods must have at least one valid pair, got"
                 f" {', '.join(self.schemes) or 'no schemes'} with"
                 f" {', '.join(self.methods) or 'no methods'}; use schemes=ct.w8a8 methods=rtn"
             )

@@ -132,7 +132,7 @@ def _open(folder: Path, target: Target) -> None:
 
 
 def _scheme_of(model: WholeModel, target: str | Scheme | None) -> Scheme:
-    """Return the scheme for which a model is prepared, which must be a single one."""
+    """Return the single scheme that a model is prepared for."""
     schemes = {entry.scheme for entry in model.tensors.values() if entry.scheme is not None}
     if not schemes:
         scheme_name = f"{scheme(target)}" if target is not None else "ct.int4_g32"

@@ -11,7 +11,7 @@ from ms_compress.files.untrusted import read_text
 
 FILE = "README.md"
 LICENSE = re.compile(r"^license(_name|_link)?:[^\n]{1,200}$", re.MULTILINE)
-"""Lines about the license in the front matter of a model card."""
+"""License lines in the front matter of a model card."""
 FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
@@ -28,11 +28,11 @@ def model_card(
 
     Args:
         name: name of the exported folder.
-        base: folder of the model it was made from; its card's license is repeated.
+        base: folder of the base model, whose license is copied from its card.
         scheme: name of the scheme.
-        facts: rows of the table: what was measured, and the value.
+        facts: rows of the table: name and value of a measurement.
         settings: settings of the run.
-        run: code blocks that run the model, each with its language line.
+        run: code blocks that run the model, each starting with the name of its language.
     """
     table = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in facts)
     recipe = "\n".join(f"{key} = {_toml(value)}" for key, value in sorted(settings.items()))
@@ -50,7 +50,7 @@ def model_card(
 
 
 def _license(base: Path) -> list[str]:
-    """Return the lines about the license in the base model's card."""
+    """Return the license lines of the base model's card."""
     if not (base / FILE).is_file():
         return []
     front_matter = FRONT_MATTER.match(read_text(base / FILE, error=ExportError))

@@ -63,10 +63,10 @@ def calibration_rows(options: ModelRun, model: nn.Module, *, limit: int | None =
 
 
 def quality_rows(options: ModelRun, limit: int) -> tuple[Tensor, str]:
-    """Read at most `limit` rows to measure quality on, (R, S) int64, and where they are from.
+    """Read at most `limit` evaluation rows, (R, S) int64, and describe their source.
 
-    These are rows of the split `held_out`; or the rows after those that are read for calibration,
-    or the last of these if there are no others.
+    The rows come from the split `held_out`. Without this split, they are the rows after the
+    calibration rows; in a smaller dataset, the last calibration rows.
 
     Raises:
         ConfigError, DataError: as in `training_rows`.

@@ -25,7 +25,7 @@ from ms_compress.targets.target import find_target
 from ms_compress.training.identity import is_digest
 
 CALIBRATION = ("tuning.batch_size", "tuning.sequence_length")
-"""Settings of the training that calibration uses too."""
+"""Training settings that calibration also uses."""
 
 
 def check_exportable(model: nn.Module, options: SchemeRun) -> None:
@@ -101,7 +101,7 @@ def _model_card(
     losses: Sequence[float],
     quality: Quality | None,
 ) -> str:
-    """Return the model card of a folder that has all other files."""
+    """Return the model card of a folder whose other files are complete."""
     target = find_target(options.scheme.target)
     facts = [("Scheme", describe(options.scheme))]
     if losses:
@@ -138,7 +138,7 @@ def _model_card(
 
 
 def describe(scheme: Scheme) -> str:
-    """Describe a scheme in words, such as `4-bit integers, groups of 32; inputs: float32`."""
+    """Describe a scheme, such as `4-bit integers, groups of 32; inputs: float32`."""
 
     def words(rule: Scheme | Activations) -> str:
         kind = "integers" if rule.element is None else rule.element.name.upper()
@@ -158,7 +158,7 @@ def describe(scheme: Scheme) -> str:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the size of the files with weights."""
+    """Return the total size of the weight files, in bytes."""
     suffixes = (".safetensors", ".gguf", ".onnx", ".data", ".bin")
     return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in suffixes)
 

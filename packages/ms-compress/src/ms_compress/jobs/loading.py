@@ -36,7 +36,7 @@ def load(folder: str | Path) -> nn.Module:
     if quantized not in ("", *DEQUANTIZED):
         raise ConfigError(
             f"{path} must have float weights, got weights quantized by {quantized!r}; use the"
-            " folder that it was made from"
+            " folder of its base model"
         )
     try:
         import ms_parallel

@@ -68,7 +68,7 @@ def quantize(model: nn.Module, options: QuantizeRun, output: RunOutput | None = 
         output: output to resume from, if the method calibrates. None: nothing is stored.
     """
     if options.method == "rtn":
-        # The search is part of how a K-quant is rounded, in llama.cpp too.
+        # K-quants always search for their scales, as in llama.cpp.
         fits = options.fit_scales or options.importance or options.scheme.super_block is not None
         importance = calibrated_importance(model, options) if options.importance else {}
         prepare(model, options, learned_scales=fits)

@@ -19,23 +19,23 @@ from ms_compress.models.logits import check_tokens, model_logits, vocabulary_of
 
 SAMPLE_ROWS = 16
 LOGITS = 2**27
-"""Largest number of float logits in memory: 512 MiB."""
+"""Maximum number of float logits in memory: 512 MiB."""
 
 
 @frozen(kw_only=True)
 class Quality:
-    """A quantized model next to its float model, on the same tokens."""
+    """Comparison of a quantized model with its float model, on the same tokens."""
 
     kl: float
     """KL(float || quantized) of the next token, in nats."""
     agreement: float
-    """Share of positions with the same most likely token."""
+    """Fraction of positions where both models have the same most likely token."""
     float_perplexity: float | None
     """None if the tokens are not text."""
     perplexity: float | None
     tokens: int
     source: str
-    """Where the tokens are from."""
+    """Source of the tokens."""
 
     def __str__(self) -> str:
         perplexities = ""
@@ -53,18 +53,18 @@ class Quality:
 
 @frozen(kw_only=True, eq=False)
 class QualityTest:
-    """Tokens with the logits of the float model, to compare a quantized model with."""
+    """Tokens with the float model's logits, as the reference for a quantized model."""
 
     tokens: Tensor
     """(R, S) int64."""
     source: str
     is_text: bool
     float_logits: tuple[Tensor, ...]
-    """(1, S, V) for each row."""
+    """One tensor (1, S, V) per row."""
 
     @classmethod
     def of(cls, model: nn.Module, options: QuantizeRun) -> Self:
-        """Compute the logits of a float model, on the run's dataset or else on a probe.
+        """Compute the logits of a float model on the run's dataset, or on a probe without a dataset.
 
         Raises:
             ConfigError, DataError: the dataset is bad, and the method needs it.

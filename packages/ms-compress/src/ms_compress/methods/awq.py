@@ -2,14 +2,14 @@
 
 AWQ (Lin et al. 2023, arXiv:2306.00978) scales up the weights of features with large inputs, so that
 they lose less in rounding. SmoothQuant (Xiao et al. 2022, arXiv:2211.10438) scales down features
-with outliers, so that inputs round better. The scales are folded into the norm or linear layer
-before, so the float model does not change.
+with outliers, so that inputs round better. The scales are folded into the preceding norm or linear
+layer, so the float model does not change.
 
 Differences from AWQ's paper:
-1. The output error of weights E is tr(E H Eᵀ), with H = XᵀX of all calibration tokens, instead of a
-   forward for each candidate: memory and time do not grow with the number of tokens.
+1. The output error of a weight error E is tr(E H Eᵀ), with H = XᵀX over all calibration tokens,
+   instead of a forward for each candidate: memory and time do not grow with the number of tokens.
 2. Candidates with and without the weights' mean magnitude in the denominator are both tried.
-3. If the target rounds inputs, the error of rounding a sample of them is added.
+3. If the target rounds inputs, the error of rounding a sample of inputs is added.
 Shapes: N rows, K features, P scales of a fold, T tokens.
 """
 
@@ -79,8 +79,8 @@ def awq(
     Raises:
         ConfigError: an exception matches nothing, or the rounding is unknown.
         LayerError: the model's architecture, or a layer, is not supported.
-        CalibrationError: no tokens are given or a weight is not finite, and the model is unchanged;
-            or a layer's input is not finite, and earlier layers are already rounded.
+        CalibrationError: no tokens, or a weight is not finite (the model is unchanged); or a
+            layer's input is not finite (earlier layers are already rounded).
     """
     _scale_and_round(
         model,
@@ -114,7 +114,7 @@ def smoothquant(
     checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Prepare a model for a scheme that rounds inputs, with outliers moved into weights, in place.
+    """Prepare a model for a scheme that rounds inputs and move outliers into weights, in place.
 
     Args:
         model: a complete decoder from ms-parallel or transformers; masks are preserved.
@@ -141,7 +141,7 @@ def smoothquant(
     quant_scheme = scheme(scheme_name)
     if not activations or quant_scheme.activations is None:
         raise ConfigError(
-            f"smoothquant needs a scheme that quantizes inputs, and {quant_scheme} does not here;"
+            f"smoothquant needs a scheme that quantizes inputs, got {quant_scheme} without;"
             " use awq, or a scheme such as ct.w8a8"
         )
     _scale_and_round(
@@ -177,10 +177,11 @@ class InputStatistics:
     def sample(self) -> Tensor:
         """Return at most `SAMPLE_ROWS` inputs, spread over the batches."""
         rows = torch.cat(self.samples)
-        return rows[:: -(-len(rows) // SAMPLE_ROWS)]
+        return rows[:: -(-len(rows) // SAMPLE_ROWS)]  # (at most SAMPLE_ROWS, K)
 
     def divide(self, scales: Tensor) -> None:
-        """Follow a division of the inputs by scales (K,)."""
+        """Update the statistics after the inputs were divided by scales (K,)."""
+        # H = XᵀX, so both its rows and its columns are divided.
         self.hessian.div_(scales).div_(scales.unsqueeze(1))
         self.magnitudes.div_(scales)
         self.largest.div_(scales)
@@ -190,7 +191,8 @@ class InputStatistics:
 def add_inputs(total: InputStatistics | None, inputs: Tensor) -> InputStatistics:
     """Add inputs (T, K) float32."""
     magnitudes = inputs.abs()
-    sample = inputs[:: max(1, len(inputs) // 64)].clone()
+    # A clone, as a view would hold all inputs of the batch in memory.
+    sample = inputs[:: max(1, len(inputs) // 64)].clone()  # at most about 64 rows per batch
     if total is None:
         return InputStatistics(
             hessian=inputs.t() @ inputs,
@@ -206,8 +208,7 @@ def add_inputs(total: InputStatistics | None, inputs: Tensor) -> InputStatistics
 
 
 ScaleRule = Callable[[Fold, InputStatistics, Mapping[str, Prepared]], Tensor]
-"""Return the scales (P,) of a fold, from statistics of its readers' input and the readers that are
-quantized."""
+"""Computes a fold's scales (P,) from statistics of the readers' input and the quantized readers."""
 
 
 def _scale_and_round(
@@ -249,22 +250,26 @@ def _scale_and_round(
             readers = {name: layers[name] for name in fold.consumers if name in layers}
             if not readers:
                 continue
+            # All readers have the same input, so the statistics of any of them will do.
             scales = scale_rule(fold, statistics[next(iter(readers))], readers)  # (P,)
             fold.apply(scales)
+            # Later folds and the rounding below need statistics of the scaled inputs.
             for name in readers:
                 statistics[name].divide(scales[fold.scale_of])
         for name, layer in layers.items():
             if layer.input_peak is not None:
                 layer.get_buffer(INPUT_PEAK).copy_(statistics[name].largest.amax())
+        # Popped, so that each (K, K) matrix can be freed once its layer is rounded.
         hessians = {name: statistics.pop(name).hessian for name in layers}
         if rounding == "gptq":
             by_gptq.round_layers(block.layers, hessians)
         else:
             for name, layer in layers.items():
                 assert layer.scheme is not None
+                # Plain rounding needs no factor. K-quants always search, as in llama.cpp.
                 if not fit_scales and layer.scheme.super_block is None:
                     continue
-                weight = _masked(layer)
+                weight = _masked(layer)  # (N, K)
                 factor = best_factor(weight, layer.scheme, hessians.pop(name))
                 layer.get_parameter(FACTOR).copy_(factor)
 
@@ -283,11 +288,12 @@ def _scale_and_round(
 
 def smooth_scales(fold: Fold, statistics: InputStatistics, strength: float) -> Tensor:
     """Return SmoothQuant's scales (P,): equation 4 of the paper."""
-    largest_inputs = fold.reduce(statistics.largest, "amax")
+    largest_inputs = fold.reduce(statistics.largest, "amax")  # (P,)
+    # One scale serves all readers, so take the largest weight of any of them: (K,) each.
     weights = [layer.weight.detach().float().abs().amax(0) for layer in fold.consumers.values()]
-    largest_weights = fold.reduce(torch.stack(weights).amax(0), "amax")
+    largest_weights = fold.reduce(torch.stack(weights).amax(0), "amax")  # (P,)
     scales = largest_inputs.pow(strength) / largest_weights.clamp(min=1e-5).pow(1 - strength)
-    # A feature that is always zero keeps its weights.
+    # Features that are always zero get scale 1.
     return torch.where(largest_inputs > 0, scales.clamp(min=1e-5), 1.0)
 
 
@@ -295,6 +301,7 @@ def search_scales(
     fold: Fold, statistics: InputStatistics, layers: Mapping[str, Prepared]
 ) -> Tensor:
     """Return the candidate scales (P,) with the smallest output error of the quantized readers."""
+    # Start from no scaling. A candidate must be strictly better than the best so far.
     best, least_error = torch.ones(fold.count, device=statistics.hessian.device), torch.inf
     weights = {name: _masked(layer) for name, layer in layers.items()}
     sample = statistics.sample()
@@ -315,26 +322,27 @@ def _candidates(
     weights: Mapping[str, Tensor],
     layers: Mapping[str, Prepared],
 ) -> Iterator[Tensor]:
-    """Yield scales (P,), the first of which are 1."""
-    inputs = fold.reduce(statistics.magnitudes, "mean")
+    """Yield candidate scales (P,), starting with all ones."""
+    inputs = fold.reduce(statistics.magnitudes, "mean")  # (P,)
+    # A common factor of the scales cancels below; normalizing keeps their powers in range.
     inputs = inputs / inputs.mean().clamp(min=torch.finfo(inputs.dtype).tiny)
     relative = []
     for name, weight in weights.items():
         quant_scheme = layers[name].scheme
         assert quant_scheme is not None
         group = quant_scheme.group_of(weight.shape[1])
-        magnitudes = weight.abs().view(len(weight), -1, group)
+        magnitudes = weight.abs().view(len(weight), -1, group)  # (N, K / group, group)
         # Relative to the group's largest weight, which decides the rounding step.
         peak = magnitudes.amax(-1, keepdim=True).clamp(min=1e-6)
-        relative.append((magnitudes / peak).flatten(1).mean(0))
-    means = fold.reduce(torch.stack(relative).mean(0), "mean")
+        relative.append((magnitudes / peak).flatten(1).mean(0))  # (K,)
+    means = fold.reduce(torch.stack(relative).mean(0), "mean")  # (P,)
     for divides_by_weights in (False, True):
         for ratio in RATIOS:
             scales = inputs.pow(ratio)
             if divides_by_weights:
                 scales = scales / (means.pow(1 - ratio) + SMALLEST)
             scales = scales.clamp(min=SMALLEST)
-            # The largest and the smallest scale become inverses of each other.
+            # Center on 1 in log scale: the largest and the smallest scale become reciprocals.
             yield scales / (scales.amax() * scales.amin()).sqrt()
 
 
@@ -344,13 +352,15 @@ def _output_error(
     """Return the squared output error of all tokens if the features are scaled by `columns`."""
     assert layer.scheme is not None
     scaled = weight * columns  # (N, K)
-    error = (round_weight(scaled, layer.scheme) - scaled) / columns
-    total = float((error @ statistics.hessian * error).sum())
+    # At run time the inputs are divided by `columns`; dividing the error instead keeps H unscaled.
+    error = (round_weight(scaled, layer.scheme) - scaled) / columns  # (N, K)
+    total = float((error @ statistics.hessian * error).sum())  # tr(E H Eᵀ)
     rule = layer.activations
     if rule is not None:
         divided = sample / columns
         peak = (statistics.largest / columns).amax() if rule.is_calibrated else None
-        input_error = round_activations(divided, rule, None, peak) - divided
+        input_error = round_activations(divided, rule, None, peak) - divided  # (sample, K)
+        # Extrapolates the error on the sample to all tokens: the ratio of their squared norms.
         share = float(statistics.hessian.diagonal().sum() / sample.square().sum().clamp(min=1e-30))
         # Weight and input errors are independent, so their squares add up.
         total += share * float((input_error @ scaled.t()).square().sum())
@@ -358,6 +368,6 @@ def _output_error(
 
 
 def _masked(layer: Prepared) -> Tensor:
-    """Return the weight (N, K) float32 without pruned weights."""
+    """Return the weight (N, K) float32 with pruned weights set to zero."""
     weight = layer.weight.detach().float()
     return weight if layer.mask is None else weight * layer.mask

@@ -80,7 +80,9 @@ def walk(
     checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Visit each decoder layer with statistics of its linear layers' inputs; visits change weights.
+    """Visit decoder layers in order, with statistics of their linear layers' inputs.
+
+    A visit may change weights; later layers then see the inputs of the changed model.
 
     Args:
         model: a complete decoder from ms-parallel or transformers.
@@ -88,8 +90,8 @@ def walk(
         statistic: accumulates a layer's inputs.
         visit: called with each decoder layer that has targets.
         targets: names of the linear layers to observe.
-        in_float: observe and visit a decoder layer without the quantization of its prepared layers.
-        checkpoint: storage of finished decoder layers, which are not visited again.
+        in_float: switch off a decoder layer's quantization while observing and visiting it.
+        checkpoint: storage of finished decoder layers, which are loaded instead of visited.
         progress: called with the number of finished decoder layers, from 0, and their total.
 
     Raises:
@@ -115,7 +117,7 @@ def walk(
             }
             if layers and not (checkpoint is not None and checkpoint.load(prefix, block)):
                 with float_layers(block) if in_float else ExitStack():
-                    # One pass before any change, so that all layers see unchanged siblings.
+                    # First pass, before any change: all layers see their unchanged siblings.
                     visit(
                         CalibratedBlock(
                             name=prefix,
@@ -139,7 +141,7 @@ def walk(
 
 @contextmanager
 def float_layers(block: nn.Module) -> Iterator[None]:
-    """Switch off the quantization of a module's prepared layers."""
+    """Switch off the quantization of a module's prepared layers in a `with` block."""
     layers = [layer for layer in block.modules() if isinstance(layer, Prepared)]
     modes = [layer.quantizing for layer in layers]
     for layer in layers:
@@ -215,8 +217,8 @@ def _arguments(
 ) -> tuple[list[Tensor], list[list[_Call]]]:
     """Record the first decoder layer's input, and every layer's other arguments, by batch.
 
-    Layers differ in their masks and rotary tables; tensors shared by several layers, or equal in
-    successive batches, are stored once.
+    The other arguments are masks and rotary tables. Tensors that several layers share, or that are
+    equal in successive batches, are stored once.
     """
     blocks = [block for _, block in blocks_of(model)]
     hidden: list[Tensor] = []
@@ -252,7 +254,7 @@ def _arguments(
 
 
 def _with_shared_tensors(call: _Call, previous: _Call | None) -> _Call:
-    """Replace tensors by equal ones of the previous batch, to store masks and tables once."""
+    """Replace tensors by equal tensors of the previous batch, to store masks and tables once."""
     if previous is None or len(call[0]) != len(previous[0]):
         return call
     args = tuple(_shared(new, old) for new, old in zip(call[0], previous[0], strict=True))
@@ -298,7 +300,7 @@ def _share_statistics(
 ) -> None:
     """Give experts that saw no token the statistics of another expert of their layer.
 
-    Its inputs have the same meaning for gate and up, and the same origin for down.
+    All experts of a layer read the same features, so these statistics are the closest available.
     """
     names = {id(layer): name for name, layer in layers.items()}
     for prefix, experts in separated(block):

@@ -1,12 +1,12 @@
-"""Scales folded into a decoder layer's weights, which leave its output unchanged.
+"""Scales folded into a decoder layer's weights without changing its output.
 
-If all that reads the output of a norm or linear layer are other linear layers, its features can be
-divided by scales by which the readers' columns are multiplied. This moves the range of features
-between weights and inputs, as AWQ and SmoothQuant need, and costs nothing at run time.
+If only linear layers read the output of a norm or linear layer, its features can be divided by
+scales, and the readers' columns multiplied by the same scales. This moves the range of features
+between weights and inputs, as AWQ and SmoothQuant need, at no cost at run time.
 
-The readers of a norm are found by running the decoder layer and comparing tensors, so that no
-family needs a list of names. Each fold is then tried with powers of two, with which the output must
-be the same bit for bit; a fold that changes it has readers that were not found, and is left out.
+The readers of a norm are detected by running the decoder layer and comparing tensors, so no family
+needs a list of names. Each fold is then tested with powers of two, which must leave the output
+bit-identical. A fold that changes the output has other readers and is skipped.
 """
 
 import logging
@@ -31,13 +31,13 @@ LINEAR_PAIRS = (
 by averages over positions only; the last rows of fused layers are the values or the up projection.
 """
 TOLERANCE = 16
-"""Largest change of a trial, in units of float32's epsilon and of the largest output: a norm that
-adds 1 to its weight rounds the trial scales."""
+"""Tolerance of the test, relative to float32's epsilon times the largest output: a norm that adds 1
+to its weight rounds the test scales."""
 
 
 @frozen(kw_only=True, eq=False)
 class Fold:
-    """A norm or linear layer, and the linear layers that read its output."""
+    """A norm or linear layer with the linear layers that read its output."""
 
     name: str
     """Name of the producer in the model."""
@@ -45,11 +45,11 @@ class Fold:
     consumers: Mapping[str, nn.Linear]
     """Readers by their name in the model."""
     rows: slice
-    """Output features of the producer that are scaled; one scale for each."""
+    """Output features of the producer that are scaled, one scale per feature."""
     scale_of: Tensor
     """(K,) int64, index of the scale for each input feature of the consumers."""
     offset: float = 0.0
-    """Added by the producer to its weight, 1 for the norms of Gemma."""
+    """Constant that the producer adds to its weight: 1 for Gemma's norms."""
 
     @property
     def count(self) -> int:
@@ -62,7 +62,7 @@ class Fold:
         return not isinstance(self.producer, nn.Linear)
 
     def tensors(self) -> list[Tensor]:
-        """Return the parameters that the fold changes."""
+        """Return the parameters that a fold modifies."""
         bias: Any = getattr(self.producer, "bias", None)
         biases = [bias] if isinstance(bias, Tensor) else []
         weights: list[Any] = [layer.weight for layer in self.consumers.values()]
@@ -73,7 +73,7 @@ class Fold:
         """Divide the producer's features by scales (count,), and multiply the readers' columns."""
         weight: Any = self.producer.weight
         divisor = scales.to(weight.device, torch.promote_types(weight.dtype, torch.float32))
-        part = weight[self.rows]
+        part = weight[self.rows]  # (count,) of a norm, (count, features) of a linear layer
         columns = divisor if part.ndim == 1 else divisor.unsqueeze(1)
         part.copy_((part + self.offset) / columns - self.offset)
         bias: Any = getattr(self.producer, "bias", None)
@@ -96,9 +96,9 @@ def find_folds(
 
     Args:
         name: name of the decoder layer in the model.
-        block: decoder layer, whose layers compute in float.
-        run: returns its output for some input.
-        norms_only: leave out folds into linear layers.
+        block: decoder layer whose linear layers compute in float.
+        run: runs the decoder layer on some input and returns its output.
+        norms_only: skip folds into linear layers.
     """
     folds = [*_norm_folds(name, block, run)]
     if not norms_only:
@@ -108,7 +108,7 @@ def find_folds(
     skipped = [fold.name for fold in folds if fold not in valid]
     if skipped:
         logger.warning(
-            "%s: no scales are folded into %s, whose output has other readers than linear layers",
+            "%s: no scales are folded into %s, whose output is not only read by linear layers",
             name,
             ", ".join(skipped),
         )
@@ -135,7 +135,8 @@ def _norm_folds(name: str, block: nn.Module, run: Callable[[], Tensor]) -> Itera
                 )
         run()
     for key, norm, out in outputs:
-        # Views such as flatten() have the same storage; all tensors are alive, so none reuses it.
+        # Compare addresses, as views such as flatten() share storage. `outputs` and `inputs` keep
+        # all tensors alive, so no address is reused.
         readers = {
             f"{name}.{reader}": layer
             for reader, layer, x in inputs
@@ -160,7 +161,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _offset(norm: nn.Module, out: Tensor) -> float:
-    """Return what a norm adds to its weight: the output for a weight of zero is zero, or not."""
+    """Return the constant that a norm adds to its weight: 0 or 1."""
     weight: Any = norm.weight
     saved = weight.clone()
     weight.zero_()
@@ -168,6 +169,7 @@ def _offset(norm: nn.Module, out: Tensor) -> float:
     bias = norm._parameters.get("bias")
     response = norm(x.unsqueeze(0)) - (0 if bias is None else bias)
     weight.copy_(saved)
+    # With a weight of zero, a plain norm outputs zero; a norm that adds 1 does not.
     return 0.0 if bool((response == 0).all()) else 1.0
 
 
@@ -179,9 +181,10 @@ def _linear_folds(name: str, block: nn.Module) -> Iterator[Fold]:
             if not isinstance(producer, nn.Linear) or not isinstance(consumer, nn.Linear):
                 continue
             prefix = ".".join(filter(None, (name, key)))
+            # Number of the producer's last rows that the consumer reads: values or up projection.
             rows = producer.out_features
             if first == "qkv_proj":
-                rows = (rows - consumer.in_features) // 2
+                rows = (rows - consumer.in_features) // 2  # keys and values have equal sizes
             elif first == "gate_up_proj":
                 rows //= 2
             scale_of = _scale_of(module, rows, consumer.in_features)
@@ -196,20 +199,21 @@ def _linear_folds(name: str, block: nn.Module) -> Iterator[Fold]:
 
 
 def _scale_of(module: nn.Module, rows: int, features: int) -> Tensor | None:
-    """Return the index of the scale for each input feature; None if they do not correspond."""
+    """Return the index of each input feature's scale, (K,); None without a correspondence."""
     if rows == features:
         return torch.arange(rows)
     width = getattr(module, "head_dim", None)
     if not isinstance(width, int) or rows < 1 or rows % width or features % rows:
         return None
     # Grouped-query attention: successive query heads read the same value head.
-    heads = torch.arange(rows).view(-1, width)
+    heads = torch.arange(rows).view(-1, width)  # (value heads, head_dim)
     return heads.repeat_interleave(features // rows, dim=0).flatten()
 
 
 def _is_exact(fold: Fold, run: Callable[[], Tensor], expected: Tensor) -> bool:
     """Return whether a fold of powers of two leaves the decoder layer's output unchanged."""
     saved = [tensor.detach().clone() for tensor in fold.tensors()]
+    # Factors 1/2, 1 and 2 are exact in every float format, and differ between neighbors.
     exponents = torch.arange(fold.count) % 3 - 1
     fold.apply(torch.exp2(exponents.float()))
     out = run()

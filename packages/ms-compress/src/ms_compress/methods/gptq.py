@@ -115,7 +115,7 @@ def gptq(
 
 @frozen(kw_only=True, eq=False)
 class GPTQRounding:
-    """Rounds the layers of one decoder layer after the other; for the fields see `gptq`."""
+    """Rounds linear layers, one decoder layer at a time; for the fields see `gptq`."""
 
     model: nn.Module
     batches: Sequence[Tensor]
@@ -128,7 +128,7 @@ class GPTQRounding:
     def round_layers(
         self, layers: Mapping[str, nn.Linear], hessians: MutableMapping[str, Tensor]
     ) -> None:
-        """Round prepared layers in place, given XᵀX (K, K) of their inputs, which are removed."""
+        """Round prepared layers in place; removes each used XᵀX (K, K) of the inputs."""
         outputs = output_squares(self.model, layers, self.batches) if self.by_loss else {}
         for name, layer in layers.items():
             assert isinstance(layer, Prepared)
@@ -281,7 +281,7 @@ def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
 def _factor(
     rounded: Tensor, scales: Tensor, scheme: Scheme, minimums: Tensor | None = None
 ) -> Tensor:
-    """Return the factor that turns the scheme's own scales, and minimums, into the given ones.
+    """Return the factor for which the scheme's rule gives these scales and minimums.
 
     If a signed scale has the other sign, no code is -2^(bits-1), so the codes merely change sign.
     """

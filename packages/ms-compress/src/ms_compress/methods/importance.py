@@ -20,8 +20,8 @@ def input_importance(
 ) -> dict[str, Tensor]:
     """Return the mean square of each input feature of the linear layers, (K,) float32 by name.
 
-    With random inputs, the expected squared error of a layer's output is the sum of the squared
-    errors of its weights times these values.
+    For independent inputs with mean zero, the expected squared error of a layer's output is the sum
+    of its weights' squared errors times these values.
 
     Args:
         model: a complete float decoder from ms-parallel or transformers.
@@ -48,7 +48,7 @@ def input_importance(
 
 
 def _add_squares(total: Tensor | None, inputs: Tensor) -> Tensor:
-    """Add the squares of inputs (T, K) and their number, (K + 1,)."""
+    """Add up the squares of inputs (T, K), and count the inputs, (K + 1,)."""
     count = torch.full((1,), float(len(inputs)), device=inputs.device)
     squares = torch.cat([inputs.square().sum(0), count])
     return squares if total is None else total.add_(squares)

@@ -255,7 +255,7 @@ def _layer_schemes(
         names = [name for name, layer in schemes.items() if layer.name == fallback]
         if names:
             logger.warning(
-                "%d of %d layers, such as %s, have rows that blocks of 256 weights do not divide;"
+                "%d of %d layers, such as %s, have row lengths that are not multiples of 256;"
                 " they use %s",
                 len(names),
                 len(schemes),

@@ -1,9 +1,9 @@
 """REAP: remove the experts that contribute least to their layer's output.
 
 Lasby et al. 2025, arXiv:2510.13999: the score of an expert is the mean over its tokens of the
-router's weight times the norm of the expert's output. Removing experts keeps the router's control
-over the others, which merging experts does not. Difference from the paper: with group-limited
-routing, as in DeepSeek-V3, every group keeps the same number of experts.
+router's weight times the norm of the expert's output. Unlike merging, removal leaves the router in
+control of each remaining expert. Difference from the paper: with group-limited routing, as in
+DeepSeek-V3, every group keeps the same number of experts.
 """
 
 import copy
@@ -25,7 +25,7 @@ from ms_compress.models.logits import evaluating, next_token_logits
 
 M = TypeVar("M", bound=nn.Module)
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in configurations."""
+"""Configuration fields with the number of experts."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def reap_scores(
 
     def observe(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-            # Not the module itself, whose hooks are running.
+            # `forward`, as calling the module would run this hook again.
             scores[name] = _add_tokens(scores[name], module.forward, *inputs)
 
         return hook
@@ -111,7 +111,7 @@ def reap_scores(
 
 @torch.no_grad()
 def remove_experts(model: M, scores: Mapping[str, ExpertScores], sparsity: float) -> M:
-    """Build a model without the experts of the lowest scores in each layer.
+    """Build a model without the lowest-scoring experts of each layer.
 
     Args:
         model: the model that was scored, not modified.
@@ -119,14 +119,14 @@ def remove_experts(model: M, scores: Mapping[str, ExpertScores], sparsity: float
         sparsity: fraction of the experts to remove, at least 0 and below 1.
 
     Raises:
-        ConfigError: fewer experts would be left than a token uses, or their number does not divide
-            into the router's groups.
+        ConfigError: fewer experts would remain than a token uses, or the remaining number is not a
+            multiple of the router's groups.
         LayerError: the layers have different numbers of experts.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
     check_type("scores", scores, Mapping, "scores by layer, from reap_scores", error=ConfigError)
     check_items("scores", scores.values(), ExpertScores, "ExpertScores", error=ConfigError)
-    Unstructured(sparsity)  # raises for a number that is not at least 0 and below 1
+    Unstructured(sparsity)  # validates 0 <= sparsity < 1
     counts = {len(layer.tokens) for layer in scores.values()}
     if len(counts) != 1:
         raise LayerError(
@@ -137,7 +137,7 @@ def remove_experts(model: M, scores: Mapping[str, ExpertScores], sparsity: float
     config: Any = model.config
     groups = int(getattr(config, "n_group", None) or 1)
     per_token = int(config.num_experts_per_tok)
-    # A token's experts come from some of the groups only.
+    # The router picks `topk_group` groups per token, and experts only from these.
     groups_per_token = int(getattr(config, "topk_group", None) or groups)
     remaining = count - round(sparsity * count)
     if remaining % groups or remaining // groups * groups_per_token < per_token:
@@ -147,13 +147,14 @@ def remove_experts(model: M, scores: Mapping[str, ExpertScores], sparsity: float
             f" (the router's groups), got {sparsity}, which leaves {remaining}; use"
             f" {1 - max(smallest, count // 2 // groups * groups) / count:g}"
         )
-    kept = {}
+    selected = {}
     for name, layer in scores.items():
+        # (groups, remaining per group), indices within the group
         by_group = layer.mean.view(groups, -1).topk(remaining // groups, -1).indices
         first = torch.arange(groups, device=by_group.device)[:, None] * (count // groups)
-        kept[name] = (by_group + first).flatten().sort().values  # in their original order
+        selected[name] = (by_group + first).flatten().sort().values  # in their original order
     weights = model.state_dict()
-    for name, experts in kept.items():
+    for name, experts in selected.items():
         for key in _tensors_by_expert(model, name, count):
             weights[key] = weights[key][experts]
     weight = next(model.parameters())
@@ -170,7 +171,7 @@ def _add_tokens(
     experts: Tensor,
     weights: Tensor,
 ) -> ExpertScores:
-    """Add the tokens of a forward, with the arguments of the fused experts.
+    """Add the scores of one forward's tokens.
 
     Args:
         scores: sums so far.
@@ -185,10 +186,11 @@ def _add_tokens(
     for index in indices.unique().tolist():  # type: ignore[no-untyped-call]
         if not 0 <= index < len(tokens):  # a dropped token
             continue
-        token, slot = torch.where(indices == index)
-        chosen = rows[token].view(*leading, len(token), -1)
+        token, slot = torch.where(indices == index)  # (n,) each: this expert's tokens
+        # Run the tokens through this expert alone, with weight 1, to get its unweighted output.
+        inputs = rows[token].view(*leading, len(token), -1)
         only = torch.full((*leading, len(token), 1), index, device=rows.device)
-        outputs = forward(chosen, only, torch.ones_like(only, dtype=weights.dtype))
+        outputs = forward(inputs, only, torch.ones_like(only, dtype=weights.dtype))
         norms = outputs.flatten(0, -2).double().norm(dim=-1)
         total[index] += (weights.flatten(0, -2)[token, slot].double() * norms).sum()
         tokens[index] += len(token)
@@ -206,7 +208,7 @@ def _fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def expert_count(model: nn.Module) -> int:
-    """Return the number of experts of a layer."""
+    """Return the number of experts per layer."""
     return next(_count(module) for _, module in _fused_experts(model))
 
 
@@ -216,7 +218,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _tensors_by_expert(model: nn.Module, name: str, count: int) -> Iterator[str]:
-    """Yield the names of the tensors of a layer's experts and router, whose first dim is E."""
+    """Yield the names of the expert and router tensors of a layer that have E as first dim."""
     parent = name.rpartition(".")[0]
     prefixes = tuple(f"{parent}.{child}." for child in (name.rpartition(".")[2], "gate", "router"))
     for key, value in model.state_dict().items():

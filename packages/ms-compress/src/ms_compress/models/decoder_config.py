@@ -12,7 +12,7 @@ from ms_compress.errors import ExportError, LayerError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 EXPERT_FAMILIES = ("qwen3_moe", "mixtral")
-"""Families with experts, for targets that take them."""
+"""Families with experts, for targets that support experts."""
 UNSUPPORTED = ("transformer-xl",)
 """Families of ms-parallel that no deployment runtime supports."""
 LAYER_PARTS = {
@@ -57,7 +57,7 @@ class DecoderConfig:
 def decoder_config(
     document: Mapping[str, Any], target: str, families: tuple[str, ...] = FAMILIES
 ) -> DecoderConfig:
-    """Parse a model's config.json for a target that takes some families.
+    """Parse a model's config.json for a target that supports certain families.
 
     Raises:
         ExportError: the model is not of the Llama family, or has a setting that no target supports.

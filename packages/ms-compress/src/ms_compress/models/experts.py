@@ -1,7 +1,7 @@
 """Fused experts as separate linear layers, which every method can quantize and calibrate.
 
-Models keep the matrices of all experts of a layer in two tensors. As linear layers, experts have
-statistics of their own tokens, and names like those of most checkpoints.
+Models store the matrices of all experts of a layer in two tensors. As linear layers, experts get
+separate calibration statistics, and the same names as in most checkpoints.
 Shapes: T tokens, k experts per token, H hidden, E experts, I expert width.
 """
 
@@ -20,7 +20,7 @@ MATRICES = ("gate_proj", "up_proj", "down_proj")
 CHECKPOINT_NAMES = {
     "mixtral": (".block_sparse_moe.experts.", dict(zip(MATRICES, ("w1", "w3", "w2"), strict=True)))
 }
-"""Path of the experts, and names of their matrices, in checkpoints of families that differ."""
+"""Path of the experts and names of their matrices in checkpoints with other names."""
 
 
 class Expert(nn.Module):
@@ -45,7 +45,7 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.Module):
-    """Experts of a layer as modules `0`, `1`, ..., called like the fused experts they replace."""
+    """Experts of a layer as modules `0`, `1`, ..., with the signature of the fused experts."""
 
     def __init__(self, experts: list[Expert]) -> None:
         super().__init__()
@@ -67,8 +67,8 @@ class SeparateExperts(nn.Module):
         for index in sorted(set(indices.flatten().tolist())):
             if not 0 <= index < self.count:  # a dropped token
                 continue
-            rows, slots = torch.where(indices == index)
-            result = self.get_submodule(str(index))(tokens[rows])
+            rows, slots = torch.where(indices == index)  # (n,) each: this expert's tokens
+            result = self.get_submodule(str(index))(tokens[rows])  # (n, H)
             result = result * scores[rows, slots].unsqueeze(-1)
             out = out.index_add(0, rows, result.to(out.dtype))
         return out.view_as(hidden)
@@ -84,7 +84,7 @@ def separate_experts(model: M) -> M:
         The same model; models without fused experts are unchanged.
 
     Raises:
-        LayerError: experts are split over processes, or have biases, as those of gpt-oss.
+        LayerError: experts are split over processes, or have biases (as in gpt-oss).
     """
     check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
     for name, module in list(model.named_modules()):
@@ -105,7 +105,7 @@ def separated(model: nn.Module) -> Iterator[tuple[str, SeparateExperts]]:
 
 
 def routers(model: nn.Module) -> set[str]:
-    """Return the names of the modules that choose among separate experts."""
+    """Return the names of the routers of separate experts that are not linear layers."""
     return {
         f"{name.rpartition('.')[0]}.{child}"
         for name, _ in separated(model)
@@ -115,7 +115,7 @@ def routers(model: nn.Module) -> set[str]:
 
 
 def checkpoint_names(model: nn.Module, family: str) -> dict[str, str]:
-    """Return the checkpoint's name of each matrix of separate experts, where it differs."""
+    """Return the checkpoint's names of separate experts' matrices, if they differ."""
     if family not in CHECKPOINT_NAMES:
         return {}
     path, matrices = CHECKPOINT_NAMES[family]
@@ -129,7 +129,7 @@ def checkpoint_names(model: nn.Module, family: str) -> dict[str, str]:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return whether a module has the matrices of all experts in two tensors."""
+    """Return True if a module stores the matrices of all experts in two tensors."""
     matrices = [_matrix(module, name) for name in ("gate_up_proj", "down_proj")]
     return all(matrix is not None and matrix.ndim >= 3 for matrix in matrices)
 

@@ -287,7 +287,7 @@ def check_layer(layer: nn.Module, name: str, scheme: Scheme | None) -> None:
 
 
 def check_zero(name: str, scheme: Scheme) -> None:
-    """Check that pruned weights, which are zeros, are exact in a scheme."""
+    """Check that a scheme stores pruned weights, which are zeros, exactly."""
     if not scheme.has_zero:
         raise LayerError(
             f"{name}: a scheme for pruned weights must store zero exactly, got {scheme}; use"

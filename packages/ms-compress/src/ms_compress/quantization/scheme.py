@@ -115,14 +115,14 @@ class SuperBlock:
     """
 
     size: int
-    """Number of weights in a row that share the float16 scales."""
+    """Number of consecutive weights that share the float16 scales."""
     groups: int
-    """Number of groups in it."""
+    """Number of groups per super-block."""
     low: int
     high: int
     """Smallest and largest integer scale."""
     has_minimums: bool
-    """Whether groups also have minimums; their integers are those of the scales."""
+    """Whether groups also have minimums, stored as integers in the same range as the scales."""
 
     @property
     def scales_per_block(self) -> int:
@@ -213,12 +213,12 @@ class Scheme:
     eps_for_zeros: bool = False
     """The scale of an all-zero group is the scale dtype's epsilon instead of 0."""
     super_block: SuperBlock | None = None
-    """Super-blocks of several groups, whose own scales are integers; `scale_dtype` then is that of
-    the super-blocks' scales."""
+    """Super-blocks of groups with integer scales; `scale_dtype` is then the dtype of the
+    super-blocks' scales."""
     values: tuple[int, ...] | None = field(default=None, validator=_counts)
     """Ascending values that codes can have, if these are not all integers from `low` to `high`."""
     fallback: str | None = None
-    """Scheme of layers whose rows the super-block does not divide."""
+    """Fallback scheme for layers whose row length is not a multiple of the super-block."""
     larger: str | None = None
     """Scheme of the layers that a mixture such as `gguf.q4_k_m` stores with more bits."""
     embeddings: bool = True

@@ -25,7 +25,7 @@ class SchemeResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kl: float
     """KL(float || quantized) of the next token, in nats."""
     agreement: float
-    """Share of positions with the same most likely token."""
+    """Fraction of positions with the same most likely token."""
     perplexity: float | None
     seconds: float
     """Time to quantize, without loading, measuring and export."""
@@ -44,13 +44,13 @@ class SchemeComparison(
     """Name of the base model's folder."""
     tokens: int
     source: str
-    """Where the tokens are from."""
+    """Source of the tokens."""
     float_size_bytes: int
     float_perplexity: float | None
     results: tuple[SchemeResult, ...]
 
     def best(self) -> list[int]:
-        """Return the indices of results that no smaller result beats, by size."""
+        """Return the indices of results with a lower KL than every smaller result, by size."""
         by_size = sorted(
             range(len(self.results)),
             key=lambda i: (self.results[i].size_bytes, self.results[i].kl),
@@ -63,7 +63,7 @@ class SchemeComparison(
 
 
 def schemes_table(comparison: SchemeComparison) -> str:
-    """Return the comparison as text; results that no smaller one beats have a star."""
+    """Return the comparison as text; a star marks results that no smaller result beats."""
     rows = [HEADINGS, *_rows(comparison)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
     lines = [

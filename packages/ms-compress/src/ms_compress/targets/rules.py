@@ -28,29 +28,29 @@ NAMES = tuple(_SCHEMES)
 """Names of the schemes; other group sizes, such as `ct.int4_g64`, can be named too."""
 
 
-def layer_scheme(whole: Scheme, name: str, features: int, layers: int) -> Scheme:
-    """Return the scheme of one layer of a model that is prepared for a scheme.
+def layer_scheme(model_scheme: Scheme, name: str, features: int, layers: int) -> Scheme:
+    """Return the scheme of one layer in a model that is prepared for a scheme.
 
-    It differs for the layers that a mixture stores with more bits, and for layers whose rows the
-    scheme's super-blocks do not divide.
+    It differs from the model's scheme for layers that a mixture stores with more bits, and for
+    layers whose row length is not a multiple of the scheme's super-block.
 
     Args:
-        whole: scheme of the model.
+        model_scheme: scheme of the model.
         name: name of the layer.
-        features: number of weights of its rows.
+        features: number of weights per row.
         layers: number of decoder layers of the model.
     """
-    result = whole
-    if whole.larger is not None and stores_more_bits(name, layers):
-        result = _SCHEMES[whole.larger]
+    result = model_scheme
+    if model_scheme.larger is not None and stores_more_bits(name, layers):
+        result = _SCHEMES[model_scheme.larger]
     if result.super_block is not None and features % result.super_block.size and result.fallback:
         result = _SCHEMES[result.fallback]
     return result
 
 
-def schemes_of_layers(whole: Scheme) -> set[Scheme]:
-    """Return the schemes that layers of a model have that is prepared for a scheme."""
-    main = {whole} if whole.larger is None else {whole, _SCHEMES[whole.larger]}
+def schemes_of_layers(base: Scheme) -> set[Scheme]:
+    """Return all schemes that layers can have in a model that is prepared for a scheme."""
+    main = {base} if base.larger is None else {base, _SCHEMES[base.larger]}
     return main | {_SCHEMES[item.fallback] for item in main if item.fallback is not None}
 
 

@@ -143,13 +143,13 @@ class Target(Format):
     serve: str = ""
     """Command that serves a folder, with `{folder}` in place of its path."""
     example: str = ""
-    """Python code that generates text with a folder, with `{folder}` in place of its path."""
+    """Python code that generates text with an exported folder, whose path is `{folder}`."""
     opens_cheaply: bool = True
     """Open every export once if the libraries are installed, instead of only when verifying."""
     keeps_stored_dtypes: bool = False
     """Store tensors that are not quantized in the dtypes of the base folder, instead of float32."""
     fuses_experts: bool = False
-    """Whether the runtime computes experts as one module, which ignores the rounding of inputs."""
+    """Whether the runtime fuses experts into one module, which does not round their inputs."""
     needs_tokenizer: bool = False
     """Whether the runtime needs an exported tokenizer to read text."""
     tolerance: float = field(default=1e-4)

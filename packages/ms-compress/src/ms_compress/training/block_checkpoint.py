@@ -1,7 +1,7 @@
 """Checkpoint of a calibration: one sealed file per finished decoder layer.
 
-Each layer is written once, so that a checkpoint is as large as the model's decoder layers. A killed
-run loads them and continues with the next layer.
+Each decoder layer is written once, so a checkpoint is as large as the model's decoder layers. A
+restarted run loads the stored layers and continues with the next layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class BlockFiles:
 
     folder: Path
     identity: Mapping[str, str]
-    """Settings that the calibration depends on; files with others are refused."""
+    """Settings that the calibration depends on; files with other settings are rejected."""
 
     def load(self, name: str, block: nn.Module) -> bool:
         """Restore a decoder layer; return False if it is not stored.
@@ -68,7 +68,7 @@ class BlockFiles:
         write_sealed(self.folder / name, header, lambda file: torch.save(state, file))
 
     def remove(self) -> None:
-        """Remove the stored layers, and the folder if it has nothing else."""
+        """Remove the stored layers, and the folder if it is then empty."""
         if self.folder.is_dir():
             with writing(self.folder):
                 for path in self.folder.glob("model.layers.*"):

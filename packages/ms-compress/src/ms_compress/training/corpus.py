@@ -2,8 +2,8 @@
 
 A dataset is a folder of ms-data shards (text or conversations), a JSON list of token lists, a text
 file or a folder of these, or a file of conversations, rendered with the model folder's chat
-template. A row has the start of one conversation, and only its answers count in the loss. Every
-runtime thus reads rows alike, as none needs to know where another conversation starts inside a row.
+template. A row has the start of one conversation, and only its answers count in the loss. All
+runtimes read such rows in the same way, as they need no boundaries between conversations in a row.
 """
 
 import logging
@@ -195,7 +195,7 @@ def _has_texts(path: Path) -> bool:
 
 
 def _has_token_lists(path: Path) -> bool:
-    """Return whether a file is a JSON list of token lists, judged by its start."""
+    """Return True if the start of a file looks like a JSON list of token lists."""
     try:
         with path.open("rb") as file:
             return TOKEN_LISTS.match(file.read(4096)) is not None

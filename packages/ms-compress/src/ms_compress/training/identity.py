@@ -73,10 +73,10 @@ def describe_change(name: str, previous: object, current: object) -> str:
 
 
 def check_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """Check that stored work belongs to a run with the same settings.
+    """Check that stored work comes from a run with the same settings.
 
     Raises:
-        ConfigError: it does not; the message names the differences.
+        ConfigError: the settings differ; the message names the differences.
     """
     changed = [name for name in {**current, **saved} if saved.get(name) != current.get(name)]
     if changed:

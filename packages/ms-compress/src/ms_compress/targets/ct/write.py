@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "model.safetensors"
 EXPERT = re.compile(r"\.experts\.\d+\.")
-"""Part of the names of an expert's tensors."""
+"""Pattern of the tensor names of an expert."""
 INTEGER_FORMATS = ("pack-quantized", "int-quantized")
 BFLOAT16_FORMATS = ("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
 """Formats that compressed-tensors dequantizes to bfloat16, which has the exact values."""
@@ -78,18 +78,18 @@ def check(model: WholeModel, assets: Assets) -> None:
 
 
 def _check_experts(model: WholeModel) -> None:
-    """Check that transformers does not silently read other experts; it fuses them again.
+    """Check that transformers reads separate experts correctly, as it fuses them when loading.
 
     Raises:
-        LayerError: it would leave out the global scale of each expert.
+        LayerError: transformers would ignore the global scale of each expert.
     """
     for entry in model.tensors.values():
         if entry.scheme is None or not EXPERT.search(entry.name):
             continue
         if entry.scheme.strategy == "tensor_group":
             raise LayerError(
-                f"{entry.module}: the scheme of an expert must have no scale of its tensor, which"
-                f" transformers leaves out without an error, got {entry.scheme}; use ct.mxfp4a16 or"
+                f"{entry.module}: the scheme of an expert must have no per-tensor scale, which"
+                f" transformers silently ignores, got {entry.scheme}; use ct.mxfp4a16 or"
                 " ct.int4_g32"
             )
         if entry.scheme.num_bits == 8 or not entry.scheme.symmetric:

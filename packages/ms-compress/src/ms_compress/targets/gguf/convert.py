@@ -1,7 +1,7 @@
 """Convert GGUF files to Hugging Face folders, to train, distill from or quantize again.
 
-Weights are dequantized by the gguf library, one tensor at a time. A file is input from strangers:
-every tensor must be known, and have the shape that the file's own metadata gives it.
+Weights are dequantized by the gguf library, one tensor at a time. A file is untrusted input: every
+tensor must be known and have the shape that the file's metadata implies.
 """
 
 import json
@@ -36,9 +36,9 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-"""Class of each family that can be read; Mistral's files say that they are Llama."""
+"""Model class of each supported family; Mistral's files declare the architecture llama."""
 LLAMA_3_FACTORS = (8.0, 32.0)
-"""Factors of Llama 3.1's and Llama 3.2's rotary frequencies, whose other constants are equal."""
+"""Rotary scaling factors of Llama 3.1 and Llama 3.2; their other constants are equal."""
 MOST_LAYERS, MOST_EXPERTS = 1024, 4096
 
 logger = logging.getLogger(__name__)
@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 
 @frozen(kw_only=True, eq=False)
 class _Source:
-    """Parameters of a Hugging Face folder that one tensor of the file has."""
+    """Parameters of a Hugging Face folder that are stored in one tensor of the file."""
 
     names: tuple[str, ...]
-    """One name, or one for each expert."""
+    """One name, or a name per expert."""
     shape: tuple[int, ...]
     """Shape of each parameter."""
     heads: int | None = None
-    """Number of heads whose rows llama.cpp has in another order."""
+    """Number of heads whose rows llama.cpp stores in another order; None if it does not."""
 
 
 def import_gguf(
@@ -66,9 +66,9 @@ def import_gguf(
     """Write a GGUF file's model as a Hugging Face folder, which appears complete or not at all.
 
     Args:
-        path: GGUF file of a Llama, Mistral, Mixtral, Qwen 2, Qwen 3 or Qwen 3 MoE.
+        path: GGUF file of a Llama, Mistral, Mixtral, Qwen 2, Qwen 3 or Qwen 3 MoE model.
         folder: output folder; must not exist.
-        dtype: dtype of the weights; float32 has the exact values of every type.
+        dtype: dtype of the weights; float32 holds the values of every GGUF type exactly.
         progress: called with the number of written tensors, and their total.
 
     Raises:
@@ -83,7 +83,7 @@ def import_gguf(
         raise ExportError(f"dtype must be float32, float16 or bfloat16, got {dtype}; use float32")
     path, folder = Path(path), Path(folder)
     if not path.is_file():
-        raise ExportError(f"{path} must be a GGUF file, and there is no such file; correct path")
+        raise ExportError(f"{path} must be a GGUF file, and it does not exist; correct path")
     check_file(path, error=ExportError)
     with path.open("rb") as stream:
         if stream.read(4) != b"GGUF":
@@ -91,6 +91,7 @@ def import_gguf(
     gguf = library()
     with library_errors(path, LIBRARY):
         file = gguf.GGUFReader(path)
+    # Config first: it defines the tensors to expect, and their shapes.
     config = _config(path, file)
     sources = dict(_sources(config))
     tensors = _checked_tensors(path, file, sources)
@@ -116,7 +117,7 @@ def import_gguf(
 
 
 def _config(path: Path, file: Any) -> dict[str, Any]:
-    """Return the config.json of a file's model."""
+    """Build config.json from the file's metadata."""
     architecture = str(_field(path, file, "general.architecture", str))
 
     def number(key: str, kind: type = int, default: Any = None) -> Any:
@@ -134,11 +135,13 @@ def _config(path: Path, file: Any) -> dict[str, Any]:
     layers, hidden, heads = (
         number(key) for key in ("block_count", "embedding_length", "attention.head_count")
     )
+    # A damaged file could otherwise ask for millions of layers.
     if not 0 < layers <= MOST_LAYERS or not 0 < heads <= hidden or not 0 <= experts <= MOST_EXPERTS:
         raise ExportError(
             f"{path}: its sizes must be plausible, got {layers} layers, {heads} heads, hidden size"
             f" {hidden} and {experts} experts; fetch it again"
         )
+    # GGUF dims are innermost first, so the last one is the number of rows.
     vocabulary = next(
         (int(tensor.shape[-1]) for tensor in file.tensors if tensor.name == "token_embd.weight"), 0
     )
@@ -178,10 +181,12 @@ def _rope(path: Path, file: Any, number: Callable[..., Any]) -> dict[str, Any]:
     """Return the rotary settings.
 
     Raises:
-        ExportError: the frequencies are divided in a way that is not Llama 3's or linear.
+        ExportError: the scaling of the frequencies is neither Llama 3's nor linear.
     """
     theta = number("rope.freq_base", float, 10000.0)
     scaling = number("rope.scaling.type", str, "none")
+    # llama.cpp stores only Llama 3's divisors, not the constants. Recompute them with the known
+    # constants and compare.
     divisors = next((tensor for tensor in file.tensors if tensor.name == "rope_freqs.weight"), None)
     if divisors is not None:
         stored = torch.from_numpy(divisors.data.copy()).float()
@@ -198,7 +203,7 @@ def _rope(path: Path, file: Any, number: Callable[..., Any]) -> dict[str, Any]:
             if torch.allclose(stored, expected.float(), rtol=1e-5):
                 return rope
         raise ExportError(
-            f"{path}: its rope_freqs must be those of Llama 3.1 or 3.2, got others; get the model's"
+            f"{path}: its rope_freqs must match Llama 3.1 or 3.2, got other values; get the model's"
             " Hugging Face folder instead"
         )
     if scaling == "linear":
@@ -213,13 +218,14 @@ def _rope(path: Path, file: Any, number: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _sources(config: dict[str, Any]) -> Iterator[tuple[str, _Source]]:
-    """Yield the file's tensors that a model of these sizes has, with their parameters."""
+    """Yield the tensors that a model of these sizes has, with their parameters."""
     family, hidden = config["model_type"], config["hidden_size"]
     heads, key_heads, width = (
         config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
     experts = config.get("num_local_experts", config.get("num_experts", 0))
     inner = config.get("moe_intermediate_size", config["intermediate_size"])
+    # llama.cpp interleaves the two halves of each head's rotary features for these families.
     permuted = family in ("llama", "mixtral")
 
     def source(*names: str, shape: tuple[int, ...], heads: int | None = None) -> _Source:
@@ -255,6 +261,7 @@ def _sources(config: dict[str, Any]) -> Iterator[tuple[str, _Source]]:
                 f"{name}.weight",
                 source(f"{prefix}.{part}.weight", shape=shape, heads=order.get(part)),
             )
+            # Qwen 2 has biases on q, k and v only; Llama's attention_bias includes the output.
             is_biased = part[-6:] in ("q_proj", "k_proj", "v_proj") or family == "llama"
             if has_bias and part.startswith("self_attn.") and part.endswith("proj") and is_biased:
                 yield (
@@ -277,13 +284,13 @@ def _checked_tensors(path: Path, file: Any, sources: dict[str, _Source]) -> dict
     """Return the file's tensors by name.
 
     Raises:
-        ExportError: one is missing, unknown or of another shape.
+        ExportError: a tensor is missing, unknown or of the wrong shape.
     """
     tensors = {tensor.name: tensor for tensor in file.tensors}
     expected = {*sources, "rope_freqs.weight"}
     if unknown := sorted(tensors.keys() - expected):
         raise ExportError(
-            f"{path}: its tensors must be those of its architecture, but it has {unknown[0]!r}; get"
+            f"{path}: its tensors must match its architecture, but it has {unknown[0]!r}; get"
             " the model's Hugging Face folder instead"
         )
     for name, source in sources.items():
@@ -304,6 +311,7 @@ def _values(
     path: Path, gguf: Any, tensor: Any, source: _Source, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """Yield the dequantized parameters of one tensor."""
+    # Expert by expert, so that a stacked tensor is never dequantized at once.
     for index, name in enumerate(source.names):
         with library_errors(path, LIBRARY):
             data = tensor.data if len(source.names) == 1 else tensor.data[index]
@@ -324,7 +332,7 @@ def _field(path: Path, file: Any, name: str, kind: type, default: Any = None) ->
     """Return a value of the file's metadata.
 
     Raises:
-        ExportError: it is missing without a default, or has another type.
+        ExportError: the value is missing without a default, or has the wrong type.
     """
     field = file.fields.get(name)
     if field is None and default is not None:
@@ -333,6 +341,7 @@ def _field(path: Path, file: Any, name: str, kind: type, default: Any = None) ->
         value = None if field is None else field.contents()
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    # bool is a subclass of int, and no field here is a bool.
     if not isinstance(value, kind) or isinstance(value, bool):
         problem = "lacks it" if value is None else f"has {value!r:.80}"
         raise ExportError(f"{path}: {name} must be {kind.__name__}, but the file {problem}")
@@ -340,7 +349,7 @@ def _field(path: Path, file: Any, name: str, kind: type, default: Any = None) ->
 
 
 def _write_tokenizer(path: Path, file: Any, folder: Path) -> None:
-    """Write the file's tokenizer with transformers, which converts it; skip a placeholder."""
+    """Convert the file's tokenizer with transformers; skip a placeholder tokenizer."""
     field = file.fields.get("tokenizer.ggml.tokens")
     with library_errors(path, LIBRARY):
         texts = [] if field is None else field.contents(slice(0, 2))
@@ -352,6 +361,7 @@ def _write_tokenizer(path: Path, file: Any, folder: Path) -> None:
         return
     import transformers
 
+    # Hide transformers' progress bars and warnings.
     level = logging.getLogger("transformers").level
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:

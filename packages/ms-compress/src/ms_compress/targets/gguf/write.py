@@ -59,9 +59,9 @@ EXPERTS = {
 }
 """Tensors that stack a matrix of all experts."""
 ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
-"""llama.cpp's name of a family, where it differs."""
+"""llama.cpp's name of a family, if it differs."""
 TAKEN = (*FAMILIES, *EXPERT_FAMILIES)
-"""Families that this target takes."""
+"""Families that this target supports."""
 PERMUTED = ("llama", "mistral", "mixtral")
 """Families that llama.cpp computes with rotation of adjacent pairs."""
 FILE_TYPES = {
@@ -71,7 +71,7 @@ FILE_TYPES = {
     "Q5_K": "MOSTLY_Q5_K_M",
     "MXFP4": "MOSTLY_MXFP4_MOE",
 }
-"""The library's name of a file's most common type, where it is not `MOSTLY_` and the type."""
+"""The library's file type for a most common tensor type, if it is not `MOSTLY_<type>`."""
 
 
 def library() -> Any:
@@ -106,7 +106,7 @@ def check(model: WholeModel, assets: Assets) -> None:
 
 
 def _stacked(model: WholeModel) -> dict[str, list[WholeTensor]]:
-    """Return the model's tensors by their tensor in the file, which stacks those of experts."""
+    """Group the model's tensors by their tensor in the file, which stacks all experts."""
     stored: dict[str, list[WholeTensor]] = {}
     for entry in model.tensors.values():
         stored.setdefault(tensor_name(entry.name), []).append(entry)
