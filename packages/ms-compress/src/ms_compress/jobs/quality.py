@@ -64,10 +64,10 @@ class QualityTest:
 
     @classmethod
     def of(cls, model: nn.Module, options: QuantizeRun) -> Self:
-        """Compute the logits of a float model on the run's dataset, or on a probe without a dataset.
+        """Compute a float model's logits on the run's dataset, or on a probe without a dataset.
 
         Raises:
-            ConfigError, DataError: the dataset is bad, and the method needs it.
+            ConfigError, DataError: the dataset is invalid and the method needs it.
         """
         length, vocabulary = options.tuning.sequence_length + 1, vocabulary_of(model)
         rows = max(1, min(SAMPLE_ROWS, LOGITS // (length * vocabulary)))
