@@ -18,14 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 FRONT = re.compile(r"\A---\ntranslates:\n((?:  - .*\n)*)---\n")
 INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
-GENERATED = {"refused-combinations.md", "transformers.md"}
+GENERATED = {"reference/refused-combinations.md", "reference/transformers.md"}
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def pages() -> list[Path]:
     """English pages that need a translation; generated pages are English only."""
     english = (path for path in sorted(DOCS.rglob("*.md")) if not path.name.endswith(".zh.md"))
-    return [path for path in english if path.parent.name != "api" and path.name not in GENERATED]
+    handwritten = (path for path in english if path.parent.name != "api")
+    return [path for path in handwritten if path.relative_to(DOCS).as_posix() not in GENERATED]
 
 
 def translation_of(page: Path) -> Path:
