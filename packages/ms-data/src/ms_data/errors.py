@@ -60,7 +60,7 @@ class DamageError(DataError, RuntimeError):
 
 
 class RemoteError(DataError, RuntimeError):
-    """Object store that does not answer completely, also after retries."""
+    """An object store did not answer completely, even after retries."""
 
     exit_code: ClassVar[int] = 1
 

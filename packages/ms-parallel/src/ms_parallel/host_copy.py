@@ -20,7 +20,7 @@ class HostCopy:
         if device.type == "cpu":
             self.tensors = tensors
             return
-        # Copies to pageable memory would wait at once.
+        # Pinned memory, as copies to pageable memory are synchronous.
         self.tensors = tuple(
             torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
                 tensor, non_blocking=True
@@ -39,7 +39,7 @@ class HostCopy:
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device; a plain `tensor.to(device)` would wait for queued work."""
-    # Compiled code, and devices that are only planned for, have nothing to wait for.
+    # Compiled code, and devices that this machine does not have, have no queued work to wait for.
     if (
         device.type in ("cpu", "meta")
         or torch.compiler.is_compiling()

@@ -1,7 +1,7 @@
-"""Our optimizers and learning-rate schedules for transformers' Trainer.
+"""Optimizers and learning-rate schedules for transformers' Trainer.
 
-`trainer_optimizers` returns the pair that `Trainer(optimizers=...)` takes. The update rules are the
-engine's, so a run under Trainer takes the same steps as one under `Engine`.
+`trainer_optimizers` returns the pair for `Trainer(optimizers=...)`. It uses the engine's update
+rules, so Trainer makes the same updates as `Engine`.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ def trainer_optimizers(
     settings is not used.
 
     Args:
-        model: model to train; frozen parameters are left out.
+        model: model to train; frozen parameters are skipped.
         optimizer: `AdamW`, `SGD`, `Adafactor`, `Muon` or an elementwise class of torch.optim; or a
             table of its `name` and settings; or an object such as `AdamWConfig`.
         total_steps: number of optimizer steps, at which the decay ends.
@@ -140,13 +140,13 @@ class TrainerOptimizer(Optimizer):
 
 
 class _OneProcess:
-    """Groups of a process that has all parameters, as under DDP or alone."""
+    """Process groups for a process with all parameters: a single process, or DDP."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return a group of this process alone, which Muon's exchange of matrices needs."""
+        """Return a group with only this process, which Muon's exchange of matrices needs."""
         if not dist.is_initialized():
             return connect(Layout(), device=self.device).group(axis)
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
 """Shards in object stores, read in blocks through fsspec with a bounded cache on the local disk.
 
 The index and the shards are addressed by name, so nothing is listed. A shard is read in aligned
-blocks by range requests; blocks are cached as files, which all processes of a machine share. Stores
-fail, stall and cut transfers short, so a request is repeated with growing pauses, and each answer
-must have the requested length. Bytes are trusted only after the checks of `Shard`, whose frames
-have xxh3 checksums: a frame that fails is fetched once more past the cache.
+blocks by range requests; blocks are cached as files that all processes of a machine share. Stores
+fail, stall and truncate transfers, so requests are retried with backoff, and each answer must have
+the requested length. Bytes are only trusted after the checks of `Shard`, whose frames have xxh3
+checksums: a frame that fails is fetched again, bypassing the cache.
 """
 
 import logging
@@ -36,7 +36,7 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 THREADS = 8
 """Requests in flight per process."""
 TRIM_SHARE = 16
-"""A process trims the cache after it has added this fraction of its limit."""
+"""A process trims the cache after adding 1 / `TRIM_SHARE` of its limit."""
 
 
 class RemoteShards:
@@ -79,7 +79,7 @@ class RemoteShards:
         self.attempts, self.timeout_s = attempts, timeout_s
         self.block_bytes = block_kib << 10
         self.retries = 0
-        """Requests of this process that were repeated."""
+        """Number of retries by this process."""
         self._url, self._options = url, options or {}
         self._filesystem, self._root = self._connect()
         self._cache = BlockCache(_cache_folder(cache), cache_mib << 20)
@@ -135,6 +135,7 @@ class RemoteShards:
         for attempt in range(self.attempts):
             if attempt:
                 self.retries += 1
+                # Exponential backoff with jitter, so that processes do not retry in lockstep.
                 pause = min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
                 logger.debug("%s: %s; trying again in %.1f s", self.path(name), problem, pause)
                 time.sleep(pause)
@@ -142,7 +143,7 @@ class RemoteShards:
                 content = self._cat(path, begin, end)
             except FileNotFoundError:
                 raise
-            except Exception as error:  # the clients' exceptions have no common base class
+            except Exception as error:  # clients have no common exception class
                 problem = without_secrets(f"{type(error).__name__}: {error}")
                 continue
             if begin is None or end is None or len(content) == end - begin:
@@ -158,7 +159,8 @@ class RemoteShards:
         if getattr(filesystem, "async_impl", False):
             sync = import_module("fsspec.asyn").sync
             read = filesystem._cat_file
-            # The client's own time limits are minutes; a stalled answer is given up sooner.
+            # `cat_file` has no timeout, and clients wait for minutes before they give up on a
+            # stalled answer. `sync` with the coroutine has one.
             return bytes(
                 sync(filesystem.loop, read, path, start=begin, end=end, timeout=self.timeout_s)
             )
@@ -189,7 +191,7 @@ class RemoteShards:
         return filesystem, str(root)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the client out; each process connects on its own."""
+        """Drop the client: each process opens its own connection."""
         return {**self.__dict__, "_filesystem": None, "_process": 0}
 
 
@@ -200,11 +202,12 @@ class RemoteFile:
         folder: folder of the file.
         name: name of the file.
         size_bytes: size from the index.
-        fingerprint: changes with the dataset, so that a cache never mixes two versions.
+        fingerprint: identifies the dataset's version, so the cache never mixes two versions.
     """
 
     def __init__(self, folder: RemoteShards, name: str, size_bytes: int, fingerprint: str) -> None:
         self.folder, self.name, self.size_bytes = folder, name, size_bytes
+        # Everything that could change a block's bytes. Hashed, as URLs are not file names.
         key = f"{folder.url}\0{fingerprint}\0{name}\0{size_bytes}\0{folder.block_bytes}"
         self._key = blake2b(key.encode(), digest_size=16).hexdigest()
 
@@ -216,6 +219,7 @@ class RemoteFile:
             FileNotFoundError: the file does not exist.
         """
         size = self.folder.block_bytes
+        # Each block contributes its part of [begin, end), relative to the block's start.
         return b"".join(
             self._read_block(
                 number, max(begin - number * size, 0), min(end - number * size, size), fresh=fresh
@@ -224,7 +228,8 @@ class RemoteFile:
         )
 
     def prefetch(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Fetch the blocks of byte ranges that are not cached, several at a time."""
+        """Fetch the missing blocks of byte ranges in parallel."""
+        # A single block is left to `read`, which would fetch it just as fast.
         blocks = {number for begin, end in spans for number in self._blocks(begin, end)}
         missing = [n for n in sorted(blocks) if not self.folder._cache.has(self._name(n))]
         if len(missing) > 1:
@@ -252,7 +257,7 @@ class RemoteFile:
 
 
 class BlockCache:
-    """Blocks as files in a folder of limited size, shared by processes; the oldest are removed.
+    """LRU cache of blocks as files in a folder, shared by processes.
 
     A block is written to a temporary file and renamed, so readers see complete blocks. If the disk
     is full, blocks are simply not cached.
@@ -274,18 +279,19 @@ class BlockCache:
         self._trim()
 
     def has(self, name: str) -> bool:
-        """Return whether a block is cached."""
+        """Return True if a block is cached."""
         return (self.folder / name).exists()
 
     def get(self, name: str, begin: int, end: int) -> bytes | None:
         """Return a range of a block; None if it is not cached completely."""
+        # Another process may remove the file at any time; an open descriptor stays readable.
         try:
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
         try:
             content = os.pread(descriptor, end - begin, begin)
-            os.utime(descriptor)  # recently used
+            os.utime(descriptor)  # marks it as recently used, for `_trim`
         except OSError:
             return None
         finally:
@@ -293,7 +299,8 @@ class BlockCache:
         return content if len(content) == end - begin else None
 
     def put(self, name: str, content: bytes) -> None:
-        """Store a block, and remove the oldest ones if the limit is exceeded."""
+        """Store a block, and remove the least recently used blocks beyond the limit."""
+        # Unique name: other processes and threads may store the same block at the same time.
         temporary = self.folder / f".{name}.{os.getpid()}.{random.getrandbits(32):08x}"
         try:
             temporary.write_bytes(content)
@@ -307,7 +314,7 @@ class BlockCache:
             self._trim()
 
     def _trim(self) -> None:
-        """Remove the blocks that were not used for longest until the rest fits."""
+        """Remove the least recently used blocks until the others fit."""
         self._added = 0
         entries = []
         with os.scandir(self.folder) as files:
@@ -317,7 +324,7 @@ class BlockCache:
                 except FileNotFoundError:  # another process removed it
                     continue
                 entries.append((status.st_mtime_ns, status.st_size, file.path))
-        # Room for what all processes may add until the next trim.
+        # Leave room for the blocks that processes add until the next trim.
         excess = sum(size for _, size, _ in entries) - self.limit_bytes * (1 - 1 / TRIM_SHARE)
         for _, size, path in sorted(entries):
             if excess <= 0:

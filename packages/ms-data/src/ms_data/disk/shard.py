@@ -23,7 +23,7 @@ from ms_data.disk.remote import RemoteFile, RemoteShards
 from ms_data.errors import DamageError
 
 REREADS = 4
-"""Further reads of a damaged frame or footer from an object store, past the cache."""
+"""Number of times to fetch a damaged frame or footer again from an object store, uncached."""
 REREAD_TAIL_BYTES = 1 << 20
 """End of a shard with its frame table and footer."""
 
@@ -113,7 +113,7 @@ class Shard:
         for _ in range(REREADS if self._remote is not None else 0):
             if checksum(payload) == expected:
                 break
-            # Damaged on the way or in the cache; the store's own copy decides.
+            # Damaged in transit or in the cache: fetch the store's copy again.
             payload = self._read_bytes(part, int(self.offsets[number]), size, fresh=True)
         if checksum(payload) != expected:
             raise self._damage_error(part, "checksum mismatch")
@@ -148,7 +148,7 @@ class Shard:
         for _ in range(REREADS):
             try:
                 return self._open(entry, frame_tokens)
-            except DamageError:  # on the way or in the cache, perhaps
+            except DamageError:  # perhaps damaged in transit or in the cache
                 tail = max(0, entry.size_bytes - REREAD_TAIL_BYTES)
                 self._remote.read(0, len(MAGIC), fresh=True)
                 self._remote.read(tail, entry.size_bytes, fresh=True)

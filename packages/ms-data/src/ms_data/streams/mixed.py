@@ -50,7 +50,7 @@ class MixedStream(BatchStream[B]):
         """Source names; `task` is an index into them."""
 
     def _folder_of(self, folder: str | Path | RemoteShards) -> Any:
-        """Return a `Path`, or `RemoteShards` where the stream reads object stores."""
+        """Return a `Path`, or `RemoteShards` if the stream reads object stores."""
         return any_folder(folder) if self._reads_remote else dataset_folder(folder)  # type: ignore[arg-type]
 
     def _source_seed(self, number: int) -> int:

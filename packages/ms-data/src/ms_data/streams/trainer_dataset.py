@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 WINDOW_CHUNKS = 64
 JUMPS_BEFORE_WARNING = 16
-"""Reads that do not follow the previous one, as a random sampler makes."""
+"""Number of backward jumps that indicates a random sampler."""
 
 
 class TrainerRow(TypedDict):
@@ -127,13 +127,13 @@ class TrainerDataset:
         return self._source
 
     def _count_jumps(self, number: int) -> None:
-        """Warn once of a sampler that jumps: each jump decodes a window of many rows."""
+        """Warn once about a random sampler: each jump decodes a window of many rows."""
         self._jumps += number < self._next - 1
         self._next = number + 1
         if self._jumps == JUMPS_BEFORE_WARNING and self.shuffle:
             logger.warning(
-                "rows are read in random order, which decodes a window for each; they are shuffled"
-                " by the dataset, so set train_sampling_strategy='sequential' in TrainingArguments"
+                "rows are read in random order, so each read decodes a window; the dataset already"
+                " shuffles rows, so set train_sampling_strategy='sequential' in TrainingArguments"
             )
 
     def __getstate__(self) -> dict[str, object]:

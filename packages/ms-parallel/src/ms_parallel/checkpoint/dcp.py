@@ -52,7 +52,7 @@ class RunPosition:
 
 
 def is_distributed(folder: str | Path) -> bool:
-    """Return whether a folder is a checkpoint of torch.distributed.checkpoint.
+    """Return True if a folder is a checkpoint of torch.distributed.checkpoint.
 
     Raises:
         CheckpointError: folder is not a path.
@@ -67,8 +67,8 @@ def load_distributed(
     """Load weights, AdamW moments and the step of a DCP folder into an engine's state, in place.
 
     Args:
-        folder: folder with `.metadata`, as torchtitan's `checkpoint/step-N`; or of your own script,
-            with Hugging Face names and an AdamW state by parameter name.
+        folder: folder with `.metadata`: torchtitan's `checkpoint/step-N`, or a folder of your own
+            script with Hugging Face names and an AdamW state by parameter name.
         config: configuration of the model.
         state: result of `Engine.state_dict`; pass it to `Engine.load_state_dict` afterwards.
         step: number of steps taken, if the folder does not record it.
@@ -78,7 +78,7 @@ def load_distributed(
 
     Raises:
         DamageError: the folder is damaged, or its metadata is not plain checkpoint metadata.
-        CheckpointError: it has another model or no AdamW state, or the step is unknown.
+        CheckpointError: the folder has another model or no AdamW state, or the step is unknown.
     """
     check_path("folder", folder, error=CheckpointError)
     source = DcpFolder(Path(folder))
@@ -87,7 +87,7 @@ def load_distributed(
     other = [n for n in state if n.startswith("optimizer.") and n != TAKEN]
     if any(not n.startswith(tuple(moments)) for n in other):
         raise CheckpointError(
-            f"{folder} can be loaded with optimizer='AdamW' only, and this run uses another; set"
+            f"{folder} can only be loaded with optimizer='AdamW', and this run uses another; set"
             " optimizer to AdamW"
         )
     counts = set()
@@ -114,7 +114,7 @@ def load_distributed(
 
 
 class DcpFolder:
-    """Tensors and numbers of a DCP folder, read by box; nothing is unpickled beyond plain values.
+    """Tensors and numbers of a DCP folder, read by box; only plain values are unpickled.
 
     Raises:
         DamageError: the folder has no `.metadata`, or it is damaged.
@@ -128,11 +128,13 @@ class DcpFolder:
     def read(self, name: str, box: Box) -> Tensor:
         """Read the part of a tensor inside a box, whose slices may have a step."""
         saved = self.index.tensors[name]
+        # Read the box densely, and apply its steps at the end.
         steps = tuple(slice(None, None, dim.step) for dim in box)
         dense = [range(dim.start, dim.stop) for dim in box]
         values = torch.zeros([len(dim) for dim in dense], dtype=saved.dtype)
         missing = values.numel()
         for chunk in saved.chunks:
+            # Intersection of chunk and box, relative to the chunk (source) and to the box (target).
             source, target = [], []
             for dim, offset, size in zip(dense, chunk.offsets, chunk.shape, strict=True):
                 start, stop = max(dim.start, offset), min(dim.stop, offset + size)
@@ -141,6 +143,7 @@ class DcpFolder:
             if all(part.start < part.stop for part in source):
                 values[tuple(target)] = self._chunk(name, chunk, saved.dtype)[tuple(source)]
                 missing -= math.prod(part.stop - part.start for part in source)
+        # The index checks that the chunks' sizes add up to the tensor's, so a gap means an overlap.
         if missing:
             raise DamageError(
                 f"{self.folder / METADATA}: the chunks of {name!r} overlap; copy the folder again"
@@ -148,7 +151,7 @@ class DcpFolder:
         return values[steps]
 
     def number(self, name: str) -> int | None:
-        """Return a saved whole number, an object or a tensor of one element; None without it."""
+        """Return a saved integer (an object or a one-element tensor); None if it is missing."""
         if name in self.index.objects and self.index.objects[name].size_bytes <= OBJECT_BYTES:
             value = self._archive(name, self.index.objects[name])
         elif name in self.index.tensors and math.prod(self.index.tensors[name].shape) == 1:
@@ -157,7 +160,7 @@ class DcpFolder:
         else:
             return None
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        # A float32 counter, as AdamW's, is exact to 2^24.
+        # AdamW's step counter is float32, which is exact up to 2^24.
         if type(number) not in (int, float) or not 0 <= number < 1 << 62 or number % 1:
             shown = f"{number:g}" if isinstance(number, float) else type(number).__name__
             raise DamageError(
@@ -166,7 +169,7 @@ class DcpFolder:
         return int(number)
 
     def _chunk(self, name: str, chunk: DcpChunk, dtype: torch.dtype) -> Tensor:
-        # Slices of one tensor are read one after another, so the last chunk is kept.
+        # Slices of one tensor are read consecutively, so caching one chunk is enough.
         if self._last is None or self._last[0] is not chunk:
             tensor = self._archive(name, chunk)
             if type(tensor) is not Tensor or tensor.dtype != dtype or tensor.shape != chunk.shape:
@@ -184,7 +187,7 @@ class DcpFolder:
             with open_file(path, error=DamageError) as stream:
                 stream.seek(chunk.begin)
                 content = io.BytesIO(_read_exactly(stream, chunk.size_bytes))
-            # Its entries are stored, so none may claim to be larger than the archive.
+            # torch stores entries uncompressed. A larger total would be a decompression bomb.
             with zipfile.ZipFile(content) as archive:
                 if sum(entry.file_size for entry in archive.infolist()) > chunk.size_bytes:
                     raise DamageError(
@@ -196,7 +199,7 @@ class DcpFolder:
             raise DamageError(f"{path}: cannot be read: {error.strerror or error}") from error
         except DamageError:
             raise
-        # torch.load raises many classes for a damaged archive.
+        # torch.load raises many exception types for a damaged archive.
         except Exception as error:
             reason = " ".join(str(error).split())[:120] or type(error).__name__
             raise DamageError(
@@ -215,7 +218,7 @@ def _read_exactly(stream: io.RawIOBase, size_bytes: int) -> bytes:
 
 
 class _Tensors:
-    """Tensors of a folder by the parameters of a model."""
+    """Maps a model's parameters and their moments to the tensors of a folder."""
 
     def __init__(self, config: ModelConfig, source: DcpFolder) -> None:
         self.config, self.source = config, source
@@ -223,11 +226,13 @@ class _Tensors:
         names = source.index.tensors
         self.prefix, self.optimizer = "", "optimizer.state."
         if EMBEDDING in names:
+            # torchtitan: weights of q, k and v are always saved separately, moments may be fused.
             fused = any(".wqkv.weight.exp_avg" in name for name in names)
             self.weight_rules = torchtitan_rules(config, fused=False, names=names)
             self.moment_rules = torchtitan_rules(config, fused=fused, names=names)
             return
-        # Scripts nest their states, such as {"model": ..., "optim": ...}.
+        # Scripts nest their states, such as {"model": ..., "optim": ...}, so the prefixes of
+        # weights and moments are detected from the embedding, which every model has.
         prefixes = [n.removesuffix(HF_EMBEDDING) for n in names if n.endswith(HF_EMBEDDING)]
         states = [
             n.removesuffix(f"{HF_EMBEDDING}.exp_avg")
@@ -239,17 +244,18 @@ class _Tensors:
                 f"{source.folder} has neither {EMBEDDING!r} (torchtitan) nor {HF_EMBEDDING!r}"
                 " (Hugging Face), so its names are unknown; save it with either"
             )
+        # The shortest prefix, as a folder may also hold other weights, such as an average.
         self.prefix = min(prefixes, key=len)
         self.optimizer = min(states, key=len) if states else self.optimizer
         self.weight_rules = self.moment_rules = family_of(config).weights(config)
 
     def weights(self, name: str) -> list[WeightSlice]:
-        """Return the slices of a weight."""
+        """Return the slices of the folder's tensors that make up a weight."""
         pieces = list(slices_of(self.weight_rules, name, self.shapes[name]))
         return [_renamed(piece, f"{self.prefix}{piece.tensor}") for piece in pieces]
 
     def moments(self, name: str, moment: str) -> list[WeightSlice]:
-        """Return the slices of a weight's moment."""
+        """Return the slices of the folder's tensors that make up a weight's moment."""
         if name not in self.shapes:
             raise CheckpointError(
                 f"{name!r} is not a weight of this model, so it has no moments; use its own state"
@@ -273,6 +279,7 @@ class _Tensors:
                     f"{self.source.folder}: {piece.tensor!r} {problem} but this run's {name} needs"
                     f" {piece.shape}; set model_config as in the run that saved it"
                 )
+            # None: the slice does not overlap this process's part, so nothing is read.
             inside = piece.within(part.box) if part.local.numel() else None
             if inside is not None:
                 values = piece.to_parameter(self.source.read(piece.tensor, inside[0]))
@@ -333,7 +340,7 @@ def save_distributed(
     entries["lr_scheduler.last_epoch"] = int(state[TAKEN])
     partial = folder.with_name(folder.name + ".partial")
     with writing(folder), without_warning():
-        # Lazy tensors are sized like their result, but take no memory.
+        # DCP plans the files from examples that have the right size but take no memory.
         sizes = {
             name: entry.example if isinstance(entry, _Lazy) else entry
             for name, entry in entries.items()
@@ -353,12 +360,12 @@ class _Lazy:
     """A tensor that is computed when it is written."""
 
     example: Tensor
-    """Tensor of the same shape and dtype that takes no memory."""
+    """Expanded scalar of the same shape and dtype, which takes no memory."""
     compute: Callable[[], Tensor]
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Computes each tensor when it is written, so that one is in memory at a time."""
+    """Computes each tensor when it is written, so that only one is in memory at a time."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -376,16 +383,18 @@ def _entries(
     names: Names,
     groups: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a DCP folder: tensors, lazily, and the optimizer's settings."""
+    """Yield the entries of a DCP folder: lazy tensors, and the optimizer's settings."""
     if names == "torchtitan":
         weights = torchtitan_rules(config, fused=False)
-        # Separate q, k and v last, so that equal names are written once.
+        # Both forms of q, k and v, for either value of `fuse_qkv`. All other names are equal in
+        # both, and the dict of entries keeps one of each.
         moments = [torchtitan_rules(config, fused=fused) for fused in (True, False)]
     else:
         weights = family_of(config).weights(config)
         moments = [weights]
     shapes = weight_shapes(config)
     yield from _assembled(weights, shapes, state, "")
+    # torchtitan's folders also have the head of a model with tied weights.
     for owner, copy in model_plan(config).tied:
         if names == "torchtitan" and owner in state:
             (piece,) = slices_of(weights, copy, shapes[owner])
@@ -396,6 +405,7 @@ def _entries(
             local = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
             for name, entry in _assembled(rules, shapes, local, ""):
                 yield f"optimizer.state.{name}.{moment}", entry
+        # AdamW's own counter and settings, which torchtitan flattens by parameter name.
         for name in (n for n in shapes if f"optimizer.exp_avg.{n}" in state):
             for piece in slices_of(rules, name, shapes[name]):
                 yield f"optimizer.state.{piece.tensor}.step", state[TAKEN].float()
@@ -409,7 +419,8 @@ def _assembled(
     tensors: Mapping[str, Tensor],
     prefix: str,
 ) -> Iterator[tuple[str, _Lazy]]:
-    """Yield each tensor of a folder that is made of the given parameters."""
+    """Yield each tensor of a folder, assembled lazily from slices of the parameters."""
+    # Invert the rules: for each tensor of the folder, its slices and their parameters.
     sources: dict[str, list[tuple[WeightSlice, Tensor]]] = {}
     for name, tensor in tensors.items():
         for piece in slices_of(rules, name, shapes[name]) if name in shapes else ():
@@ -417,6 +428,7 @@ def _assembled(
     for name, pieces in sources.items():
         shape, dtype = pieces[0][0].shape, pieces[0][1].dtype
 
+        # Defaults bind the loop's current values.
         def compute(
             pieces: list[tuple[WeightSlice, Tensor]] = pieces,
             shape: tuple[int, ...] = shape,

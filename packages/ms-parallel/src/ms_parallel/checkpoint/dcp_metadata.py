@@ -1,10 +1,10 @@
 """Reads the `.metadata` of a torch.distributed.checkpoint (DCP) folder without running its code.
 
 `.metadata` is a pickle of torch's `Metadata`. It is decoded in two passes: the first checks every
-opcode, the second builds inert records in place of torch's classes. Only `RECORDS`, `PLAIN` and
-torch's dtypes are resolved, never to a class or function of torch, so a hostile file can neither
-call anything nor change a class. The result is then checked against the
-sizes of the folder's files.
+opcode, the second builds inert records in place of torch's classes. Only the names of `RECORDS` and
+`PLAIN` and torch's dtypes are resolved, and never to a class or function of torch, so a malicious
+file can neither call anything nor modify a class. The result is then checked against the sizes of
+the folder's files.
 """
 
 import io
@@ -67,22 +67,22 @@ class _Record:
         self.state = state
 
     def field(self, name: str) -> Any:
-        """Return a field of the object; None if it has none of this name."""
+        """Return a field of the object; None if it is missing."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves only the names of DCP's metadata, and those to records."""
+    """Unpickler that resolves the names of DCP's metadata to records, and rejects all others."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        # Classes of this file alone, so that nothing set on them outlives the call.
+        # New classes per file, so that a file cannot change classes that outlive the call.
         self.records = {
             name: type(name[1], (_Record,), {"class_name": name[1]}) for name in RECORDS
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in of a name, or a dtype.
+        """Return the record class of a name, or a dtype.
 
         Raises:
             _InvalidError: any other name.
@@ -91,6 +91,7 @@ class _Unpickler(pickle.Unpickler):
             return self.records[module, name]
         if (module, name) in PLAIN:
             return PLAIN[module, name]
+        # isalnum: `torch.float32`, but never a dunder or a dotted path.
         dtype = getattr(torch, name, None) if module == "torch" and name.isalnum() else None
         if isinstance(dtype, torch.dtype):
             return dtype
@@ -101,7 +102,7 @@ class _Unpickler(pickle.Unpickler):
 
 @frozen(kw_only=True)
 class DcpChunk:
-    """A box of a tensor, or an object, and its bytes in a file."""
+    """Location of an object, or of a box of a tensor, in a file."""
 
     file: str
     begin: int
@@ -145,13 +146,14 @@ def read_dcp_index(folder: Path) -> DcpIndex:
 
 
 class _InvalidError(Exception):
-    """A contradiction in the metadata."""
+    """Invalid or contradictory metadata."""
 
 
 def _decode(content: bytes) -> object:
     try:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
-            # The C decoder allocates a memo up to the highest index.
+            # The C unpickler allocates its memo up to the highest index, so a large index in a tiny
+            # file would take all memory.
             if "PUT" in opcode.name and isinstance(argument, int) and argument > count:
                 raise _InvalidError("its memo is out of order")
         return _Unpickler(content).load()
@@ -164,18 +166,19 @@ def _decode(content: bytes) -> object:
 
 
 class _Files:
-    """Sizes of the files of a folder, each looked up once."""
+    """Checks chunks against the sizes of a folder's files, which are cached."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._sizes: dict[str, int] = {}
 
     def chunk(self, name: str, record: object, offsets: Any = (), shape: Any = ()) -> DcpChunk:
-        """Return the checked chunk of a tensor or object."""
+        """Validate and return the chunk of a tensor or object."""
         if not isinstance(record, _Record) or record.class_name != "_StorageInfo":
             raise _InvalidError(f"it does not say where {name[:80]!r} is stored")
         if record.field("transform_descriptors"):
             raise _InvalidError(f"{name[:80]!r} is compressed, which is not supported")
+        # FILE_NAME has no separators, so a chunk cannot point outside the folder.
         file, begin, size = (record.field(f) for f in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
             raise _InvalidError(f"{str(file)[:80]!r} is not the name of a file in this folder")
@@ -204,12 +207,13 @@ class _Files:
 
 
 def _index(metadata: object, files: _Files) -> DcpIndex:
-    """Convert the decoded metadata; reject what contradicts itself or the files."""
+    """Convert the decoded metadata; reject contradictions within it or with the files."""
     if not isinstance(metadata, _Record) or metadata.class_name != "Metadata":
         raise _InvalidError("it is not the metadata of a checkpoint")
     entries, storage = metadata.field("state_dict_metadata"), metadata.field("storage_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise _InvalidError("it lists no tensors")
+    # Location by name and offsets of the chunk; the offsets of an object are None.
     locations: dict[tuple[str, tuple[int, ...] | None], object] = {}
     for index, location in storage.items():
         if not isinstance(index, _Record) or index.class_name != "MetadataIndex":
@@ -261,13 +265,14 @@ def _tensor(
         checked.append(files.chunk(name, locations.get((name, offsets)), offsets, sizes))
         if math.prod(sizes) * dtype.itemsize > checked[-1].size_bytes:
             raise _InvalidError(f"a chunk of tensor {name[:80]!r} is larger than its bytes on disk")
+    # Only sizes here. `DcpFolder.read` detects overlaps, which leave gaps.
     if sum(math.prod(chunk.shape) for chunk in checked) != math.prod(shape):
         raise _InvalidError(f"the chunks of tensor {name[:80]!r} do not fill it")
     return DcpTensor(dtype=dtype, shape=shape, chunks=tuple(checked))
 
 
 def _sizes_of(value: object) -> bool:
-    """Return whether a value is a short tuple of integers from 0 to 2^63."""
+    """Return True if a value is a short tuple of integers from 0 to 2^63."""
     return (
         isinstance(value, tuple)
         and len(value) <= MAX_DIMS

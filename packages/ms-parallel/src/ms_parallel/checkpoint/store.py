@@ -1,9 +1,9 @@
 """Checkpoints in object stores (`s3://`, `gs://`, `hf://`) through fsspec.
 
 A store has no rename, so a checkpoint is published by one small object, `step-N.json`, which is
-written after all files are stored and their sizes checked. It names the prefix of the files, and
-every upload has a new prefix: an interrupted upload, or two writers of the same step, cannot mix
-files. Readers look only at these objects and never see an unpublished checkpoint.
+written after all files are stored and their sizes checked. It names the prefix of the files. Every
+upload uses a new prefix, so an interrupted upload or two writers of the same step cannot mix files.
+Readers only look at these objects, so they never see an unpublished checkpoint.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class CheckpointStore:
     Args:
         url: URL of fsspec, such as `s3://bucket/run`. Credentials come from the client's
             environment and are never stored or printed.
-        attempts: tries of each request.
+        attempts: number of attempts per request.
         options: options of the fsspec file system, such as `endpoint_url`.
 
     Raises:
@@ -101,13 +101,14 @@ class CheckpointStore:
 
         Raises:
             DamageError: the folder is incomplete.
-            CheckpointError: the store does not accept it, after retries.
+            CheckpointError: the store does not accept a file, after retries.
         """
         check_path("folder", folder, error=CheckpointError)
         check_integer("keep", keep or 1, minimum=1, error=CheckpointError)
         folder = Path(folder)
         manifest = read_manifest(folder)
         prefix = f"step-{manifest.step:08d}.{secrets.token_hex(8)}"
+        # A random prefix: a second writer of the same step cannot overwrite these files.
         files = {name: (folder / name).stat().st_size for name in _names_of(folder)}
         for name in files:
             self._put(folder / name, f"{prefix}/{name}", files[name])
@@ -118,7 +119,7 @@ class CheckpointStore:
             files=files,
         )
         content = msgspec.json.encode(publication)
-        # One small object, written last: stores show it completely or not at all.
+        # One small object, written last: stores show an object completely or not at all.
         name = f"{self._root}/step-{manifest.step:08d}.json"
         self._retry(lambda: self._filesystem.pipe_file(name, content))
         if keep is not None:
@@ -133,10 +134,10 @@ class CheckpointStore:
             step: step to fetch; None for the newest.
 
         Returns:
-            Its folder; None if nothing is published.
+            The checkpoint's folder; None if nothing is published.
 
         Raises:
-            DamageError: the files differ from what was published.
+            DamageError: the files differ from the published files.
             CheckpointError: the step is not published, or the store does not answer.
         """
         check_path("root", root, error=CheckpointError, written="folder")
@@ -159,11 +160,12 @@ class CheckpointStore:
                 if not target.is_file() or target.stat().st_size != size:  # resumes a download
                     source = f"{publication.prefix}/{name}"
                     self._retry(partial(self._get, source, target, size))
+            # The manifest has the digests of all other files, which are checked when it is loaded.
             manifest = (incomplete / MANIFEST).read_bytes()
             if hashlib.sha256(manifest).hexdigest() != publication.manifest_sha256:
                 raise DamageError(
-                    f"{self.url}/{publication.prefix}/{MANIFEST}: bytes differ from those"
-                    " published; use an earlier checkpoint"
+                    f"{self.url}/{publication.prefix}/{MANIFEST}: bytes differ from the published"
+                    " manifest; use an earlier checkpoint"
                 )
             sync_tree(incomplete)
             publish(incomplete, folder)
@@ -188,13 +190,14 @@ class CheckpointStore:
     def _delete_old(self, keep: int) -> None:
         for step in self.steps()[:-keep]:
             publication = self._publication(step)
-            # Unpublished first: readers must not open a checkpoint with missing files.
+            # Unpublish first: readers must not open a checkpoint with missing files.
             self._retry(partial(self._filesystem.rm_file, f"{self._root}/step-{step:08d}.json"))
             for name in publication.files:
                 path = f"{self._root}/{publication.prefix}/{name}"
                 self._retry(partial(self._filesystem.rm_file, path))
 
     def _names(self) -> list[str]:
+        # fsspec caches listings, which would hide checkpoints of other writers.
         self._filesystem.invalidate_cache()
         try:
             entries = self._filesystem.ls(self._root, detail=False)
@@ -224,12 +227,13 @@ class CheckpointStore:
         problem = ""
         for attempt in range(self.attempts):
             if attempt:
+                # Exponential backoff with jitter, so that processes do not retry in lockstep.
                 pause = min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
                 logger.debug("%s: %s; trying again in %.1f s", self.url, problem, pause)
                 time.sleep(pause)
             try:
                 return request()
-            except Exception as error:  # the clients' exceptions have no common base class
+            except Exception as error:  # clients have no common exception class
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 problem = without_secrets(text)[:200]
         raise CheckpointError(
@@ -239,6 +243,6 @@ class CheckpointStore:
 
 
 def _names_of(folder: Path) -> list[str]:
-    """Return the names of a checkpoint's files, the manifest last."""
+    """Return the names of a checkpoint's files, with the manifest last."""
     files = sorted(path.name for path in folder.iterdir() if FILE_NAME.fullmatch(path.name))
     return [*files, MANIFEST]

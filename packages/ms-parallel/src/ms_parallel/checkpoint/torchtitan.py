@@ -2,10 +2,10 @@
 
 torchtitan differs from Hugging Face in three ways:
 1. Names, such as `layers.0.feed_forward.w1.weight` for `model.layers.0.mlp.gate_proj.weight`.
-2. Llama's rotary embedding turns neighboring features (2i, 2i+1) of a head, ours i and i + D/2, so
-   the rows of the query and key projections are interleaved.
-3. With `fuse_qkv` (the default) the optimizer holds one matrix for q, k and v: for each key-value
-   head its query heads, then its key head, then its value head. Weights are saved separately.
+2. Llama's rotary embedding rotates neighboring features (2i, 2i+1) of a head; ours rotates i and
+   i + D/2. So the rows of the query and key projections are interleaved.
+3. With `fuse_qkv` (the default), the optimizer state has one matrix for q, k and v: for each
+   key-value head its query heads, its key head and its value head. Weights are saved separately.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -85,7 +85,7 @@ def _heads(
     total: int | None,
     interleaved: bool,
 ) -> WeightRule:
-    """Return a rule for a projection whose heads are elsewhere in a tensor.
+    """Return a rule for a projection whose heads are stored in another order in a tensor.
 
     Args:
         tensor: name of the tensor, with `{0}` for the layer.

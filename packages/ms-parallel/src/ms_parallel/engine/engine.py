@@ -302,8 +302,8 @@ class Engine:
         # One all-reduce.
         sums = self.reduction.totals(results, len(metrics), mtp, gradients, self.row_check.terms())
         copies = HostCopy(sums, *router_sums)
-        # Queued before the host knows the sums, so the device is never idle. An audit needs the
-        # weights of before the update, and suspicious rows may or may not end the run.
+        # Queued before the host knows the sums, so the device is never idle. Not with an audit,
+        # which needs the weights before the update, or suspicious rows, which may end the run.
         is_queued = not (
             self.row_check.suspicion or self.auditor.is_due(self.step_count + 1)
         ) and self.trained.queue(gradients, sums, limits, rate)

@@ -89,8 +89,8 @@ def _rotates_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 class _RotateInPlace(torch.autograd.Function):
     """`x · cos + roll(x) · sin` of half precision in four kernels instead of six.
 
-    Without `roll`, and x is cast where it is read. Like `cpu.Rotate`, it saves only the angles and
-    is its own backward pass with negated angles.
+    It needs no `roll`, and casts x where it is read. Like `cpu.Rotate`, it saves only the angles;
+    the backward pass is the same rotation with negated angles.
     """
 
     generate_vmap_rule = True

@@ -1,16 +1,16 @@
-"""Linear layers whose matrix products take float8 factors.
+"""Linear layers with float8 matrix products.
 
-A linear layer computes three products, each of which sums over another dim:
+A linear layer computes three products that sum over different dims:
 
     Y = X Wᵀ      over inputs
     dX = dY W     over outputs
     dW = dYᵀ X    over tokens
 
-Both factors are rounded to e4m3, with scales along the dim that is summed, and the sum is float32.
-GPUs of compute capability 9.0 and later multiply float8 with scales per row; elsewhere the rounded
-factors are multiplied in float32, which gives the same up to the order of sums. Weights, gradients
-and optimizer state keep their precision. Tokens are those of a microbatch on one rank, so dW
-depends on the microbatch size and the layout within float8's rounding.
+Both factors are rounded to e4m3 with scales along the summed dim, and sums are float32. GPUs of
+compute capability 9.0 and later multiply float8 with scales per row. Elsewhere the rounded factors
+are multiplied in float32, with the same result up to the order of sums. Weights, gradients and
+optimizer state keep their precision. dW sums over the tokens of a microbatch on one rank, so within
+float8's rounding it depends on the microbatch size and the layout.
 
 Shapes: T tokens, I inputs, O outputs.
 """
@@ -36,7 +36,7 @@ E4M3: Final = torch.float8_e4m3fn
 LARGEST: Final = 448.0
 """Largest e4m3 number."""
 SMALLEST_MAXIMUM: Final = 1e-12
-"""Maxima below this are scaled like this one, so that zeros have a finite scale."""
+"""Lower limit of a block's maximum, so that zeros have a finite scale."""
 MULTIPLE: Final = 16
 """Sizes of float8 products must be multiples of this on a GPU."""
 
@@ -63,7 +63,7 @@ class Recipe:
     activation: Scaling
     weight: Scaling
     on_gpu: bool = False
-    """torch multiplies matrices scaled like this on a GPU."""
+    """Whether torch has a GPU kernel for this scaling."""
 
 
 RECIPES: Final[dict[Float8, Recipe]] = {
@@ -89,29 +89,30 @@ class ScaledMatrix(NamedTuple):
 
 
 def to_float8(matrix: Tensor, scaling: Scaling) -> ScaledMatrix:
-    """Round a matrix (M, K), K the dim that a product sums over. Infinity becomes NaN."""
+    """Round a matrix (M, K), where a product sums over K. Infinity becomes NaN."""
     height, width = matrix.shape
     columns = scaling.columns or width
-    # Zeros complete the last blocks; they do not change a maximum.
+    # Pad the last blocks with zeros, which do not change a block's maximum.
     padded = F.pad(matrix.float(), (0, -width % columns, 0, -height % scaling.rows))
     # (M / rows, rows, K / columns, columns)
     blocks = padded.view(-1, scaling.rows, padded.shape[1] // columns, columns)
-    scales = _scales(blocks.abs().amax((1, 3)), scaling)
+    scales = _scales(blocks.abs().amax((1, 3)), scaling)  # (M / rows, K / columns)
+    # e4m3 has no infinity, and a cast of larger numbers gives NaN: clamp first.
     scaled = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST)
-    codes = scaled.to(E4M3).flatten(2).flatten(0, 1)[:height, :width]
+    codes = scaled.to(E4M3).flatten(2).flatten(0, 1)[:height, :width]  # (M, K)
     return ScaledMatrix(codes, scales, scaling)
 
 
 def to_float32(matrix: ScaledMatrix) -> Tensor:
-    """Return the rounded matrix (M, K) in float32."""
+    """Dequantize to (M, K) float32."""
     codes, scales, scaling = matrix
     height, width = codes.shape
-    by_row = scales.repeat_interleave(scaling.rows, 0)[:height]
+    by_row = scales.repeat_interleave(scaling.rows, 0)[:height]  # (M, K / columns)
     return codes.float() * by_row.repeat_interleave(scaling.columns or width, 1)[:, :width]
 
 
 def _scales(maxima: Tensor, scaling: Scaling) -> Tensor:
-    """Return the scale of each block from its largest absolute value, float32."""
+    """Return each block's float32 scale, from its largest absolute value."""
     maxima = maxima.clamp_min(SMALLEST_MAXIMUM)
     if not scaling.power_of_two:
         return maxima / LARGEST
@@ -119,10 +120,11 @@ def _scales(maxima: Tensor, scaling: Scaling) -> Tensor:
         # maximum = m · 2^e with m in [0.5, 1); e4m3's largest exponent is 8.
         exponent = torch.frexp(maxima).exponent - 1 - 8
     else:
+        # Round up to a power of two; a mantissa of 0.5 is already one.
         mantissa, exponent = torch.frexp(maxima / LARGEST)
         exponent = exponent - (mantissa == 0.5).int()
     power = torch.ldexp(torch.ones_like(maxima), exponent)
-    # So that gradients that are not finite stay so, and the step is skipped.
+    # Non-finite gradients must stay non-finite, so that the step is skipped.
     return torch.where(maxima.isfinite(), power, torch.nan)
 
 
@@ -137,7 +139,7 @@ def product(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype, *, on_gpu: boo
     """
     if not on_gpu:
         return (to_float32(a) @ to_float32(b).t()).to(dtype)
-    # Sums over a K that is no multiple of 16 are completed with zeros.
+    # The kernel needs a K that is a multiple of 16; zeros do not change the sums.
     pad = (0, -a.codes.shape[1] % MULTIPLE)
     codes_a, codes_b = (_padded(factor.codes, pad) for factor in (a, b))
     output = F.scaled_mm(
@@ -147,18 +149,18 @@ def product(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype, *, on_gpu: boo
         F.ScalingType.RowWise,
         b.scales.t(),
         F.ScalingType.RowWise,
-        output_dtype=torch.bfloat16,  # the only one with scales per row
+        output_dtype=torch.bfloat16,  # the only output dtype that supports scales per row
     )
     return output.to(dtype)
 
 
 def _padded(codes: Tensor, pad: tuple[int, int]) -> Tensor:
-    """Return contiguous codes with zero columns added; torch pads no float8, so pads bytes."""
+    """Return contiguous codes with zero columns appended, as bytes: torch cannot pad float8."""
     return F.pad(codes.view(torch.uint8), pad).view(E4M3) if pad[1] else codes.contiguous()
 
 
 class Float8Linear(nn.Linear):
-    """Linear layer with float8 products. `use_float8` turns linear layers of a model into it."""
+    """Linear layer with float8 products; `use_float8` converts linear layers of a model."""
 
     recipe: Recipe
     on_gpu: bool
@@ -179,7 +181,8 @@ class Float8Linear(nn.Linear):
         assert isinstance(x, DTensor)
         (split,) = weight.placements
         is_column = split == Shard(0)
-        # By columns: inputs are whole and their gradient is summed. By rows: outputs are summed.
+        # Column parallel: inputs are replicated, and their gradients summed over ranks. Row
+        # parallel: inputs are sharded, and outputs summed over ranks.
         inputs: Placement = Replicate() if is_column else Shard(x.ndim - 1)
         outputs: Placement = Shard(x.ndim - 1) if is_column else Partial()
         local = x.redistribute(placements=[inputs]).to_local(
@@ -211,8 +214,10 @@ class _Products(torch.autograd.Function):
         recipe, on_gpu = ctx.recipe, ctx.on_gpu
         dy = gradient.flatten(0, -2)  # (T, O)
         dx = dw = None
+        # Each product rounds its factors along its own summed dim, so nothing can be reused from
+        # the forward pass.
         if ctx.needs_input_grad[0]:
-            by_row = to_float8(dy, recipe.activation)
+            by_row = to_float8(dy, recipe.activation)  # (T, O)
             transposed = to_float8(weight.t(), recipe.weight)  # (I, O)
             dx = product(by_row, transposed, x.dtype, on_gpu=on_gpu).view(x.shape)
         if ctx.needs_input_grad[1]:
@@ -233,10 +238,10 @@ def _multiplies_on_gpu(recipe: Recipe, device: torch.device) -> bool:
 
 
 def use_float8(stage: nn.Module, plan: ModelPlan, float8: Float8, device: torch.device) -> None:
-    """Turn the linear layers of a stage's blocks into float8 ones, in place.
+    """Convert the linear layers of a stage's blocks to float8, in place.
 
     The head, embeddings, routers and experts keep their precision, and so do layers whose sizes
-    on this rank are no multiples of 16.
+    on this rank are not multiples of 16.
 
     Args:
         stage: a stage after its split over the tensor axis and before it is sharded.
@@ -245,7 +250,7 @@ def use_float8(stage: nn.Module, plan: ModelPlan, float8: Float8, device: torch.
         device: device of the run.
 
     Raises:
-        ConfigError: no layer can be turned.
+        ConfigError: no layer can be converted.
     """
     if float8 == "none":
         return
@@ -265,7 +270,7 @@ def use_float8(stage: nn.Module, plan: ModelPlan, float8: Float8, device: torch.
         module.recipe, module.on_gpu = recipe, on_gpu  # type: ignore[assignment]
     if len(suitable) < len(linear):
         names = ", ".join(name for name, module in linear if not _fits(module))
-        logger.warning("float8: sizes are no multiples of %d, so not used in %s", MULTIPLE, names)
+        logger.warning("float8: sizes are not multiples of %d, so not used in %s", MULTIPLE, names)
     if device.type == "cuda" and not on_gpu:
         logger.warning(
             "float8=%r is emulated in float32 on this device, which is slow; use it to compare"
@@ -278,7 +283,7 @@ def check_float8(float8: Float8, schedule: Schedule) -> None:
     """Check that a schedule can be combined with float8 products.
 
     Raises:
-        ConfigError: it splits the backward pass, which intercepts plain linear layers.
+        ConfigError: the schedule splits the backward pass, which intercepts plain linear layers.
     """
     if float8 != "none" and schedule.splits_backward:
         raise ConfigError(

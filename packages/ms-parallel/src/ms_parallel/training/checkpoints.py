@@ -131,7 +131,7 @@ class RunCheckpoints:
     def start_from(self, folder: str | Path, step: int | None) -> int:
         """Load a checkpoint of torch.distributed.checkpoint and save it as this run's first.
 
-        The data position is that of this run's own stream after the same number of steps.
+        The data position is this run's stream after the same number of steps.
 
         Returns:
             The step at which the run continues.

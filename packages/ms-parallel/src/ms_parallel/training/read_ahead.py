@@ -12,7 +12,7 @@ from attrs import frozen
 from ms_parallel.training.checkpoints import Stream
 
 DEPTH = 2
-"""Batches that are read ahead: one ready, and one in progress while a step takes the first."""
+"""Number of batches to read ahead: one ready, and one in progress while a step uses the first."""
 
 
 @frozen(kw_only=True)
@@ -27,21 +27,21 @@ class _Item:
 
 @frozen(kw_only=True)
 class _Reader:
-    """A running thread, with the batches that it has read."""
+    """A running thread and the batches it has read."""
 
     items: "SimpleQueue[_Item]"
     slots: threading.Semaphore
-    """Batches that may still be read."""
+    """Number of batches that the thread may still read."""
     stopped: threading.Event
     thread: threading.Thread
 
 
 class ReadAhead:
-    """A stream whose next batches are read by a thread; implements `Stream`.
+    """Stream that reads the next batches in a thread; implements `Stream`.
 
-    Batches are the stream's own, in the same order. `state_dict` is the position after the last
-    batch that was taken, not read, so a run resumes exactly. Errors are raised where the stream
-    would raise them.
+    Batches come in the stream's order. `state_dict` is the position after the last batch that was
+    returned, not read, so a run resumes exactly. Errors are raised at the same batch as without
+    reading ahead.
 
     Args:
         stream: stream to read; must not be used elsewhere.
@@ -66,7 +66,7 @@ class ReadAhead:
         return item.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch that was taken."""
+        """Return the position after the last batch that was returned."""
         return deepcopy(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
@@ -85,6 +85,7 @@ class ReadAhead:
         reader, self._reader = self._reader, None
         if reader is None:
             return
+        # Release a slot, as the thread may be waiting for one; it then sees `stopped`.
         reader.stopped.set()
         reader.slots.release()
         reader.thread.join()
@@ -110,8 +111,9 @@ class ReadAhead:
             try:
                 batch = next(self.stream)
                 batch = pinned(batch) if self._pin else batch
+                # The state is copied here, as the stream moves on before the batch is used.
                 items.put(_Item(batch=batch, state=deepcopy(self.stream.state_dict())))
-            except BaseException as error:
+            except BaseException as error:  # raised by `__next__`, after the batches before it
                 items.put(_Item(batch={}, state={}, error=error))
                 return
 

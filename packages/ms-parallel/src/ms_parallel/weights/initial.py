@@ -69,7 +69,7 @@ def initialize(model: nn.Module, seed: int) -> None:
         else:
             chunks += _chunks(parameter, seed_name)
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        # Consumed, so that an error in a thread is raised.
+        # Iterate over the results, so that an error in a thread is raised here.
         list(threads.map(lambda chunk: chunk.fill(seed, std), chunks))
 
 
@@ -94,7 +94,7 @@ class _Chunk:
     @torch.no_grad()
     def fill(self, seed: int, std: float) -> None:
         """Draw the chunk and copy the local part."""
-        # The full chunk is drawn, so values do not depend on which rows are local.
+        # Draw the full chunk, so values do not depend on which rows are local.
         values = torch.empty(self.shape)
         values.normal_(0.0, std, generator=_generator(seed, self.name, self.number))
         self.target.copy_(values[self.source])

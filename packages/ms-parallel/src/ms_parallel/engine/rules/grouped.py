@@ -46,7 +46,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     @property
     def decides_on_device(self) -> bool:
-        """Whether `step` takes a decision."""
+        """Whether `step` accepts a decision."""
         return all(
             isinstance(rule, DeviceDecidedRule) and rule.decides_on_device for rule in self.rules
         )

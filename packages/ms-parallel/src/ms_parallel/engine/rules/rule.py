@@ -55,7 +55,7 @@ class UpdateRule(Protocol):
 
 @runtime_checkable
 class DeviceDecidedRule(UpdateRule, Protocol):
-    """Update rule whose update can depend on a decision that the host does not know yet."""
+    """Update rule that supports decisions on the device, which the host does not know yet."""
 
     @property
     def decides_on_device(self) -> bool:

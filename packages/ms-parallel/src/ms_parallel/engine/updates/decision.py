@@ -1,7 +1,7 @@
-"""Decision about an update, made on the device.
+"""Decision on the device whether to update, and how to clip.
 
-The host reads the loss and the gradient norm only after the optimizer is queued, so it prepares the
-next step while the device updates the weights.
+The host reads the loss and the gradient norm only after the optimizer is queued, so it can prepare
+the next step while the device updates the weights.
 """
 
 from math import inf
@@ -24,7 +24,7 @@ class StepLimits:
     grad_norm: float = inf
 
     def allow(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step with this finite loss and gradient norm is taken."""
+        """Whether to take a step with this (finite) loss and gradient norm."""
         return loss <= self.loss and grad_norm <= self.grad_norm
 
 

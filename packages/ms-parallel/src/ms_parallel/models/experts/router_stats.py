@@ -46,9 +46,9 @@ class DocumentNumbers:
 
 
 def _renumbered(numbers: Tensor) -> Tensor:
-    """Replace numbers (B, S) by their rank among the different numbers, from 0.
+    """Replace numbers (B, S) by their rank among the distinct numbers, from 0.
 
-    `torch.unique` gives the same, but waits for the device to learn how many there are.
+    `torch.unique` returns the same, but synchronizes to get the number of distinct values.
     """
     values, order = numbers.flatten().sort()
     ranks = torch.zeros_like(values)
@@ -138,7 +138,7 @@ class RouterStats:
         Returns:
             (B, local S, E) float64 on a CPU, else float32.
         """
-        # On an accelerator reading the number of documents would wait, so its bound is used.
+        # On an accelerator, use a bound: reading the number of documents would synchronize.
         count = int(numbers.max()) + 1 if numbers.device.type == "cpu" else numbers.numel()
         pairs = numbers[..., None] * len(self.counts) + experts  # (B, S, k), document · E + expert
         size = count * len(self.counts)
