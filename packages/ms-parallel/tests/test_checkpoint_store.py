@@ -159,7 +159,7 @@ def test_a_killed_download_is_resumed_and_failing_requests_are_repeated(
         ({"files": {"checkpoint.json": 1, "../x": 1}}, "names files that no checkpoint has"),
         ({"files": {"rank-00000.safetensors": 1}}, "names files that no checkpoint has"),
         ({"step": 7}, "names files that no checkpoint has"),
-        ({"manifest_sha256": "0" * 64}, "bytes differ from the published published"),
+        ({"manifest_sha256": "0" * 64}, "bytes differ from the published"),
         ({"files": 3}, "json"),
     ],
 )
