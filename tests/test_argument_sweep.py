@@ -47,12 +47,12 @@ FIXED = {
     "ms_align.AdaptedModel.forward": "passes its arguments to the model",
     "ms_align.RewardModel.forward": "passes its tokens to the model",
 }
-"""Callables left out, with the reason."""
+"""Callables to skip, with the reason."""
 FIXED_MODULES = {
     "ms_parallel.models": "modules, whose configuration has been checked",
     "ms_parallel.operators": "operators in the forward pass of a module",
 }
-"""Modules left out, with the reason."""
+"""Modules to skip, with the reason."""
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,

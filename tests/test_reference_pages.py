@@ -54,13 +54,13 @@ def events_of(package: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", ["counts.md", "counts.zh.md"])
-@pytest.mark.parametrize(("package", "least"), [("ms-parallel", 14), ("ms-align", 18)])
-def test_every_event_is_on_the_page_of_counts(page: str, package: str, least: int) -> None:
+@pytest.mark.parametrize(("package", "minimum"), [("ms-parallel", 14), ("ms-align", 18)])
+def test_every_event_is_on_the_page_of_counts(page: str, package: str, minimum: int) -> None:
     """In the table of its package."""
     text = (REFERENCE / page).read_text()
     section = text.partition(f"## {package}")[2].partition("\n## ")[0]
     events = events_of(package)
-    assert len(events) >= least
+    assert len(events) >= minimum
     assert {name for name in events if f"`{name}`" not in section} == set()
 
 

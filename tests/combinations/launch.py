@@ -93,7 +93,7 @@ def perform(
 
 
 def _start_server(folder: Path, port: int) -> None:
-    """Fork a server with vLLM's endpoints; it ends when the only writer of its pipe does.
+    """Fork a server with vLLM's endpoints; it exits when the only writer of its pipe closes.
 
     The port is bound before the fork, so connections wait until the model is loaded.
     """

@@ -54,7 +54,7 @@ def varied(samples: Sequence[Sample]) -> list[float]:
     return [float(sum(sample.response_tokens) % 7) for sample in samples]
 
 
-def settings(folder: Path, **more: Any) -> dict[str, Any]:
+def settings(folder: Path, **overrides: Any) -> dict[str, Any]:
     """Settings for two updates of an online trainer."""
     return {
         "policy_model": model(),
@@ -67,7 +67,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
         "progress": False,
         "held_out": ["to be"],
         "checkpoint_every": 1,
-        **more,
+        **overrides,
     }
 
 

@@ -121,9 +121,9 @@ class Model:
     def sample_stepwise(
         self, prompt: list[int], sampling: Sampling, seed: int
     ) -> tuple[list[int], list[float], list[str]]:
-        """Return tokens, log-probabilities and versions, each token with the weights of its time.
+        """Return tokens, log-probabilities and versions, sampling each token with current weights.
 
-        Without a change of weights, the tokens are those of `LocalGenerator`.
+        If the weights do not change, the tokens match `LocalGenerator`.
         """
         tokens: list[int] = []
         logprobs: list[float] = []

@@ -27,7 +27,7 @@ moments = kills = 0
 
 
 def moment() -> None:
-    """Count a moment and kill a process at the chosen ones."""
+    """Count a moment, and kill a process at the selected moments."""
     global moments, kills
     moments += 1
     if len(sys.argv) == 4 and moments == int(sys.argv[3]):

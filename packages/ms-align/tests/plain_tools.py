@@ -41,7 +41,7 @@ def misbehave(how: str) -> str:
 
 
 class Countdown:
-    """Environment that asks to count down from a number; the reward is the share of right steps."""
+    """Environment that asks to count down; the reward is the fraction of right steps."""
 
     def reset(self, row: dict[str, Any], *, seed: int) -> str:
         """Start at the row's answer."""
@@ -61,10 +61,10 @@ class Countdown:
 
 
 class KillsTheTrainer(Countdown):
-    """Kill the trainer with SIGKILL at step KILL_AT of all episodes together, if that is set."""
+    """Kill the trainer with SIGKILL at step KILL_AT, counted over all episodes, if it is set."""
 
     def step(self, response: str) -> tuple[str | None, float, bool]:
-        """Count steps in a file, as each episode has a process of its own."""
+        """Count steps in a file, as each episode has a separate process."""
         if "KILL_AT" in os.environ:
             with open(os.environ["STEPS_FILE"], "ab+") as file:
                 file.write(b".")

@@ -33,7 +33,7 @@ def test_responses_equal_those_on_the_cpu() -> None:
 
 
 def test_the_host_waits_once_in_eight_tokens_of_a_response() -> None:
-    """Responses of 25 tokens need two more waits than those of 9, with every type of model."""
+    """Responses of 25 tokens need two more waits than responses of 9, for every type of model."""
     for name, (short, long) in on_rig(1, "count_generation_waits", lengths=[9, 25]).items():
         assert long - short == 2, name
 

@@ -46,7 +46,7 @@ def run(rows: list[Any], target: Any = agent, timeout_s: float = 20.0) -> tuple[
 
 
 def test_an_agent_is_recorded_token_by_token() -> None:
-    """Ids, log-probabilities and mask are those of the policy, over both requests."""
+    """Ids, log-probabilities and mask match the policy's, over both requests."""
     script, responses = run([{"prompt": "12 + 30?", "answer": "42"}])
     assert responses.episodes is not None
     (episode,) = responses.episodes

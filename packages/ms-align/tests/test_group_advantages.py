@@ -96,7 +96,7 @@ def experience(scores: list[float]) -> Experience:
     )
 
 
-def trainer(folder: Path, kind: Any = GRPOTrainer, **overrides: Any) -> Any:
+def trainer(folder: Path, trainer_class: Any = GRPOTrainer, **overrides: Any) -> Any:
     """Build a trainer of a small model without progress output."""
     settings = {
         "policy_model": decoder(),
@@ -111,7 +111,7 @@ def trainer(folder: Path, kind: Any = GRPOTrainer, **overrides: Any) -> Any:
         "progress": False,
         **overrides,
     }
-    return kind(**settings)
+    return trainer_class(**settings)
 
 
 def test_reinforce_plus_plus_normalizes_returns_over_the_rollout(tmp_path: Path) -> None:
@@ -178,10 +178,11 @@ def sparse(samples: Sequence[Sample]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
-def test_groups_with_equal_rewards_are_replaced(tmp_path: Path, kind: Any) -> None:
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+def test_groups_with_equal_rewards_are_replaced(tmp_path: Path, trainer_class: Any) -> None:
     """All groups of a rollout have unequal rewards, and generated groups are counted."""
-    trainer(tmp_path / "with", kind, reward_model=sparse, max_resample_times=20).optimize(PROMPTS)
+    options = {"reward_model": sparse, "max_resample_times": 20}
+    trainer(tmp_path / "with", trainer_class, **options).optimize(PROMPTS)
     rollouts = events(tmp_path / "with", "rollout")
     assert [event["equal_groups"] for event in rollouts] == [0] * 3
     assert sum(event["replaced_groups"] for event in rollouts) > 0
@@ -191,7 +192,7 @@ def test_groups_with_equal_rewards_are_replaced(tmp_path: Path, kind: Any) -> No
     replaced = [event["replaced_reward"] for event in rollouts if "replaced_reward" in event]
     assert replaced
     assert all(0 <= reward <= 1 for reward in replaced)
-    trainer(tmp_path / "without", kind, reward_model=sparse).optimize(PROMPTS)
+    trainer(tmp_path / "without", trainer_class, reward_model=sparse).optimize(PROMPTS)
     assert "equal_groups" not in events(tmp_path / "without", "rollout")[0]
 
 
@@ -241,7 +242,7 @@ def test_a_reward_rises(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),
+    ("trainer_class", "options", "message"),
     [
         (GRPOTrainer, {"pass_at_k": 4}, "pass_at_k must be below num_generations, 4"),
         (RLOOTrainer, {"pass_at_k": 5}, "pass_at_k must be below num_generations, 4"),
@@ -255,8 +256,8 @@ def test_a_reward_rises(tmp_path: Path, options: dict[str, Any]) -> None:
     ],
 )
 def test_contradicting_settings_are_rejected(
-    tmp_path: Path, kind: Any, options: dict[str, Any], message: str
+    tmp_path: Path, trainer_class: Any, options: dict[str, Any], message: str
 ) -> None:
     """The message names the setting."""
     with pytest.raises(ConfigError, match=message):
-        trainer(tmp_path, kind, **options)
+        trainer(tmp_path, trainer_class, **options)

@@ -80,10 +80,10 @@ def test_generation_that_runs_ahead_survives_a_kill_at_any_moment(tmp_path: Path
 def test_a_run_ahead_on_a_server_survives_20_kills(
     tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer or the server is killed 20 times; the updates are those of undisturbed runs.
+    """The trainer or the server is killed 20 times; the updates match an uninterrupted run.
 
     A running server that dies ends the run in one line, and the same command resumes with another
-    server. A server that the run has started is restarted, and the run goes on.
+    server. A server that the run started is restarted, and the run continues.
     """
     save_model(decoder(), tmp_path / "start")
     started = victim == "restarted server"

@@ -22,15 +22,15 @@ from ms_data import UnpairedStream
 from .small_models import decoder
 
 
-def stream(sets: Path, **more: Any) -> UnpairedStream:
+def stream(sets: Path, **overrides: Any) -> UnpairedStream:
     """Open the pairs, unpaired."""
-    return UnpairedStream(sets / "pairs", **{"sequence_length": 64, "batch_size": 8, **more})
+    return UnpairedStream(sets / "pairs", **{"sequence_length": 64, "batch_size": 8, **overrides})
 
 
-def trainer(folder: Path, **more: Any) -> KTOTrainer:
+def trainer(folder: Path, **overrides: Any) -> KTOTrainer:
     """Build a trainer of a small model without progress output."""
-    settings = {"model": decoder(), "steps": 6, "output_dir": folder, "progress": False, **more}
-    return KTOTrainer(**settings)
+    settings = {"model": decoder(), "steps": 6, "output_dir": folder, "progress": False}
+    return KTOTrainer(**{**settings, **overrides})
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
-def run_file(sets: Path, folder: Path, **more: Any) -> Path:
+def run_file(sets: Path, folder: Path, **overrides: Any) -> Path:
     """Write a run file of `ms-align kto`."""
     settings = {
         "model": str(sets / "model"),
@@ -52,7 +52,7 @@ def run_file(sets: Path, folder: Path, **more: Any) -> Path:
         "learning_rate": 1e-3,
         "output_dir": str(folder / "kto"),
         "progress": False,
-        **more,
+        **overrides,
     }
     path = folder / "kto.toml"
     path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))

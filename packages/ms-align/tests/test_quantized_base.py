@@ -72,7 +72,7 @@ def test_weights_take_the_bits_of_their_format(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_and_gradients_are_those_of_the_rounded_weight(name: str) -> None:
-    """And the expanded weight is not saved for the backward."""
+    """The expanded weight is not saved for the backward."""
     layer = QuantizedLinear(layer_of(48, 40), name)
     plain = layer.plain()
     x = torch.randn(3, 5, 40, requires_grad=True)
@@ -116,7 +116,7 @@ def test_an_adapter_trains_on_a_quantized_base_and_merges(name: str, tmp_path: P
 
 
 def test_the_adapter_file_loads_on_a_plain_base(tmp_path: Path) -> None:
-    """As files of QLoRA do: the base is quantized again by whoever wants to."""
+    """As with QLoRA's files, users may quantize the base again."""
     model = decoder()
     adapted = add_lora(model, LoraOptions(rank=4, quantize_base="nf4"))
     for layer in adapted.adapters().values():

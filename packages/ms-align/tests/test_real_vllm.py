@@ -65,7 +65,7 @@ def spread(samples: Sequence[Sample]) -> list[float]:
     return [sum(sample.response_tokens) % 7 / 6 for sample in samples]
 
 
-def settings(folder: Path, **more: Any) -> dict[str, Any]:
+def settings(folder: Path, **overrides: Any) -> dict[str, Any]:
     """Settings of a run of four updates."""
     return {
         "policy_model": model("llama"),
@@ -80,7 +80,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
         "progress": False,
         "generator": "vllm",
         "vllm": STARTED,
-        **more,
+        **overrides,
     }
 
 
@@ -135,7 +135,7 @@ def test_experts_that_vllm_does_not_reload_are_found(tmp_path: Path) -> None:
 def test_new_weights_change_the_responses_and_old_ones_are_found(
     tmp_path: Path, server: tuple[bool, str]
 ) -> None:
-    """Each token's log-probability is that of its version, and of no other."""
+    """Each token's log-probability matches its version and no other version."""
     is_tied, url = server
     policies = [LocalEngine(model("llama", seed, tied=is_tied)) for seed in (0, 1)]
     engine = LocalEngine(model("llama", tied=is_tied))
@@ -231,7 +231,7 @@ def test_a_killed_server_is_restarted_and_the_run_is_the_same(tmp_path: Path) ->
     for expected, actual in zip(calm, killed, strict=True):
         assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         assert actual["sampler_difference"] < 1e-5
-    # Each restart begins with vLLM's banner.
+    # vLLM prints its banner at each start.
     assert (tmp_path / "killed" / "vllm-server.log").read_text().count("non-default args") == 3
     assert [pid for pid in descendants(os.getpid()) if "vllm" in command_of(pid)] == []
 

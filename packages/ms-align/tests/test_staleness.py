@@ -36,16 +36,16 @@ def spread(samples: Sequence[Sample]) -> list[float]:
     return [sum(sample.response_tokens) % 7 / 6 for sample in samples]
 
 
-def run(folder: Path, trainer: Any = GRPOTrainer, **more: Any) -> list[dict[str, Any]]:
+def run(folder: Path, trainer: Any = GRPOTrainer, **overrides: Any) -> list[dict[str, Any]]:
     """Train and return the events of the updates."""
     groups = {} if trainer is PPOTrainer else {"num_generations": 4}
-    options = settings(folder, reward_model=spread, learning_rate=1e-2, **{**groups, **more})
+    options = settings(folder, reward_model=spread, learning_rate=1e-2, **{**groups, **overrides})
     assert trainer(**options).optimize(PROMPTS).finished
     return events(folder, "step")
 
 
 @pytest.mark.parametrize(
-    ("trainer", "staleness", "more"),
+    ("trainer", "staleness", "overrides"),
     [
         (GRPOTrainer, 1, {}),
         (GRPOTrainer, 3, {"minibatch_size": 4, "steps": 8}),
@@ -57,29 +57,29 @@ def test_the_weights_of_each_rollout_are_those_of_so_many_updates_before(
     tmp_path: Path,
     trainer: Any,
     staleness: int,
-    more: dict[str, Any],
+    overrides: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thread with a copy of the policy gives the updates of generation at the scheduled moment.
+    """A thread with a copy of the policy gives the same updates as generation on schedule.
 
-    The weights of rollout r are those of max(0, r·u - K) updates, u being its number of updates.
+    Rollout r is sampled with the weights after max(0, r·u - K) updates, for u updates per rollout.
     """
-    more = {"steps": 6, "max_staleness": staleness, **more}
-    background = run(tmp_path / "background", trainer, **more)
+    overrides = {"steps": 6, "max_staleness": staleness, **overrides}
+    background = run(tmp_path / "background", trainer, **overrides)
     monkeypatch.setattr(
         "ms_align.rollouts.generators.policy.BackgroundRollouts",
         lambda policy, **options: PolicyRollouts(generator_of(policy, **options)),
     )
-    immediate = run(tmp_path / "immediate", trainer, **more)
+    immediate = run(tmp_path / "immediate", trainer, **overrides)
     times = ("rate_tokens_per_s", "learner_wait_s", "generator_wait_s", "time_s")
     for first, second in zip(background, immediate, strict=True):
         assert {k: v for k, v in first.items() if k not in times} == {
             k: v for k, v in second.items() if k not in times
         }
-    updates = more.get("epochs", 1) * 8 // more.get("minibatch_size", 8)
+    updates = overrides.get("epochs", 1) * 8 // overrides.get("minibatch_size", 8)
     for version, step in enumerate(background):
         sampled = max(0, version // updates * updates - staleness)
-        if not more.get("max_resample_times"):
+        if not overrides.get("max_resample_times"):
             assert step["staleness"] == version - sampled
             assert step[f"staleness.{version - sampled}"] == 1.0
         assert step["staleness"] <= staleness + updates - 1
@@ -88,11 +88,11 @@ def test_the_weights_of_each_rollout_are_those_of_so_many_updates_before(
 
 
 def test_a_run_ahead_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """Checkpoints have the rollouts that are generated and not used yet."""
-    more: dict[str, Any] = {"max_staleness": 2, "minibatch_size": 4}
-    single = run(tmp_path / "single", steps=7, **more)
+    """Checkpoints contain the generated rollouts that are not used yet."""
+    overrides: dict[str, Any] = {"max_staleness": 2, "minibatch_size": 4}
+    single = run(tmp_path / "single", steps=7, **overrides)
     for steps in (3, 7):
-        split = run(tmp_path / "split", steps=steps, **more)
+        split = run(tmp_path / "split", steps=steps, **overrides)
     for first, second in zip(single, split, strict=True):
         for name in ("loss", "grad_norm", "reward", "staleness", "sampler_kl"):
             assert first[name] == second[name]
@@ -101,7 +101,7 @@ def test_a_run_ahead_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_each_job_generates_with_the_weights_of_its_start() -> None:
-    """Weights that change while jobs wait do not reach them; frozen weights are shared."""
+    """Queued jobs keep the weights they were started with; frozen weights are shared."""
     model = decoder()
     model.get_parameter("model.norm.weight").requires_grad_(False)
     engine = LocalEngine(model)
@@ -143,8 +143,8 @@ UNBIASED = {
 def test_the_table_of_corrections_is_the_enumeration() -> None:
     """The page shows the computed biases; importance sampling without limits is exact.
 
-    One token: its ratio is that of the response. Three tokens: only the ratio of the response
-    corrects all of them, in the later update also that of policy and proximal policy.
+    With one token, its ratio is the response's ratio. With three tokens, only the response's ratio
+    corrects all of them, and in a later update the ratio of policy to proximal policy matters too.
     """
     text = (Path(__file__).parents[3] / "docs" / "align" / "staleness.md").read_text()
     assert [row for row in CORRECTIONS["rows"]() if row not in text.splitlines()] == []
@@ -199,14 +199,14 @@ def test_an_int8_copy_of_the_policy_is_a_sampler_whose_mismatch_is_reported(tmp_
         responses = LocalGenerator(copy, fused=False)(*arguments, **options)
         return evolve(responses, logprobs=None)
 
-    more = {"policy_model": model, "generator": sample, "steps": 2}
+    overrides = {"policy_model": model, "generator": sample, "steps": 2}
     limits = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 4e-6}
-    for step in run(tmp_path, **more, **limits)[:1]:
+    for step in run(tmp_path, **overrides, **limits)[:1]:
         assert 0 < step["sampler_kl"] < 0.05
         assert 0 < step["sampler_difference"] < 0.2
         assert 0 < step["sampler_reject_fraction"] < 1
         assert step["staleness"] == 0.0
-    bypass = run(tmp_path / "bypass", **more, bypass_mode=True)
+    bypass = run(tmp_path / "bypass", **overrides, bypass_mode=True)
     assert "sampler_clip_fraction" not in bypass[0]
     # The clipped ratio is that to the sampler, so it is not 1 in the first update.
     assert bypass[0]["kl_old"] > 1e-6
@@ -243,6 +243,6 @@ def test_settings_without_effect_or_meaning_are_rejected(
 
 
 def test_a_callable_cannot_run_ahead(tmp_path: Path) -> None:
-    """It would read the weights that are being trained."""
+    """A callable would read the weights in training."""
     with pytest.raises(ConfigError, match=r"max_staleness=1 needs generator = 'policy' or 'vllm'"):
         run(tmp_path, generator=LocalGenerator(decoder()), max_staleness=1)

@@ -53,7 +53,7 @@ def test_a_function_of_trl_scores_samples() -> None:
 
 
 def test_our_reward_is_a_function_of_trl() -> None:
-    """Text and chat completions; TRL's own arguments are no columns."""
+    """Text and chat completions; TRL's own arguments are not columns."""
     function = to_trl(ExactMatch())
     assert function.__name__ == "ExactMatch"
     state = {"trainer_state": object(), "log_extra": print}

@@ -531,11 +531,11 @@ def test_generation_on_a_server_runs_ahead_by_the_schedule(
     tmp_path: Path, server: FakeServer
 ) -> None:
     """Each rollout has the weights of two updates before; a run in two parts gives the same."""
-    more: dict[str, Any] = {"num_generations": 4, "max_staleness": 2, "reward_model": spread}
-    run = settings(tmp_path / "single", server, steps=4, **more)
+    overrides: dict[str, Any] = {"num_generations": 4, "max_staleness": 2, "reward_model": spread}
+    run = settings(tmp_path / "single", server, steps=4, **overrides)
     GRPOTrainer(**run, held_out=["to be"], eval_every=4).optimize(PROMPTS)
     for steps in (2, 4):
-        run = settings(tmp_path / "split", server, steps=steps, **more)
+        run = settings(tmp_path / "split", server, steps=steps, **overrides)
         GRPOTrainer(**run).optimize(PROMPTS)
     single, split = (events(tmp_path / name, "step") for name in ("single", "split"))
     assert [step["staleness"] for step in single] == [0, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""Trains a small model with TRL's GRPOTrainer and a reward of ours, and compares what it logs."""
+"""Train a small model with TRL's GRPOTrainer and one of our rewards, and compare its logs."""
 
 import sys
 
@@ -36,7 +36,7 @@ def main() -> None:
     means = []
 
     def wanted_word(samples: list) -> list[float]:
-        """Share of the words that are the answer's."""
+        """Fraction of the words that are the answer."""
         scores = [float(sample.answer in sample.response.split()) for sample in samples]
         assert all(sample.extra["level"] == 2 for sample in samples)
         means.append(sum(scores) / len(scores))

@@ -1,4 +1,4 @@
-"""Random conversations with tools, rendered by a chat template: are the tokens of turns kept?
+"""Check that random conversations with tools keep all tokens, with the chat templates of a folder.
 
     python turns.py FOLDER
 
@@ -76,7 +76,7 @@ class Counts:
     refused: int = 0
     """It rejects the conversation, for example because it has no tools."""
     retokenized: int = 0
-    """Turns in which tokenizing the entire text again would have given other tokens."""
+    """Turns where tokenizing the entire text again would have given other tokens."""
     problems: list[str] = field(factory=list)
 
 
@@ -114,11 +114,11 @@ def converse(template: str, seed: int, *, counts: Counts) -> None:
         arguments = (turn, response, reply, new)
         try:
             extended = chat.extend(*arguments, stopped=True, call_ids=call_ids)
-            kept = extended or chat.append(*arguments, stopped=True, call_ids=call_ids)
+            continuation = extended or chat.append(*arguments, stopped=True, call_ids=call_ids)
         except DataError:
             counts.refused += 1
             return
-        history_tokens, tokens = tokens, [*tokens, *response, *kept.tokens]
+        history_tokens, tokens = tokens, [*tokens, *response, *continuation.tokens]
         if tokens[: len(history_tokens) + len(response)] != [*history_tokens, *response]:
             counts.problems.append(f"turn {index}: the tokens of the turn before it changed")
         if extended is None:
@@ -131,8 +131,8 @@ def converse(template: str, seed: int, *, counts: Counts) -> None:
                 counts.problems.append(f"turn {index}: {decoded!r} != {extended.turn.text!r}")
         else:
             counts.reformatted += 1
-        counts.retokenized += tokenizer.encode(kept.turn.text) != tokens
-        turn = kept.turn
+        counts.retokenized += tokenizer.encode(continuation.turn.text) != tokens
+        turn = continuation.turn
 
 
 def _response_text(
@@ -166,7 +166,7 @@ def _response_text(
 
 
 def _sampled(tokenizer: HuggingFaceTokenizer, text: str, rng: random.Random) -> list[int]:
-    """Tokenize pieces of a text, which gives tokens that the tokenizer would not choose."""
+    """Tokenize pieces of a text, which gives other tokens than the entire text would."""
     pieces = re.split(r"(?<=[a-z ])(?=[a-z ])", text) if rng.random() < 0.5 else [text]
     tokens: list[int] = []
     start = 0

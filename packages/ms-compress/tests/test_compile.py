@@ -26,7 +26,7 @@ VARIANTS = {
     *("ct.mxfp8a16", "ct.mxfp4a16", "ct.nvfp4a16", "ct.w4a8_g128", "ct.w4afp8_g128"),
     *("gguf.mxfp4", "gguf.iq4_nl"),
 }
-"""Schemes whose arithmetic is that of two others, but for a table of values."""
+"""Schemes with the arithmetic of two other schemes, except for a table of values."""
 
 
 @pytest.mark.parametrize(

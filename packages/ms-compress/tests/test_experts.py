@@ -82,7 +82,7 @@ def test_separate_experts_compute_the_same(build: Callable[[], nn.Module]) -> No
 def test_int4_experts_open_in_transformers(
     build: Callable[[], nn.Module], loaded: bool, tmp_path: Path
 ) -> None:
-    """With the logits of training to the bit, from models of transformers and of ms-parallel."""
+    """Logits are bit-identical to training, for models of transformers and ms-parallel."""
     model: nn.Module = build()
     if loaded:
         model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
@@ -119,7 +119,7 @@ def test_experts_without_tokens_borrow_statistics(
 
 
 def test_rounded_inputs_of_experts_are_not_verified_in_transformers(tmp_path: Path) -> None:
-    """It computes experts as one module, which does not round their inputs."""
+    """The runtime computes experts as one module, which does not round their inputs."""
     model = qat(separate_experts(qwen3_moe()), "ct.fp8_dynamic")
     folder = export(model, tmp_path / "out")
     with pytest.raises(ExportError, match="computes experts without rounding their inputs"):
@@ -129,7 +129,7 @@ def test_rounded_inputs_of_experts_are_not_verified_in_transformers(tmp_path: Pa
 def test_scales_of_tensors_are_refused_for_experts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Transformers would leave them out in silence; what it cannot read at all is a warning."""
+    """The runtime would silently ignore the scales; unreadable formats give a warning."""
     model = qat(separate_experts(qwen3_moe()), "ct.nvfp4a16")
     with pytest.raises(LayerError, match=r"got ct\.nvfp4a16; use ct\.mxfp4a16"):
         export(model, tmp_path / "out")

@@ -35,7 +35,7 @@ def qwen2_full() -> nn.Module:
 def test_imported_model_has_the_weights_of_the_file(
     build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
-    """Its logits are those of the quantized model with float inputs, in both libraries."""
+    """The logits match the quantized model with float inputs, in both libraries."""
     model = qat(separate_experts(build()), "gguf.q4_k", activations=False)
     file = export(model, tmp_path / "out") / "model.gguf"
     folder = import_gguf(file, tmp_path / "base")
@@ -51,7 +51,7 @@ def test_imported_model_has_the_weights_of_the_file(
 
 
 def test_imported_weights_are_equal_to_the_bit(tmp_path: Path) -> None:
-    """Those of linear layers are the dequantized ones."""
+    """Weights of linear layers equal the dequantized weights."""
     model = qat(decoder(), "gguf.q6_k")
     folder = import_gguf(export(model, tmp_path / "out") / "model.gguf", tmp_path / "base")
     loaded = load_model(folder)

@@ -82,7 +82,7 @@ def dequantized(weight: Tensor, quant_scheme: Scheme, factor: Tensor | None) -> 
 @pytest.mark.parametrize("fitted", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_dequantize_to_the_values_of_training(name: str, fitted: bool) -> None:
-    """Bit for bit, with the scheme's own scales and with those of the search."""
+    """Bit for bit, with the scheme's own scales and with searched scales."""
     weight, quant_scheme = extreme_weights(), scheme(f"gguf.{name}")
     factor = best_factor(weight, quant_scheme) if fitted else None
     trained = round_weight(weight, quant_scheme, factor)
@@ -109,7 +109,7 @@ def test_every_packed_integer_is_read_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", K_QUANTS)
 def test_the_search_lowers_the_weighted_error(name: str) -> None:
-    """It is below that of the plain rule in every row, weighted by importance and not."""
+    """The error is below the plain rule's in every row, with and without importance."""
     torch.manual_seed(0)
     weight, quant_scheme = torch.randn(64, 512), scheme(f"gguf.{name}")
     importance = torch.randn(512).square()
@@ -182,7 +182,7 @@ def test_trained_folder_has_the_values_of_training(name: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"])
 def test_gptq_leaves_weights_at_their_codes(name: str, tmp_path: Path) -> None:
-    """Its rounded weights are what the folder stores, and nearer to the float model's logits."""
+    """The folder stores the rounded weights, whose logits are closer to the float model's."""
     model, text = decoder(), tokens(4, 48)
     float_logits = model_logits(model, text)
     nearest = qat(decoder(), f"gguf.{name}")
@@ -218,7 +218,7 @@ def test_inductor_rounds_bit_for_bit(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
 def test_awq_and_smoothquant_lower_the_error_of_k_quants(name: str, tmp_path: Path) -> None:
-    """They fit scales after moving features, and the folder has the values of the model."""
+    """Both methods fit scales after moving features, and the folder has the model's values."""
     text = tokens(4, 48)
     for method in (awq, smoothquant):
         model, nearest = decoder(), qat(decoder(), f"gguf.{name}")

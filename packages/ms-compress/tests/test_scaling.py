@@ -75,7 +75,7 @@ def test_folded_scales_leave_the_float_model_unchanged(build: Callable[[], nn.Mo
 
 
 def test_a_norm_with_other_readers_gets_no_scales(caplog: pytest.LogCaptureFixture) -> None:
-    """Experts in one tensor read the norm before them, which the trial with powers of two shows."""
+    """Experts in one tensor also read the norm, which the test with powers of two detects."""
     model = deepseek()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     names = set(folds_of(model))

@@ -140,7 +140,7 @@ class Flaky(MemoryFileSystem):
         return super()._strip_protocol(path.replace("flaky://", "memory://"))
 
     def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
-        """Fail in turn."""
+        """Fail two of three times."""
         Flaky.calls += 1
         if Flaky.calls % 3 == 0:
             raise ConnectionResetError("reset, key=SECRETkey")
@@ -148,7 +148,7 @@ class Flaky(MemoryFileSystem):
         return content[:-1] if Flaky.calls % 3 == 1 and start is not None else content
 
     def find(self, *_: Any, **__: Any) -> Any:
-        """Refuse to list."""
+        """Fail on any attempt to list."""
         raise AssertionError("nothing is listed")
 
     ls = find

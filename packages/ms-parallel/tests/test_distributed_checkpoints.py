@@ -175,7 +175,7 @@ def test_separate_projections_tied_embeddings_and_qwen_load(
 
 @pytest.mark.parametrize("names", ["torchtitan", "huggingface"])
 def test_torch_loads_what_is_written(trained: Engine, tmp_path: Path, names: Any) -> None:
-    """`dcp.load` fills a state dict of the reader's own, settings of AdamW included."""
+    """`dcp.load` fills the reader's own state dict, including the settings of AdamW."""
     state = trained.state_dict()
     folder = tmp_path / "out" / "step-3"
     settings = {"betas": (0.9, 0.95), "lr": 1e-3}
@@ -296,7 +296,7 @@ def leaves_a_hole(metadata: Metadata) -> None:
 
 
 def outside(metadata: Metadata) -> None:
-    """A chunk that starts behind the end of its tensor."""
+    """A chunk that starts after the end of its tensor."""
     entry: Any = metadata.state_dict_metadata["norm.weight"]
     entry.chunks[0].offsets = torch.Size([5])
 
@@ -441,7 +441,7 @@ def test_a_hostile_tensor_is_refused(
 def test_convert_exports_a_run_and_starts_another_from_it(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that continues from the export ends with the weights of the run that trained on."""
+    """A run that continues from the export ends with the same weights as the original run."""
     first = write_run(
         tmp_path / "first.toml", corpus, steps=6, checkpoint_every=4, keep_checkpoints=9
     )

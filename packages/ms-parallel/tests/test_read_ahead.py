@@ -11,7 +11,7 @@ from ms_parallel.training.read_ahead import ReadAhead
 
 
 class Numbers:
-    """A stream of numbers below `stop`, of which rank 0 gets the first `rows` of each ten."""
+    """A stream of numbers below `stop`; rank 0 gets the first `rows` of each ten numbers."""
 
     def __init__(self, stop: int = 1000, *, damaged: int | None = None) -> None:
         self.position, self.rows = 0, 5

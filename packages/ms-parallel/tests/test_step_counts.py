@@ -27,7 +27,7 @@ def table() -> dict[str, Any]:
 
 
 def count(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Count the rows' jobs again; kernels and copies are those of rank 0."""
+    """Count the rows' jobs again, with the kernels and copies of rank 0."""
     results: dict[int, Any] = {}
     for processes in (1, 2):
         jobs = {
@@ -43,7 +43,7 @@ def count(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def without(names: Sequence[str], counts: list[dict[str, int]]) -> list[dict[str, int]]:
-    """Leave out some counts."""
+    """Drop some counts."""
     return [{name: n for name, n in row.items() if name not in names} for row in counts]
 
 

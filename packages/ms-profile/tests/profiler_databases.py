@@ -33,9 +33,9 @@ class Span:
     thread: int
     """Thread, or stream of the device."""
     link: int = -1
-    """Number that joins a call with what it launched."""
+    """Correlation id of a driver call and the kernel it launched."""
     operator: int = -1
-    """Number of the operator, or of the one that launched."""
+    """Number of the operator, or of the launching operator."""
     size: int = 0
     shapes: str = ""
 
@@ -118,7 +118,7 @@ def write_kineto(path: Path, spans: list[Span], *, rank: int = 0) -> Path:
 
 
 class _Texts:
-    """Table of texts by id."""
+    """String table by id."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {}

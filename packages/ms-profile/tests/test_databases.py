@@ -118,7 +118,7 @@ def test_memory_of_an_ascend_database_is_shown(tmp_path: Path) -> None:
 
 
 def test_an_export_of_several_processes_shows_one_and_says_so(tmp_path: Path) -> None:
-    """The one with most kernels."""
+    """The report shows the process with the most kernels."""
     path = write_nsys(tmp_path / "report.sqlite", simulate("cuda"))
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(
@@ -137,7 +137,7 @@ MSPROF_PYTHON = os.environ.get("MS_MSPROF_PYTHON", "")
 @pytest.mark.slow
 @pytest.mark.skipif(not MSPROF_PYTHON, reason="needs msprof-analyze; run nox -s msprof")
 def test_msprof_analyze_agrees_on_calls_and_collectives(tmp_path: Path) -> None:
-    """Vendor's tool on the same databases: total time and number of each, per rank."""
+    """The vendor's tool on the same databases: total time and count per collective and rank."""
     totals = {}
     for rank in (0, 1):
         spans = simulate("npu", rank=rank)

@@ -82,7 +82,7 @@ def get(connection: http.client.HTTPConnection, path: str, **headers: str) -> tu
 @settings(max_examples=25)
 @given(st.lists(st.lists(st.floats(width=32), min_size=1, max_size=3000), max_size=8))
 def test_buckets_keep_the_extremes_the_sum_and_the_order(batches: list[list[float]]) -> None:
-    """However the points arrive, compared with all of them at once."""
+    """Points appended in any batches give the same series as all points at once."""
     series, values = Series(), [value for batch in batches for value in batch]
     points = 0
     for batch in batches:
@@ -113,7 +113,7 @@ def test_memory_does_not_grow_with_the_run() -> None:
 
 
 def test_a_run_is_read_once_and_its_index_continues(tmp_path: Path) -> None:
-    """With the values of the whole log; fields that only some events have are not lost."""
+    """The values match the entire log; fields that only some events have are not lost."""
     log_steps(tmp_path, 3000)
     index = RunIndex(tmp_path)
     while index.update():
@@ -121,18 +121,18 @@ def test_a_run_is_read_once_and_its_index_continues(tmp_path: Path) -> None:
     index.save()
     assert (tmp_path / "events" / INDEX).is_file()
     log_steps(tmp_path, 500, first=3000)
-    again = RunIndex(tmp_path)
-    assert again.events == 3000  # before any event is read
-    while again.update():
+    restored = RunIndex(tmp_path)
+    assert restored.events == 3000  # before any event is read
+    while restored.update():
         pass
-    assert again.events == 3500
+    assert restored.events == 3500
     losses = [event.fields["loss"] for event in read_events(tmp_path) if event.kind == "step"]
-    loss = again.series[0, "step", "loss"]
+    loss = restored.series[0, "step", "loss"]
     _, _, low, high, total, count = loss.reduced(CAPACITY)
     assert (low.min(), high.max(), int(count.sum())) == (min(losses), max(losses), 3500)
     assert total.sum() == pytest.approx(sum(losses))  # type: ignore[arg-type]
     assert loss.last == (3499.0, losses[-1])
-    assert again.series[0, "step", "memory_bytes"].points == 500
+    assert restored.series[0, "step", "memory_bytes"].points == 500
 
 
 def test_a_damaged_index_or_one_of_another_run_is_ignored(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_damaged_index_or_one_of_another_run_is_ignored(tmp_path: Path) -> Non
 
 
 def test_a_long_log_is_shown_by_a_sample_before_it_is_read(tmp_path: Path) -> None:
-    """Until the whole log has been read, with the first and the last steps."""
+    """The sample covers the first and the last steps until the entire log has been read."""
     log_steps(tmp_path, 40_000)
     index = RunIndex(tmp_path)
     assert index.update(0.0)
@@ -202,7 +202,7 @@ def test_events_of_json_lines_are_followed(tmp_path: Path) -> None:
 
 
 def test_a_new_event_is_on_the_page_within_a_second(tmp_path: Path) -> None:
-    """The log flushes every half second, and each poll reads what was flushed."""
+    """The log flushes every half second, and each poll reads the flushed events."""
     assert EventLog.__init__.__kwdefaults__["flush_interval_s"] <= 0.5
     with EventLog(tmp_path, rank=0) as log, served(tmp_path) as connection:
         log("step", {"step": 1, "loss": 2.0})
@@ -246,7 +246,7 @@ def test_only_loopback_hosts_and_listed_runs_are_answered(tmp_path: Path) -> Non
 
 
 def test_a_hundred_runs_are_listed_and_can_be_opened(tmp_path: Path) -> None:
-    """The eight last opened stay in memory."""
+    """The eight most recently opened runs stay in memory."""
     for number in range(100):
         log_steps(tmp_path / f"sweep/run-{number:03d}", 2)
     runs = LiveRuns(tmp_path)
@@ -259,12 +259,12 @@ def test_a_hundred_runs_are_listed_and_can_be_opened(tmp_path: Path) -> None:
 
 
 def test_ranks_show_the_last_seconds_of_their_rings(tmp_path: Path) -> None:
-    """With the kinds of span that the page draws."""
-    now = time.monotonic_ns()
+    """The timeline has the kinds of span that the page draws."""
+    time_ns = time.monotonic_ns()
     for rank in range(2):
         ring = Ring(ring_path(tmp_path, rank), rank=rank)
         for start_s in (-60, -3, -1):
-            start = now + start_s * 10**9
+            start = time_ns + start_s * 10**9
             ring.record(ring.name("loader"), Kind.DATA, start, start + 10**8)
         ring.close()
     lanes = rank_timeline(tmp_path)
@@ -273,7 +273,7 @@ def test_ranks_show_the_last_seconds_of_their_rings(tmp_path: Path) -> None:
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
-    """It prints its address, and keeps the index when it ends; bad input gives one line."""
+    """The server prints its address and saves the index when it ends; bad input gives one line."""
     log_steps(tmp_path, 5)
     process = subprocess.Popen(
         # Background jobs of a shell ignore the signal, and so would their children.

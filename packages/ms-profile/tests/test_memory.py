@@ -118,7 +118,7 @@ def test_an_out_of_memory_error_is_explained(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchs_own_viewer_reads_the_simulated_snapshots() -> None:
-    """So their structure is that of real ones."""
+    """The simulated snapshots have the structure of real snapshots."""
     viewer = pytest.importorskip("torch.cuda._memory_viz")
     snapshot = train()
     text = viewer.segsum(snapshot.allocator.snapshot())
@@ -194,7 +194,7 @@ def test_repeated_lists_are_refused_before_they_take_quadratic_time(tmp_path: Pa
 
 
 def test_malformed_entries_are_skipped_and_counted(tmp_path: Path) -> None:
-    """The others are shown."""
+    """The other entries are shown."""
     snapshot = train(steps=1)
     bad: list[Any] = [7, {"action": "alloc"}, {"action": "alloc", "addr": "x", "size": 512},
                       {"action": "alloc", "addr": 1, "size": -5}]  # fmt: skip
