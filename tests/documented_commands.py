@@ -275,7 +275,7 @@ def _names(table: dict[str, object], prefix: str = "") -> Iterator[str]:
 def lone_options() -> Iterator[tuple[str, str]]:
     """Long options in READMEs and guides without a command, each with its page.
 
-    Pages for users of other trainers are skipped because they list the options of those.
+    Pages for users of other trainers are skipped because they list those trainers' options.
     """
     for page in pages():
         source = str(page.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""Benchmarks and examples, most of which no default test runs, import names that exist."""
+"""Benchmarks and examples import names that exist; default tests run few of them."""
 
 import ast
 from importlib import import_module

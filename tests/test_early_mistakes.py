@@ -59,7 +59,7 @@ MISTAKES = {
     "unknown key of a table": ("RUN.toml", ["tuning.stesp=2"]),
 }
 """Run file and `--set` values of each mistake. A command is tested with the mistakes whose keys it
-has, and with those that need no key."""
+has, and with mistakes that need no key."""
 ALLOWED = {
     ("ms-parallel inspect", "missing data"),  # it estimates memory without data
     ("ms-parallel plan", "missing data"),

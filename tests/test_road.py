@@ -45,7 +45,7 @@ sys.exit(road.main(["--folder", "road"]))
 
 @pytest.fixture
 def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace the steps by one that writes five files and continues where it stopped."""
+    """Replace the steps by a single step that writes five files and can resume."""
     script = tmp_path / "count.py"
     script.write_text(COUNT)
     step = road.Step(

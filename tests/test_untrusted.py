@@ -132,7 +132,7 @@ def test_code_that_unpickles_is_reported(line: str) -> None:
 
 
 def shards_with_a_pipe(folder: Path, name: str) -> Path:
-    """Build a small dataset and replace one of its files by a pipe without a writer."""
+    """Build a small dataset and replace a file by a pipe without a writer."""
     (folder / "corpus").mkdir()
     (folder / "corpus" / "a.txt").write_text("one two three " * 100)
     train_tokenizer(folder / "corpus", vocab_size=260, out=folder / "tokenizer.json")

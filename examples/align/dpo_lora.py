@@ -4,8 +4,8 @@
 
 The pairs come from the standard library: asked for a function's docstring, the docstring is the
 chosen answer and the function's code the rejected one. `DPOTrainer` with `LoraOptions` keeps the
-model's weights frozen; the reference is the model with its adapters disabled, so there is no second
-copy. The output shows the accuracy on held-out pairs and the two adapter files that peft reads.
+model's weights frozen; the reference is the model with its adapters disabled, so no second copy is
+needed. The output shows the accuracy on held-out pairs and the two adapter files that peft reads.
 """
 
 import argparse
@@ -33,9 +33,9 @@ def pairs(folder: Path) -> Path:
         with (folder / "rows" / "describe.jsonl").open() as lines:
             chats = [json.loads(line)["messages"] for line in lines]
         with (folder / "pairs.jsonl").open("w") as file:
-            for question, chosen in chats:
-                rejected = {**chosen, "content": question["content"].partition("\n\n")[2]}
-                row = {"prompt": [question], "chosen": [chosen], "rejected": [rejected]}
+            for question, answer in chats:
+                rejected = {**answer, "content": question["content"].partition("\n\n")[2]}
+                row = {"prompt": [question], "chosen": [answer], "rejected": [rejected]}
                 file.write(json.dumps(row) + "\n")
         (folder / "chat.jinja").write_text(TEMPLATE)
         train_tokenizer(Path(email.__file__).parent, vocab_size=512, out=folder / "tokenizer.json")

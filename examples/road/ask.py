@@ -235,7 +235,7 @@ def ask_all(sums: Sequence[Any]) -> Answers:
 
 
 def main() -> None:
-    """Ask all models, or the one of `--model`."""
+    """Ask all models, or only `--model`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("answers.json"), help="JSON to write")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="ask only this model")

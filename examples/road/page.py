@@ -163,7 +163,7 @@ def export_rows(answers: Any, evaluation: Any, folder: Path) -> list[dict[str, A
         rows.append(
             {
                 **measured.get(model["folder"], {}),
-                **model,  # its names win over those of the measurement
+                **model,  # overrides equal names of the measurement
                 "correct_percent": 100 * model["correct"] / model["asked"],
                 "megabytes": sum(path.stat().st_size for path in files) / 1e6,
             }

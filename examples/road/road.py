@@ -37,7 +37,7 @@ PR_SET_PDEATHSIG = 1
 
 @frozen(kw_only=True)
 class Step:
-    """Commands that run in the road's folder, and what they write there."""
+    """Commands that run in the road's folder, and the files they write there."""
 
     name: str
     purpose: str
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     (folder / "done").mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("wb") as lock:
-        # The children inherit the lock, so this also waits for those of a killed run to end.
+        # Children inherit the lock, so this also waits for the children of a killed run.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if options.first:
             for step in plan[names.index(options.first) :]:
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_steps(plan: Sequence[Step], folder: Path, lock: IO[bytes]) -> int:
-    """Run the steps that are not done; return 0, or the exit code of the one that failed."""
+    """Run the steps that are not done; return 0, or the exit code of the failed step."""
     expected_s = elapsed_s = 0.0
     for number, step in enumerate(plan, 1):
         title = f"[{number}/{len(plan)}] {step.name}"
@@ -213,14 +213,14 @@ def run_steps(plan: Sequence[Step], folder: Path, lock: IO[bytes]) -> int:
             print(f"{title}: done before", flush=True)
             continue
         pace = elapsed_s / expected_s if expected_s else 1.0
-        todo = [later for later in plan[number - 1 :] if not is_done(later, folder)]
-        left_s = pace * sum(later.seconds for later in todo)
+        todo = [item for item in plan[number - 1 :] if not is_done(item, folder)]
+        left_s = pace * sum(item.seconds for item in todo)
         print(f"{title}: {step.purpose}; about {left_s / 60:.0f} min left in all", flush=True)
         start_s, start_cpu_s = time.monotonic(), children_cpu_s()
         for command in step.commands:
             code = run(command, folder, lock)
             if code:
-                print(f"road: {step.name} failed; fix what it says above, and the same command"
+                print(f"road: {step.name} failed; fix the error above, and the same command"
                       " continues", file=sys.stderr)  # fmt: skip
                 return code
         wall_s, cpu_s = time.monotonic() - start_s, children_cpu_s() - start_cpu_s

@@ -1,7 +1,7 @@
 """Make the tuning data: three tasks, preference pairs, prompts and held-out questions.
 
 Two tasks come from the running Python's standard library, function to docstring and back, as
-`examples/docstrings.py` writes them, without those that are too long for a small model. The third
+`examples/docstrings.py` writes them, except texts that are too long for a small model. The third
 can be verified: sums of two two-digit numbers, a fifth of them held out. Digits are separated by
 spaces, because a tokenizer trained on source code merges them irregularly. The same seed gives the
 same bytes.
@@ -84,11 +84,11 @@ def docstring_pairs(chats: list[dict[str, Any]], rng: random.Random) -> list[dic
     """Return preference pairs: a function's docstring over another function's docstring."""
     pairs = []
     for row, other_row in zip(chats, rng.sample(chats, len(chats)), strict=True):
-        prompt, chosen = (message["content"] for message in row["messages"])
+        prompt, answer = (message["content"] for message in row["messages"])
         rejected = other_row["messages"][1]["content"]
-        length = len(prompt) + max(len(chosen), len(rejected))
-        if chosen != rejected and length <= MAX_PAIR_CHARACTERS:
-            pairs.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+        length = len(prompt) + max(len(answer), len(rejected))
+        if answer != rejected and length <= MAX_PAIR_CHARACTERS:
+            pairs.append({"prompt": prompt, "chosen": answer, "rejected": rejected})
     return pairs
 
 

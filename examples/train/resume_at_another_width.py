@@ -5,7 +5,7 @@
 torchrun starts the same run file three times: with two processes to step 6, with one to step 9, and
 with two tensor ranks to step 12. Checkpoints are independent of the layout, and the data order
 continues. With `reproducible = true` the number of data ranks does not change a bit: the losses to
-step 9 equal those of a run in a single process.
+step 9 equal the losses of a run in a single process.
 """
 
 import argparse

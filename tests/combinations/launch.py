@@ -121,7 +121,7 @@ def _kill_at_checkpoint(events: Path) -> None:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Events of a run; empty if there is no log."""
+    """Events of a run; empty without a log."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]

@@ -104,7 +104,7 @@ class Array:
         self.reserved.remove(self.pairs(row))
 
     def row_with(self, items: Pair) -> Row | None:
-        """Return a row whose only refused combination is `items`; None if there is no such row.
+        """Return a row whose only refused combination is `items`; None if impossible.
 
         Its other values differ from the defaults if possible.
         """

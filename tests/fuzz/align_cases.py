@@ -116,7 +116,7 @@ def interrupted_run(folder: Path, *, command_name: str) -> None:
 
 
 def load_adapter() -> int:
-    """Read an adapter with `load_lora`, as there is no command for it."""
+    """Read an adapter with `load_lora`, as no command does."""
     import sys
 
     from ms_align import load_lora

@@ -66,7 +66,7 @@ def command(module: str, *arguments: str) -> Command:
 
 
 def function(module: str, name: str, path: str, error: str) -> Command:
-    """Call a function that reads a file for which there is no command.
+    """Call a function that reads a file, for files that no command reads.
 
     The package's `error` counts as bad input, as in a command.
     """

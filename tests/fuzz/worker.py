@@ -203,7 +203,7 @@ def invoke(case: Case, folder: Path) -> Outcome:
 class Training:
     """Times of a training's optimizer steps, in seconds of CPU time.
 
-    Output is no proof of progress: it is rare, or precedes the first step. At its time limit, a
+    Output does not prove progress: it is rare, or precedes the first step. At its time limit, a
     training gets enough time to make another step.
     """
 
@@ -224,25 +224,25 @@ class Training:
 
     def step(self) -> None:
         """Record an optimizer step."""
-        now = time.process_time()
-        self.longest = max(self.longest, now - self.last)
-        self.steps, self.last = self.steps + 1, now
+        cpu_s = time.process_time()
+        self.longest = max(self.longest, cpu_s - self.last)
+        self.steps, self.last = self.steps + 1, cpu_s
 
     def needs_more_time(self) -> bool:
         """Whether to wait longer for the next step; called at and after the time limit."""
-        now = time.process_time()
+        cpu_s = time.process_time()
         if self._steps_at_limit < 0:
             self._steps_at_limit = self.steps
-            self._deadline = now + STEP_TIME_FACTOR * max(
-                self.longest, now - self.last, CHECK_INTERVAL_S
+            self._deadline = cpu_s + STEP_TIME_FACTOR * max(
+                self.longest, cpu_s - self.last, CHECK_INTERVAL_S
             )
         self.still_training = self.steps > self._steps_at_limit
-        return not self.still_training and now < self._deadline
+        return not self.still_training and cpu_s < self._deadline
 
 
 @contextlib.contextmanager
 def captured() -> Iterator[tuple[Path, Path]]:
-    """Capture the output at the file descriptors, including that of C libraries."""
+    """Capture the output at the file descriptors, including output of C libraries."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-said-"))
     paths = folder / "out", folder / "err"
     saved = [os.dup(saved_descriptor) for saved_descriptor in (1, 2)]
@@ -279,7 +279,7 @@ def output_of(path: Path) -> str:
 
 
 def location(trace: object) -> str:
-    """Innermost location in our code, or the innermost location if there is none."""
+    """Innermost location in our code; without one, the innermost location."""
     frames = traceback.extract_tb(trace)  # type: ignore[arg-type]
     ours = [
         entry for entry in frames if "/ms_" in entry.filename and "/packages/" in entry.filename

@@ -77,7 +77,7 @@ def computed() -> dict[str, bool]:
     buffer = torch.zeros(1024, device="rig")
     increase = torch.accelerator.memory_allocated() - bytes_before
     return {
-        "training": all(torch.equal(one, other.cpu()) for one, other in pairs),
+        "training": all(torch.equal(expected, actual.cpu()) for expected, actual in pairs),
         "fresh memory is NaN": bool(fresh.isnan().all()),
         "bytes are counted": increase == buffer.nbytes,
         "saved and read": _read_back(buffer + 3).device == buffer.device,

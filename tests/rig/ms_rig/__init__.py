@@ -1,8 +1,8 @@
-"""A device for tests that is not the CPU, so that a tensor on the wrong one is seen.
+"""A test device other than the CPU, which reveals tensors on the wrong device.
 
-`rig` is a device of torch's PrivateUse1 on the host's memory. A process that is started with
-`environment()` has eight of it, `torch.accelerator` names it, and `rigccl` exchanges its tensors
-and no others. Mixing it with the CPU raises what CUDA raises.
+`rig` is a PrivateUse1 device of torch in the host's memory. A process started with `environment()`
+has eight such devices, `torch.accelerator` returns them, and `rigccl` exchanges only their tensors.
+Mixing them with CPU tensors raises the same errors as CUDA.
 """
 
 import os
@@ -28,17 +28,17 @@ PROCESSES = HERE.parents[2] / "shared_source/tests/processes.py"
 def environment() -> dict[str, str]:
     """Variables that give a process the device `rig` once it imports torch; builds it first.
 
-    Skips the test that asks, with the reason, where there is nothing to build it with.
+    Skips the calling test, with the reason, if the extension cannot be built here.
     """
-    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    paths = [str(HERE.parent), *(path for path in known if path != str(HERE.parent))]
+    entries = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    paths = [str(HERE.parent), *(path for path in entries if path != str(HERE.parent))]
     return {EXTENSION: str(extension()), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_on_rig(
     count: int, file: str | Path, function: str, *, timeout_s: float = 120.0, **arguments: Any
 ) -> list[Any]:
-    """Call `function(**arguments)` of `file` in `count` processes, each with a device of its own.
+    """Call `function(**arguments)` of `file` in `count` processes with one device each.
 
     Arguments and results travel as JSON; a process that fails is an `AssertionError` with its log.
     """

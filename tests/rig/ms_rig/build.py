@@ -31,7 +31,7 @@ def extension() -> Path:
     import torch
 
     text = "".join(path.read_text() for path in sorted(SOURCE.iterdir()))
-    # Not where torch lies: the sessions of nox have one each, and link to what they have loaded.
+    # Without torch's path: every nox session has its own torch and links to the loaded one.
     facts = (text, compiler, torch.__version__, torch.version.git_version, sys.version)
     folder = Path(tempfile.gettempdir()) / f"ms-rig-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -66,18 +66,18 @@ def _build(compiler: str, library: Path) -> None:
     ]
 
     def compile_one(path: Path) -> str:
-        made = str(library.parent / f"{path.stem}.o")
-        _call([compiler, *options, "-c", str(path), "-o", made])
-        return made
+        object_file = str(library.parent / f"{path.stem}.o")
+        _call([compiler, *options, "-c", str(path), "-o", object_file])
+        return object_file
 
     # The longest first, so that two cores end at the same time.
     sources = [SOURCE / f"{name}.cpp" for name in ("group", "operators", "device")]
     with ThreadPoolExecutor(2) as pool:
         parts = list(pool.map(compile_one, sources))
     libraries = [f"-L{_torch_folder() / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
-    aside = library.with_suffix(".aside")
-    _call([compiler, "-shared", *parts, *libraries, "-o", str(aside)])
-    aside.replace(library)
+    temporary = library.with_suffix(".temporary")
+    _call([compiler, "-shared", *parts, *libraries, "-o", str(temporary)])
+    temporary.replace(library)
 
 
 def _call(command: list[str]) -> None:

@@ -1,7 +1,7 @@
-"""`torch.rig`: what torch itself asks of a device's module, and no more.
+"""`torch.rig`: only the functions that torch requires of a device module.
 
-A package that calls anything beyond this on `torch.get_device_module()` asks for what a vendor may
-not have.
+A package that calls anything else on `torch.get_device_module()` relies on functions that a vendor
+may not have.
 """
 
 from collections.abc import Iterator
@@ -63,25 +63,25 @@ class Stream(torch.Stream):
     """A stream of the device; its work is done at once."""
 
     def __new__(cls, device: Any = None, priority: int = 0) -> "Stream":
-        """Make a stream of the current device unless another is named."""
-        made: Stream = super().__new__(cls, torch.device("rig", _index(device)), priority=priority)
-        return made
+        """Create a stream, by default on the current device."""
+        new: Stream = super().__new__(cls, torch.device("rig", _index(device)), priority=priority)
+        return new
 
 
 class Event(torch.Event):
     """An event of the device."""
 
     def __new__(cls, enable_timing: bool = False) -> "Event":
-        """With or without a time."""
-        made: Event = super().__new__(cls, torch.device("rig"), enable_timing=enable_timing)
-        return made
+        """Create an event, optionally with timing."""
+        event: Event = super().__new__(cls, torch.device("rig"), enable_timing=enable_timing)
+        return event
 
 
 @contextmanager
-def stream(chosen: torch.Stream | None) -> Iterator[None]:
+def stream(target: torch.Stream | None) -> Iterator[None]:
     """Work on another stream inside."""
     before = current_stream()
-    set_stream(chosen or before)
+    set_stream(target or before)
     try:
         yield
     finally:
@@ -89,10 +89,10 @@ def stream(chosen: torch.Stream | None) -> Iterator[None]:
 
 
 @contextmanager
-def device(chosen: Any) -> Iterator[None]:
+def device(target: Any) -> Iterator[None]:
     """Work on another device inside."""
     before = current_device()
-    set_device(_index(chosen))
+    set_device(_index(target))
     try:
         yield
     finally:
