@@ -91,6 +91,8 @@ class TrainerOptimizer(Optimizer):
         check_type("plan", plan, ModelPlan, "a ModelPlan", error=ConfigError)
         self.parameters = dict(parameters)
         self.config = config
+        # `update_count` is in the group, so torch saves it with the optimizer's state. Schedulers
+        # change the group's `lr`.
         params: Any = list(self.parameters.values())
         super().__init__([{"params": params, "update_count": 0}], {"lr": config.learning_rate})
         self.rules = config.rules(
@@ -105,6 +107,7 @@ class TrainerOptimizer(Optimizer):
 
     def _share_state(self) -> None:
         """Put the rules' own tensors into the state that torch saves."""
+        # Shared, not copied: the rules update these tensors in place.
         for rule in self.rules:
             for moments in (rule.moments, rule.unsharded):
                 for moment, tensors in moments.items():
@@ -131,6 +134,8 @@ class TrainerOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore moments and the number of updates."""
+        # torch replaces the state's tensors, so copy their values into the rules' tensors and put
+        # those back.
         super().load_state_dict(state_dict)
         loaded = {parameter: dict(values) for parameter, values in self.state.items()}
         self._share_state()

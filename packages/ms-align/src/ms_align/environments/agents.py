@@ -100,6 +100,7 @@ class AgentRunner:
                 for index in range(len(requests)):
                     note(index)
 
+        # The pool waits for the agents in a thread, while this thread answers their requests.
         agents = threading.Thread(target=run_agents, daemon=True)
         agents.start()
         iteration = 0
@@ -141,6 +142,7 @@ class AgentRunner:
             active.append((session, request))
         if not active:
             return
+        # In the order of the prompts, whichever request came first.
         contexts = [session.context for session, _ in active]
         responses = engine.generate(contexts, sampling, count=1, seed=seed)
         columns = {name: getattr(responses, name) for name in COLUMNS}

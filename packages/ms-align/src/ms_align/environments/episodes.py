@@ -196,6 +196,7 @@ class EpisodeRunner:
 
     def _reset(self, episodes: list[_Running]) -> None:
         """Reset the environments of new episodes, and render their first prompts."""
+        # None: the environment has nothing to add to the prompt.
         observations: list[str | None] = [None] * len(episodes)
         if self.has_environment:
             assert self.pool is not None
@@ -203,6 +204,7 @@ class EpisodeRunner:
             for episode in episodes:
                 prompt = episode.prompt
                 row = {**prompt.extra, "prompt": prompt.text, "answer": prompt.answer}
+                # One process per episode, which holds the environment's state.
                 episode.child = self.pool.start()
                 fields = {"do": "reset", "row": row, "seed": episode.seed}
                 requests.append(Request(fields=fields, child=episode.child))
@@ -245,6 +247,7 @@ class EpisodeRunner:
                 response, {name: columns[name][row, :length].tolist() for name in floats}
             )
             episode.turns += 1
+            # A response may also stop with a stop string, whose tokens belong to the text.
             reply = self.chat.parse(response, stopped=response[-1] in sampling.stop_token_ids)
             episode.messages.append(reply.message(episode.call_ids(reply)))
             if not stopped:  # cut at max_new_tokens
@@ -287,6 +290,7 @@ class EpisodeRunner:
                 for index, call in enumerate(reply.calls)
             ]
         if self.has_environment:
+            # Negative, as positions from 0 seed the tool calls. Turns start at 1.
             seed = position_seed(episode.seed, -episode.turns)
             fields = {"do": "step", "response": reply.content, "seed": seed}
             return [Request(fields=fields, child=episode.child)]
@@ -337,6 +341,7 @@ class EpisodeRunner:
         if too_long or length > self.max_episode_tokens:
             episode.end()
             return
+        # The text between responses is context, not a target: no columns, mask False.
         episode.rewritten += not continuation.exact
         episode.append(continuation.tokens)
         episode.messages += new

@@ -149,14 +149,17 @@ class Session:
         """Record a response and answer the request with it."""
         request = self.pending
         assert request is not None
+        # Record before answering, as the agent may send its next request immediately.
         self.branches[-1].append(response, columns)
         self.branches[-1].stopped = stopped
         self._response, self._stopped = response, stopped
         self._reply = reply = chat.parse(response, stopped=stopped)
+        # Nine characters, as Mistral's template requires.
         call_ids = [f"call{self.turns:03d}{index:02d}" for index in range(len(reply.calls))]
         self.turns += 1
         message = reply.message(call_ids)
         self.messages = [*self.messages, message]
+        # OpenAI's format has the arguments as a JSON string, templates take an object.
         calls = [
             {
                 "id": call_id,
@@ -233,6 +236,7 @@ class Gateway:
 
             owner = gateway
 
+        # One thread per connection: a handler blocks until its response is generated.
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)

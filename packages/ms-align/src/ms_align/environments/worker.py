@@ -144,6 +144,7 @@ def serve(connection: socket.socket, child: Child, *, memory_bytes: int, output_
         request = json.loads(file.read(int.from_bytes(prefix, "little")))
         try:
             reply = json.dumps(child.answer(request)).encode()
+            # Checked after serialization, which is itself within the memory limit.
             if len(reply) > output_bytes:
                 raise RefusedError(f"the result exceeds {output_bytes >> 10} KiB")
         except MemoryError:
@@ -160,6 +161,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     sys.path[:] = settings["path"]
     control = socket.socket(fileno=os.dup(0))
+    # Tools must not read commands from standard input.
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)  # a tool's print must not mix with the output of the run
@@ -180,6 +182,7 @@ def main() -> None:
         if action == b"-":
             kill(pid, children)
             continue
+        # Single-threaded here, so a fork is safe.
         pid = os.fork()
         if pid == 0:
             os.setsid()  # so that descendants are killed too

@@ -210,7 +210,7 @@ class _ResponseBuffer:
         for index in range(sampling.max_new_tokens):
             generator.manual_seed(position_seed(seed, index))
             uniforms[:, index] = torch.rand(count, generator=generator, dtype=torch.float64)
-        floats = torch.zeros(2, *shape, device=device)
+        floats = torch.zeros(2, *shape, device=device)  # log-probabilities: policy's and sampling
         return cls(
             sampling=sampling,
             uniforms=uniforms.to(device),
@@ -225,7 +225,8 @@ class _ResponseBuffer:
 
     def sample(self, logits: Tensor, rows: Tensor) -> SampledTokens:
         """Sample the next token of each row."""
-        index = self.lengths[rows].clamp(max=self.uniforms.shape[1] - 1)
+        # By response and position, so the tokens do not depend on the rows of the current batch.
+        index = self.lengths[rows].clamp(max=self.uniforms.shape[1] - 1)  # (B,)
         return sample_tokens(logits, self.sampling, self.uniforms[rows, index])
 
     def append(self, rows: Tensor, sampled: SampledTokens) -> None:
@@ -257,6 +258,7 @@ class _ResponseBuffer:
     def _has_stop_string(self, rows: list[int], decode: Decode) -> Tensor:
         """Return which rows' newest token completed a stop string, (B,) bool."""
         strings = self.sampling.stop_strings
+        # Only the last tokens can contain a string that the newest token completes.
         lookback, results = max_stop_tokens(strings), []
         for row in rows:
             length = int(self.lengths[row])
@@ -265,7 +267,7 @@ class _ResponseBuffer:
         return torch.tensor(results, dtype=torch.bool)
 
     def responses(self) -> Responses:
-        longest = max(int(self.lengths.max()), 1)
+        longest = max(int(self.lengths.max()), 1)  # trim to the longest response
         return Responses(
             tokens=self.tokens[:, :longest].cpu(),
             lengths=self.lengths.cpu(),

@@ -172,6 +172,7 @@ class RolloutLearner:
 
         Waits for pending rollouts: a resumed run no longer has the weights to generate them.
         """
+        # The prompts of a pending rollout follow from its batch index, so only responses are saved.
         tensors = {f"buffer.{name}": value for name, value in self.buffer.items()}
         for index, pending in enumerate(self.pending):
             columns = pending.result().responses.columns
@@ -198,6 +199,7 @@ class RolloutLearner:
         self.pending.clear()
         for index, prompt_batch in enumerate(facts["pending"]):
             responses = Responses.of(_with_prefix(state.tensors, f"pending.{index}"))
+            # Times of another process's monotonic clock mean nothing here.
             timed = TimedResponses(responses=responses, began_s=0.0, ended_s=0.0)
             self.pending.append(PendingRollout(prompt_batch, partial(_return, timed)))
         self.rollouts, self.minibatches = facts["rollouts"], facts["order"]
@@ -217,12 +219,14 @@ class RolloutLearner:
         """Return this data rank's rows of a minibatch."""
         # strided: ranks get equal numbers of rows
         local = rows[self.policy.data_rank :: self.policy.data_ranks]
+        # Versions are for the ledger; the loss does not use them.
         columns = {name: value for name, value in self.buffer.items() if name != "versions"}
         return {name: value[local] for name, value in columns.items()}
 
     def _collect_rollout(self, log: RunLog) -> None:
         """Generate, score and prepare responses, and split them into minibatches."""
         options = self.options
+        # In rollout order, which is also the order of generation.
         pending = self.pending.popleft() if self.pending else self._start_rollout()
         rollout, resampled = self._resample(self._draw_rollout(pending))
         rows, all_responses = dict(rollout.rows), rollout.responses
@@ -258,6 +262,7 @@ class RolloutLearner:
             # Weights are not negative, so scaling the advantage scales each token's policy loss.
             # The value loss and the KL term are not weighted, as in TRL.
             self.buffer["advantages"] = self.buffer["advantages"] * correction.weights
+            # In bypass mode these are the sampler's log-probabilities: the loss then clips π/μ.
             self.buffer["old_logprobs"] = correction.old_logprobs
             sampler_metrics = correction.metrics
         self._log_rollout(
@@ -294,13 +299,16 @@ class RolloutLearner:
         """Start generating responses to the next batch of prompts."""
         began_s, options = monotonic(), self.options
         prompts = self._prompt_batch(self.prompt_batches)
+        # Seeded by the batch, not the rollout, as resampling uses several batches per rollout.
         seed = seed_of(self.seed, self.prompt_batches, stride=SEED_STRIDE)
         self.prompt_batches += 1
+        # Does nothing if the engine already has this version.
         self.engine.update_weights(self.version)
         wait: Callable[[], TimedResponses]
         if self.episodes is not None:
             generate = partial(self.episodes, self.engine, prompts, options.sampling)
             episodes = partial(generate, count=options.num_generations, seed=seed)
+            # Episodes run here and now: tools need the main process, and cannot run ahead.
             wait = partial(_return, TimedResponses.measure(episodes))
         else:
             # Each data rank generates for its local prompts; scoring sees the prompts of all ranks.
@@ -373,6 +381,7 @@ class RolloutLearner:
         times, rewards = 0, [rollout.shaped.new_empty(0)]
         while times < limit and not rollout.informative_groups(size).all():
             times += 1
+            # A full batch of new prompts; `refill` uses its informative groups.
             extra = self._draw_rollout(self._start_rollout())
             refilled, replaced = rollout.refill(extra, size)
             rewards.append(rollout.scores.total[replaced])
@@ -459,7 +468,7 @@ class RolloutLearner:
         mask = self.buffer["targets"][rows] != IGNORED
         if "versions" not in self.buffer or not mask.any():
             return {}
-        ages = self.version - self.buffer["versions"][rows][mask]
+        ages = self.version - self.buffer["versions"][rows][mask]  # (response tokens,)
         shares = (ages.bincount() / len(ages)).tolist()
         histogram = {f"staleness.{age}": share for age, share in enumerate(shares) if share}
         return {"staleness": float(ages.float().mean()), **histogram}
@@ -500,6 +509,7 @@ class RolloutLearner:
         generator = torch.Generator().manual_seed(seed)
         self.minibatches = []
         for _ in range(self.options.epochs):
+            # All ranks draw the same order, and then take their rows of each minibatch.
             rows = torch.randperm(len(ends), generator=generator).tolist()
             for start in range(0, len(rows), size):
                 # Rows of similar length end up in one microbatch, which saves padding.
@@ -544,7 +554,7 @@ class RolloutLearner:
 
 
 def _return(timed: TimedResponses) -> TimedResponses:
-    """Return responses restored from a checkpoint."""
+    """Return responses that are already available."""
     return timed
 
 

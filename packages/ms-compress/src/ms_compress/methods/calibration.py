@@ -132,6 +132,7 @@ def walk(
                 if checkpoint is not None:
                     checkpoint.save(prefix, block)
             # Second pass with the changed weights: the next layer sees the compressed inputs.
+            # Layers loaded from the checkpoint only take this pass.
             for index, call in enumerate(layer_calls):
                 hidden[index] = _run(block, hidden[index], call)
             layer_calls.clear()
@@ -142,6 +143,7 @@ def walk(
 @contextmanager
 def float_layers(block: nn.Module) -> Iterator[None]:
     """Switch off the quantization of a module's prepared layers in a `with` block."""
+    # Saved, as a layer may already be switched off by the caller.
     layers = [layer for layer in block.modules() if isinstance(layer, Prepared)]
     modes = [layer.quantizing for layer in layers]
     for layer in layers:
@@ -302,6 +304,7 @@ def _share_statistics(
 
     All experts of a layer read the same features, so these statistics are the closest available.
     """
+    # Only target layers have statistics; names within the block differ from names in the model.
     names = {id(layer): name for name, layer in layers.items()}
     for prefix, experts in separated(block):
         groups: dict[str, list[str]] = {}  # names of all experts' layers by matrix
@@ -315,6 +318,7 @@ def _share_statistics(
                 continue
             unseen = len(group) - len(seen)
             for name in group:
+                # A copy, as statistics are changed in place when scales are folded.
                 if name not in statistics:
                     statistics[name] = deepcopy(statistics[seen[0]])
         if unseen:

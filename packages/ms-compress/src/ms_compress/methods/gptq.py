@@ -134,12 +134,14 @@ class GPTQRounding:
             assert isinstance(layer, Prepared)
             assert layer.scheme is not None
             hessian = hessians.pop(name)
+            # The factor of a K-quant also needs the minimums, which only the search knows.
             minimums = None
             if layer.scheme.super_block is not None:
                 unpruned = layer.weight if layer.mask is None else layer.weight * layer.mask
                 _, minimums = _scales(unpruned.detach(), layer.scheme, hessian.diagonal())
             weight, scales = self._round(name, layer, layer.scheme, hessian, outputs.get(name))
             if self.for_training:
+                # Keep the float weights as far as they round to GPTQ's codes, as a start for QAT.
                 original = layer.weight.detach()
                 masked = original if layer.mask is None else original * layer.mask
                 weight = clamp_to_codes(
@@ -288,7 +290,8 @@ def _factor(
     if scheme.super_block is not None:
         cells = rounded.float().view(*scales.shape, -1)
         return factor_of(cells, scheme, scales, minimums)
-    # A group of zeros has scale 0, and any factor gives the same codes.
+    # Codes times scales: recompute the scheme's own scales from the rounded weight, (R, G). A group
+    # of zeros has scale 0, and any factor gives the same codes.
     scheme_scales = compute_scales(rounded, scheme, stored=False)
     ratio = torch.where(scheme_scales == 0, 1.0, (scales / scheme_scales).abs())
     return torch.where((ratio > 0) & ratio.isfinite(), ratio, 1.0).log()

@@ -134,7 +134,7 @@ def quantize_weight(
 
 def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> Tensor:
     """Round a weight to the target's values: `quantize_weight(...).weight()` without the codes."""
-    cells = _cells(weight.float(), scheme)
+    cells = _cells(weight.float(), scheme)  # (R, G, weights per scale)
     grid = _grid(cells, scheme, factor)
     # `float()` of a float32 weight is the weight itself, which the rounding below must not change.
     out = cells.clone() if weight.dtype == torch.float32 else cells
@@ -205,6 +205,7 @@ def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None
     """
     if scheme.super_block is not None:
         cells = _cells(weight.float(), scheme)
+        # Super-blocks ignore correlations between inputs, as llama.cpp's importance matrix does.
         if importance is not None and importance.ndim == 2:
             importance = importance.diagonal()
         costs = torch.ones(()) if importance is None else _cells(importance[None], scheme)
@@ -225,7 +226,7 @@ def best_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = None
         errors = round_weight(weight, scheme, factor).float() - weight.float()
         if importance is not None and importance.ndim == 3:
             cells = _cells(errors, scheme).transpose(0, 1)  # (G, N, group)
-            error = (cells @ importance * cells).sum(-1).t()
+            error = (cells @ importance * cells).sum(-1).t()  # e H eᵀ of each group, (R, G)
         else:
             errors = errors.square() if importance is None else errors.square() * importance
             error = _cells(errors, scheme).sum(-1)  # (R, G)
@@ -296,6 +297,7 @@ def scale_gradient(
     shifted = cells.clone() if minimums is None else cells + minimums
     ratio = _divide(shifted, step, scheme)  # (R, G, cell)
     codes = _codes(ratio.clone(), scheme, zeros)
+    # The range ends half a step beyond the end codes, where rounding starts to clip.
     center = 0 if zeros is None else zeros
     margin = scheme.end_spacing / 2
     inside = (ratio >= scheme.low - center - margin) & (ratio <= scheme.high - center + margin)
@@ -304,7 +306,8 @@ def scale_gradient(
     grad_ratio = codes.sub_(ratio.mul_(inside)).mul_(grad_cells)
     grad_factor = grad_ratio.sum(-1) * scales.squeeze(-1)
     if minimums is not None:
-        extent = cells.amax(-1).clamp_(min=0) - cells.amin(-1).clamp_(max=0)
+        # Inside the range, the shift by a minimum cancels; clipped weights move with it.
+        extent = cells.amax(-1).clamp_(min=0) - cells.amin(-1).clamp_(max=0)  # (R, G)
         grad_minimum = grad_cells.mul(~inside).sum(-1).neg_().mul_(extent)
         grad_factor = torch.stack([grad_factor, grad_minimum], -1).flatten(1)
     return _from_cells(grad_cells * inside, weight.shape, scheme), grad_factor

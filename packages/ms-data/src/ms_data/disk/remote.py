@@ -141,7 +141,7 @@ class RemoteShards:
                 time.sleep(pause)
             try:
                 content = self._cat(path, begin, end)
-            except FileNotFoundError:
+            except FileNotFoundError:  # final: retries would not help
                 raise
             except Exception as error:  # clients have no common exception class
                 problem = without_secrets(f"{type(error).__name__}: {error}")
@@ -181,6 +181,7 @@ class RemoteShards:
                 " 'ms-data[remote]'"
             ) from error
         try:
+            # Not from fsspec's cache, which after a fork returns the parent's client.
             filesystem, root = fsspec.core.url_to_fs(
                 self._url, skip_instance_cache=True, **self._options
             )
@@ -249,6 +250,7 @@ class RemoteFile:
         return self._fetch_block(number)[begin:end] if content is None else content
 
     def _fetch_block(self, number: int) -> bytes:
+        # The last block of a file may be shorter.
         begin = number * self.folder.block_bytes
         end = min(begin + self.folder.block_bytes, self.size_bytes)
         content = self.folder.fetch(self.name, begin, end)
@@ -309,6 +311,7 @@ class BlockCache:
             logger.debug("block is not cached: %s", error)
             temporary.unlink(missing_ok=True)
             return
+        # Per process and approximate: scanning the folder at every block would be slow.
         self._added += len(content)
         if self._added * TRIM_SHARE > self.limit_bytes:
             self._trim()
@@ -326,6 +329,7 @@ class BlockCache:
                 entries.append((status.st_mtime_ns, status.st_size, file.path))
         # Leave room for the blocks that processes add until the next trim.
         excess = sum(size for _, size, _ in entries) - self.limit_bytes * (1 - 1 / TRIM_SHARE)
+        # By time of last use, oldest first.
         for _, size, path in sorted(entries):
             if excess <= 0:
                 break

@@ -119,6 +119,7 @@ class Shard:
             raise self._damage_error(part, "checksum mismatch")
         first = number * self.footer.frame_tokens
         tokens = min(self.footer.frame_tokens, self.footer.tokens - first)
+        # The last frame may have fewer tokens. Document ends are stored after the tokens.
         values = self._decode(part, payload, tokens + ends)  # (tokens + ends,)
         bounds = values[tokens:].astype(np.int64)  # (ends,) document ends in the frame
         if ends and (bounds[0] < 1 or bounds[-1] > tokens or (np.diff(bounds) < 1).any()):
@@ -139,6 +140,7 @@ class Shard:
     def prefetch(self, frames: Iterable[int]) -> None:
         """Fetch the bytes of frames from an object store together; does nothing on a disk."""
         if self._remote is not None:
+            # A frame ends where the next one begins.
             ends = [*self.offsets[1:].tolist(), self._frames_end]
             spans = [(int(self.offsets[number]), int(ends[number])) for number in frames]
             self._remote.prefetch(spans)
@@ -149,6 +151,7 @@ class Shard:
             try:
                 return self._open(entry, frame_tokens)
             except DamageError:  # perhaps damaged in transit or in the cache
+                # Replace the cached head and tail, which have the magic, frame table and footer.
                 tail = max(0, entry.size_bytes - REREAD_TAIL_BYTES)
                 self._remote.read(0, len(MAGIC), fresh=True)
                 self._remote.read(tail, entry.size_bytes, fresh=True)

@@ -78,6 +78,7 @@ class TrainerDataset:
         self.seed, self.split, self.shuffle = operator.index(seed), split, shuffle
         self.cache_mib = cache_mib
         self.epoch = 0
+        # 0: no process has opened the files; no process has this id.
         self._process = 0
         self._next, self._jumps = 0, 0
         self._length = self._open().order.samples
@@ -97,6 +98,7 @@ class TrainerDataset:
         if not 0 <= number < self._length:
             raise IndexError(f"row {number} of {self._length}")
         self._count_jumps(number)
+        # Positions continue over epochs, each of which has its own order.
         batch = self._open().read(self.epoch * self._length + number, 1)
         tokens, positions = batch["tokens"][0], batch["positions"][0]
         # Models shift labels themselves, so the target of token t - 1 is the label of token t.
@@ -128,6 +130,7 @@ class TrainerDataset:
 
     def _count_jumps(self, number: int) -> None:
         """Warn once about a random sampler: each jump decodes a window of many rows."""
+        # Gaps forward are normal: data ranks and workers read every n-th row.
         self._jumps += number < self._next - 1
         self._next = number + 1
         if self._jumps == JUMPS_BEFORE_WARNING and self.shuffle:

@@ -152,6 +152,7 @@ class CheckpointStore:
         folder = step_folder(root, publication.step)
         if (folder / MANIFEST).is_file():
             return folder
+        # A killed download leaves this folder, and the next one continues in it.
         incomplete = folder.with_name(folder.name + ".partial")
         with writing(folder):
             incomplete.mkdir(parents=True, exist_ok=True)
@@ -177,6 +178,7 @@ class CheckpointStore:
         content = self._retry(lambda: self._filesystem.cat_file(f"{self._root}/{name}"))
         where = f"{self.url}/{name}"
         publication = decode_json(content, Publication, where=where, error=DamageError)
+        # Names become local paths and store keys: reject separators and unknown names.
         names = {*publication.files} - {MANIFEST}
         if (
             publication.step != step
@@ -209,6 +211,7 @@ class CheckpointStore:
         """Store a file and check its size."""
         target = f"{self._root}/{name}"
         stored = -1
+        # A transfer may be cut short without an error, so the size is read back.
         for _ in range(self.attempts):
             self._retry(lambda: self._filesystem.put_file(str(source), target))
             stored = self._retry(lambda: self._filesystem.info(target)["size"])

@@ -60,12 +60,14 @@ def torchtitan_rules(
         rules[f"{_BLOCK}{ours}.weight"] = renamed(f"layers.{{0}}.{theirs}.weight")
     heads, groups = config.num_attention_heads, config.key_value_heads
     per_group = heads // groups + 2  # query heads of a group, its key and its value
+    # Fused order per group: queries, key, value. Positions count heads from the tensor's start.
     first_heads: dict[str, Callable[[int], int]] = {
         "q": lambda head: head // (heads // groups) * per_group + head % (heads // groups),
         "k": lambda head: head * per_group + per_group - 2,
         "v": lambda head: head * per_group + per_group - 1,
     }
     for letter, position in first_heads.items():
+        # Values are not rotated, and Qwen 3 rotates halves in torchtitan too.
         interleaved = letter != "v" and config.model_type == "llama"
         rules[f"{_BLOCK}self_attn.{letter}_proj.weight"] = _heads(
             f"{_ATTENTION}{linear}w{'qkv' if fused else letter}.weight",
@@ -100,6 +102,7 @@ def _heads(
         count, full = rows // head_dim, slice(0, columns)
         halves = 2 if interleaved else 1
         size = head_dim // halves
+        # One slice per head, or two per interleaved head: half 0 has the even rows, half 1 the odd.
         for head in range(count):
             first = position(head) * head_dim
             for half in range(halves):

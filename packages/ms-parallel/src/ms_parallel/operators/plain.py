@@ -99,9 +99,11 @@ class _RotateInPlace(torch.autograd.Function):
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x (B, S, heads, D) by cos and sin (B or 1, S, 1, D) float32."""
         y = x * cos  # float32, or float64 for float64
-        first, second = y.chunk(2, -1)
+        first, second = y.chunk(2, -1)  # (B, S, heads, D / 2) views of y
+        # The sign of `roll` is already in the first half of `sin`.
         minus_sin, plus_sin = sin.chunk(2, -1)
         a, b = x.chunk(2, -1)
+        # In place, with the cast of a and b fused: y = (a cos - b sin, b cos + a sin).
         first.addcmul_(b, minus_sin)
         second.addcmul_(a, plus_sin)
         # Gradients of attention are transposed; the cast makes them contiguous for the projections.

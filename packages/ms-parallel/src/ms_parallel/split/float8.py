@@ -200,6 +200,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, on_gpu: bool) -> Tensor:
         """Map x (..., I) and weight (O, I) to (..., O)."""
+        # In their own precision: the backward rounds them again, along other dims.
         ctx.save_for_backward(x, weight)
         ctx.recipe, ctx.on_gpu = recipe, on_gpu
         rows = to_float8(x.flatten(0, -2), recipe.activation)  # (T, I)
@@ -266,6 +267,7 @@ def use_float8(stage: nn.Module, plan: ModelPlan, float8: Float8, device: torch.
     recipe = RECIPES[float8]
     on_gpu = _multiplies_on_gpu(recipe, device)
     for _, module in suitable:
+        # The class is changed in place, so parameters, hooks and names stay.
         module.__class__ = Float8Linear
         module.recipe, module.on_gpu = recipe, on_gpu  # type: ignore[assignment]
     if len(suitable) < len(linear):
@@ -303,5 +305,6 @@ def _block_linears(stage: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, nn.
 
 def _fits(module: nn.Linear) -> bool:
     weight = module.weight
+    # Tensor parallelism divides a dim, so the local size counts.
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     return all(size % MULTIPLE == 0 for size in local.shape)

@@ -51,14 +51,17 @@ class ReadAhead:
 
     def __init__(self, stream: Stream, *, pin: bool, depth: int = DEPTH) -> None:
         self.stream, self._pin, self._depth = stream, pin, depth
+        # Copies, as a stream may return its live state.
         self._state = deepcopy(stream.state_dict())
         self._reader: _Reader | None = None
 
     def __next__(self) -> Mapping[str, Any]:
         """Return the next batch; wait if it has not been read."""
+        # Started by the first batch, so that a stream can be restored before.
         reader = self._reader = self._reader or self._start()
         item = reader.items.get()
         if item.error is not None:
+            # Back to the position before the failed batch.
             self.close()
             raise item.error
         reader.slots.release()

@@ -60,6 +60,7 @@ class RecoveryPolicy:
         """Return the largest number that is not a spike; infinite without enough numbers."""
         if len(previous) < self.window:
             return inf
+        # Median and median deviation, as a mean would follow earlier spikes.
         center = median(previous)
         # If all numbers are equal the deviation is 0, hence the minimum.
         deviation = NORMAL * median(abs(number - center) for number in previous)

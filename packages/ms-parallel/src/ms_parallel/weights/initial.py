@@ -96,6 +96,7 @@ class _Chunk:
         """Draw the chunk and copy the local part."""
         # Draw the full chunk, so values do not depend on which rows are local.
         values = torch.empty(self.shape)
+        # In float32 on the CPU: the same numbers for every dtype and device of the weight.
         values.normal_(0.0, std, generator=_generator(seed, self.name, self.number))
         self.target.copy_(values[self.source])
 

@@ -117,6 +117,7 @@ class VllmRollouts:
                 times_s.copy_(torch.tensor([timed.began_s, timed.ended_s]))
 
             _on_first_process(copy_result)
+            # Every rank receives all rows and selects its own.
             local = processes.rows_of_rank(rows, self.policy.data_rank, self.policy.data_ranks)
             received = {name: processes.broadcast(c)[local] for name, c in columns.items()}
             received["stopped"] = received["stopped"].bool()

@@ -169,6 +169,8 @@ class Server:
         Raises:
             ServerError: the answer is not usable, or none came.
         """
+        # prompt_logprobs = 0 returns only the prompt's own tokens, and no alternatives. A request
+        # must generate at least one token, which is ignored.
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         limit = ANSWER_BYTES + TOKEN_BYTES * len(tokens)
         columns = self._generate(tokens, params, limit).prompt_logprobs or []
@@ -176,6 +178,7 @@ class Server:
             raise self._unusable(
                 f"must have {len(tokens)} prompt log-probabilities and has {len(columns)}"
             )
+        # The first token has no context, so it has no log-probability.
         scores = []
         for token, column in zip(tokens[1:], columns[1:], strict=True):
             entry = (column or {}).get(str(token))
@@ -192,6 +195,7 @@ class Server:
         Raises:
             ServerError: the server cannot load them.
         """
+        # The prefix cache has keys and values of the old weights, so it must be dropped too.
         load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         steps: list[tuple[str, dict[str, Any]]] = [
             ("/collective_rpc", load),
@@ -200,6 +204,7 @@ class Server:
         ]
         if self.in_flight:
             steps = [("/pause?mode=keep", {}), *steps, ("/resume", {})]
+        # Set first: tokens may have the new version before this method returns.
         self.newest = version
         for path, body in steps:
             try:
@@ -242,6 +247,7 @@ class Server:
             raise self._unusable(
                 f"must have 1 to {sampling.max_new_tokens} tokens and has {len(tokens)}"
             )
+        # A server with another model, or a padded vocabulary, may return larger ids.
         limit = self.vocabulary or math.inf
         foreign = next((token for token in tokens if not 0 <= token < limit), None)
         if foreign is not None:
@@ -249,6 +255,7 @@ class Server:
                 f"has the token {foreign} and the policy's vocabulary is {self.vocabulary}",
                 remedy="start the server with the policy's model",
             )
+        # A stop token must be the last token. It may coincide with the length limit.
         stops = [index for index, token in enumerate(tokens) if token in sampling.stop_token_ids]
         stopped = choice.finish_reason == "stop"
         if stopped and stops != [len(tokens) - 1]:
@@ -267,6 +274,7 @@ class Server:
         )
 
     def _logprobs(self, choice: _Choice) -> list[float]:
+        # One entry per token, which names its token in newer versions of vLLM.
         entries = (choice.logprobs.content if choice.logprobs else None) or []
         if len(entries) != len(choice.token_ids):
             raise self._unusable(
@@ -294,6 +302,7 @@ class Server:
                 "must have the weight version of each token and lacks some",
                 remedy="use vLLM 0.32 or newer",
             )
+        # A response may start before an update and end after it, but versions never decrease.
         newest = max(oldest, self.newest or 0)
         allowed = [str(version) for version in range(oldest, newest + 1)]
         expected = allowed[0] if oldest == newest else f"{oldest} to {newest}"

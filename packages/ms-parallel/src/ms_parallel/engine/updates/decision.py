@@ -50,10 +50,12 @@ class UpdateDecision:
         squared_norm, loss = sums[:2].double().unbind()
         norm = squared_norm.sqrt()
         finite = norm.isfinite() & loss.isfinite()
+        # Separate from `finite`: the host reports limits as `refused`, and the default is infinite.
         allowed = (loss <= limits.loss) & (norm <= limits.grad_norm)
         take = finite & allowed & (sums[-TERMS:] == 0).all()  # row terms: no wrong rows
         divisor = None
         if max_grad_norm is not None:
+            # The fused kernels divide gradients by `grad_scale`, so this is 1 / (clip factor).
             clipped = (norm + CLIP_EPSILON) / max_grad_norm
             divisor = torch.where(norm > max_grad_norm, clipped, 1.0).float()
         return cls(found_inf=(~take).float(), grad_scale=divisor)
