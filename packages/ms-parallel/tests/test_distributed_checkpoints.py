@@ -1,5 +1,6 @@
 """Folders of torch.distributed.checkpoint: torchtitan's names in and out, and hostile ones."""
 
+import copyreg
 import io
 import os
 import pickle
@@ -16,9 +17,10 @@ from launching import write_run
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from ms_parallel import AdamWConfig, Engine, NextTokenLoss, checkpoint
+from ms_parallel.checkpoint.dcp_metadata import read_dcp_index
 from ms_parallel.cli import main
 from ms_parallel.errors import CheckpointError, DamageError
 from ms_parallel.models import architecture
@@ -271,6 +273,24 @@ def rewrite(folder: Path, change: Callable[[Metadata], object]) -> None:
     metadata = pickle.loads(path.read_bytes())  # noqa: S301 - written by this test
     replaced = change(metadata)
     path.write_bytes(pickle.dumps(metadata if replaced is None else replaced))
+
+
+@pytest.mark.parametrize(
+    "written_as", [lambda member: (getattr, (type(member), member.name)), lambda m: (type(m), (0,))]
+)
+def test_members_of_enums_are_read_as_every_python_writes_them(
+    titan_folder: Path, tmp_path: Path, written_as: Any
+) -> None:
+    """By name as in Python 3.11.2, or by value as in 3.11.7."""
+    folder = Path(shutil.copytree(titan_folder, tmp_path / "step-3"))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - written by this test
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = copyreg.dispatch_table | {_MEM_FORMAT_ENCODING: written_as}
+    pickler.dump(metadata)
+    assert (b"getattr" in stream.getvalue()) == (written_as(_MEM_FORMAT_ENCODING(0))[0] is getattr)
+    (folder / ".metadata").write_bytes(stream.getvalue())
+    assert read_dcp_index(folder) == read_dcp_index(titan_folder)
 
 
 def storage(change: Callable[[_StorageInfo], None]) -> Callable[[Metadata], None]:

@@ -47,6 +47,8 @@ RECORDS = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
+    # Some Python versions, such as 3.11.2, pickle a member of an enum as getattr(class, name).
+    ("builtins", "getattr"),
 }
 """Classes and functions that are replaced by records of their arguments."""
 PLAIN: Mapping[tuple[str, str], Any] = {
