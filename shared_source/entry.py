@@ -60,7 +60,7 @@ class CommandParser(argparse.ArgumentParser):
         `seed=1` over.
         """
         arguments = sys.argv[1:] if args is None else list(args)
-        if self._subparsers is None:  # before argparse reports what is missing because of it
+        if self._subparsers is None:  # before argparse reports missing arguments instead
             self._check_options(arguments)
         options, extras = super().parse_known_args(arguments, namespace)
         self._check_options(extras)
@@ -82,9 +82,9 @@ class CommandParser(argparse.ArgumentParser):
         """Return `; did you mean --OPTION?` for an unknown option, or an empty string."""
         from difflib import get_close_matches
 
-        known = [option for option in self._option_string_actions if option.startswith("--")]
-        matches = [option for option in known if option.startswith(word) and len(word) > 3]
-        matches = matches or get_close_matches(word, known, n=1, cutoff=0.5)
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        matches = [option for option in options if option.startswith(word) and len(word) > 3]
+        matches = matches or get_close_matches(word, options, n=1, cutoff=0.5)
         return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
     def error(self, message: str) -> NoReturn:

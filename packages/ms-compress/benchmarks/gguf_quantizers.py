@@ -1,4 +1,4 @@
-"""Compare the weight errors of our GGUF quantizer with those of llama.cpp's own.
+"""Compare the weight errors of our GGUF quantizer with llama.cpp's quantizer.
 
 python packages/ms-compress/benchmarks/gguf_quantizers.py LIBRARY
 

@@ -8,7 +8,7 @@ same held-out rows. The second model computes the same as the first, but some fe
 are 20 times larger, as in large language models. One thread.
 
 `--peer-python` runs llm-compressor in another environment. `--width 768` adds a larger model with
-random weights, of which only time and memory mean something.
+random weights, for which only time and memory are meaningful.
 """
 
 import argparse
@@ -183,7 +183,7 @@ def llm_compressor(scheme: str, method: str) -> Act:
 
 
 def copies(base: Path, models: dict[str, Path]) -> None:
-    """Save the trained model, and one that computes the same with some large features."""
+    """Save the trained model, and an equivalent model with some large features."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.save_pretrained(models["trained"])
     with torch.no_grad():

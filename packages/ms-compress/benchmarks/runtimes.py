@@ -1,4 +1,4 @@
-"""Measure how far each runtime's log-probabilities are from those of training.
+"""Measure how far each runtime's log-probabilities are from training.
 
 python packages/ms-compress/benchmarks/runtimes.py OUT [--families llama ...]
 

@@ -170,10 +170,10 @@ def _answer(value: object, name: str) -> list[Message]:
     return read_messages(turns, name)
 
 
-def _common_prefix(chosen: list[Message], rejected: list[Message]) -> int:
+def _common_prefix(a: list[Message], b: list[Message]) -> int:
     """Count the messages of the common beginning, excluding the last message of both lists."""
     shared = 0
-    for first, second in zip(chosen[:-1], rejected[:-1], strict=False):
+    for first, second in zip(a[:-1], b[:-1], strict=False):
         if first != second:
             break
         shared += 1

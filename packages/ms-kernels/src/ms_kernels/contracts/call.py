@@ -37,7 +37,7 @@ class TensorMeta(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the strides are those of a contiguous row-major tensor."""
+        """Whether the tensor is contiguous in row-major order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:

@@ -104,7 +104,7 @@ def implementation(
 
 
 def _type_of(option: Any) -> Any:
-    """Return the type of an option, and those of its items if it is a tuple."""
+    """Return the type of an option, and the types of its items if it is a tuple."""
     return tuple(map(_type_of, option)) if type(option) is tuple else type(option)
 
 

@@ -77,7 +77,7 @@ def on_gpu(
     run: Callable[..., Any] | None = None,
     **passes: Any,
 ) -> Implementation:
-    """Return a Triton implementation; its version is that of its tuned kernels.
+    """Return a Triton implementation; its version is the version of its tuned kernels.
 
     Args:
         contract: contract of the operator.
