@@ -63,7 +63,7 @@ TEXT_FIELDS = {
         "kl_estimator",
         "tests_key",
     ),
-    *("offload", "sharding", "save_dtype", "schemes", "methods"),
+    *("offload", "sharding", "save_dtype", "schemes", "methods", "float8", "quantize_base"),
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "ignore"),
     *("start", "method", "title", "name", "target", "scale_dtype", "format", "text_column"),
     *("decay",),

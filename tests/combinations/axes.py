@@ -29,6 +29,7 @@ OTHER_COMMANDS = {
     "ms-align generate": "sampling settings, which the arrays of ppo, grpo and rloo combine",
     "ms-align evaluate": "tasks of lm-evaluation-harness, with their own tests",
     "ms-compress evaluate": "sizes of a measurement, with their own tests",
+    "ms-compress compare-schemes": "lists of settings that the array of quantize combines",
 }
 """Commands with a run file but no array, by reason."""
 LAYOUTS = [UNSET, *({axis: 2} for axis in ("data", "tensor", "pipeline", "context"))]

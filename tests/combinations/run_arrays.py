@@ -54,9 +54,12 @@ CONFIRMATIONS = {1: 6}
 SAMPLED_REFUSALS = 2
 """Number of known refusals per command that a sample checks."""
 
+EXACT_BOUNDS = (2e-5, 2e-3)
+"""Relative bounds of the first and the last loss in float32."""
 NEUTRAL = {
     *("layout", "sharding", "schedule", "context_attention", "context_balance", "shares"),
-    *("mixed_precision", "loss_scale", "audit_every", "recompute", "compile", "ops", "offload"),
+    *("mixed_precision", "float8", "loss_scale", "audit_every", "recompute", "compile", "ops"),
+    "offload",
     *("microbatch_size", "reproducible", "on_nonfinite", "on_spike", "max_num_seqs", "merge"),
     *("eval_every", "checkpoint_every", "async_checkpoints", "record_every", "sample_prompt"),
     "save_dtype",
@@ -236,11 +239,24 @@ class Runner:
                 return Outcome(kind="failed", line=f"the baseline run: {baseline.line}")
             if baseline.kind == "trained":
                 difference = loss_difference(
-                    self.value(row, "mixed_precision"), outcome, baseline, self.uses_rollouts
+                    self.bounds(row), outcome, baseline, self.uses_rollouts
                 )
                 if difference:
                     return Outcome(kind="failed", line=difference)
         return outcome
+
+    def bounds(self, row: Row) -> tuple[float, float]:
+        """Relative bounds of the first and the last loss, by the coarsest rounding of a row.
+
+        Another summation order changes the first loss by about 2^-24, and the third by up to 1e-3,
+        because AdamW's first steps are nearly the signs of the gradients. bfloat16 has 8 bits:
+        logits near 1 are within 2^-8 of float32's, and a loss near 5 within 1%; three steps later
+        within 3%. float8 products have 4 bits, with independent errors that a sum averages.
+        """
+        if self.value(row, "float8") not in (UNSET, "none"):
+            return 0.02, 0.05
+        is_half = self.value(row, "mixed_precision") not in (UNSET, False)
+        return (0.01, 0.03) if is_half else EXACT_BOUNDS
 
     @property
     def uses_rollouts(self) -> bool:
@@ -404,18 +420,13 @@ def classify(command: str, codes: list[int], errors: list[str], events: Path) ->
 
 
 def loss_difference(
-    precision: Any, outcome: Outcome, baseline: Outcome, uses_rollouts: bool
+    bounds: tuple[float, float], outcome: Outcome, baseline: Outcome, uses_rollouts: bool
 ) -> str:
-    """Compare losses with the baseline's (float32, one process); "" if they agree.
-
-    Another summation order changes the first loss by about 2^-24, and the third by up to 1e-3,
-    because AdamW's first steps are nearly the signs of the gradients. bfloat16 has 8 bits: logits
-    near 1 are within 2^-8 of float32's, and a loss near 5 within 1%; three steps later within 3%.
-    """
-    half = bool(precision)
-    if (half and uses_rollouts) or not outcome.losses or not baseline.losses:
+    """Compare losses with the baseline's (float32, one process); "" if they agree."""
+    first, last = bounds
+    is_rounded = first > EXACT_BOUNDS[0]
+    if (is_rounded and uses_rollouts) or not outcome.losses or not baseline.losses:
         return ""
-    first, last = (0.01, 0.03) if half else (2e-5, 2e-3)
     pairs = [(outcome.losses[0], baseline.losses[0], first)]
     if not (outcome.skipped or baseline.skipped or uses_rollouts):
         pairs.append((outcome.losses[-1], baseline.losses[-1], last))
