@@ -24,7 +24,7 @@ from run_arrays import (  # noqa: E402
     write_progress,
 )
 
-SAMPLE_S = 25
+SAMPLE_S = 18
 """Seconds in which rows start; imports, inputs and the last rows take the same time again."""
 
 

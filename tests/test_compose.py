@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from packages import ROOT
 
 
@@ -47,6 +49,7 @@ def test_the_loop_resumes_from_one_process_with_two(tmp_path: Path) -> None:
     assert {"events", "recorded-0.ring", "recorded-1.ring", "checkpoints", "shards"} <= names
 
 
+@pytest.mark.slow
 def test_a_loop_around_a_custom_model_continues_under_each_layout_of_its_page(
     tmp_path: Path,
 ) -> None:

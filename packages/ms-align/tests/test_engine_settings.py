@@ -65,7 +65,12 @@ def test_settings_that_need_a_layout_are_rejected_without_one(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in UNSUPPORTED_VALUES if not name.startswith("balance")]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "compile" else [])
+        for name in UNSUPPORTED_VALUES
+        if not name.startswith("balance")
+    ],
 )
 def test_every_setting_reaches_the_engine_of_a_layout(
     name: str, sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -233,6 +233,7 @@ def test_best_below_one_is_refused(best: int) -> None:
         plan(options(), cluster(), best=best)
 
 
+@pytest.mark.slow
 def test_offload_costs_the_time_of_its_copies() -> None:
     """The step takes longer by the time to copy the activations."""
     rates = {"float32": 10.0}

@@ -94,7 +94,7 @@ def test_ranks_exchange_messages_in_pairs_of_a_level() -> None:
     assert levels == 8
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_planner_reads_a_measured_cluster_file(ranks: int, tmp_path: Path) -> None:
     """Real ranks measure rates, memory, links and collectives; three do not divide the sizes."""
     out = tmp_path / "cluster.toml"
