@@ -115,9 +115,9 @@ def make_environment() -> Path:
     time of a whole run; `alone` checks the dependencies of each package. pip compiles nothing, as
     Python compiles only the modules that are imported.
     """
-    folder, made = ROOT / ".nox" / "shared", ROOT / ".nox" / "shared" / "made"
+    folder, torch_stamp = ROOT / ".nox" / "shared", ROOT / ".nox" / "shared" / "made"
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
-    if not made.exists() or made.read_text() != TORCH:
+    if not torch_stamp.exists() or torch_stamp.read_text() != TORCH:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(TORCH_ALONE, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -137,7 +137,7 @@ def make_environment() -> Path:
     ]
     install.append("--no-build-isolation")
     subprocess.run([*install, *ours, *files, *more], cwd=ROOT, check=True)
-    made.write_text(TORCH)
+    torch_stamp.write_text(TORCH)
     return folder / "bin"
 
 
@@ -190,8 +190,8 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Test one package in two processes; arguments after `--` go to pytest.
 
-    Neighboring tests share slow fixtures, so each process runs one half in order. The one that
-    finishes first takes half of the other's remaining tests.
+    Neighboring tests share slow fixtures, so each process runs one half in order; when one has
+    finished, it takes half of the other's remaining tests.
     """
     arguments = session.posargs or ["-m", "not slow and not gpu"]
     tests_folder = f"packages/{package}/tests"
@@ -216,11 +216,11 @@ def alone(session: nox.Session) -> None:
     """
     shared_environment()
     folder = Path(session.create_tmp()).absolute()
-    chosen = session.posargs or PACKAGES
+    packages = session.posargs or PACKAGES
     with ThreadPoolExecutor(2) as pool:
-        faults = list(pool.map(functools.partial(check_alone, folder), chosen))
-    if found := [fault for fault in faults if fault]:
-        session.error("\n\n".join(found))
+        faults = list(pool.map(functools.partial(check_alone, folder), packages))
+    if problems := [fault for fault in faults if fault]:
+        session.error("\n\n".join(problems))
 
 
 def check_alone(folder: Path, package: str) -> str:
@@ -244,9 +244,9 @@ def check_alone(folder: Path, package: str) -> str:
         command = [python, "-I", str(script)]
         return subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, check=False)
 
-    found = prove()
-    if found.returncode:
-        return f"{package} does not work alone:\n{found.stdout}{found.stderr}"
+    result = prove()
+    if result.returncode:
+        return f"{package} does not work alone:\n{result.stdout}{result.stderr}"
     sibling = module_of(next(name for name in PACKAGES if name != package))
     module = site / module_of(package) / "__init__.py"
     module.write_text(module.read_text() + f"\nimport {sibling}\n")
@@ -406,9 +406,11 @@ def make_demo_environment(session: nox.Session, folder: Path, lock: IO[str]) -> 
     """
     sources = [ROOT / "packages" / package for package in ("ms-data", "ms-parallel")]
     stamp = folder / "stamp"
-    wanted = "\n".join([TORCH, sys.version, *((s / "pyproject.toml").read_text() for s in sources)])
+    versions = "\n".join(
+        [TORCH, sys.version, *((s / "pyproject.toml").read_text() for s in sources)]
+    )
     fcntl.flock(lock, fcntl.LOCK_SH)
-    while not (stamp.is_file() and stamp.read_text() == wanted):
+    while not (stamp.is_file() and stamp.read_text() == versions):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -429,13 +431,13 @@ def make_demo_environment(session: nox.Session, folder: Path, lock: IO[str]) -> 
         ]
         if any(run_to_end(step, env=dict(os.environ)) for step in steps):
             session.error("the installation failed; the lines above say why")
-        (partial / "stamp").write_text(wanted)
+        (partial / "stamp").write_text(versions)
         partial.rename(folder)
     fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def run_to_end(command: list[str], *, env: dict[str, str]) -> int:
-    """Run a command that dies with this process, however that ends; return its exit code.
+    """Run a command, which is killed if this process dies; return its exit code.
 
     Ctrl-C reaches the command too, which gets the time to end by itself.
     """
@@ -461,8 +463,8 @@ def vllm(session: nox.Session) -> None:
     """
     folder = ROOT / ".nox" / "vllm-server"
     python, stamp = folder / "bin" / "python", folder / "stamp"
-    wanted = f"{TORCH} {VLLM}"
-    if not stamp.is_file() or stamp.read_text() != wanted:
+    versions = f"{TORCH} {VLLM}"
+    if not stamp.is_file() or stamp.read_text() != versions:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         # torch first, in its CPU build. The packages that are removed are builds for CUDA, which
@@ -473,7 +475,7 @@ def vllm(session: nox.Session) -> None:
             ["uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
         ):
             subprocess.run([str(python), "-m", "pip", *step], check=True)
-        stamp.write_text(wanted)
+        stamp.write_text(versions)
     env = {
         **ONE_THREAD,
         "MS_VLLM_PYTHON": str(python),
@@ -569,8 +571,9 @@ def trackers(session: nox.Session) -> None:
         "tests/test_evaluation.py": every,
         "tests/test_examples.py": (*every, "-k", "trackers or evaluate or launch"),
     }
-    for proof, chosen in proofs.items():  # one at a time: the folders have modules of the same name
-        session.run("pytest", proof, *chosen, *session.posargs, env=ONE_THREAD)
+    # One at a time, as the folders have modules of the same name.
+    for proof, arguments in proofs.items():
+        session.run("pytest", proof, *arguments, *session.posargs, env=ONE_THREAD)
 
 
 @shared_job
@@ -617,7 +620,7 @@ def plan(session: nox.Session) -> None:
 @job
 @every_package
 def peers(session: nox.Session, package: str) -> None:
-    """Measure the peers beside us: the same work in one run, alternating.
+    """Measure other tools and ours: the same work in one run, alternating.
 
     Peers that no environment can hold together have a list for their script alone, which is
     installed over the others' before it runs.
@@ -672,14 +675,14 @@ def ascend(session: nox.Session) -> None:
 
 def lower_for_ascend(session: nox.Session) -> None:
     """Lower the Triton kernels in a separate environment, as triton-ascend is also named triton."""
-    found = shutil.which("python3.11")
-    if found is None:
+    interpreter = shutil.which("python3.11")
+    if interpreter is None:
         session.warn(f"{TRITON_ASCEND} is made for Python 3.9 to 3.11, and no python3.11 is here")
         return
     folder = Path(session.create_tmp()).absolute() / "triton-ascend"
     python = str(folder / "bin" / "python")
     if not folder.exists():
-        session.run(found, "-m", "venv", str(folder), external=True)
+        session.run(interpreter, "-m", "venv", str(folder), external=True)
     install = (python, "-m", "pip", "install", "-q")
     session.run(*install, TORCH, "numpy", "pybind11", external=True)
     session.run(*install, "--no-deps", TRITON_ASCEND, external=True)
