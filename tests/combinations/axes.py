@@ -63,7 +63,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
     "ms-align": {
         "model": ["@llama", "@qwen3_moe", "@gpt2"],
         "layout": [{"data": 1}, UNSET, {"data": 2}, {"tensor": 2}, {"pipeline": 2}],
-        "lora": [UNSET, {"rank": 2}],
+        "lora": [UNSET, {"rank": 2}, {"rank": 2, "quantize_base": "nf4"}],
         "microbatch_size": [UNSET, 1],
         "reference_model": [UNSET, "@llama"],
         "dataset": [UNSET],
@@ -175,7 +175,7 @@ FIXED = {
     " equal_rewards_limit decay_steps"
     " uncertainty_rate importance_sampling_clip_min importance_sampling_clip_max"
     " max_logprob_difference tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"
-    " lora.rank lora.alpha lora.target_modules lora.use_rslora tasks.* layout.*",
+    " lora.rank lora.alpha lora.target_modules lora.use_rslora lora.quantize_base tasks.* layout.*",
     "only how much is saved or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
     "a file or table with its own tests": "model_config cluster devices text_column"
     " task_weights held_out response_dataset stop_token_ids tuning",
