@@ -1,7 +1,7 @@
 """Cost of tools and environments: `python packages/ms-align/benchmarks/environments.py`.
 
 Measures tool calls, environments and entire episodes of a scripted policy, whose generation takes
-no time. The rates are those of one process on an otherwise idle machine.
+no time. Measures a single process; run it on an idle machine.
 """
 
 import sys

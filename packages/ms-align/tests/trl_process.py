@@ -1,4 +1,4 @@
-"""Train a small model with TRL's GRPOTrainer and one of our rewards, and compare its logs."""
+"""Train a small model with TRL's GRPOTrainer and a reward of ms-align, and compare its logs."""
 
 import sys
 

@@ -64,7 +64,7 @@ def measure(ops: Any, kind: str) -> None:
 
 
 def main() -> None:
-    """Print a table of all variants, or one row of it."""
+    """Print a table of all variants, or a single row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--variant", choices=("plain", "kernels"))
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0])

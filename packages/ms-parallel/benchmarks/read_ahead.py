@@ -42,7 +42,7 @@ class SlowStream:
         self.position = state["position"]
 
     def share_out(self, shares: Sequence[int], /) -> None:
-        """Do nothing, as there is one rank."""
+        """Do nothing: there is only one rank."""
 
 
 def main() -> None:

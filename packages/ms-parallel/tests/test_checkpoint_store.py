@@ -22,7 +22,7 @@ class Killed(BaseException):
 
 
 class Faulty(MemoryFileSystem):
-    """Counts requests; kills at one of them, or fails two of three."""
+    """Counts requests; kills the process at a given request, or fails two out of three."""
 
     protocol = "faulty"
     count, kill_at, fails, cut = 0, -1, False, False
@@ -110,7 +110,7 @@ def test_the_newest_checkpoint_comes_back_and_old_ones_are_deleted(
 def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(
     tmp_path: Path, url: str
 ) -> None:
-    """Every request of an upload with deletion is the last one of a process, in turn."""
+    """Kill the process at each request of an upload that also deletes an old checkpoint."""
     outcomes = set()
     old, new = saved(tmp_path / "run", 1), saved(tmp_path / "run", 2)
     for number in range(1, 100):
@@ -166,7 +166,7 @@ def test_a_killed_download_is_resumed_and_failing_requests_are_repeated(
 def test_a_hostile_publication_is_refused(
     tmp_path: Path, url: str, change: dict[str, Any], message: str
 ) -> None:
-    """Names cannot leave the prefix, and the manifest must be the one that was published."""
+    """Names cannot leave the prefix, and the manifest must match the published one."""
     import json
 
     store = CheckpointStore(url)

@@ -55,7 +55,7 @@ def run(options: Namespace) -> int:
     from ms_parallel.cluster.process import is_first, world_size
     from ms_parallel.training.trainer import DistributedTrainer
 
-    # Checkpoints do not depend on the layout, so one process converts any of them.
+    # Checkpoints do not depend on the layout, so a single process can convert each.
     settings = evolve(run.options, parallel_config=None) if world_size() == 1 else run.options
     trainer = DistributedTrainer.from_options(settings)
     length = (run.length.epochs, run.length.steps)
