@@ -30,7 +30,7 @@ from ms_align.losses.policy import PolicyLoss
 from ms_align.losses.preference import F_DIVERGENCES, LOSSES, WITHOUT_REFERENCE
 from ms_align.losses.surrogates import LOSS_TYPES, SurrogateOptions, at_level
 from ms_align.streams.text_ends import TextEnds
-from ms_align.trainers.frame.offline import TrainingData
+from ms_align.trainers.base.offline import TrainingData
 
 TOLERANCE = 1e-5
 """Relative; both sides compute in float32 and sum in another order."""

@@ -21,7 +21,7 @@ import torch
 from ms_align import SFTTrainer, TaskOptions
 from ms_align.run.loop import RunLog
 from ms_align.streams.text_ends import TextEnds
-from ms_align.trainers.frame.offline import TrainingData
+from ms_align.trainers.base.offline import TrainingData
 from ms_parallel.models import architecture, build_model
 from ms_parallel.weights import initialize
 

@@ -23,7 +23,7 @@ from ms_compress.training.distillation import distillation_loss
 from ms_compress.training.engine_distillation import DistillationLoss, engine_teacher
 from ms_compress.training.options import Divergence
 from ms_parallel import Engine
-from ms_parallel.engine.optimizers.adamw import AdamWConfig
+from ms_parallel.optim.optimizers.adamw import AdamWConfig
 
 
 def naive_gptq(

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.optimizers.adamw import AdamWConfig
 from ms_parallel.models import DecoderConfig
+from ms_parallel.optim.optimizers.adamw import AdamWConfig
 
 LIMIT = 1.03
 SIZES = {

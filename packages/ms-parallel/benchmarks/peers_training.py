@@ -36,7 +36,7 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.optimizers.adamw import AdamWConfig
+from ms_parallel.optim.optimizers.adamw import AdamWConfig
 
 PROCESSES = 2
 LIMIT = 1.0

@@ -22,14 +22,14 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.memory.block_costs import storages
+from ms_parallel.memory.recompute import recomputed_blocks
 from ms_parallel.models.experts.router import Router
 from ms_parallel.pipeline.runtime import Key, Runtime, Step
 from ms_parallel.planner.free_memory import status_bytes
 from ms_parallel.planner.memory import predict_memory
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.split.memory.block_costs import storages
-from ms_parallel.split.memory.recompute import recomputed_blocks
 from ms_parallel.split.part import gather_full_tensor, local_part
 
 

@@ -12,10 +12,10 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss, Output
-from ms_parallel.engine.optimizers.adamw import AdamWConfig
 from ms_parallel.models import ModelConfig, TransformerXLConfig, architecture
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.family import families
+from ms_parallel.optim.optimizers.adamw import AdamWConfig
 from ms_parallel.proof.probes import probe_generation
 from ms_parallel.proof.records import Counterexample
 from ms_parallel.weights import save_model

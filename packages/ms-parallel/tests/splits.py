@@ -12,7 +12,7 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.optimizers.adamw import AdamWConfig
+from ms_parallel.optim.optimizers.adamw import AdamWConfig
 from ms_parallel.schedules import Schedule
 
 PLAIN = AdamWConfig(learning_rate=1e-3, max_grad_norm=None)

@@ -16,9 +16,9 @@ from ms_parallel import AdamWConfig, Engine, NextTokenLoss, StepLimits
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import Output
-from ms_parallel.engine.optimizers.adamw import FUSED_DEVICES
 from ms_parallel.host_copy import HostCopy
 from ms_parallel.models.batch import Batch
+from ms_parallel.optim.optimizers.adamw import FUSED_DEVICES
 
 SETTINGS = {"num_hidden_layers": 2, "num_key_value_heads": 4, "vocab_size": 48}
 COLLECTIVES = {

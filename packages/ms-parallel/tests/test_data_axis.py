@@ -13,7 +13,7 @@ from runs import FAMILIES, VARIANTS
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ConfigError, LayoutError
-from ms_parallel.split.data_axis import SHARDINGS
+from ms_parallel.memory.modes import SHARDINGS
 from ms_parallel.training.memory import run_memory
 from ms_parallel.training.options import Options
 

@@ -21,8 +21,6 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss, Output
-from ms_parallel.engine.optimizer import learning_rate
-from ms_parallel.engine.optimizers.adamw import AdamWConfig
 from ms_parallel.entry import exit_code
 from ms_parallel.errors import (
     ConfigError,
@@ -35,6 +33,8 @@ from ms_parallel.errors import (
 from ms_parallel.models import build_model
 from ms_parallel.models.batch import Batch
 from ms_parallel.operators import linear_cross_entropy
+from ms_parallel.optim.optimizer import learning_rate
+from ms_parallel.optim.optimizers.adamw import AdamWConfig
 from ms_parallel.training.options import Options
 from ms_parallel.weights import initialize
 

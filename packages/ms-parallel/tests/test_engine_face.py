@@ -18,9 +18,10 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import AXES, Layout, row_axes
 from ms_parallel.engine import assembly
 from ms_parallel.engine.loss import Output
-from ms_parallel.engine.optimizer import decays, learning_rate
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.batch import Batch
+from ms_parallel.optim.decays import DECAYS
+from ms_parallel.optim.optimizer import learning_rate
 
 TEMPERATURE = 2.0
 
@@ -297,8 +298,8 @@ def test_invalid_optimizer_settings_are_refused(settings: dict[str, Any], messag
 
 def test_every_decay_goes_from_the_peak_to_the_floor() -> None:
     """Decays are registered by their file in `decays/`; none ever rises."""
-    assert set(decays()) == {"cosine", "linear", "wsd"}
-    for name in decays():
+    assert set(DECAYS) == {"cosine", "linear", "wsd"}
+    for name in DECAYS:
         config = AdamWConfig(learning_rate=1.0, decay=name, decay_steps=20, final_ratio=0.25)
         rates = [learning_rate(step, config) for step in range(25)]
         assert rates[0] == pytest.approx(1.0)

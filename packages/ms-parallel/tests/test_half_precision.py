@@ -15,9 +15,9 @@ from ms_parallel import ConfigError, Engine, LossScale, NextTokenLoss
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.updates.audit import AlarmLevels, AuditResult, GroupComparison
-from ms_parallel.engine.updates.auditor import group_of
-from ms_parallel.engine.updates.loss_scale import LossScaler
+from ms_parallel.engine.audit import AlarmLevels, AuditResult, GroupComparison
+from ms_parallel.engine.auditor import group_of
+from ms_parallel.optim.loss_scale import LossScaler
 from ms_parallel.training.audit_page import draw_audits
 from ms_parallel.training.options import Options
 

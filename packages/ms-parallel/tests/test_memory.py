@@ -23,12 +23,12 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
+from ms_parallel.memory.block_costs import BlockCosts, storages
+from ms_parallel.memory.budget import choose_modes, peak_bytes, peak_microbatches
+from ms_parallel.memory.modes import RECOMPUTE_MODES, budget_bytes
 from ms_parallel.models.experts.router import Router
 from ms_parallel.planner.largest_microbatch import largest_predicted, sizes_of
 from ms_parallel.schedules.generators.registry import named_schedule
-from ms_parallel.split.memory.block_costs import BlockCosts, storages
-from ms_parallel.split.memory.budget import choose_modes, peak_bytes, peak_microbatches
-from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES, budget_bytes
 from ms_parallel.training.memory import run_memory
 from ms_parallel.training.options import Options
 

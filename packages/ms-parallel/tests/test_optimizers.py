@@ -25,13 +25,13 @@ from ms_parallel.cli import main
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.optimizer import (
+from ms_parallel.operators import losses
+from ms_parallel.optim.optimizer import (
     declared_optimizers,
     learning_rate,
     optimizer_of,
     optimizers,
 )
-from ms_parallel.operators import losses
 from ms_parallel.split.owners import assign_owners
 
 RUNS = Path(__file__).parent / "optimizer_runs.py"

@@ -16,9 +16,8 @@ from oracle import check, job
 from runs import FAMILIES, VARIANTS
 
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.memory.modes import RECOMPUTE_MODES, SHARDINGS
 from ms_parallel.proof.draw import CONTEXT_KINDS
-from ms_parallel.split.data_axis import SHARDINGS
-from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 ROWS = 4
 PARTS = 10

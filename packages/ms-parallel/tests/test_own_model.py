@@ -39,7 +39,7 @@ def plain_torch_losses() -> list[float]:
     adam = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
     losses = []
     for step in range(STEPS):
-        from ms_parallel.engine.optimizer import learning_rate
+        from ms_parallel.optim.optimizer import learning_rate
 
         batch = global_batch(step)
         logits = model(batch["tokens"], documents=batch["documents"])

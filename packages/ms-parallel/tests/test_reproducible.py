@@ -14,7 +14,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.reproducible.tree import RowTree, fold, nodes_of
 from ms_parallel.errors import LayoutError
-from ms_parallel.split.data_axis import SHARDINGS
+from ms_parallel.memory.modes import SHARDINGS
 
 RUNS = Path(__file__).parent / "reproducible_runs.py"
 TIED = VARIANTS["tied grouped"]

@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from ms_parallel import AdamWConfig, MuonConfig
-from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.errors import ConfigError
 from ms_parallel.huggingface import trainer_optimizers
+from ms_parallel.optim.optimizer import learning_rate
 
 pytest.importorskip("accelerate")  # Trainer needs it
 STEPS = 8

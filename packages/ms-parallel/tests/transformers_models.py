@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss, ParallelError, load_model
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.models import TransformersModel
+from ms_parallel.optim.optimizer import learning_rate
 from ms_parallel.split.part import gather_full_tensor
 
 transformers.utils.logging.disable_progress_bar()

@@ -5,14 +5,7 @@ from .cluster.layout import Layout
 from .cluster.mixed.devices import Devices
 from .engine.engine import Engine
 from .engine.loss import NextTokenLoss
-from .engine.optimizers.adafactor import AdafactorConfig
-from .engine.optimizers.adamw import AdamWConfig
-from .engine.optimizers.muon import MuonConfig
-from .engine.optimizers.sgd import SGDConfig
-from .engine.optimizers.torch_class import TorchConfig
 from .engine.report import StepReport
-from .engine.updates.decision import StepLimits
-from .engine.updates.settings import LossScale
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -27,6 +20,13 @@ from .errors import (
     StageError,
 )
 from .models.plan import ModelPlan
+from .optim.clipping import StepLimits
+from .optim.loss_scale_settings import LossScale
+from .optim.optimizers.adafactor import AdafactorConfig
+from .optim.optimizers.adamw import AdamWConfig
+from .optim.optimizers.muon import MuonConfig
+from .optim.optimizers.sgd import SGDConfig
+from .optim.optimizers.torch_class import TorchConfig
 from .planner.tuning import search_schedule
 from .training.result import Result
 from .training.trainer import DistributedTrainer

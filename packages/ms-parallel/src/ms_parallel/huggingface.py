@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from ms_parallel.arguments import check_items, check_type
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.optimizer import OptimizerConfig, learning_rate, optimizer_of
-from ms_parallel.engine.rules.rule import LocalParameters
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.optim.optimizer import OptimizerConfig, learning_rate, optimizer_of
+from ms_parallel.optim.rule import LocalParameters
 
 __all__ = ["TrainerOptimizer", "trainer_optimizers"]
 

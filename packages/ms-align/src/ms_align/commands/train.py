@@ -8,8 +8,8 @@ from ms_align.entry import DONE, FAILED, INTERRUPTED
 from ms_align.errors import ConfigError
 from ms_align.run.loop import Result
 from ms_align.settings.run_file import build
-from ms_align.trainers.frame.offline import OfflineTrainer
-from ms_align.trainers.frame.online import OnlineTrainer
+from ms_align.trainers.base.offline import OfflineTrainer
+from ms_align.trainers.base.online import OnlineTrainer
 
 PYTHON_NAMES = {"model": "policy_model", "dataset": "prompt_dataset"}
 """Keyword arguments of `PPOTrainer` and `optimize` for run-file keys."""

@@ -14,9 +14,9 @@ from ms_align.losses.preference import DPOOptions
 from ms_align.run.initial_weights import weights_checksum
 from ms_align.streams.protocol import next_batch
 from ms_align.streams.text_ends import TextEnds
-from ms_align.trainers.frame.offline import TrainingData
-from ms_align.trainers.frame.pairs import PairLearner, PairTrainer
-from ms_align.trainers.frame.reference import ReferenceTrainer
+from ms_align.trainers.base.offline import TrainingData
+from ms_align.trainers.base.pairs import PairLearner, PairTrainer
+from ms_align.trainers.base.reference import ReferenceTrainer
 
 
 @frozen(kw_only=True, slots=False)

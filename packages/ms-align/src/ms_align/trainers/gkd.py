@@ -27,7 +27,7 @@ from ms_align.streams.folders import instructions
 from ms_align.streams.protocol import HeldOut, next_batch
 from ms_align.streams.text_ends import TextEnds
 from ms_align.tokenizer_files import check_same_tokenizer, files_of
-from ms_align.trainers.frame.offline import OfflineLearner, OfflineTrainer, TrainingData
+from ms_align.trainers.base.offline import OfflineLearner, OfflineTrainer, TrainingData
 
 SEED_STRIDE = 1 << 40
 """Distance between the seeds of consecutive run seeds; one seed per update."""

@@ -18,7 +18,7 @@ from ms_align.rollouts.experience import (
 )
 from ms_align.rollouts.options import GroupOptions
 from ms_align.settings import integer, one_of
-from ms_align.trainers.frame.online import OnlineTrainer
+from ms_align.trainers.base.online import OnlineTrainer
 
 
 def _check_generations(instance: Any, attribute: "Attribute[Any]", value: object) -> None:

@@ -18,8 +18,8 @@ from ms_align.run.loop import RunLog
 from ms_align.streams.folders import unpaired
 from ms_align.streams.protocol import HeldOut, next_batch
 from ms_align.streams.text_ends import TextEnds
-from ms_align.trainers.frame.offline import OfflineLearner, TrainingData
-from ms_align.trainers.frame.reference import ReferenceTrainer
+from ms_align.trainers.base.offline import OfflineLearner, TrainingData
+from ms_align.trainers.base.reference import ReferenceTrainer
 
 KL_PREFIX = "kl_"
 """Prefix of the columns with mismatched responses, from which the KL is estimated."""

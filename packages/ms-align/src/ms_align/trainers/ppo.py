@@ -15,7 +15,7 @@ from ms_align.losses.ppo import PPOLoss, ValueLoss
 from ms_align.losses.protocol import Loss
 from ms_align.rollouts.experience import Experience, token_rewards
 from ms_align.settings import flag, integer, number, valid_path
-from ms_align.trainers.frame.online import OnlineTrainer
+from ms_align.trainers.base.online import OnlineTrainer
 
 
 @frozen(kw_only=True, slots=False)

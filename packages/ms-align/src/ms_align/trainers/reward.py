@@ -19,8 +19,8 @@ from ms_align.run.saving import check_finite
 from ms_align.settings import number
 from ms_align.streams.text_ends import TextEnds
 from ms_align.tokenizer_files import TokenizerFiles
-from ms_align.trainers.frame.offline import TrainingData
-from ms_align.trainers.frame.pairs import PairLearner, PairTrainer
+from ms_align.trainers.base.offline import TrainingData
+from ms_align.trainers.base.pairs import PairLearner, PairTrainer
 
 HEAD = "score"
 

@@ -8,7 +8,7 @@ from ms_align.losses.policy import PolicyLoss, per_response
 from ms_align.rollouts.experience import Experience, response_scores, spread_over_tokens
 from ms_align.rollouts.options import GroupOptions
 from ms_align.settings import flag, integer, number
-from ms_align.trainers.frame.online import OnlineTrainer
+from ms_align.trainers.base.online import OnlineTrainer
 
 
 @frozen(kw_only=True, slots=False)

@@ -20,7 +20,7 @@ from ms_align.streams.folders import instructions
 from ms_align.streams.protocol import HeldOut, TaskStream, next_batch
 from ms_align.streams.task_sampler import TaskOptions, TaskSampler, task_options
 from ms_align.streams.text_ends import TextEnds
-from ms_align.trainers.frame.offline import OfflineLearner, OfflineTrainer, TrainingData
+from ms_align.trainers.base.offline import OfflineLearner, OfflineTrainer, TrainingData
 
 
 @frozen(kw_only=True, slots=False)  # the trainer inherits from more than one

@@ -17,6 +17,7 @@ from ms_parallel.cluster.mixed.kinds import check_mixed
 from ms_parallel.engine.heads import add_heads
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.errors import ConfigError, LayoutError
+from ms_parallel.memory.modes import Recompute, Sharding
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.family import family_of
 from ms_parallel.models.huggingface.config import TransformersModel
@@ -24,9 +25,7 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.settings import valid_path
-from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.float8 import use_float8
-from ms_parallel.split.memory.recompute_choice import Recompute
 from ms_parallel.split.own_model import (
     UNSPLIT_PLAN,
     OwnModelConfig,

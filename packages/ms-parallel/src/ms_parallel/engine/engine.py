@@ -25,27 +25,23 @@ from ms_parallel.engine.assembly import (
     resolve_model,
     sharded_layout,
 )
+from ms_parallel.engine.auditor import Auditor, NoAuditor
 from ms_parallel.engine.balance.balancer import ExpertBalancer
 from ms_parallel.engine.balance.settings import BalanceSettings, balance_of
 from ms_parallel.engine.generation import Sampling, generate, stop_tokens
 from ms_parallel.engine.heads import thaw_heads
 from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
 from ms_parallel.engine.mtp import mtp_depths
-from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.engine.reduction import Reduction, SummedReduction
 from ms_parallel.engine.report import Skipped, StepReport, StepTotals
 from ms_parallel.engine.reproducible.check import check_reproducible, separate_tied_pair
 from ms_parallel.engine.reproducible.reduction import OrderedReduction
 from ms_parallel.engine.row_check import RowCheck
-from ms_parallel.engine.rules.grouped import GroupedOptimizer
+from ms_parallel.engine.settings import check_audit
 from ms_parallel.engine.stage_runner import StageRunner
 from ms_parallel.engine.state import SCALE, align_replicas, load_state, state_of
 from ms_parallel.engine.trainable import Trainable
-from ms_parallel.engine.updates.auditor import Auditor, NoAuditor
-from ms_parallel.engine.updates.decision import StepLimits
-from ms_parallel.engine.updates.loss_scale import LossScaler
-from ms_parallel.engine.updates.settings import check_audit
 from ms_parallel.errors import (
     CheckpointError,
     ConfigError,
@@ -55,12 +51,18 @@ from ms_parallel.errors import (
 )
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.host_copy import HostCopy
+from ms_parallel.memory.budget import Budget
+from ms_parallel.memory.modes import ACTIVATIONS, MOMENTS, budget_bytes
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.family import family_of
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.weight_names import WeightRules
 from ms_parallel.operators import Ops
+from ms_parallel.optim.clipping import StepLimits
+from ms_parallel.optim.grouped import GroupedOptimizer
+from ms_parallel.optim.loss_scale import LossScaler
+from ms_parallel.optim.optimizer import learning_rate
 from ms_parallel.pipeline.choice import ScheduleTables
 from ms_parallel.pipeline.recorder import ComputationRecorder
 from ms_parallel.schedules.table.schedule import Schedule
@@ -68,10 +70,7 @@ from ms_parallel.signature import takes
 from ms_parallel.split.compiled import check_compiled, compile_blocks, compiles_by_default
 from ms_parallel.split.context.kinds import check_context
 from ms_parallel.split.context.splitter import ContextSplitter
-from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
 from ms_parallel.split.float8 import check_float8
-from ms_parallel.split.memory.budget import Budget
-from ms_parallel.split.memory.recompute_choice import budget_bytes
 from ms_parallel.split.own_model import OwnModelConfig, check_accepts_cache, warn_without_documents
 from ms_parallel.split.part import drop_gathered, is_plain_tensor
 from ms_parallel.split.precision import warn_of_slow_bfloat16

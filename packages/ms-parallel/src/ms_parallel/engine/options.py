@@ -8,16 +8,16 @@ from attrs import field, frozen
 
 from ms_parallel.cluster.device import DeviceSpec
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.optimizer import SHARED, OptimizerConfig, optimizer_of
-from ms_parallel.engine.optimizers.adamw import AdamWConfig
 from ms_parallel.engine.settings import EngineSettings
-from ms_parallel.engine.updates.settings import LossScale, loss_scale_of
 from ms_parallel.errors import ConfigError
+from ms_parallel.memory.modes import MOMENTS
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
+from ms_parallel.optim.loss_scale_settings import LossScale, loss_scale_of
+from ms_parallel.optim.optimizer import SHARED, OptimizerConfig, optimizer_of
+from ms_parallel.optim.optimizers.adamw import AdamWConfig
 from ms_parallel.pipeline.layer_split import ScheduleChoice
 from ms_parallel.settings import integer, one_of, valid_path
-from ms_parallel.split.data_axis import MOMENTS
 
 
 def _optimizer(value: OptimizerConfig | str | Mapping[str, Any]) -> OptimizerConfig:

@@ -8,9 +8,9 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from ms_parallel.engine.audit import AuditResult
 from ms_parallel.engine.balance.balancer import ExpertLoad
 from ms_parallel.engine.row_check import TERMS, Fingerprint
-from ms_parallel.engine.updates.audit import AuditResult
 from ms_parallel.split.context.splitter import ContextLoad
 
 Skipped = Literal["no_targets", "nonfinite", "overflow", "refused"]

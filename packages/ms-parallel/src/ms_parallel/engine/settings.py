@@ -6,8 +6,16 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from ms_parallel.engine.balance.settings import method
-from ms_parallel.engine.updates.settings import LossScale, check_loss_scale, loss_scale_of
 from ms_parallel.errors import ConfigError
+from ms_parallel.memory.modes import (
+    OFFLOADS,
+    SHARDINGS,
+    Offload,
+    Recompute,
+    Sharding,
+    recompute_setting,
+)
+from ms_parallel.optim.loss_scale_settings import LossScale, check_loss_scale, loss_scale_of
 from ms_parallel.settings import flag, integer, number, one_of, short_repr
 from ms_parallel.split.context.kinds import (
     CONTEXT_BALANCES,
@@ -15,10 +23,7 @@ from ms_parallel.split.context.kinds import (
     ContextBalance,
     ContextKind,
 )
-from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
-from ms_parallel.split.float8_choice import FLOAT8, Float8
-from ms_parallel.split.memory.recompute_choice import Recompute, recompute_setting
-from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
+from ms_parallel.split.precision_choice import FLOAT8, Float8, MixedPrecision, mixed_precision
 
 GROUPS = (
     "model, data and layout",
@@ -117,3 +122,13 @@ class EngineSettings:
     )
     """Random seed of initial weights and of the order of samples; both are the same under every
     layout."""
+
+
+def check_audit(options: Any, subject: str) -> None:
+    """Check that no audit is requested for a model that does not support audits.
+
+    Raises:
+        ConfigError: an audit is requested.
+    """
+    if options.audit_every is not None:
+        raise ConfigError(f"audit_every is not supported for {subject}; remove it")

@@ -16,9 +16,9 @@ from ms_parallel.engine.options import EngineOptions
 from ms_parallel.engine.output import HeadOutput, LogitsOutput
 from ms_parallel.engine.reduction import Reduction
 from ms_parallel.engine.report import MicrobatchResult
-from ms_parallel.engine.updates.loss_scale import scale_gradient
-from ms_parallel.engine.updates.stopwatch import NoStopwatch, Stopwatch
+from ms_parallel.engine.stopwatch import NoStopwatch, Stopwatch
 from ms_parallel.errors import ModelError
+from ms_parallel.memory.budget import Budget
 from ms_parallel.models.batch import PATCHES, Batch
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
@@ -26,10 +26,10 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import RowSplit, StagedModel
 from ms_parallel.operators import Ops
 from ms_parallel.operators.packed_rows import move_documents
+from ms_parallel.optim.loss_scale import scale_gradient
 from ms_parallel.pipeline.choice import ScheduleTables
 from ms_parallel.pipeline.runtime import Runtime
 from ms_parallel.split.context.splitter import ContextSplitter
-from ms_parallel.split.memory.budget import Budget
 from ms_parallel.split.own_model import OwnModelConfig, call_own
 
 

@@ -6,12 +6,13 @@ from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.gradients import is_counted, scale, squared_norm
-from ms_parallel.engine.optimizer import OptimizerConfig
-from ms_parallel.engine.rules.grouped import GroupedOptimizer
-from ms_parallel.engine.rules.rule import LocalParameters
-from ms_parallel.engine.updates.decision import CLIP_EPSILON, StepLimits, UpdateDecision
+from ms_parallel.engine.row_check import TERMS
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import WeightRules
+from ms_parallel.optim.clipping import CLIP_EPSILON, StepLimits, UpdateDecision
+from ms_parallel.optim.grouped import GroupedOptimizer
+from ms_parallel.optim.optimizer import OptimizerConfig
+from ms_parallel.optim.rule import LocalParameters
 from ms_parallel.split.part import is_plain_tensor
 from ms_parallel.split.tensor_parallel import has_partial_gradient
 
@@ -121,7 +122,9 @@ class Trainable:
         """
         if not self.optimizer.decides_on_device:
             return False
-        decision = UpdateDecision.of(sums, limits, self.optimizer.config.max_grad_norm)
+        decision = UpdateDecision.of(
+            sums[0], sums[1], sums[-TERMS:], limits, self.optimizer.config.max_grad_norm
+        )
         self.optimizer.step(gradients, rate, decision)
         return True
 

@@ -11,6 +11,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ms_parallel.cluster.failures import explain
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.watch import position
+from ms_parallel.memory.modes import Sharding
+from ms_parallel.memory.offload import offloading
 from ms_parallel.models.batch import Batch, pictures_of
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.staged import RowSplit
@@ -18,8 +20,6 @@ from ms_parallel.pipeline.messages import Mailbox
 from ms_parallel.pipeline.recorder import ComputationRecorder
 from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.split.data_axis import Sharding
-from ms_parallel.split.memory.offload import offloading
 from ms_parallel.split.part import drop_gathered
 from ms_parallel.split.sharding import after_weight_gradients, gather_weights, set_last_backward
 from ms_parallel.split.weight_gradients import DeferredWeightGrads, defer_weight_grads

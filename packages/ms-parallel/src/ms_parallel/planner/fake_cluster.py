@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from ms_parallel.cluster.groups import Groups, create_groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import sharded_layout
-from ms_parallel.split.data_axis import Sharding
+from ms_parallel.memory.modes import Sharding
 from ms_parallel.torch_private import fake_store
 
 META = torch.device("meta")

@@ -20,22 +20,21 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.gradients import bucket_ranges
 from ms_parallel.engine.loss import Loss, NextTokenLoss
 from ms_parallel.engine.mtp import mtp_depths, mtp_losses_of
-from ms_parallel.models.staged import StagedModel
-from ms_parallel.planner.fake_cluster import fake_groups, fake_pipeline
-from ms_parallel.planner.rank_memory import RankMemory
-from ms_parallel.schedules.table.action import Action, Kind
-from ms_parallel.split.context.rows import ContextRowSplit
-from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
-from ms_parallel.split.memory.block_costs import BlockCosts, storages, weights_of
-from ms_parallel.split.memory.budget import choose_modes, peak_bytes, peak_microbatches
-from ms_parallel.split.memory.gathered import (
+from ms_parallel.memory.block_costs import BlockCosts, storages, weights_of
+from ms_parallel.memory.budget import choose_modes, peak_bytes, peak_microbatches
+from ms_parallel.memory.gathered import (
     FLOAT32_BYTES,
     gathered_stage,
     gradient_bytes,
     peak_gathered_weights,
 )
-from ms_parallel.split.memory.recompute import RecomputedBlock, recomputed_blocks
-from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES, Recompute, budget_bytes
+from ms_parallel.memory.modes import ACTIVATIONS, MOMENTS, RECOMPUTE_MODES, Recompute, budget_bytes
+from ms_parallel.memory.recompute import RecomputedBlock, recomputed_blocks
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.planner.fake_cluster import fake_groups, fake_pipeline
+from ms_parallel.planner.rank_memory import RankMemory
+from ms_parallel.schedules.table.action import Action, Kind
+from ms_parallel.split.context.rows import ContextRowSplit
 from ms_parallel.split.part import local_part
 from ms_parallel.torch_private import FakeTensorMode
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.memory.recompute import recomputed_blocks
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import model_plan
 from ms_parallel.pipeline.layer_split import StagedSchedule
@@ -22,7 +23,6 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import stages_by_rank
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.table.segments import SegmentCosts
-from ms_parallel.split.memory.recompute import recomputed_blocks
 from ms_parallel.split.part import local_part
 from ms_parallel.torch_private import AsyncCollectiveTensor
 

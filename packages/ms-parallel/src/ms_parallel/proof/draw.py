@@ -8,10 +8,10 @@ from math import prod
 from attrs import evolve
 
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.memory.modes import RECOMPUTE_MODES
 from ms_parallel.proof.batches import LENGTH, ROWS
 from ms_parallel.proof.records import Case
 from ms_parallel.split.context.kinds import ContextKind
-from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 CONTEXT_KINDS: tuple[ContextKind, ...] = ("all_gather", "ulysses", "ring")

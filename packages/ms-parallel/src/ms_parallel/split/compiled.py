@@ -11,12 +11,12 @@ from torch import nn
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
+from ms_parallel.memory.modes import Recompute
 from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.split.float8_choice import Float8
-from ms_parallel.split.memory.recompute_choice import Recompute
+from ms_parallel.split.precision_choice import Float8
 from ms_parallel.torch_private import has_triton
 
 

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.schedules.table.schedule import Schedule
-from ms_parallel.split.float8_choice import Float8
+from ms_parallel.split.precision_choice import Float8
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError, LayoutError, ModelError
+from ms_parallel.memory.modes import Recompute, Sharding, check_recompute
+from ms_parallel.memory.recompute import recompute_blocks
 from ms_parallel.models.huggingface.module_wrapper import ModuleWrapper
 from ms_parallel.models.huggingface.stage_extraction import (
     block_names,
@@ -27,9 +29,6 @@ from ms_parallel.models.huggingface.stage_extraction import (
     extract_stage,
 )
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.split.data_axis import Sharding
-from ms_parallel.split.memory.recompute import recompute_blocks
-from ms_parallel.split.memory.recompute_choice import Recompute, check_recompute
 from ms_parallel.split.precision_choice import MixedPrecision
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model

@@ -1,6 +1,6 @@
-"""The `mixed_precision` setting. Needs no torch."""
+"""The `mixed_precision` and `float8` settings. Needs no torch."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import short_repr
@@ -9,6 +9,15 @@ MixedPrecision = bool | Literal["float16"]
 """Compute in float32 (False), bfloat16 (True) or float16.
 
 Weights, optimizer state and reductions are always float32."""
+Float8 = Literal["none", "rowwise", "blockwise", "mxfp8"]
+"""How the factors of matrix products are scaled before they are rounded to float8:
+
+- `rowwise`: one scale per row, a power of two, as in torchao's recipe `rowwise`.
+- `blockwise`: one scale per 128 elements of a row, and per 128 x 128 block of a weight
+  (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+- `mxfp8`: one power of two per 32 elements of a row (OCP Microscaling Formats 1.0).
+"""
+FLOAT8 = get_args(Float8)
 NAMES = {"bfloat16": True, "float16": "float16"}
 
 

@@ -8,9 +8,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.memory.modes import REDUCE_EACH_MICROBATCH, Sharding
 from ms_parallel.models.experts.grouped import Experts
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.split.data_axis import REDUCE_EACH_MICROBATCH, Sharding
 from ms_parallel.split.expert_parallel import shard_dim
 from ms_parallel.split.precision import cast_hidden_states, precision_policy
 from ms_parallel.split.precision_choice import MixedPrecision

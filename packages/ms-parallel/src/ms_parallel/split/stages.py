@@ -8,15 +8,14 @@ from torch import nn
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import LayoutError
+from ms_parallel.memory.modes import Recompute, Sharding
+from ms_parallel.memory.recompute import recompute_blocks
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.registry import build_model, model_plan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.operators.protocol import Ops
-from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.expert_parallel import split_experts
-from ms_parallel.split.memory.recompute import recompute_blocks
-from ms_parallel.split.memory.recompute_choice import Recompute
 from ms_parallel.split.precision import compute_in
 from ms_parallel.split.precision_choice import MixedPrecision, precision_name
 from ms_parallel.split.sharding import shard_model

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import log10
 
-from ms_parallel.engine.updates.audit import AuditResult
+from ms_parallel.engine.audit import AuditResult
 
 COLUMNS = 60
 """Columns of the heat map; with more audits, each column shows the worst of several."""

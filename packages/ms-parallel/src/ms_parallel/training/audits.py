@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ms_parallel.engine.updates.audit import AlarmLevels, AuditResult, GroupComparison
+from ms_parallel.engine.audit import AlarmLevels, AuditResult, GroupComparison
 from ms_parallel.events import OnEvent
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.progress import RunDisplay

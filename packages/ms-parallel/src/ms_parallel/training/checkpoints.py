@@ -17,12 +17,12 @@ from ms_parallel.checkpoint.manifest import MANIFEST
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.watch import position
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.optimizer import learning_rate
-from ms_parallel.engine.optimizers.adamw import AdamWRule
-from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.errors import CheckpointError, DamageError
 from ms_parallel.events import OnEvent
 from ms_parallel.files.untrusted import decoding
+from ms_parallel.optim.grouped import GroupedOptimizer
+from ms_parallel.optim.optimizer import learning_rate
+from ms_parallel.optim.optimizers.adamw import AdamWRule
 from ms_parallel.progress import RunDisplay
 from ms_parallel.training.options import Options
 

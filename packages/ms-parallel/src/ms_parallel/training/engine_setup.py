@@ -16,13 +16,13 @@ from ms_parallel.engine.balance.settings import balance_of
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.engine.microbatches import check_length
-from ms_parallel.engine.optimizer import OptimizerConfig, optimizer_of
 from ms_parallel.engine.reproducible.check import check_reproducible
 from ms_parallel.engine.settings import EngineSettings
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
 from ms_parallel.models.family import family_of
 from ms_parallel.models.registry import architecture, model_plan
+from ms_parallel.optim.optimizer import OptimizerConfig, optimizer_of
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.pipeline.layer_split import ScheduleChoice
 from ms_parallel.planner.searched_schedule import SearchedSchedule

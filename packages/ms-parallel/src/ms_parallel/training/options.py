@@ -11,7 +11,6 @@ from attrs import field, fields, frozen
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.mixed.devices import Devices, devices_of
 from ms_parallel.cluster.partial_layout import PartialLayout
-from ms_parallel.engine.optimizer import betas, check_takes, decay, optimizer_of
 from ms_parallel.engine.settings import (
     BAD_STEPS,
     EXECUTION,
@@ -23,6 +22,9 @@ from ms_parallel.engine.settings import (
 )
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
+from ms_parallel.memory.modes import budget_bytes
+from ms_parallel.optim.decays import decay
+from ms_parallel.optim.optimizer import betas, check_takes, optimizer_of
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
@@ -37,7 +39,6 @@ from ms_parallel.settings import (
     text,
     valid_path,
 )
-from ms_parallel.split.memory.recompute_choice import budget_bytes
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
 from ms_parallel.training.rows_per_rank.setting import RowsPerRank, as_tuple, check_type
 

@@ -10,10 +10,10 @@ from attrs import fields
 
 from ms_parallel import checkpoint
 from ms_parallel.cluster.agreement import run_on_rank_zero
-from ms_parallel.engine.optimizer import named_optimizer
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.run_folder import SEAL, inside, lock_run_folder, read_seal
 from ms_parallel.files.untrusted import read_bytes
+from ms_parallel.optim.optimizer import named_optimizer
 from ms_parallel.progress import RunDisplay
 from ms_parallel.training.options import Options
 

@@ -15,9 +15,9 @@ from attrs import define, frozen
 from ms_parallel.cluster.process import is_first
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.report import StepReport
-from ms_parallel.engine.updates.decision import StepLimits
 from ms_parallel.errors import DivergenceError
 from ms_parallel.events import OnEvent
+from ms_parallel.optim.clipping import StepLimits
 from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from ms_parallel.cluster.watch import position
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import Loss, NextTokenLoss
 from ms_parallel.engine.report import StepReport
-from ms_parallel.engine.updates.decision import StepLimits
 from ms_parallel.errors import DivergenceError
 from ms_parallel.events import OnEvent
+from ms_parallel.optim.clipping import StepLimits
 from ms_parallel.pipeline.recorder import recorded_step
 from ms_parallel.pipeline.step_file import write_step
 from ms_parallel.planner.searched_schedule import SearchedSchedule

@@ -19,7 +19,7 @@ from ms_parallel.cluster.process import is_first, rank, world_size
 from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.updates.stopwatch import Stopwatch
+from ms_parallel.engine.stopwatch import Stopwatch
 from ms_parallel.errors import CheckpointError, ConfigError, LaunchError
 from ms_parallel.events import JsonLines
 from ms_parallel.files.untrusted import check_path

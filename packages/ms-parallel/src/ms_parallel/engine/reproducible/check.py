@@ -9,8 +9,8 @@ from ms_parallel.errors import ConfigError, LayoutError
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.huggingface.config import TransformersModel
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.split.float8_choice import Float8
 from ms_parallel.split.own_model import OwnModelConfig
+from ms_parallel.split.precision_choice import Float8
 
 CUTS = {
     "tensor": "products of split matrices are summed in another order",

@@ -6,7 +6,7 @@ from typing import Any
 from attrs import fields, frozen
 
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.split.data_axis import Offload, Sharding
+from ms_parallel.memory.modes import Offload, Sharding
 
 
 @frozen(kw_only=True)

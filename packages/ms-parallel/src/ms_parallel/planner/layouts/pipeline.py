@@ -6,13 +6,13 @@ from functools import cache
 from attrs import evolve, frozen
 
 from ms_parallel.errors import ScheduleError
+from ms_parallel.memory.budget import peak_microbatches
 from ms_parallel.schedules.generators.registry import GENERATORS, named_schedule
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.placements import looped
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.timeline.simulate import simulate
-from ms_parallel.split.memory.budget import peak_microbatches
 
 SIMULATED_PER_RANK = 2
 """Microbatches per rank after which a schedule is periodic: each further one adds the work of the

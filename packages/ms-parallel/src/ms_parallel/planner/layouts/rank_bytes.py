@@ -3,13 +3,12 @@
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.engine.gradients import BUCKET_BYTES
+from ms_parallel.memory.modes import ACTIVATIONS, MOMENTS, RECOMPUTE_MODES, REDUCE_EACH_MICROBATCH
 from ms_parallel.planner.layouts.candidate import Candidate, SavedBytes
 from ms_parallel.planner.layouts.pipeline import live_microbatches
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.stages import RankWeights, Stage, Stages
 from ms_parallel.planner.rank_memory import RankMemory
-from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS, REDUCE_EACH_MICROBATCH
-from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 FLOAT32_BYTES = 4
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, field, frozen
 
+from ms_parallel.memory.modes import ACTIVATIONS, MOMENTS, REDUCE_EACH_MICROBATCH
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.passes import PassSeconds, StepCosts, TimeModel
@@ -17,7 +18,6 @@ from ms_parallel.planner.layouts.pipeline import (
 from ms_parallel.planner.layouts.shared_cores import shared_makespan_s
 from ms_parallel.planner.layouts.stages import RankWeights, Stages
 from ms_parallel.planner.roofline.collectives import MICRO, collective_s
-from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS, REDUCE_EACH_MICROBATCH
 
 FLOAT32_BYTES = 4
 HOST_BYTES_PER_S = 20e9

@@ -6,12 +6,11 @@ from typing import Any, cast
 
 from attrs import frozen
 
+from ms_parallel.memory.modes import OFFLOADS, RECOMPUTE_MODES, Offload, Sharding
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.enumeration import ExclusionCounts
 from ms_parallel.planner.layouts.pipeline import stage_ranks
 from ms_parallel.schedules.generators.registry import GENERATORS
-from ms_parallel.split.data_axis import OFFLOADS, Offload, Sharding
-from ms_parallel.split.memory.recompute_choice import RECOMPUTE_MODES
 
 PLAIN = "1f1b"
 """Schedule of a single rank, where all schedules are equal."""

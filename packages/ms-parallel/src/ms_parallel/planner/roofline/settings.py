@@ -31,7 +31,7 @@ RECOMPUTE: Final[Mapping[str, RecomputedShares]] = {
     "full": RecomputedShares(products=1.0, attention=1.0, elementwise=1.0),
 }
 """Recomputed fractions for each value of the setting `recompute`; see
-`ms_parallel.split.memory.recompute_choice`."""
+`ms_parallel.memory.modes`."""
 
 
 @frozen(kw_only=True)

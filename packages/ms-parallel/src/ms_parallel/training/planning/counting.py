@@ -8,10 +8,10 @@ from attrs import evolve
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
+from ms_parallel.memory.modes import ACTIVATIONS, REDUCE_EACH_MICROBATCH
 from ms_parallel.planner.layouts.candidate import Candidate, SavedBytes, Split
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.rank_memory import RankMemory
-from ms_parallel.split.data_axis import ACTIVATIONS, REDUCE_EACH_MICROBATCH
 
 MAX_SHARDS = 32
 """Shard count below which all shards are counted."""

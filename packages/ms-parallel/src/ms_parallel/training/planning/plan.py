@@ -12,8 +12,8 @@ from attrs import evolve, frozen
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.optimizer import optimizer_of
 from ms_parallel.errors import ConfigError
+from ms_parallel.optim.optimizer import optimizer_of
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.fake_cluster import fake_world, in_process_group
 from ms_parallel.planner.free_memory import free_bytes

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
+from ms_parallel.memory.modes import Sharding
 from ms_parallel.settings import short_repr
-from ms_parallel.split.data_axis import Sharding
 
 RowsPerRank = Literal["equal", "measured"] | tuple[int, ...]
 

@@ -1,0 +1,1 @@
+"""Base classes of the offline and online trainers."""

@@ -1,1 +1,0 @@
-"""Learning rate decays after the warm-up, one per file; registered by `optimizer.decays`."""

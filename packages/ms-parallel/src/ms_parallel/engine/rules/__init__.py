@@ -1,1 +1,0 @@
-"""Update rules of the optimizers, applied to the local parts of weights."""

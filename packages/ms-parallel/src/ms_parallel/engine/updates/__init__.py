@@ -1,1 +1,0 @@
-"""Loss scaling, timing and auditing of an engine's updates."""

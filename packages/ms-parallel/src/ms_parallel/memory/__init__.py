@@ -1,0 +1,1 @@
+"""Activation checkpointing, offloading to host memory, memory budgets and estimates."""

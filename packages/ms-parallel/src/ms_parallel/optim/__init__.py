@@ -1,0 +1,1 @@
+"""Optimizers, learning rate decays, gradient clipping and loss scaling."""

@@ -1,1 +1,0 @@
-"""Activation memory: checkpointing of blocks, memory budgets and offloading to host memory."""
