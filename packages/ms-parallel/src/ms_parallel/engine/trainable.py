@@ -123,7 +123,7 @@ class Trainable:
         if not self.optimizer.decides_on_device:
             return False
         decision = UpdateDecision.of(
-            sums[0], sums[1], sums[-TERMS:], limits, self.optimizer.config.max_grad_norm
+            sums[:-TERMS], sums[-TERMS:], limits, self.optimizer.config.max_grad_norm
         )
         self.optimizer.step(gradients, rate, decision)
         return True

@@ -21,7 +21,6 @@ from ms_parallel.torch_private import (
     checkpoint,
     fsdp_parameters,
     gathered_weight,
-    local_of,
     tree_leaves,
 )
 
@@ -190,7 +189,7 @@ def weights_of(module: nn.Module) -> dict[int, int]:
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     # Under FakeTensorMode an alias of a real tensor has a new storage: detach only DTensors.
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
     # The output of a pending collective is a wrapper without storage.
     if isinstance(local, AsyncCollectiveTensor):
         local = local.elem

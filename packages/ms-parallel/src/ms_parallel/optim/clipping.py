@@ -38,8 +38,7 @@ class UpdateDecision:
     @classmethod
     def of(
         cls,
-        squared_norm: Tensor,
-        loss: Tensor,
+        totals: Tensor,
         row_terms: Tensor,
         limits: StepLimits,
         max_grad_norm: float | None,
@@ -47,14 +46,15 @@ class UpdateDecision:
         """Decide from the totals of a step, like the host in `Engine.step`.
 
         Args:
-            squared_norm: squared norm of the gradients of the global batch.
-            loss: loss of the global batch.
+            totals: squared norm of the gradients, then the loss, of the global batch; other
+                elements are ignored.
             row_terms: sums of the row check (T,), all 0 unless rows look wrong.
             limits: limits of the step.
             max_grad_norm: norm that gradients are clipped to; None for no clipping.
         """
         # In float64, like Python's numbers on the host, so that both decide the same.
-        norm, loss = squared_norm.double().sqrt(), loss.double()
+        squared_norm, loss = totals[:2].double().unbind()
+        norm = squared_norm.sqrt()
         finite = norm.isfinite() & loss.isfinite()
         # Separate from `finite`: the host reports limits as `refused`, and the default is infinite.
         allowed = (loss <= limits.loss) & (norm <= limits.grad_norm)
