@@ -75,9 +75,8 @@ def test_every_axis_runs_on_several_devices_and_none_on_one() -> None:
     assert "npu, data=2, expert=2" in on_two
     assert "npu, data=2, tensor=2" not in on_two
     with_tests = [part.name for part in parts_of("npu", 1, quick=False)]
-    assert {"tests of ms-kernels", "benchmarks of ms-kernels", "benchmarks of ms-profile"} < {
-        *with_tests
-    }
+    measurements = {"training, 1B Llama", "operators, speed", "generation", "recorder, speed"}
+    assert {"tests of ms-kernels", *measurements} < {*with_tests}
 
 
 def test_every_unverified_feature_has_a_part() -> None:
@@ -106,6 +105,17 @@ def test_a_missing_device_is_one_line(
     assert main() == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_dependency_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is named before any part runs."""
+    monkeypatch.setattr(verify_device, "is_installed", lambda name: name != "xxhash")
+    monkeypatch.setattr(sys, "argv", ["v", "--out", str(tmp_path / "out")])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not installed in this Python: xxhash;" in line
 
 
 def test_the_page_lists_failures_parts_that_did_not_run_and_the_files_to_send(
@@ -163,13 +173,59 @@ def test_a_budget_stops_only_slow_parts_and_their_dependents(tmp_path: Path) -> 
         command="x",
         started=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
     )
-    run_parts(parts, report, tmp_path, budget_s=20)
+    run_parts(parts, report, tmp_path, budget_s=6)
     record = json.loads((tmp_path / "report.json").read_text())
     assert [(outcome["name"], outcome["held"]) for outcome in record["outcomes"]] == [
         ("quick", True)
     ]
     assert record["not_run"] == ["slow", "needs it"]
     assert not report.all_passed()
+
+
+def test_checks_run_side_by_side_and_measurements_alone(tmp_path: Path) -> None:
+    """Two checks wait for each other's file; a measurement finds that no other part runs."""
+    meet = "import sys, time, pathlib as p; p.Path(sys.argv[1]).touch()\n" + (
+        "while not p.Path(sys.argv[2]).exists(): time.sleep(0.01)\nprint('met')"
+    )
+    alone = (
+        "import sys, time, pathlib as p; p.Path('busy').touch(exist_ok=False); time.sleep(0.2)\n"
+        "p.Path('busy').unlink(); print('| method | 3 ms |')"
+    )
+    parts = [
+        Part("timed", (sys.executable, "-c", alone), 60, is_measurement=True),
+        Part("timed again", (sys.executable, "-c", alone), 60, is_measurement=True),
+        Part("first", (sys.executable, "-c", meet, "a", "b"), 60),
+        Part("second", (sys.executable, "-c", meet, "b", "a"), 60),
+        Part("third", (sys.executable, "-c", "print(open('a'))"), 60, needs=("second",)),
+    ]
+    work = tmp_path / "work"
+    work.mkdir()
+    report = Report(
+        tmp_path,
+        facts("cpu", 1),
+        planned=[part.name for part in parts],
+        excluded=[],
+        command="x",
+        started=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+    )
+    run_parts(parts, report, work, jobs=2)
+    assert report.all_passed()
+    assert [outcome.name for outcome in report.outcomes][-2:] == ["timed", "timed again"]
+    assert (tmp_path / "figures.md").read_text().split("\n\n") == [
+        "\n## timed",
+        "| method | 3 ms |",
+        "## timed again",
+        "| method | 3 ms |\n",
+    ]
+    assert "| method | 3 ms |" in report.summary()
+
+
+def test_selected_parts_bring_the_parts_they_need() -> None:
+    """`--only` takes a piece of a name."""
+    parts = tuple(parts_of("cuda", 1, quick=False))
+    names = [part.name for part in verify_device.select(parts, ["SFT", "generation"])]
+    assert names == ["CPU, one process", "conversations", "CPU, SFT", "cuda, SFT", "generation"]
+    assert verify_device.select(parts, ["nothing"]) == ()
 
 
 def test_parts_come_after_the_parts_they_need() -> None:

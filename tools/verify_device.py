@@ -2,36 +2,44 @@
 
     python tools/verify_device.py --out report             # the machine's best accelerator
     python tools/verify_device.py --out report --quick     # without benchmarks and tests
-    python tools/verify_device.py --out report --budget-s 600   # the most valuable parts first
-    python tools/verify_device.py --out report --device cpu --quick
+    python tools/verify_device.py --out report --budget-s 480   # the most valuable parts first
+    python tools/verify_device.py --out report --only generation --only "ms-kernels"
+    python tools/verify_device.py --out report --device cpu     # a dry run at tiny sizes
 
-Needs a clone of the repository with the libraries installed in this Python; no network. Each part
-runs in its own process with a time limit, so a hang or crash affects only that part.
-`report/report.md` is a readable summary and `report/report.json` has the complete output. Both
-contain only versions, the device's name and the output of the parts; read them before sending.
+Needs a clone of the repository with the libraries installed in this Python, or their `src` folders
+on PYTHONPATH; no network. Each part runs in its own process with a time limit, so a hang or crash
+affects only that part. Parts that check results run several at a time (`--jobs`); then parts that
+measure times run one by one. `report/report.md` is a readable summary, `report/figures.md` has the
+measurements, written as they arrive, and `report/report.json` has the complete output. They contain
+only versions, the device's name and the output of the parts; read them before sending.
 
-With `--budget-s`, a part may use at most half of the remaining time. A part stopped by this limit,
-and the parts that depend on it, count as not run.
+With `--budget-s`, checks may use half of the time, and a part at most half of what remains. A part
+stopped by this limit, and the parts that depend on it, count as not run.
 
 Exit codes: 0 all parts passed, 1 a part failed or was not run, 2 device not available, 130 stopped
 by Ctrl-C (the report lists the completed parts).
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from verify_inputs import write_inputs
 from verify_report import Outcome, Report, facts
@@ -91,6 +99,8 @@ class Part(NamedTuple):
     """Output folder of the CPU run."""
     needs: tuple[str, ...] = ()
     """Names of parts that must run before."""
+    is_measurement: bool = False
+    """Runs while no other part does; its output goes to figures.md."""
 
 
 def main() -> int:
@@ -104,7 +114,19 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=0, help="default: all devices, at most 8")
     parser.add_argument("--quick", action="store_true", help="skip benchmarks and tests")
     parser.add_argument("--budget-s", type=positive, help="total seconds for all parts")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="only parts whose name contains NAME"
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="checks to run at a time; default: 1 per 4 cores, at most 4"
+    )
     options = parser.parse_args()
+    if missing := missing_dependencies():
+        sys.stderr.write(
+            f"verify_device: not installed in this Python: {', '.join(missing)}; install them, or"
+            " bring their wheels where there is no network\n"
+        )
+        return 2
     device, count = device_of(options.device)
     if device is None:
         requested = options.device or "accelerator"
@@ -113,12 +135,19 @@ def main() -> int:
             " matching build of torch, or use --device cpu to try the script\n"
         )
         return 2
-    out: Path = options.out.resolve()
-    shutil.rmtree(out / "work", ignore_errors=True)
-    (out / "work" / "corpus").mkdir(parents=True)
-    write_inputs(out / "work")
     processes = options.processes or min(8, count)
     parts = tuple(parts_of(device, processes, quick=options.quick))
+    if options.only:
+        parts = select(parts, options.only)
+        if not parts:
+            sys.stderr.write(f"verify_device: no part is named {' or '.join(options.only)}\n")
+            return 2
+    jobs = options.jobs or max(1, min(4, (os.cpu_count() or 1) // 4))
+    out: Path = options.out.resolve()
+    shutil.rmtree(out / "work", ignore_errors=True)
+    (out / "figures.md").unlink(missing_ok=True)
+    (out / "work" / "corpus").mkdir(parents=True)
+    write_inputs(out / "work")
     report = Report(
         out,
         facts(device, processes),
@@ -128,12 +157,12 @@ def main() -> int:
         started=datetime.now(UTC),
     )
     try:
-        run_parts(parts, report, out / "work", options.budget_s)
+        run_parts(parts, report, out / "work", options.budget_s, jobs)
     except KeyboardInterrupt:
         sys.stdout.write("stopped\n")
         return 130
     finally:
-        sys.stdout.write(f"{report.verdict()}\n")
+        sys.stdout.write(f"{report.summary()}\n")
         sys.stdout.write(f"please send {out / 'report.md'} and report.json next to it\n")
     return 0 if report.all_passed() else 1
 
@@ -146,29 +175,90 @@ def positive(text: str) -> float:
     return seconds
 
 
+def select(parts: Sequence[Part], names: Iterable[str]) -> tuple[Part, ...]:
+    """Return the parts whose name contains one of `names`, and the parts that they need."""
+    by_name = {part.name: part for part in parts}
+    selected: set[str] = set()
+    pending = [part.name for part in parts if any(name in part.name for name in names)]
+    while pending:
+        name = pending.pop()
+        if name not in selected:
+            selected.add(name)
+            pending += by_name[name].needs
+    return tuple(part for part in parts if part.name in selected)
+
+
 def run_parts(
-    parts: Sequence[Part], report: Report, work_folder: Path, budget_s: float | None = None
+    parts: Sequence[Part],
+    report: Report,
+    work_folder: Path,
+    budget_s: float | None = None,
+    jobs: int = 1,
 ) -> None:
-    """Run the parts in order within `budget_s` seconds, reporting each as it finishes."""
-    start_s = time.monotonic()
-    skipped: set[str] = set()
-    for number, part in enumerate(parts, 1):
-        limited = part
-        if budget_s is not None:
-            remaining_s = budget_s - (time.monotonic() - start_s)
-            if remaining_s < MIN_REMAINING_S or skipped.intersection(part.needs):
-                skipped.add(part.name)
-                continue
-            limited = part._replace(limit_s=min(part.limit_s, remaining_s / 2))
-        sys.stdout.write(f"{number}/{len(parts)} {part.name} ... ")
+    """Run the checks, `jobs` at a time, then the measurements one by one, within `budget_s`."""
+    ends_s = math.inf if budget_s is None else time.monotonic() + budget_s
+    checks = [part for part in parts if not part.is_measurement]
+    measurements = [part for part in parts if part.is_measurement]
+    checks_end_s = ends_s
+    if budget_s is not None and measurements:
+        checks_end_s -= budget_s / 2
+    runner = Runner(report, work_folder, len(parts))
+    runner.run(checks, checks_end_s, jobs)
+    runner.run(measurements, ends_s, 1)
+
+
+class Runner:
+    """Runs parts and reports each as it finishes."""
+
+    def __init__(self, report: Report, work_folder: Path, count: int) -> None:
+        self.report, self.work_folder, self.count = report, work_folder, count
+        self.finished: set[str] = set()
+        self.skipped: set[str] = set()
+
+    def run(self, parts: Sequence[Part], ends_s: float, jobs: int) -> None:
+        """Run parts in order, `jobs` at a time, each after the parts that it needs."""
+        pending, running = list(parts), set[Future[None]]()
+        stop = threading.Event()
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                while pending or running:
+                    while len(running) < jobs and (part := self._next(pending, ends_s)):
+                        pending.remove(part)
+                        running.add(pool.submit(self._run_one, part, ends_s, stop))
+                    if not running:  # the remaining parts need parts that were skipped
+                        break
+                    finished, running = wait(running, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        future.result()
+            finally:
+                stop.set()  # after Ctrl-C, the running parts are terminated
+
+    def _next(self, pending: list[Part], ends_s: float) -> Part | None:
+        """Return the next part to start; drop parts that cannot run any more."""
+        for part in list(pending):
+            is_late = ends_s - time.monotonic() < MIN_REMAINING_S
+            if is_late or self.skipped.intersection(part.needs):
+                self.skipped.add(part.name)
+                pending.remove(part)
+            elif self.finished.issuperset(part.needs):
+                return part
+        return None
+
+    def _run_one(self, part: Part, ends_s: float, stop: threading.Event) -> None:
+        limit_s = min(part.limit_s, (ends_s - time.monotonic()) / 2)
+        outcome = perform(part._replace(limit_s=limit_s), self.work_folder, stop)
+        if stop.is_set():
+            return
+        if outcome.code is None and limit_s < part.limit_s:
+            self.skipped.add(part.name)
+            verdict = f"not run: stopped after {limit_s:.0f} s by --budget-s"
+        else:
+            self.report.add(outcome)
+            self.finished.add(part.name)
+            verdict = "passed" if outcome.held else "FAILED"
+        number = len(self.finished) + len(self.skipped)
+        sys.stdout.write(f"{number}/{self.count} {part.name}: {verdict}\n")
         sys.stdout.flush()
-        outcome = perform(limited, work_folder)
-        if outcome.code is None and limited.limit_s < part.limit_s:
-            skipped.add(part.name)
-            sys.stdout.write(f"not run: stopped after {limited.limit_s:.0f} s by --budget-s\n")
-            continue
-        report.add(outcome)
-        sys.stdout.write(f"{'passed' if outcome.held else 'FAILED'}\n")
 
 
 def device_of(requested: str | None) -> tuple[str | None, int]:
@@ -227,11 +317,35 @@ def parts_of(device: str, processes: int, *, quick: bool) -> Iterator[Part]:
                 f"{ROOT}/packages/{package}/tests",
             )
             yield Part(f"tests of {package}", command, 3600, "tests that need a device")
-    if device != "cpu":
-        for script in sorted(ROOT.glob("packages/*/benchmarks/gpu.py")):
-            out = ("--out", "figures.md") if "ms-kernels" in script.parts else ()
-            name = f"benchmarks of {script.parts[-3]}"
-            yield Part(name, (python, str(script), *out), 7200, "speed")
+    yield from measurement_parts(device)
+
+
+def measurement_parts(device: str) -> Iterator[Part]:
+    """Speed and memory; on the CPU a dry run of the same scripts at tiny sizes."""
+    tiny = ("--tiny",) if device == "cpu" else ()
+    training, generation = benchmark("ms-parallel", "gpu"), benchmark("ms-align", "generation_gpu")
+    compared = ("--variant", "default", "--variant", "plain", "--variant", "kernels")
+    shows = "tokens per second and peak memory next to a plain compiled loop"
+    command = (*training, "--seconds", "240", *compared, *tiny)
+    yield Part("training, 1B Llama", command, 300, shows, is_measurement=True)
+    command = (*benchmark("ms-kernels", "gpu"), *(("--dry",) if tiny else ()))
+    shows = "operators next to torch.compile and the memory's bandwidth"
+    yield Part("operators, speed", command, 600, shows, is_measurement=True)
+    if is_importable("ms_align") and is_importable("transformers"):
+        command, shows = (*generation, *tiny), "tokens per second next to transformers"
+        yield Part("generation", command, 300, shows, is_measurement=True)
+    for model, name in (("qwen3-moe", "Qwen3-MoE"), ("llama-3b", "3B Llama")):
+        command = (*training, "--model", model, "--seconds", "150", *tiny)
+        shows = "tokens per second and peak memory"
+        yield Part(f"training, {name}", command, 200, shows, is_measurement=True)
+    if is_importable("ms_profile") and device != "cpu":
+        command, shows = benchmark("ms-profile", "gpu"), "the recorder's cost"
+        yield Part("recorder, speed", command, 300, shows, is_measurement=True)
+
+
+def benchmark(package: str, script: str) -> tuple[str, str]:
+    """Command of a benchmark script."""
+    return sys.executable, str(ROOT / "packages" / package / "benchmarks" / f"{script}.py")
 
 
 def excluded_parts(device: str, processes: int, *, quick: bool) -> Iterator[str]:
@@ -250,7 +364,25 @@ def excluded_parts(device: str, processes: int, *, quick: bool) -> Iterator[str]
     elif not is_importable("pytest"):
         yield "tests that need a device: pytest is not installed"
     if device == "cpu" and not quick:
-        yield "benchmarks: they need an accelerator"
+        yield "recorder, speed: it needs an accelerator"
+
+
+def missing_dependencies() -> list[str]:
+    """Names of the packages' dependencies that are not installed."""
+    names: set[str] = set()
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        requirements = tomllib.loads(file.read_text())["project"]["dependencies"]
+        names |= {re.split(r"[^A-Za-z0-9_-]", text, maxsplit=1)[0] for text in requirements}
+    return sorted(name for name in names if not is_installed(name))
+
+
+def is_installed(distribution: str) -> bool:
+    """Whether a distribution is installed."""
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def is_importable(module: str) -> bool:
@@ -384,11 +516,11 @@ def train(processes: int, device: str, folder: str) -> tuple[str, ...]:
     return (sys.executable, *(launcher if processes > 1 else ()), *command, *settings)
 
 
-def perform(part: Part, work_folder: Path) -> Outcome:
-    """Run a part and compare its losses with the CPU's."""
+def perform(part: Part, work_folder: Path, stop: threading.Event | None = None) -> Outcome:
+    """Run a part and compare its losses with the CPU's; `stop` ends it early."""
     started = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")}
-    code, raw_output = run(part, work_folder, environment)
+    code, raw_output = run(part, work_folder, environment, stop or threading.Event())
     output = raw_output.decode(errors="replace")
     # pytest exits with 5 if a package has no tests that need a device.
     passed, note = code == 0 or (code == 5 and "pytest" in part.command), ""
@@ -401,28 +533,45 @@ def perform(part: Part, work_folder: Path) -> Outcome:
     )
 
 
-def run(part: Part, work_folder: Path, environment: Mapping[str, str]) -> tuple[int | None, bytes]:
+def run(
+    part: Part, work_folder: Path, environment: Mapping[str, str], stop: threading.Event
+) -> tuple[int | None, bytes]:
     """Return a part's exit code (None after a timeout) and its output."""
-    with tempfile.TemporaryFile() as output_file:
+    with output_file_of(part, work_folder) as output_file:
+        start = output_file.tell()
         process = subprocess.Popen(
             part.command,
             cwd=work_folder,
             env=environment,
+            stdin=subprocess.DEVNULL,
             stdout=output_file,
             stderr=subprocess.STDOUT,
         )
-        code: int | None = None
-        try:
-            code = process.wait(part.limit_s)
-        except subprocess.TimeoutExpired:
+        ends_s, code = time.monotonic() + part.limit_s, None
+        while code is None and time.monotonic() < ends_s and not stop.is_set():
+            try:
+                code = process.wait(min(1.0, max(0.0, ends_s - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                continue
+        if code is None:
             process.terminate()  # lets torchrun stop its workers, which would occupy the device
             try:
                 process.wait(TERMINATE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        output_file.seek(0)
+        output_file.seek(start)
         return code, output_file.read()
+
+
+def output_file_of(part: Part, work_folder: Path) -> IO[bytes]:
+    """Open the file for a part's output: figures.md for measurements, which survives a crash."""
+    if not part.is_measurement:
+        return tempfile.TemporaryFile()
+    file = (work_folder.parent / "figures.md").open("a+b")
+    file.write(f"\n## {part.name}\n\n".encode())
+    file.flush()
+    return file
 
 
 def compare(work_folder: Path, folder: str, reference: str = "cpu") -> tuple[bool, str]:

@@ -17,6 +17,8 @@ PACKAGES = (
 )
 SHOWN, SHOWN_OF_FAILED = 3000, 12000
 """Number of trailing output characters that the page shows for a passed and for a failed part."""
+SUMMARY_LINES = 60
+"""Number of trailing lines of figures.md in the summary."""
 
 
 class Outcome(NamedTuple):
@@ -76,6 +78,17 @@ class Report:
         pending = len(self.planned) - len(self.outcomes)
         suffix = f"; {pending} not run" if pending else ""
         return f"{passed} of {len(self.planned)} parts passed{suffix}"
+
+    def summary(self) -> str:
+        """A short table of all parts, the last figures of measurements, and the verdict."""
+        lines = []
+        for outcome in self.outcomes:
+            state = "passed" if outcome.held else "FAILED"
+            lines.append(f"{outcome.name:32} {state} {outcome.seconds:6.0f} s  {outcome.note}")
+        figures = self.out / "figures.md"
+        if figures.exists():
+            lines += ["", *figures.read_text(errors="replace").splitlines()[-SUMMARY_LINES:], ""]
+        return "\n".join([*lines, self.verdict()])
 
     def _pending(self) -> list[str]:
         done = {outcome.name for outcome in self.outcomes}

@@ -186,7 +186,7 @@ def test_explain_names_launch_parameters_and_whether_they_were_measured(install_
     install_toy_table(backend="triton", configurations=[forward])
     assert launches_on("toy") == [
         "rms_norm_forward ELEMENTS=7 (toy, measured)",
-        "rms_norm_backward ELEMENTS=2048 PROGRAMS=256 num_warps=8 (any, never measured)",
+        "rms_norm_backward ELEMENTS=2048 PROGRAMS=256 STAGES=1 num_warps=8 (any, never measured)",
     ]
 
 

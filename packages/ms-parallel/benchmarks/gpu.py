@@ -1,6 +1,7 @@
 """Training speed on one GPU compared with a plain compiled loop, on packed documents.
 
     python benchmarks/gpu.py [--model llama-1b] [--variant NAME ...] [--seconds 300] [--out DIR]
+    python benchmarks/gpu.py --profile       # also the kernels that take most of a step
     python benchmarks/gpu.py --tiny          # tiny sizes on the CPU: does the script work?
 
 Each variant runs in a separate process with 3 warmup and 10 measured steps, and prints a row at the
@@ -14,6 +15,7 @@ Variants:
     eager               the same with compile=False
     kernels             ms-parallel with ops=ms_kernels
     kernels-eager       the same with compile=False
+    float8              ms-parallel with float8="rowwise"
 """
 
 import argparse
@@ -30,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VARIANTS = ("default", "plain", "kernels", "eager", "kernels-eager")
+VARIANTS = ("default", "plain", "kernels", "eager", "kernels-eager", "float8")
 LLAMA = {"model_type": "llama", "vocab_size": 32768, "tie_word_embeddings": False}
 MODELS: dict[str, dict[str, Any]] = {
     "llama-1b": LLAMA
@@ -212,36 +214,84 @@ def plain_step(model: dict[str, Any], batch: dict[str, Tensor], device: str) -> 
     return step
 
 
-def engine_step(model: dict[str, Any], batch: dict[str, Tensor], device: str, variant: str) -> Any:
-    """Return a function that takes one step of ms-parallel."""
-    from ms_parallel import AdamWConfig, Engine, NextTokenLoss
-    from ms_parallel.models import architecture
-
-    options: dict[str, Any] = {}
+def engine_options(variant: str) -> dict[str, Any]:
+    """Return the engine's options of a variant."""
+    options: dict[str, Any] = {"mixed_precision": True}
     if variant.startswith("kernels"):
         import ms_kernels
 
         options["ops"] = ms_kernels
     if variant.endswith("eager"):
         options["compile"] = False
+    if variant == "float8":
+        options["float8"] = "rowwise"
+    return options
+
+
+def engine_config(model: dict[str, Any], batch: dict[str, Tensor]) -> Any:
+    """Return the model's configuration for rows of the batch's length."""
+    from ms_parallel.models import architecture
+
     settings = {name: value for name, value in model.items() if name != "model_type"}
     settings["max_position_embeddings"] = batch["tokens"].shape[1]
-    engine = Engine(
-        architecture(model["model_type"], settings),
-        device=device,
-        mixed_precision=True,
-        optimizer=AdamWConfig(learning_rate=3e-4),
-        **options,
+    return architecture(model["model_type"], settings)
+
+
+def predicted_gib(model: dict[str, Any], batch: dict[str, Tensor], variant: str) -> float:
+    """Return the peak memory that ms-parallel predicts, in GiB."""
+    from ms_parallel import Layout
+    from ms_parallel.planner.memory import predict_memory
+
+    rows, length = batch["tokens"].shape
+    (memory,) = predict_memory(
+        engine_config(model, batch),
+        Layout(),
+        rows=rows,
+        sequence_length=length,
+        microbatches=1,
+        documents=batch["documents"],
+        **engine_options(variant),
     )
+    return memory.total / 2**30
+
+
+def engine_step(model: dict[str, Any], batch: dict[str, Tensor], device: str, variant: str) -> Any:
+    """Return a function that takes one step of ms-parallel."""
+    from ms_parallel import AdamWConfig, Engine, NextTokenLoss
+
+    options, config = engine_options(variant), engine_config(model, batch)
+    engine = Engine(config, device=device, optimizer=AdamWConfig(learning_rate=3e-4), **options)
     loss = NextTokenLoss()
     return lambda: engine.step(batch, loss).loss
 
 
-def run(variant: str, name: str, *, tiny: bool) -> dict[str, Any]:
+def kernel_times(step: Any, count: int = 2) -> list[tuple[float, int, str]]:
+    """Return milliseconds and launches per step of each kernel, slowest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recording:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+    milliseconds: dict[str, float] = {}
+    launches: dict[str, int] = {}
+    for event in recording.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            name = event.name
+            milliseconds[name] = milliseconds.get(name, 0.0) + event.time_range.elapsed_us() / 1e3
+            launches[name] = launches.get(name, 0) + 1
+    rows = [(milliseconds[name] / count, launches[name] // count, name) for name in launches]
+    return sorted(rows, reverse=True)
+
+
+def run(variant: str, name: str, *, tiny: bool, profile: bool = False) -> dict[str, Any]:
     """Measure one variant in this process."""
     model = MODELS[name] | (TINY if tiny else {})
     batch = batch_of(model["vocab_size"], *((2, 128) if tiny else (ROWS, LENGTH)))
     device = "cpu" if tiny else "cuda"
+    predicted = None
+    if variant != "plain":  # before the engine joins a process group
+        predicted = round(predicted_gib(model, batch, variant), 2)
     start = time.perf_counter()
     if variant == "plain":
         step = plain_step(model, batch, device)
@@ -253,6 +303,7 @@ def run(variant: str, name: str, *, tiny: bool) -> dict[str, Any]:
         "variant": variant,
         "model": name,
         "first_loss": round(first_loss, 5),
+        "predicted_GiB": predicted,
         "build_s": round(built - start, 1),
         "first_step_s": round(time.perf_counter() - built, 1),
     }
@@ -277,6 +328,10 @@ def run(variant: str, name: str, *, tiny: bool) -> dict[str, Any]:
         result["device"] = torch.cuda.get_device_name()
         result["torch"] = torch.__version__
         result["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    if profile and device == "cuda":
+        kernels = kernel_times(step)
+        result["busy_ms"] = round(sum(row[0] for row in kernels), 1)
+        result["kernels"] = [[round(ms, 2), count, name[:150]] for ms, count, name in kernels[:40]]
     return result
 
 
@@ -290,19 +345,23 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="no variant starts later")
     parser.add_argument("--out", type=Path, help="folder for results.jsonl")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--profile", action="store_true", help="also list the slowest kernels")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
         print("gpu.py: needs a GPU; --tiny checks the script on a CPU", file=sys.stderr)
         return 2
     if options.here:
-        print(json.dumps(run(options.variant[0], options.model, tiny=options.tiny)), flush=True)
+        result = run(options.variant[0], options.model, tiny=options.tiny, profile=options.profile)
+        print(json.dumps(result), flush=True)
         return 0
     variants = options.variant or [
         name for name in VARIANTS if name != "plain" or "num_experts" not in MODELS[options.model]
     ]
     start, failed = time.monotonic(), False
-    print("variant        ms/step   tokens/s  TFLOP/s  peak GiB  first step s  first loss")
+    print(
+        "variant        ms/step   tokens/s  TFLOP/s  peak GiB  predicted  first step s  first loss"
+    )
     for variant in variants:
         seconds_left = options.seconds - (time.monotonic() - start)
         if seconds_left < 10:
@@ -310,6 +369,7 @@ def main() -> int:
             continue
         command = [sys.executable, __file__, "--here", "--variant", variant]
         command += ["--model", options.model, *(["--tiny"] if options.tiny else [])]
+        command += ["--profile"] if options.profile else []
         try:
             ended = subprocess.run(
                 command, capture_output=True, text=True, timeout=seconds_left, env={**os.environ}
@@ -325,9 +385,14 @@ def main() -> int:
         print(
             f"{variant:14} {result['step_ms']:7.1f} {result['tokens_per_s']:10,}"
             f" {result['tflops']:8.1f} {result.get('peak_GiB', 0):9.2f}"
+            f" {result['predicted_GiB'] or 0:10.2f}"
             f" {result['first_step_s']:13.1f} {result['first_loss']:11.5f}",
             flush=True,
         )
+        if "kernels" in result:
+            print(f"    kernels of one step: {result['busy_ms']} ms")
+            for milliseconds, count, kernel in result["kernels"][:25]:
+                print(f"    {milliseconds:8.2f} ms {count:5} x {kernel[:110]}")
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             with (options.out / "results.jsonl").open("a") as file:

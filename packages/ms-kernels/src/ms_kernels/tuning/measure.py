@@ -1,18 +1,30 @@
 """Interleaved timing of implementations, so that disturbances affect all of them equally.
 
 On the CPU this is process time, which load on the machine changes little; on an accelerator it is
-the time between two events.
+the time between two events. On CUDA the calls are captured in a graph and replayed: launching a
+small kernel from Python takes longer than running it.
 """
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ms_kernels.contracts.contract import Contract
+
+log = logging.getLogger(__name__)
+
+
+class Batch(NamedTuple):
+    """Several calls of a function, run by one call."""
+
+    run: Callable[[], object]
+    size: int
+    """Calls of the function."""
 
 
 def one_pass(
@@ -69,17 +81,37 @@ def time_interleaved(
         rounds: number of rounds.
     """
     timer = _process_seconds if device.type == "cpu" else _event_seconds
-    calls = {}
+    batches, calls = {}, {}
     for name, function in functions.items():
         function()  # warm-up: exclude compilation and first allocations
+        batches[name] = _capture(function) if device.type == "cuda" else Batch(function, 1)
         # A single call may be below the resolution of the clock.
-        call_s = max(timer(function, 1, device), 1e-7)
-        calls[name] = max(min(int(spend_s / rounds / call_s), 10_000), 1)
+        batch_s = max(timer(batches[name].run, 1, device), 1e-7)
+        calls[name] = max(min(int(spend_s / rounds / batch_s), 10_000), 1)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
-        for name, function in functions.items():
-            seconds[name].append(timer(function, calls[name], device) / calls[name])
+        for name, batch in batches.items():
+            batch_s = timer(batch.run, calls[name], device) / calls[name]
+            seconds[name].append(batch_s / batch.size)
     return {name: statistics.median(samples) for name, samples in seconds.items()}
+
+
+def _capture(function: Callable[[], object], size: int = 4) -> Batch:
+    """Capture `size` calls of a function in a CUDA graph; the function itself if that fails."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            function()  # workspaces of libraries are allocated per stream
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(size):
+                function()
+    except RuntimeError as error:  # it waits for the device, or calls a library that cannot capture
+        torch.cuda.synchronize()
+        log.info("not captured in a graph, so its time includes launches: %s", error)
+        return Batch(function, 1)
+    return Batch(graph.replay, size)
 
 
 def _process_seconds(function: Callable[[], object], calls: int, device: torch.device) -> float:

@@ -46,7 +46,7 @@ def norm_kernels(operator: str, kernel: str) -> tuple[TunedKernel, TunedKernel]:
     """Return the forward and backward kernels of a normalization."""
     warps = {2048: 4, 4096: 8, ANY_SIZE: 16}
     tried_at = tuple({"...": 2**25 // width, "H": width} for width in (1024, 2048, 4096, 8192))
-    values, programs = {"ELEMENTS": (1024, 2048, 4096), "num_warps": (4, 8, 16)}, (132, 264, 528)
+    values, programs = {"ELEMENTS": (1024, 2048, 4096), "num_warps": (4, 8, 16)}, (264, 528, 1056)
     forward, backward = (
         TunedKernel(
             operator=operator,
@@ -58,7 +58,11 @@ def norm_kernels(operator: str, kernel: str) -> tuple[TunedKernel, TunedKernel]:
         )
         for direction, candidates, extra in (
             ("forward", grid(**values), {}),
-            ("backward", grid(**values, PROGRAMS=programs), {"PROGRAMS": 256}),
+            (
+                "backward",
+                grid(**values, PROGRAMS=programs, STAGES=(1, 2)),
+                {"PROGRAMS": 256, "STAGES": 1},
+            ),
         )
     )
     return forward, backward
@@ -82,7 +86,10 @@ def whole_rows(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]
     values, block = kernel.values(key, width), power_of_two(width)
     # A program has as many narrow rows as fit into ELEMENTS.
     rows = max(values["ELEMENTS"] // block, 1)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": values["num_warps"]}
+    constants = {"ROWS": rows, "BLOCK": block, "num_warps": values["num_warps"]}
+    if "STAGES" in values:  # of the loop over rows
+        constants["STAGES"] = values["STAGES"]
+    return constants
 
 
 def rows_per_program(kernel: TunedKernel, key: TableKey, rows: int, width: int) -> tuple[int, int]:

@@ -55,6 +55,7 @@ def layer_norm_backward(
     dy_stride,
     x_stride,
     rows_per_part,
+    STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -68,7 +69,7 @@ def layer_norm_backward(
     # Partial sums over this program's rows; a second pass adds the programs.
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
-    for offset in range(0, rows_per_part, ROWS):
+    for offset in tl.range(0, rows_per_part, ROWS, num_stages=STAGES):
         row = part * rows_per_part + offset + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < width)
         x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)

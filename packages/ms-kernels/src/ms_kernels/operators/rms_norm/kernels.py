@@ -56,6 +56,7 @@ def rms_norm_backward(
     x_stride,
     rows_per_part,
     ADD: tl.constexpr,
+    STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -68,7 +69,7 @@ def rms_norm_backward(
     w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
     # summed over this program's rows; a second pass adds the programs
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    for offset in range(0, rows_per_part, ROWS):
+    for offset in tl.range(0, rows_per_part, ROWS, num_stages=STAGES):
         row = part * rows_per_part + offset + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < width)
         x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
