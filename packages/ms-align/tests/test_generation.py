@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from small_models import alibi_model, decoder, gpt2, llama
 from torch import nn
 
-from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
+from ms_align import (
+    DataError,
+    LocalEngine,
+    LocalGenerator,
+    LoraOptions,
+    ModelError,
+    Sampling,
+    add_lora,
+)
 from ms_align.engines.assembly import start_engine
 from ms_align.engines.generator import EngineGenerator
 from ms_align.errors import ConfigError
@@ -65,6 +74,54 @@ def test_log_probabilities_do_not_depend_on_the_batch(model: nn.Module, fused: b
         table = single_row_logprobs(model, prompt + tokens)
         expected = torch.stack([table[len(prompt) - 1 + i, t] for i, t in enumerate(tokens)])
         torch.testing.assert_close(responses.logprobs[row, : len(tokens)], expected, **FLOAT32)
+
+
+def with_adapters() -> nn.Module:
+    """A decoder with LoRA adapters that are not zero."""
+    model = add_lora(decoder(), LoraOptions(rank=2))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    return model
+
+
+STATIC_MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "llama": (decoder, True),
+    "llama-transformers": (llama, True),
+    "qwen2": (lambda: decoder("qwen2"), True),
+    "qwen3": (lambda: decoder("qwen3"), True),
+    "unfused": (decoder, False),
+    "unfused-qwen3": (lambda: decoder("qwen3"), False),
+    "window": (lambda: decoder("mistral", sliding_window=WINDOW), True),
+    "softcap": (lambda: decoder("gemma2", sliding_window=WINDOW), True),
+    "sinks": (lambda: decoder("gpt_oss", num_local_experts=4, sliding_window=WINDOW), True),
+    "experts": (lambda: decoder("qwen3_moe", **EXPERTS), True),
+    "latent": (lambda: latent_decoder(), True),
+    "adapters": (with_adapters, True),
+}
+"""Models that decode with static shapes, and whether to fuse their weights."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize("name", STATIC_MODELS)
+def test_static_shapes_give_the_same_responses(name: str) -> None:
+    """Prompts of unequal length, rows that join late, stops: the same tokens and lengths."""
+    build, fused = STATIC_MODELS[name]
+    options: dict[str, Any] = {"max_num_seqs": 3, "fused": fused}
+    sampling = evolve(SAMPLING, max_new_tokens=20, temperature=0.8, top_k=60, top_p=0.95)
+    expected = LocalGenerator(build(), **options)(PROMPTS, sampling, count=2, seed=1)
+    for kernels in (False, True):
+        generator = LocalGenerator(build(), static_shapes=True, kernels=kernels, **options)
+        actual = generator(PROMPTS, sampling, count=2, seed=1)
+        assert generator.static_shapes
+        assert generator.kernels == kernels
+        for column, values in expected.columns.items():
+            if "logprobs" in column:
+                torch.testing.assert_close(actual.columns[column], values, **FLOAT32)
+            else:
+                assert torch.equal(actual.columns[column], values)
 
 
 def test_training_and_rollout_log_probabilities_agree(model: nn.Module) -> None:
@@ -279,9 +336,9 @@ def test_models_with_recurrent_state_generate(family: str) -> None:
     check_log_probabilities(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 
-def test_keys_may_be_wider_than_values() -> None:
+def latent_decoder() -> nn.Module:
     """Multi-head latent attention, with the proportions of DeepSeek-V3."""
-    model = decoder(
+    return decoder(
         "deepseek_v3",
         num_key_value_heads=4,
         tie_word_embeddings=False,
@@ -296,7 +353,11 @@ def test_keys_may_be_wider_than_values() -> None:
         qk_rope_head_dim=8,
         v_head_dim=8,
     )
-    check_log_probabilities(model)
+
+
+def test_keys_may_be_wider_than_values() -> None:
+    """Multi-head latent attention."""
+    check_log_probabilities(latent_decoder())
 
 
 @pytest.mark.parametrize("family", ["GPT2", "StableLm", "GPTNeoX", "Phi"])

@@ -17,15 +17,16 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from ms_align.generation.columns import Columns
-from ms_align.generation.reader import ModelReader
+from ms_align.generation.reader import TOLERANCE_HALF, ModelReader
+from ms_align.generation.static_batch import DecodeCache
 from ms_align.models.language_model import HuggingFaceModel, LanguageModel, StagedLanguageModel
 
 logger = logging.getLogger(__name__)
 TOLERANCE = 1e-4
 """Maximum difference of logits from the model's, relative to the largest logit."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-SUPPORTED_DTYPES = ({torch.float32}, {torch.float64})
-"""Dtypes of all weights for which a rotary pair can be viewed as a complex number."""
+CPU_DTYPES = ({torch.float32}, {torch.float64})
+"""Dtypes of all weights on a CPU, where half precision is faster unfused."""
 ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 """Model types of ms-parallel's decoders whose blocks can be fused."""
@@ -72,7 +73,9 @@ def fused_reader(model: LanguageModel, *, verified: bool = False) -> "FusedReade
 def _is_supported(model: LanguageModel) -> bool:
     """Return True if all parts of the model are the standard ones of its architecture."""
     module: Any = model.module
-    if {weight.dtype for weight in module.parameters()} not in SUPPORTED_DTYPES:
+    dtypes = {weight.dtype for weight in module.parameters()}
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    if len(dtypes) > 1 or (on_cpu and dtypes not in CPU_DTYPES):
         return False
     if isinstance(model, HuggingFaceModel):
         if type(module).__name__ not in ARCHITECTURES or module.config.hidden_act not in (
@@ -121,6 +124,7 @@ class FusedReader:
         self.q_heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
         self.epsilon = _epsilon(module)
+        self.half = attention.q_proj.weight.dtype.itemsize <= 2
         self._pairs = _pair_order(self.head_dim).to(attention.q_proj.weight.device)
         self._layers = [self._rewrite(layer) for layer in _layers(module)]
         self._embedding: Tensor = module.model.embed_tokens.weight
@@ -212,6 +216,17 @@ class FusedReader:
         columns.advance()
         return self._logits(hidden)
 
+    def decode(self, tokens: Tensor, cache: DecodeCache) -> Tensor:
+        """Compute logits (R, V) after one more token per row."""
+        rotation = self._rotation(cache.positions, cache.capacity)[:, None]
+        hidden = F.embedding(tokens, self._embedding)
+        for index, layer in enumerate(self._layers):
+            q, kv = self._project(hidden, layer, rotation)  # (R, Hq, D), (R, 2, Hk, D)
+            cache.write(index, kv)
+            attended = cache.attend(index, q)
+            hidden = self._finish_block(hidden, attended.reshape(len(tokens), -1), layer)
+        return self._logits(hidden)
+
     def _project(self, hidden: Tensor, layer: _Layer, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """Compute rotated queries (..., Hq, D), and rotated keys with values (..., 2, Hk, D)."""
         normed = F.rms_norm(hidden, layer.attn_norm.shape, layer.attn_norm, self.epsilon)
@@ -224,9 +239,12 @@ class FusedReader:
             q, k = torch.split(qk, [self.q_heads, self.kv_heads], dim=-2)
             q.copy_(F.rms_norm(q, (self.head_dim,), layer.qk_norms[0], self.epsilon))
             k.copy_(F.rms_norm(k, (self.head_dim,), layer.qk_norms[1], self.epsilon))
-        pairs = torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2))  # (..., D/2)
-        # In place: qk is a view of the projection's output.
+        # In place: qk is a view of the projection's output. Half precision is rotated in float32.
+        wide = qk.float() if self.half else qk
+        pairs = torch.view_as_complex(wide.view(*qk.shape[:-1], -1, 2))  # (..., D/2)
         pairs.mul_(rotation)
+        if self.half:
+            qk.copy_(wide)
         kv = heads[..., self.q_heads :, :]  # (..., 2 Hk, D)
         kv = kv.view(*kv.shape[:-2], 2, self.kv_heads, self.head_dim)
         return heads[..., : self.q_heads, :], kv
@@ -301,4 +319,5 @@ def _matches(reader: FusedReader, model: LanguageModel) -> bool:
         columns.add(layers, lengths.cpu(), torch.arange(2))
         logits.append(torch.cat((first, candidate.step(newest, lengths, columns))).float())
     error = (logits[0] - logits[1]).abs().max()
-    return bool(error <= TOLERANCE * logits[1].abs().max())
+    tolerance = TOLERANCE_HALF if reader.half else TOLERANCE
+    return bool(error <= tolerance * logits[1].abs().max())

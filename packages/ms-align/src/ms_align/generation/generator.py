@@ -6,8 +6,9 @@ batch, and are the same as in `ms_parallel.Engine.generate`. Shapes:
 N responses, T longest response, B active rows, V vocabulary.
 """
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import define
@@ -16,17 +17,22 @@ from torch import Tensor, nn
 from ms_align.arguments import check_integer, check_type, shown
 from ms_align.errors import ConfigError, DataError, ModelError
 from ms_align.generation.columns import Columns
-from ms_align.generation.drawing import SampledTokens, sample_tokens
-from ms_align.generation.fused import fused_reader
-from ms_align.generation.reader import Reader, reader_of
+from ms_align.generation.fused import FusedReader, fused_reader
+from ms_align.generation.reader import ModelReader, Reader, decodes_statically, reader_of
+from ms_align.generation.response_buffer import ResponseBuffer
 from ms_align.generation.responses import Responses
 from ms_align.generation.sampling import Sampling
-from ms_align.generation.stops import Decode, contains_stop_string, max_stop_tokens
+from ms_align.generation.static_batch import (
+    CHECK_EVERY,
+    StaticBatch,
+    StaticReader,
+    generate,
+    kernels_available,
+)
+from ms_align.generation.stops import Decode
 from ms_align.models.language_model import LanguageModel, check_tokens, language_model
-from ms_align.seeds import position_seed
 
-CHECK_EVERY = 8
-"""Tokens between checks for finished rows on an accelerator; each check synchronizes."""
+logger = logging.getLogger(__name__)
 
 
 class LocalGenerator:
@@ -39,6 +45,12 @@ class LocalGenerator:
         fused: for Llama-like models, use fused weights, with which a step needs a third of the
             kernel calls. They are copied at every call, as training changes the weights. Other
             models, and models with adapters, run unchanged.
+        static_shapes: decode with static shapes, without waiting for the device, where the model
+            supports it: ms-parallel's decoders, and fused models. None: on an accelerator.
+        cuda_graph: capture a decoding step with static shapes in a CUDA graph. None: on a CUDA
+            device.
+        kernels: attend with `ms_kernels.decode_attention` in a step with static shapes. None: if
+            ms-kernels and Triton are installed and the device is a GPU.
 
     Raises:
         ModelError: the model does not support a KV cache.
@@ -51,6 +63,9 @@ class LocalGenerator:
         max_num_seqs: int = 64,
         decode: Decode | None = None,
         fused: bool = True,
+        static_shapes: bool | None = None,
+        cuda_graph: bool | None = None,
+        kernels: bool | None = None,
     ) -> None:
         self.model: LanguageModel = language_model(model)
         check_integer("max_num_seqs", max_num_seqs, minimum=1, error=ConfigError)
@@ -59,7 +74,14 @@ class LocalGenerator:
         self.max_num_seqs = max_num_seqs
         self.decode = decode
         self.fused = fused
-        self._verified = False
+        weight = next(self.model.module.parameters())
+        on_cpu, on_cuda = weight.device.type == "cpu", weight.device.type == "cuda"
+        self.static_shapes = not on_cpu if static_shapes is None else static_shapes
+        self.cuda_graph = on_cuda if cuda_graph is None else cuda_graph and on_cuda
+        self.kernels = (
+            kernels_available(weight.device, weight.dtype) if kernels is None else kernels
+        )
+        self._verified = self._static_verified = False
         reader_of(self.model)
 
     @torch.no_grad()
@@ -67,6 +89,18 @@ class LocalGenerator:
         reader = fused_reader(self.model, verified=self._verified) if self.fused else None
         self._verified = self.fused = reader is not None
         return reader or reader_of(self.model)
+
+    def _decodes_statically(self, reader: Reader) -> bool:
+        """Return True if the step of this reader runs with static shapes."""
+        if not self.static_shapes or not isinstance(reader, FusedReader | ModelReader):
+            return False
+        if not self._static_verified and self.kernels:
+            self.kernels = decodes_statically(reader, self.model, use_kernels=True)
+            self._static_verified = self.kernels
+        if not self._static_verified:
+            self._static_verified = decodes_statically(reader, self.model, use_kernels=False)
+        self.static_shapes = self._static_verified
+        return self._static_verified
 
     @torch.no_grad()
     def __call__(
@@ -89,7 +123,33 @@ class LocalGenerator:
         training = self.model.module.training
         self.model.module.eval()
         device = next(self.model.module.parameters()).device
-        buffer = _ResponseBuffer.empty(len(prompts) * count, sampling, seed, device)
+        buffer = ResponseBuffer.empty(len(prompts) * count, sampling, seed, device)
+        reader = self._reader()
+        longest_prompt = max(len(prompt) for prompt in prompts)
+        if self._decodes_statically(reader):
+            batch = StaticBatch(
+                cast(StaticReader, reader),
+                buffer,
+                min(self.max_num_seqs, len(prompts) * count),
+                longest_prompt,
+                use_graph=self.cuda_graph,
+                use_kernels=self.kernels,
+            )
+            generate(batch, prompts, count, self.decode)
+        else:
+            self._generate_in_columns(reader, prompts, count, buffer)
+        self.model.module.train(training)
+        return buffer.responses()
+
+    def _generate_in_columns(
+        self,
+        reader: Reader,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        buffer: ResponseBuffer,
+    ) -> None:
+        """Generate all responses with the KV cache of `Columns`."""
+        device, sampling = buffer.tokens.device, buffer.sampling
         # Reversed, so that pop() takes the responses in order.
         queue = list(range(len(prompts) * count))[::-1]
         longest = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
@@ -100,7 +160,6 @@ class LocalGenerator:
         active = _ActiveRows.empty(
             Columns(longest + interval, max_rows=min(self.max_num_seqs, len(queue))), device
         )
-        reader = self._reader()
         while queue or len(active.rows):
             if queue and len(active.rows) < self.max_num_seqs:
                 free = self.max_num_seqs - len(active.rows)
@@ -119,8 +178,6 @@ class LocalGenerator:
             # Counted from the end, so that rows that never stop are checked at their last token.
             if steps == 0 or (sampling.max_new_tokens - 1 - steps) % interval == 0:
                 _drop_finished(active, finished, lazily=not queue)
-        self.model.module.train(training)
-        return buffer.responses()
 
     def _prefill(
         self,
@@ -129,7 +186,7 @@ class LocalGenerator:
         prompts: Sequence[Sequence[int]],
         count: int,
         active: "_ActiveRows",
-        buffer: "_ResponseBuffer",
+        buffer: "ResponseBuffer",
     ) -> None:
         """Prefill the distinct prompts of new rows, and sample the first tokens."""
         distinct = sorted({row // count for row in new})
@@ -181,100 +238,6 @@ def _drop_finished(active: _ActiveRows, finished: Tensor, *, lazily: bool) -> No
     count = int(finished.sum())
     if count and (not lazily or count == len(finished) or count >= max(1, len(finished) // 8)):
         active.drop(finished)
-
-
-@define
-class _ResponseBuffer:
-    """Tokens and log-probabilities of all responses, finished or not."""
-
-    sampling: Sampling
-    uniforms: Tensor
-    """(N, T) float64 from [0, 1): the random number that samples each token."""
-    tokens: Tensor
-    logprobs: Tensor
-    sampling_logprobs: Tensor
-    lengths: Tensor
-    stopped: Tensor
-    finished: Tensor
-    """(N,) bool: stopped, or at the maximum length."""
-    stops: Tensor
-
-    @classmethod
-    def empty(
-        cls, count: int, sampling: Sampling, seed: int, device: torch.device
-    ) -> "_ResponseBuffer":
-        shape = (count, sampling.max_new_tokens)  # (N, T)
-        generator = torch.Generator()
-        uniforms = torch.empty(shape, dtype=torch.float64)
-        # One seed per position, as in ms_parallel.Engine.generate.
-        for index in range(sampling.max_new_tokens):
-            generator.manual_seed(position_seed(seed, index))
-            uniforms[:, index] = torch.rand(count, generator=generator, dtype=torch.float64)
-        floats = torch.zeros(2, *shape, device=device)  # log-probabilities: policy's and sampling
-        return cls(
-            sampling=sampling,
-            uniforms=uniforms.to(device),
-            tokens=torch.zeros(shape, dtype=torch.int64, device=device),
-            logprobs=floats[0],
-            sampling_logprobs=floats[1],
-            lengths=torch.zeros(count, dtype=torch.int64, device=device),
-            stopped=torch.zeros(count, dtype=torch.bool, device=device),
-            finished=torch.zeros(count, dtype=torch.bool, device=device),
-            stops=torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device),
-        )
-
-    def sample(self, logits: Tensor, rows: Tensor) -> SampledTokens:
-        """Sample the next token of each row."""
-        # By response and position, so the tokens do not depend on the rows of the current batch.
-        index = self.lengths[rows].clamp(max=self.uniforms.shape[1] - 1)  # (B,)
-        return sample_tokens(logits, self.sampling, self.uniforms[rows, index])
-
-    def append(self, rows: Tensor, sampled: SampledTokens) -> None:
-        """Append the sampled tokens to unfinished rows."""
-        unfinished = ~self.finished[rows]
-        # Finished rows may be at full length; their write below keeps the old value.
-        index = self.lengths[rows].clamp(max=self.tokens.shape[1] - 1)
-        for column, new in (
-            (self.tokens, sampled.tokens),
-            (self.logprobs, sampled.logprobs),
-            (self.sampling_logprobs, sampled.sampling_logprobs),
-        ):
-            column[rows, index] = torch.where(unfinished, new, column[rows, index])
-        self.lengths[rows] += unfinished
-
-    def update_finished(self, rows: Tensor, newest: Tensor, decode: Decode | None) -> Tensor:
-        """Mark the rows that their newest token finishes; return all finished ones, (B,) bool."""
-        unfinished = ~self.finished[rows]
-        # A stop token counts as part of the response, so it is checked after the append.
-        stopped = unfinished & torch.isin(newest, self.stops)
-        if self.sampling.stop_strings and decode is not None:
-            stopped |= unfinished & self._has_stop_string(rows.tolist(), decode).to(
-                unfinished.device
-            )
-        self.stopped[rows] |= stopped
-        self.finished[rows] |= stopped | (self.lengths[rows] >= self.tokens.shape[1])
-        return self.finished[rows]
-
-    def _has_stop_string(self, rows: list[int], decode: Decode) -> Tensor:
-        """Return which rows' newest token completed a stop string, (B,) bool."""
-        strings = self.sampling.stop_strings
-        # Only the last tokens can contain a string that the newest token completes.
-        lookback, results = max_stop_tokens(strings), []
-        for row in rows:
-            length = int(self.lengths[row])
-            tail = self.tokens[row, max(0, length - lookback) : length].tolist()
-            results.append(contains_stop_string(tail, strings, decode))
-        return torch.tensor(results, dtype=torch.bool)
-
-    def responses(self) -> Responses:
-        longest = max(int(self.lengths.max()), 1)  # trim to the longest response
-        return Responses(
-            tokens=self.tokens[:, :longest].cpu(),
-            lengths=self.lengths.cpu(),
-            logprobs=self.logprobs[:, :longest].cpu(),
-            sampling_logprobs=self.sampling_logprobs[:, :longest].cpu(),
-            stopped=self.stopped.cpu(),
-        )
 
 
 def check_prompts(

@@ -6,6 +6,7 @@ H hidden, V vocabulary, Hk KV heads, D head dim.
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,7 +15,13 @@ from torch import Tensor
 
 from ms_align.errors import ModelError
 from ms_align.generation.columns import Columns
-from ms_align.models.language_model import HuggingFaceModel, LanguageModel, PlainModel
+from ms_align.generation.static_batch import DecodeCache, StaticReader
+from ms_align.models.language_model import (
+    HuggingFaceModel,
+    LanguageModel,
+    PlainModel,
+    StagedLanguageModel,
+)
 
 logger = logging.getLogger(__name__)
 TOLERANCE, TOLERANCE_HALF = 1e-4, 3e-2
@@ -100,6 +107,43 @@ def _matches(reader: "ModelReader", model: LanguageModel) -> bool:
     return bool((stepped - expected).abs().max() <= tolerance * expected.abs().max())
 
 
+@torch.no_grad()
+def decodes_statically(reader: StaticReader, model: LanguageModel, *, use_kernels: bool) -> bool:
+    """Return True if decoding with static shapes gives the same logits as with `Columns`.
+
+    Args:
+        reader: reader of the model.
+        model: model that supports a KV cache.
+        use_kernels: attend with `ms_kernels.decode_attention`.
+    """
+    module: Any = model.module
+    device, expected_reader = next(module.parameters()).device, ModelReader(model)
+    # Rotary frequencies that depend on the length need a decision on the host.
+    if isinstance(reader, ModelReader) and (
+        not isinstance(model, StagedLanguageModel) or getattr(module, "grows", False)
+    ):
+        return False
+    # Two prompts of different lengths.
+    tokens = (torch.arange(10, device=device).view(2, 5) * 7 + 1) % (model.vocabulary_size or 2)
+    lengths, rows = torch.tensor([5, 3], device=device), torch.arange(2, device=device)
+    newest, columns = tokens[:, 1], Columns(8)
+    cache = DecodeCache(2, 8, device, use_kernels=use_kernels)
+    try:
+        _, layers = reader.prefill(tokens, lengths)
+        cache.add(rows, layers, rows)
+        cache.set_positions(lengths)
+        actual = reader.decode(newest, cache).float()
+    except (IndexError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        logger.info("%s does not decode with static shapes: %s", type(module).__name__, error)
+        return False
+    _, layers = expected_reader.prefill(tokens, lengths)
+    columns.add(layers, lengths.cpu(), rows.cpu())
+    expected = expected_reader.step(newest, lengths, columns)
+    tolerance = TOLERANCE if expected.dtype in (torch.float32, torch.float64) else TOLERANCE_HALF
+    error = (actual - expected.float()).abs().max()
+    return bool(error <= tolerance * expected.float().abs().max())
+
+
 class ModelReader:
     """Runs a model of ms-parallel or transformers with a KV cache."""
 
@@ -122,6 +166,12 @@ class ModelReader:
         cache = _StepCache(columns)
         hidden = self._call(self._model, tokens[:, None], positions[:, None], cache)
         columns.advance()
+        return self._model.project(hidden[:, -1])
+
+    def decode(self, tokens: Tensor, cache: DecodeCache) -> Tensor:
+        """Compute logits (R, V) after one more token per row."""
+        positions = cache.positions[:, None]
+        hidden = self._call(self._model, tokens[:, None], positions, _DecodeStep(cache))
         return self._model.project(hidden[:, -1])
 
 
@@ -162,6 +212,8 @@ class RerunReader:
 class _Cache(ABC):
     """Cache in the interface of ms-parallel's models; subclasses store keys and values."""
 
+    attend: Callable[..., Tensor] | None = None
+    """Attention to the cache; None if the model attends to what `append` returns."""
     documents: Tensor | None = None
     past_length = 0
     """Cached columns before a forward pass."""
@@ -199,8 +251,7 @@ class _PromptCache(_Cache):
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         assert layer == len(self.layers), "layers must run in order"
-        width = max(k.shape[3], v.shape[3])  # values are narrower in multi-head latent attention
-        self.layers.append(torch.stack([F.pad(x, (0, width - x.shape[3])) for x in (k, v)], 2))
+        self.layers.append(_stacked(k, v))
         return k, v
 
 
@@ -220,6 +271,38 @@ class _StepCache(_Cache):
         keys, values = keys[..., : k.shape[3]], values[..., : v.shape[3]]
         keys[:, :, -1], values[:, :, -1] = k[:, 0], v[:, 0]
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+class _DecodeStep(_Cache):
+    """Writes one token per row into a `DecodeCache` and attends to it."""
+
+    def __init__(self, cache: DecodeCache) -> None:
+        super().__init__()
+        self._cache = cache
+        self._layer = 0
+        self._value_width = 0
+        self.attend = self._attend
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self._layer, self._value_width = layer, v.shape[3]
+        self._cache.write(layer, _stacked(k, v)[:, 0])
+        return k, v
+
+    def _attend(self, q: Tensor, **settings: Any) -> Tensor:
+        """Attend from queries (R, 1, Hq, D) to the layer that was written last."""
+        width = self._cache.layers[self._layer].shape[-1]
+        settings["scale"] = settings.get("scale") or q.shape[3] ** -0.5
+        padded = F.pad(q[:, 0], (0, width - q.shape[3]))
+        attended = self._cache.attend(self._layer, padded, **settings)
+        return attended[:, None, :, : self._value_width]
+
+
+def _stacked(k: Tensor, v: Tensor) -> Tensor:
+    """Stack keys and values (B, S, Hk, D) to (B, S, 2, Hk, D); values may be narrower."""
+    width = max(k.shape[3], v.shape[3])  # values are narrower in multi-head latent attention
+    if k.shape[3] != v.shape[3]:
+        k, v = (F.pad(x, (0, width - x.shape[3])) for x in (k, v))
+    return torch.stack((k, v), 2)
 
 
 def _call_staged(model: LanguageModel, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:

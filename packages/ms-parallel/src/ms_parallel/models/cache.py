@@ -1,5 +1,7 @@
 """Key-value cache for generation."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,11 @@ class KeyValueCache:
     During a forward pass every layer calls `append` at the same offset; afterward the model calls
     `advance`.
     """
+
+    attend: Callable[..., Tensor] | None = None
+    """Attention of new queries (B, S, Hq, D) to the layer appended last, for caches that do it
+    themselves, with the keyword arguments window, scale, sinks and softcap. None: the model attends
+    to what `append` returns."""
 
     def __init__(self) -> None:
         self.length = 0

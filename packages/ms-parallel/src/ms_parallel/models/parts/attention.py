@@ -139,6 +139,8 @@ def attend(
         softcap: Soft cap on the scores; None for no cap.
         settings: Other keyword arguments of the operator.
     """
+    if context.cache is not None and context.cache.attend is not None:
+        return context.cache.attend(q, softcap=softcap, **settings)
     operator: Callable[..., Tensor] = ops.attention
     if softcap is not None:  # not supported by fused kernels
         operator, settings["softcap"] = capped_attention, softcap

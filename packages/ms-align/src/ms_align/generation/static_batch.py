@@ -1,0 +1,371 @@
+"""Decoding with static shapes, for accelerators.
+
+A decoding step reads and writes the same tensors every time and never waits for the device: the KV
+cache is preallocated, each row writes at its own position, and tokens are sampled and stop tokens
+detected on the device. On a CUDA device, all kernels of a step are one graph. The host only reads
+which rows are finished, once in several steps. Shapes:
+R rows, C capacity of the cache in positions, Hq query heads, Hk KV heads, D head dim, V vocabulary.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ms_align.generation.cuda_graph import capture, warm_up
+from ms_align.generation.response_buffer import ResponseBuffer
+from ms_align.generation.stops import Decode
+
+logger = logging.getLogger(__name__)
+CHECK_EVERY = 8
+"""Steps between checks for finished rows; each check synchronizes."""
+BLOCK = 256
+"""The capacity of the cache is a multiple of this."""
+ROOM = 768
+"""Positions after the longest prompt for which memory is allocated at first."""
+MIN_COMPACTED_STEPS = 64
+"""Remaining steps for which a batch is compacted, as a smaller batch needs another graph."""
+WIDEST_HEAD = 256
+"""Maximum head dim of `ms_kernels.decode_attention` on a GPU."""
+
+
+class StaticReader(Protocol):
+    """Prefill and decoding with a `DecodeCache`."""
+
+    def prefill(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Run prompts through the model; see `ms_align.generation.reader.Reader`."""
+
+    def decode(self, tokens: Tensor, cache: "DecodeCache") -> Tensor:
+        """Decode one token per row, (R,) at the cache's positions; return logits (R, V)."""
+
+
+class DecodeCache:
+    """KV cache of a fixed number of rows; the position p of a row is in column p.
+
+    Args:
+        rows: R.
+        capacity: C.
+        device: device of the cache.
+        use_kernels: attend with `ms_kernels.decode_attention`, which reads only the positions in
+            use. False: with torch's fused attention, which reads and masks all C.
+    """
+
+    def __init__(
+        self, rows: int, capacity: int, device: torch.device, *, use_kernels: bool = False
+    ) -> None:
+        self.capacity = capacity
+        self.use_kernels = use_kernels
+        self.layers: list[Tensor] = []
+        """Per layer (2, R, C, Hk, D): keys, then values."""
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        """(R,) positions of the newest tokens."""
+        self._rows = torch.arange(rows, device=device)
+        # decode_attention reads pages: each row is one page of C positions.
+        self._page_table = self._rows.to(torch.int32)[:, None]
+        self._lengths = self._page_table[:, 0]
+        self._biases: dict[int | None, Tensor] = {}
+
+    def set_positions(self, positions: Tensor) -> None:
+        """Set the positions (R,) of the newest tokens, before a step."""
+        self.positions = positions
+        self._lengths = (positions + 1).to(torch.int32)
+        self._biases.clear()
+
+    def add(self, slots: Tensor, layers: Sequence[Tensor], copies: Tensor) -> None:
+        """Copy prefilled prompts into rows.
+
+        Args:
+            slots: (m,) int64, rows to fill.
+            layers: keys and values per layer, (n, P, 2, Hk, D). Columns after a prompt's length are
+                overwritten before they are visible.
+            copies: (m,) int64, index of each row's prompt.
+        """
+        for index, layer in enumerate(layers):
+            if index == len(self.layers):
+                shape = (2, len(self._rows), self.capacity, *layer.shape[3:])
+                self.layers.append(layer.new_zeros(shape))
+            prompts = layer[copies].transpose(1, 2).transpose(0, 1)  # (2, m, P, Hk, D)
+            self.layers[index][:, slots, : layer.shape[1]] = prompts
+
+    def write(self, layer: int, kv: Tensor) -> None:
+        """Write keys and values (R, 2, Hk, D) of the newest tokens."""
+        self.layers[layer][:, self._rows, self.positions] = kv.transpose(0, 1)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Compute attention of queries (R, Hq, D) to all positions up to the newest, (R, Hq, D).
+
+        Args:
+            layer: index of the layer, in the order of the model.
+            q: queries.
+            window: number of most recent positions to attend to. None: all.
+            scale: factor on the scores. None: 1/√D.
+            sinks: (Hq,) extra score per head, without a value.
+            softcap: soft cap on the scores. None: no cap.
+        """
+        keys, values = self.layers[layer]  # (R, C, Hk, D) each
+        plain = sinks is None and softcap is None
+        if self.use_kernels and plain and keys.shape[-1] <= WIDEST_HEAD:
+            from ms_kernels import decode_attention
+
+            return decode_attention(
+                q, keys, values, self._page_table, self._lengths, window=window, scale=scale
+            )
+        bias = self._bias(window, q.dtype)[:, None, None]  # (R, 1, 1, C)
+        # The queries of a group attend to the same keys, so they are rows of one matrix.
+        grouped = q.reshape(len(q), keys.shape[2], -1, q.shape[-1])  # (R, Hk, Hq/Hk, D)
+        k, v = keys.transpose(1, 2), values.transpose(1, 2)  # (R, Hk, C, D)
+        if plain:
+            attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)
+            return attended.reshape(q.shape)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        scores = (grouped * factor).to(wide) @ k.to(wide).transpose(2, 3)  # (R, Hk, Hq/Hk, C)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + bias
+        if sinks is not None:
+            column = sinks.to(wide).view(1, k.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+            probabilities = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+        else:
+            probabilities = scores.softmax(-1)
+        return (probabilities @ v.to(wide)).to(q.dtype).reshape(q.shape)
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask of columns, (R, C)."""
+        if window not in self._biases:
+            columns = torch.arange(self.capacity, device=self.positions.device)
+            newest = self.positions[:, None]
+            hidden = columns > newest
+            if window is not None:
+                hidden |= columns <= newest - window
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._biases[window] = zeros.masked_fill_(hidden, -torch.inf)
+        return self._biases[window]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only some rows, (n,) int64."""
+        self.layers = [layer[:, rows] for layer in self.layers]
+        self._rows = self._rows[: len(rows)].clone()
+        self._page_table = self._rows.to(torch.int32)[:, None]
+
+    def grow(self, capacity: int) -> None:
+        """Move the keys and values to larger memory."""
+        for index, layer in enumerate(self.layers):
+            grown = layer.new_zeros(*layer.shape[:2], capacity, *layer.shape[3:])
+            grown[:, :, : self.capacity] = layer
+            self.layers[index] = grown
+        self.capacity = capacity
+
+
+def kernels_available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if `ms_kernels.decode_attention` has a fused implementation here."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and all(importlib.util.find_spec(name) is not None for name in ("ms_kernels", "triton"))
+    )
+
+
+class StaticBatch:
+    """Rows that are decoded together; a finished row keeps its place until it is replaced.
+
+    Args:
+        reader: runs the model.
+        buffer: responses, of which the batch decodes R at a time.
+        rows: R.
+        longest_prompt: tokens of the longest prompt of all responses.
+        use_graph: capture the step in a CUDA graph.
+        use_kernels: see `DecodeCache`.
+    """
+
+    def __init__(
+        self,
+        reader: StaticReader,
+        buffer: ResponseBuffer,
+        rows: int,
+        longest_prompt: int,
+        *,
+        use_graph: bool,
+        use_kernels: bool,
+    ) -> None:
+        device = buffer.tokens.device
+        self.reader, self.buffer, self.use_graph = reader, buffer, use_graph
+        self.limit = _rounded(longest_prompt + buffer.tokens.shape[1])
+        """Capacity that every response fits in."""
+        capacity = min(self.limit, _rounded(longest_prompt + ROOM))
+        self.cache = DecodeCache(rows, capacity, device, use_kernels=use_kernels)
+        # The tensors that a step reads and writes; (R,) int64 each.
+        self.rows = torch.zeros(rows, dtype=torch.int64, device=device)
+        """Index of the response in each row."""
+        self.tokens, self.positions = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
+        # What the host knows without asking the device.
+        self.responses: list[int | None] = [None] * rows
+        """Response in each row; None for a free row."""
+        self._ends = [0] * rows
+        """Position of each row's newest token, unless it stopped since the last check."""
+        self._lengths = [0] * rows
+        """Sampled tokens of each row, unless it stopped since the last check."""
+        self._checked = [0] * rows
+        """Sampled tokens of each row at the last check."""
+        self._replay: Callable[[], None] | None = None
+        self._warm = False
+
+    @property
+    def active(self) -> list[int]:
+        """Rows in use."""
+        return [row for row, response in enumerate(self.responses) if response is not None]
+
+    @property
+    def free(self) -> int:
+        """Number of free rows."""
+        return self.responses.count(None)
+
+    def prefill(self, new: Sequence[int], prompts: Sequence[Sequence[int]], count: int) -> None:
+        """Prefill the distinct prompts of new responses, and sample the first tokens.
+
+        Args:
+            new: indices of the responses, at most `free`.
+            prompts: all prompts.
+            count: responses per prompt.
+        """
+        device = self.tokens.device
+        slots = [row for row, response in enumerate(self.responses) if response is None][: len(new)]
+        distinct = sorted({response // count for response in new})
+        lengths = torch.tensor([len(prompts[index]) for index in distinct])
+        tokens = torch.zeros(len(distinct), int(lengths.max()), dtype=torch.int64)
+        for row, index in enumerate(distinct):
+            tokens[row, : len(prompts[index])] = torch.as_tensor(prompts[index])
+        place = {index: row for row, index in enumerate(distinct)}
+        copies = torch.tensor([place[response // count] for response in new], device=device)
+        on_device = lengths.to(device)
+        logits, layers = self.reader.prefill(tokens.to(device), on_device)
+        chosen = torch.tensor(slots, device=device)
+        self.cache.add(chosen, layers, copies)
+        rows = torch.tensor(new, device=device)
+        sampled = self.buffer.sample(logits[copies], rows)
+        self.buffer.append(rows, sampled)
+        self.buffer.update_finished(rows, sampled.tokens, None)
+        # In place, as a graph reads these tensors.
+        self.rows[chosen], self.tokens[chosen] = rows, sampled.tokens
+        self.positions[chosen] = on_device[copies]
+        for slot, response in zip(slots, new, strict=True):
+            self.responses[slot] = response
+            self._ends[slot] = len(prompts[response // count])
+            self._lengths[slot], self._checked[slot] = 1, 0
+
+    def steps_left(self) -> int:
+        """Return the number of steps until the last active row has its maximum length."""
+        lengths = [self._lengths[row] for row in self.active]
+        return self.buffer.tokens.shape[1] - min(lengths) if lengths else 0
+
+    def run(self, steps: int) -> None:
+        """Decode a number of tokens per row, without waiting for the device."""
+        if not steps:
+            return
+        needed = max(self._ends[row] for row in self.active) + steps
+        if needed > self.cache.capacity:
+            self.cache.grow(min(self.limit, max(_rounded(needed), 2 * self.cache.capacity)))
+            self._forget_graph()
+        for _ in range(steps):
+            self._run_step()
+        for row in self.active:
+            self._ends[row] += steps
+            self._lengths[row] += steps
+
+    def release_finished(self, decode: Decode | None) -> None:
+        """Free the rows of finished responses; waits for the device.
+
+        Args:
+            decode: converts tokens to text, to find stop strings.
+        """
+        active, buffer = self.active, self.buffer
+        if buffer.sampling.stop_strings and decode is not None:
+            responses = [response for response in self.responses if response is not None]
+            buffer.cut_at_stop_strings(responses, [self._checked[row] for row in active], decode)
+        finished = buffer.finished[self.rows].tolist()
+        for row in active:
+            self._checked[row] = self._lengths[row]
+            if finished[row]:
+                self.responses[row] = None
+
+    def compact(self) -> None:
+        """Shrink to the active rows, if they are at most half of all."""
+        rows, active = len(self.responses), self.active
+        if not active or 2 * len(active) > rows or self.steps_left() < MIN_COMPACTED_STEPS:
+            return
+        index = torch.tensor(active, device=self.tokens.device)
+        self.cache.select(index)
+        self.rows, self.tokens = self.rows[index], self.tokens[index]
+        self.positions = self.positions[index]
+        for name in ("responses", "_ends", "_lengths", "_checked"):
+            values: list[Any] = getattr(self, name)
+            setattr(self, name, [values[row] for row in active])
+        self._forget_graph()
+
+    def _forget_graph(self) -> None:
+        self._replay, self._warm = None, False
+
+    def _run_step(self) -> None:
+        if not self.use_graph:
+            self._step()
+        elif not self._warm:
+            warm_up(self._step)
+            self._warm = True
+        else:
+            if self._replay is None:
+                self._replay = capture(self._step)
+            self._replay()
+
+    def _step(self) -> None:
+        """Decode one token per row; changes only what the tensors of this batch hold."""
+        buffer, rows = self.buffer, self.rows
+        # A finished row overwrites its first column, and thereby stays within the cache.
+        self.cache.set_positions(self.positions.masked_fill(buffer.finished[rows], 0))
+        logits = self.reader.decode(self.tokens, self.cache)
+        sampled = buffer.sample(logits, rows)
+        buffer.append(rows, sampled)
+        buffer.update_finished(rows, sampled.tokens, None)
+        self.tokens.copy_(sampled.tokens)
+        self.positions.add_(1)
+
+
+def _rounded(positions: int) -> int:
+    return -(-positions // BLOCK) * BLOCK
+
+
+def generate(
+    batch: StaticBatch, prompts: Sequence[Sequence[int]], count: int, decode: Decode | None
+) -> None:
+    """Generate all responses of a batch's buffer.
+
+    Args:
+        batch: an empty batch.
+        prompts: all prompts.
+        count: responses per prompt.
+        decode: converts tokens to text; needed for stop strings.
+    """
+    # Reversed, so that pop() takes the responses in order.
+    queue = list(range(len(prompts) * count))[::-1]
+    rows = len(batch.responses)
+    while queue or batch.active:
+        # A prefill costs several steps, so it waits for an eighth of the rows.
+        if queue and batch.free >= max(1, rows // 8):
+            new = [queue.pop() for _ in range(min(batch.free, len(queue)))]
+            batch.prefill(new, prompts, count)
+        batch.run(min(CHECK_EVERY, batch.steps_left()))
+        batch.release_finished(decode)
+        if not queue:
+            batch.compact()
