@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,3 +29,13 @@ def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = write_run(tmp_path_factory.mktemp("build") / "run.toml", corpus, steps=1)
     assert main(["train", str(run)]) == 0
     return run.with_suffix("") / "shards"
+
+
+@pytest.fixture
+def no_process_group() -> None:
+    """Destroy the single-process group that earlier tests of engines created.
+
+    In a group, predictions and plans run in a new interpreter, which takes seconds.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -46,7 +46,10 @@ def test_output_of_the_process_does_not_disturb_the_answer(
     ("settings", "layout", "error", "message"),
     [
         ({"batch_size": 9}, Layout(data=2), ConfigError, "batch_size=9 does not divide over"),
-        ({"sequence_length": 510}, Layout(tensor=3), LayoutError, "tensor=3 does not divide"),
+        pytest.param(
+            *({"sequence_length": 510}, Layout(tensor=3), LayoutError, "tensor=3 does not divide"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_error_keeps_its_class_and_message(

@@ -13,6 +13,8 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.commands.explain import explain
 from ms_parallel.errors import ConfigError, LayoutError
 
+pytestmark = pytest.mark.usefixtures("no_process_group")
+
 
 def test_the_tables_match_the_random_jobs() -> None:
     """In the package and the docs; `python tests/combinations_table.py` writes both."""

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from attrs import evolve
 
 from ms_parallel.cluster.layout import Layout
@@ -42,11 +41,7 @@ CLUSTER = Cluster(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_process_group() -> None:
-    """Destroy the single-process group that earlier tests of engines created."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("no_process_group")
 
 
 def rows(count: int) -> dict[str, torch.Tensor]:

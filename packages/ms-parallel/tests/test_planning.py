@@ -28,6 +28,8 @@ from ms_parallel.training.options import Options
 from ms_parallel.training.planning.conditions import explicit_settings
 from ms_parallel.training.planning.plan import plan
 
+pytestmark = pytest.mark.usefixtures("no_process_group")
+
 GIB = 1 << 30
 ONE_OF_ALL = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
 """Model sizes that no tensor or pipeline rank can split."""

@@ -1,11 +1,12 @@
 """An output folder belongs to one run: locked, recorded, and never silently restarted."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import events, training, wait_for, write_run
+from launching import events, training, wait_for, write_corpus, write_run
 
 from ms_parallel import checkpoint
 from ms_parallel.cli import main
@@ -102,6 +103,25 @@ def test_other_data_and_another_model_are_refused(
     assert 'whose model was "llama"' in refusal(capsys, run, "--set", "model=qwen3")
     moved = shutil.copytree(shards, tmp_path / "elsewhere")
     assert main(["train", str(run), "--set", f"dataset={moved}"]) == 0
+
+
+def test_a_corpus_written_again_is_compared_by_content(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same text with newer times resumes; other text of the same size is refused."""
+    corpus = write_corpus(tmp_path / "corpus")
+    run = write_run(tmp_path / "run.toml", corpus, steps=1)
+    assert main(["train", str(run)]) == 0
+    module = corpus / "heapq.py"
+    module.write_bytes(module.read_bytes())
+    os.utime(module, ns=(0, module.stat().st_mtime_ns + 1))
+    assert main(["train", str(run), "--set", "steps=2"]) == 0
+    assert events(run, "resume")
+    text = module.read_bytes()
+    module.write_bytes(text.replace(b"heap", b"pile"))
+    assert "the corpus content changed" in refusal(capsys, run, "--set", "steps=3")
+    module.write_bytes(text)
+    assert main(["train", str(run), "--set", "steps=3"]) == 0
 
 
 def test_a_run_without_output_leaves_the_folder_free(

@@ -26,7 +26,8 @@ def prepare(dataset_path: str | Path, options: Options) -> Path:
 
     Raises:
         ConfigError: output_dir holds shards built with other settings.
-        ms_data.DataError: the text or the tokenizer cannot be used.
+        ms_data.DataError: the text or the tokenizer cannot be used, or output_dir holds shards of
+            other text.
     """
     if (Path(dataset_path) / "index.json").is_file():
         return Path(dataset_path)
@@ -34,15 +35,20 @@ def prepare(dataset_path: str | Path, options: Options) -> Path:
     shards, source = options.output_dir / SHARDS, options.output_dir / SOURCE
     expected = _source(dataset_path, options, tokenizer)
     recorded = _read_source(source, shards)
+    trained_tokenizer = options.output_dir / TOKENIZER
     if shards.exists():
-        if recorded != expected:
-            differs = next((k for k in expected if recorded.get(k) != expected[k]), "corpus")
+        changes = [key for key in expected if recorded.get(key) != expected[key]]
+        if changes == ["files"]:
+            # Names, sizes or times changed. ms-data compares the content, and refuses another.
+            _build(dataset_path, shards, options, tokenizer, trained_tokenizer)
+            with writing(source):
+                write_file(source, msgspec.json.encode(expected))
+        elif changes:
             raise ConfigError(
-                f"{shards} holds shards built with a different {differs}; delete it or set another"
-                " output_dir"
+                f"{shards} holds shards built with a different {changes[0]}; delete it or set"
+                " another output_dir"
             )
         return shards
-    trained_tokenizer = options.output_dir / TOKENIZER
     with writing(source):
         options.output_dir.mkdir(parents=True, exist_ok=True)
         # Recorded before the build: an interrupted build is resumed only with the same settings.
