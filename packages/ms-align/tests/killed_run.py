@@ -61,6 +61,13 @@ def main() -> None:
         settings = {"epochs": 2, "value_model": "copy"}
     if sys.argv[2] in ("GRPOTrainer", "RLOOTrainer-groups"):
         settings = {"num_generations": 4, "epochs": 2}
+    policy = decoder()
+    if sys.argv[2] == "GRPOTrainer-experts":
+        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        policy = decoder("qwen3_moe", **sizes)
+        lora = {"rank": 2, "quantize_base": "nf4", "init_lora_weights": "pissa"}
+        lora["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+        settings = {"num_generations": 4, "lora": lora}
     if sys.argv[2] == "GRPOTrainer-ahead":
         settings = {"num_generations": 4, "max_staleness": 2, "steps": 60}
         addresses = {
@@ -71,7 +78,7 @@ def main() -> None:
         if addresses:
             settings |= {"generator": "vllm", "vllm": {**addresses, "retry_wait_s": 0.05}}
     getattr(ms_align, sys.argv[2].partition("-")[0])(
-        policy_model=decoder(),
+        policy_model=policy,
         reward_model=reward,
         tokenizer=ByteTokenizer(),
         kl_coeff=0.1,

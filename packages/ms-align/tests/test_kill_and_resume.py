@@ -15,6 +15,7 @@ from ms_align.run.checkpoint import complete_steps
 
 from .test_vllm import FakeServer
 
+RUNS = ("reference", "killed")
 SCRIPT = Path(__file__).with_name("killed_run.py")
 
 
@@ -66,6 +67,16 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
 ) -> None:
     """Every second moment of all trainers: rewards, rollouts, samples, steps, checkpoints."""
     check(tmp_path, trainer, [kill_at])
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_adapters_on_quantized_experts_resumes_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    """PiSSA's factors are recomputed from the rounded weights; checkpoints have A and B only."""
+    check(tmp_path, "GRPOTrainer-experts", [9, 20])
+    adapters = [tmp_path / name / "adapter/adapter_model.safetensors" for name in RUNS]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
 @pytest.mark.slow

@@ -11,8 +11,10 @@ from torch import nn
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.errors import ConfigError, ModelError
-from ms_align.lora.adapters import LoraLinear, LoraOptions, add_lora
+from ms_align.lora.adapters import add_lora
+from ms_align.lora.layers import LoraLinear
 from ms_align.lora.loading import load_lora
+from ms_align.lora.options import LoraOptions
 from ms_align.losses.sft import SFTLoss
 from ms_parallel import save_model
 
@@ -134,7 +136,7 @@ def test_adapters_of_peft_are_read(tmp_path: Path, use_rslora: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_dora": True}, "use_dora=True, which is not supported"),
+        ({"use_dora": True}, "must have .*lora_magnitude_vector of .*use_dora=True, got"),
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": "many"}, "as a LoRA configuration of peft"),

@@ -11,8 +11,10 @@ from ms_align.engines.assembly import open_model, start_engine
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.errors import ConfigError
-from ms_align.lora.adapters import LoraLinear, LoraOptions, add_lora
+from ms_align.lora.adapters import add_lora
+from ms_align.lora.layers import LoraLinear
 from ms_align.lora.loading import load_lora
+from ms_align.lora.options import LoraOptions
 from ms_align.lora.quantized_base import NF4, QuantizedLinear
 from ms_align.losses.sft import SFTLoss
 from ms_parallel import save_model
@@ -74,7 +76,7 @@ def test_weights_take_the_bits_of_their_format(name: str) -> None:
 def test_products_and_gradients_are_those_of_the_rounded_weight(name: str) -> None:
     """The expanded weight is not saved for the backward."""
     layer = QuantizedLinear(layer_of(48, 40), name)
-    plain = layer.plain()
+    plain = layer.plain(layer.weight)
     x = torch.randn(3, 5, 40, requires_grad=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -133,7 +135,7 @@ def test_what_does_not_work_is_refused_in_one_line(tmp_path: Path) -> None:
     with torch.no_grad():
         layer.weight[0, 0] = float("nan")
     with pytest.raises(ConfigError, match=r"NaN or infinity.*quantize_base='int8'"):
-        LoraLinear(layer, 2, 1.0, "int8")
+        LoraLinear(layer, LoraOptions(rank=2, quantize_base="int8"))
     save_model(decoder(), tmp_path / "model")
     lora: Any = {"quantize_base": "nf4"}
     with pytest.raises(ConfigError, match="needs a single process; remove layout"):

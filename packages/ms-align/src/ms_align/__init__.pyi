@@ -21,8 +21,9 @@ from .errors import (
 from .generation.generator import LocalGenerator
 from .generation.responses import Generator, Responses, RolloutEngine
 from .generation.sampling import Sampling
-from .lora.adapters import AdaptedModel, LoraOptions, add_lora
+from .lora.adapters import AdaptedModel, add_lora
 from .lora.loading import load_lora
+from .lora.options import LoraOptions
 from .losses.advantage import gae
 from .losses.distillation import GKDOptions
 from .losses.preference import DPOOptions

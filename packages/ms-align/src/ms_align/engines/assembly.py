@@ -18,8 +18,9 @@ from ms_align.engines.parallel import start_parallel
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError, ModelError
 from ms_align.files.untrusted import check_path
-from ms_align.lora.adapters import LoraOptions, add_lora, lora_options
+from ms_align.lora.adapters import add_lora
 from ms_align.lora.loading import load_lora
+from ms_align.lora.options import LoraOptions, lora_options
 from ms_align.models.folder import adapter_base, load_model
 
 if TYPE_CHECKING:

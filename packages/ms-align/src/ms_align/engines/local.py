@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,7 +25,7 @@ from ms_align.errors import (
 from ms_align.files.untrusted import check_path
 from ms_align.generation.generator import LocalGenerator
 from ms_align.generation.sampling import Sampling
-from ms_align.lora.adapters import plain_model
+from ms_align.lora.adapters import AdaptedModel, plain_model
 from ms_align.losses.protocol import IGNORED, Batch, Loss, Output
 from ms_align.losses.token_statistics import Scratch
 from ms_align.models.folder import save_model
@@ -57,7 +58,8 @@ class LocalStepReport:
 class LocalEngine:
     """A model, its optimizer and extra heads in this process.
 
-    The model runs in evaluation mode, without dropout, so that log-probabilities are reproducible.
+    The model runs in evaluation mode, so that log-probabilities are reproducible; only the dropout
+    of LoRA adapters is applied, in `step`.
 
     Args:
         model: model of ms-parallel or transformers, or a module from tokens (B, S) to logits
@@ -195,12 +197,13 @@ class LocalEngine:
         optimizer = self.optimizer
         optimizer.zero_grad(set_to_none=True)
         total, statistics = 0.0, torch.zeros(len(names), device=self.device)
-        for microbatch in map(_trim, microbatches):
-            value, sums = loss(self._forward(microbatch), microbatch)
-            # Gradients accumulate over microbatches.
-            (value / weight).backward()  # type: ignore[no-untyped-call]
-            total += value.item()
-            statistics += sums
+        with self._dropout():
+            for microbatch in map(_trim, microbatches):
+                value, sums = loss(self._forward(microbatch), microbatch)
+                # Gradients accumulate over microbatches.
+                (value / weight).backward()  # type: ignore[no-untyped-call]
+                total += value.item()
+                statistics += sums
         norm = self._clip()
         # total and norm are Python floats, so the check does not synchronize again.
         finite = bool(torch.isfinite(torch.tensor([total, norm])).all())
@@ -324,6 +327,12 @@ class LocalEngine:
         hidden = self.model.hidden(batch["tokens"], batch.get("positions"), batch.get("documents"))
         heads = {name: self.heads[name] for name in self.heads}
         return LocalOutput(hidden, self.model, heads, self._scratch)
+
+    def _dropout(self) -> AbstractContextManager[None]:
+        """Dropout of adapters; its masks depend on the step only, so a resumed run repeats them."""
+        if isinstance(self.module, AdaptedModel):
+            return self.module.dropout(self.step_count)
+        return nullcontext()
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
         check_type("batch", batch, Mapping, "columns by name", error=DataError)

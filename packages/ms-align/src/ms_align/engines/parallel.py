@@ -21,7 +21,8 @@ from ms_align.engines.layout import layout_of
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.options import ComputeOptions, EngineOptions
 from ms_align.errors import ConfigError
-from ms_align.lora.adapters import LoraOptions, add_lora, save_adapters
+from ms_align.lora.adapters import add_lora, save_adapters
+from ms_align.lora.options import LoraOptions
 
 if TYPE_CHECKING:
     from ms_parallel import Engine, Layout
@@ -44,6 +45,10 @@ def start_parallel(
         ConfigError: ms-parallel is not installed, or a setting does not match the layout.
         ModelError: the model cannot be loaded from its folder.
     """
+    if lora is not None and lora.dropout:
+        raise ConfigError(
+            f"lora.dropout = {lora.dropout} needs a single process; remove layout or lora.dropout"
+        )
     if lora is not None and lora.quantize_base != "none":
         raise ConfigError(
             f"lora.quantize_base = {lora.quantize_base!r} needs a single process; remove layout, or"
@@ -160,7 +165,7 @@ class StageAdapters:
             CheckpointError: the folder cannot be written.
         """
         local = {
-            name: (layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu())
+            name: layer.tensors().cpu()
             for model in self.models
             for name, layer in model.adapters().items()
         }

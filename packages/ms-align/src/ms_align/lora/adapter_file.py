@@ -3,7 +3,7 @@
 A key of the configuration that could change the adapter's result and is not supported is rejected.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,19 @@ from torch import Tensor
 from ms_align.errors import ModelError
 from ms_align.files.durable import write_file, writing
 from ms_align.files.untrusted import decoding, read_bytes, read_json
+from ms_align.lora.layers import AdapterTensors
+from ms_align.lora.options import LARGEST_ALPHA
 from ms_align.models.finite import check_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-LARGEST_ALPHA = 1e6
-"""Upper bound for alpha; beyond it the update would lose precision in float32."""
 LARGEST_CONFIG_BYTES, LARGEST_WEIGHTS_BYTES = 1 << 22, 1 << 40
 
-Weights = Mapping[str, tuple[Tensor, Tensor]]
-"""A (r, I) and B (O, r) by layer name."""
+MATRICES = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+"""Endings of tensor names, in the order of `AdapterTensors`."""
+
+Weights = Mapping[str, AdapterTensors]
+"""Adapters by layer name; an expert weight's name ends with its parameter, such as `down_proj`."""
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +35,10 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     r: int
     lora_alpha: float
-    target_modules: list[str] | str
+    target_modules: list[str] | str | None
+    target_parameters: list[str] | None = None
     use_rslora: bool = False
+    use_dora: bool = False
     base_model_name_or_path: str | None = None
     init_lora_weights: bool | str | None = True
     peft_type: str = "LORA"
@@ -49,7 +54,10 @@ UNSET_VALUES: tuple[object, ...] = (None, False, "", [], {})
 ANY_VALUE: tuple[object, ...] = ()
 """For keys whose value does not affect the result of an adapter."""
 SUPPORTED_KEYS = frozenset(
-    {"r", "lora_alpha", "target_modules", "use_rslora", "base_model_name_or_path"}
+    {
+        *("r", "lora_alpha", "target_modules", "target_parameters"),
+        *("use_rslora", "use_dora", "base_model_name_or_path"),
+    }
 )
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -86,9 +94,15 @@ def write_adapter(folder: Path, config: AdapterConfig, weights: Weights) -> None
         CheckpointError: the folder cannot be written.
     """
     tensors = {}
-    for name, (a, b) in weights.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
+    modules = expert_modules(name for name, adapter in weights.items() if adapter.a.ndim == 3)
+    for name, (a, b, magnitude) in weights.items():
+        if a.ndim == 3:
+            # A has the experts outermost, (E·r, I); B innermost, (O, r·E).
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        key = PREFIX + modules.get(name, name)
+        for suffix, tensor in zip(MATRICES, (a, b, magnitude), strict=True):
+            if tensor is not None:
+                tensors[f"{key}.{suffix}"] = tensor.detach().cpu().contiguous()
     document = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,8 +110,29 @@ def write_adapter(folder: Path, config: AdapterConfig, weights: Weights) -> None
     write_file(folder / CONFIG, document)
 
 
+def expert_modules(names: Iterable[str]) -> dict[str, str]:
+    """Map the names of adapted expert weights to the names of their modules in peft's files.
+
+    peft wraps an experts module once per adapted weight, in the order in which the module declares
+    them, so the name of an inner wrapper ends with one `base_layer` per outer one.
+
+    Args:
+        names: names of expert weights, in the model's order.
+    """
+    by_module: dict[str, list[str]] = {}
+    for name in names:
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    return {
+        name: module + ".base_layer" * (len(members) - 1 - depth)
+        for module, members in by_module.items()
+        for depth, name in enumerate(members)
+    }
+
+
 def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
     """Read the adapter in a folder.
+
+    Adapters of experts have the names of peft's modules and 2-D tensors; see `expert_tensors`.
 
     Raises:
         ModelError: a file is missing or damaged, or the adapter uses an unsupported feature.
@@ -106,14 +141,22 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
     raw = read_json(path, dict[str, Any], error=ModelError, limit_bytes=LARGEST_CONFIG_BYTES)
     _refuse_unsupported(path, raw)
     with decoding(f"{path}, as a LoRA configuration of peft", error=ModelError):
-        config = msgspec.convert(raw, AdapterConfig)
+        config = msgspec.convert({"target_modules": None, **raw}, AdapterConfig)
     content = read_bytes(folder / WEIGHTS, error=ModelError, limit_bytes=LARGEST_WEIGHTS_BYTES)
     try:
         tensors = load(content)
     except SafetensorError as error:
         raise ModelError(f"{folder / WEIGHTS} is damaged: {error}; copy it again") from error
     _check_numbers(path, config)
-    return config, _pairs(folder / WEIGHTS, tensors, config.r)
+    return config, _adapters(folder / WEIGHTS, tensors, config)
+
+
+def expert_tensors(tensors: AdapterTensors, experts: int) -> AdapterTensors:
+    """Return the tensors (E, r, I) and (E, O, r) of a file's (E·r, I) and (O, r·E)."""
+    a, b, _ = tensors
+    return AdapterTensors(
+        a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+    )
 
 
 def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
@@ -148,23 +191,40 @@ def _check_numbers(path: Path, config: AdapterConfig) -> None:
         )
 
 
-def _pairs(
-    path: Path, tensors: Mapping[str, Tensor], rank: int
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Pair A and B by layer, and check that their rank is the one in the configuration."""
+def _adapters(
+    path: Path, tensors: Mapping[str, Tensor], config: AdapterConfig
+) -> dict[str, AdapterTensors]:
+    """Collect the tensors of each layer, and check their rank."""
     check_tensors(path, tensors, error=ModelError)
     layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        name, _, matrix = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        if not key.startswith(PREFIX) or matrix not in ("lora_A", "lora_B"):
+        suffix = next((suffix for suffix in MATRICES if key.endswith("." + suffix)), None)
+        if not key.startswith(PREFIX) or suffix is None:
             raise ModelError(f"{path} has {key!r}, which is not part of a plain LoRA adapter")
-        if tensor.ndim != 2 or tensor.shape[0 if matrix == "lora_A" else 1] != rank:
+        if tensor.ndim != (1 if suffix == "lora_magnitude_vector" else 2):
+            raise _wrong_shape(path, key, tensor, config.r)
+        name = key.removeprefix(PREFIX).removesuffix("." + suffix)
+        layers.setdefault(name, {})[suffix] = tensor
+    expected = [*MATRICES][: 3 if config.use_dora else 2]
+    adapters = {}
+    for name, matrices in layers.items():
+        if sorted(matrices) != expected:
             raise ModelError(
-                f"{path}: {key!r} must have the rank {rank} of {CONFIG}, got shape "
-                f"{tuple(tensor.shape)}; copy both files again"
+                f"{path} must have {' and '.join(expected)} of {name!r} with use_dora="
+                f"{config.use_dora}, got {' and '.join(sorted(matrices))}; copy both files again"
             )
-        layers.setdefault(name, {})[matrix] = tensor
-    for name, pair in layers.items():
-        if len(pair) != 2:
-            raise ModelError(f"{path} lacks A or B of {name!r}; copy it again")
-    return {name: (pair["lora_A"], pair["lora_B"]) for name, pair in layers.items()}
+        adapter = adapters[name] = AdapterTensors(*(matrices[suffix] for suffix in expected))
+        rank, remainder = divmod(adapter.a.shape[0], config.r)
+        # A of experts has the rank times the number of experts.
+        if remainder or rank == 0 or (rank > 1 and not config.target_parameters):
+            raise _wrong_shape(path, f"{PREFIX}{name}.lora_A.weight", adapter.a, config.r)
+        if adapter.b.shape[1] != adapter.a.shape[0]:
+            raise _wrong_shape(path, f"{PREFIX}{name}.lora_B.weight", adapter.b, config.r)
+    return adapters
+
+
+def _wrong_shape(path: Path, key: str, tensor: Tensor, rank: int) -> ModelError:
+    return ModelError(
+        f"{path}: {key!r} must have the rank {rank} of {CONFIG}, got shape {tuple(tensor.shape)}; "
+        "copy both files again"
+    )

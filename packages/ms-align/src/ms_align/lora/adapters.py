@@ -1,199 +1,35 @@
-"""LoRA adapters for the nn.Linear layers of any model, compatible with peft's files.
-
-Hu et al., 2021: y = W·x + s·B·(A·x), s = alpha / rank, or alpha / √rank (Kalajdzievski, 2023). B
-is initialized to 0, so an adapted model initially equals its base model. Only A and B are trained.
-Shapes: r rank, I inputs, O outputs of a linear layer.
-"""
+"""LoRA adapters for the linear layers and experts of any model, compatible with peft's files."""
 
 import copy
-import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from attrs import field, frozen
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ms_align.arguments import check_type
 from ms_align.errors import ConfigError, ModelError, WriteError
 from ms_align.files.untrusted import check_path
-from ms_align.lora.adapter_file import LARGEST_ALPHA, AdapterConfig, write_adapter
-from ms_align.lora.quantized_base import BaseFormat, QuantizedLinear
+from ms_align.lora.adapter_file import AdapterConfig, Weights, write_adapter
+from ms_align.lora.layers import (
+    AdaptedLayer,
+    ExpertWeight,
+    LoraExperts,
+    LoraGroupedLinear,
+    LoraLinear,
+    is_grouped_linear,
+    stacked_weights,
+)
+from ms_align.lora.options import ALL_LINEAR, LoraOptions, lora_options
 from ms_align.models.language_model import copy_of
-from ms_align.settings import flag, integer, number, one_of, short_repr
-from ms_align.settings.run_file import table_of
-
-ALL_LINEAR = "all-linear"
-DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def _targets(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ConfigError(
-                f"target_modules must be names or a regular expression, got {value!r} ({error}); "
-                "correct it"
-            ) from error
-        return value
-    if not isinstance(value, Iterable) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(
-            f"target_modules must be layer names or a regular expression, got {short_repr(value)}; "
-            "correct it"
-        )
-    return tuple(value)
-
-
-@frozen(kw_only=True)
-class LoraOptions:
-    """Adapted layers and rank."""
-
-    rank: int = field(default=8, validator=integer())
-    """Rank of the adapters."""
-    alpha: float = field(default=16.0, validator=number(minimum=1e-6, maximum=LARGEST_ALPHA))
-    """LoRA alpha; updates are scaled by alpha / rank."""
-    target_modules: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
-    """Layers to adapt: a list of last parts of names, a regular expression for full names, or
-    `all-linear` for all linear layers except the output head."""
-    use_rslora: bool = field(default=False, validator=flag)
-    """Scale by alpha / √rank instead (rsLoRA)."""
-    quantize_base: BaseFormat = field(
-        default="none", validator=one_of("none", "nf4", "int8", "fp8")
-    )
-    """Store the frozen weights of adapted layers in 4 (`nf4`) or 8 bits (`int8`, `fp8`), as in
-    QLoRA. Not with `layout`."""
-
-    @property
-    def scale(self) -> float:
-        """Factor s of the update B·A·x."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
-
-
-def lora_options(value: Any) -> LoraOptions | None:
-    """Convert a `lora` setting: options, a table of them, or None.
-
-    Raises:
-        ConfigError: the value has another type.
-    """
-    return None if value is None else table_of(LoraOptions, "lora")(value)
-
-
-class LoraLinear(nn.Module):
-    """Linear layer with an adapter.
-
-    Args:
-        base: layer to adapt; it is frozen.
-        rank: r.
-        scale: factor s of the update B·A·x.
-        quantize_base: format in which the frozen weight is stored.
-    """
-
-    def __init__(
-        self, base: nn.Linear, rank: int, scale: float, quantize_base: BaseFormat = "none"
-    ) -> None:
-        super().__init__()
-        base.requires_grad_(False)
-        is_plain = quantize_base == "none"
-        self.base_layer = base if is_plain else QuantizedLinear(base, quantize_base)
-        factory: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.lora_A = nn.Parameter(torch.empty((rank, base.in_features), **factory))
-        self.lora_B = nn.Parameter(torch.empty((base.out_features, rank), **factory))
-        self.initialize(0)
-        self.scale = scale
-        self.enabled = True
-        self._original_weight: Tensor | None = None
-        self._quantized: list[QuantizedLinear] = []
-        """The quantized layer while its weight is merged; in a list, so that it is no submodule."""
-
-    @torch.no_grad()
-    def initialize(self, seed: int) -> None:
-        """Sample A uniformly from ±1/√I, as peft does, and set B to 0."""
-        generator = torch.Generator().manual_seed(seed)
-        bound = 1.0 / math.sqrt(self.in_features)  # Kaiming uniform with a = √5, as in nn.Linear
-        # Drawn on the CPU, so that all devices get the same values.
-        self.lora_A.copy_(torch.rand(self.lora_A.shape, generator=generator) * 2 * bound - bound)
-        self.lora_B.zero_()
-
-    @property
-    def in_features(self) -> int:
-        """Number of inputs, I."""
-        return self.base_layer.in_features
-
-    @property
-    def out_features(self) -> int:
-        """Number of outputs, O."""
-        return self.base_layer.out_features
-
-    @property
-    def weight(self) -> Tensor:
-        """Effective weight W + s·B·A, (O, I)."""
-        if not self.enabled or self.merged:
-            return self.base_layer.weight
-        return self.base_layer.weight + self.delta().to(self.base_layer.weight.dtype)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Bias of the base layer."""
-        return cast("Tensor | None", self.base_layer.bias)
-
-    @property
-    def merged(self) -> bool:
-        """True if the adapter is merged into the layer's weight."""
-        return self._original_weight is not None or bool(self._quantized)
-
-    def delta(self) -> Tensor:
-        """Compute s·B·A, (O, I)."""
-        return self.scale * (self.lora_B @ self.lora_A)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer, and the adapter unless disabled or merged, (..., I) to (..., O)."""
-        y: Tensor = self.base_layer(x)
-        if not self.enabled or self.merged:
-            return y
-        # FSDP casts only the base layer under mixed precision; the adapter stays in float32.
-        a, b = self.lora_A.to(x.dtype), (self.scale * self.lora_B).to(x.dtype)  # (r, I), (O, r)
-        return y + F.linear(F.linear(x, a), b)
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Merge the adapter into the weight, keeping a copy of the original."""
-        if self.merged:
-            return
-        if isinstance(self.base_layer, QuantizedLinear):
-            # The merged weight is stored in full; `unmerge` goes back to the quantized one.
-            self._quantized = [self.base_layer]
-            self.base_layer = self.base_layer.plain()
-            self.base_layer.weight += self.delta()
-        else:
-            weight, delta = self.base_layer.weight, self.delta()
-            # Kept, as subtracting the delta again would not restore every bit.
-            original = weight.clone()
-            if isinstance(weight, DTensor):  # this rank's shard
-                layout = weight.device_mesh, weight.placements
-                # Every rank computes the same delta and takes its shard without communication.
-                delta = distribute_tensor(delta, *layout, src_data_rank=None)
-            weight += delta
-            self._original_weight = original
-
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """Restore the original weight, bit for bit."""
-        if self._original_weight is not None:
-            self.base_layer.weight.copy_(self._original_weight)
-            self._original_weight = None
-        if self._quantized:
-            self.base_layer = self._quantized.pop()
 
 
 class AdaptedModel(nn.Module):
-    """Model with adapters in some of its linear layers.
+    """Model with adapters in some of its layers.
 
     Attributes that it lacks are looked up in the base model.
     """
@@ -222,9 +58,30 @@ class AdaptedModel(nn.Module):
         """Return the base model, with the adapters in place."""
         return self.base
 
-    def adapters(self) -> dict[str, LoraLinear]:
-        """Return the adapted layers by name."""
-        return {n: m for n, m in self.base.named_modules() if isinstance(m, LoraLinear)}
+    def adapters(self) -> dict[str, LoraLinear | LoraGroupedLinear]:
+        """Return the adapted layers by name; an expert weight's name ends with its parameter."""
+        return {
+            name: module
+            for name, module in self.base.named_modules()
+            if isinstance(module, LoraLinear | LoraGroupedLinear)
+        }
+
+    @contextmanager
+    def dropout(self, seed: int) -> Iterator[None]:
+        """Apply dropout to the inputs of adapters inside the `with` block.
+
+        Args:
+            seed: random seed; the same seed gives the same masks.
+        """
+        layers = self.adapters() if self.options.dropout else {}
+        for name, layer in layers.items():
+            generator = torch.Generator(layer.lora_A.device)
+            layer.dropout_generator = generator.manual_seed(_seed(seed, name))
+        try:
+            yield
+        finally:
+            for layer in layers.values():
+                layer.dropout_generator = None
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -258,26 +115,38 @@ class AdaptedModel(nn.Module):
     @contextmanager
     def as_merged(self) -> Iterator[nn.Module]:
         """Yield the plain model with merged adapters inside the `with` block."""
-        layers = self.adapters()
-        already_merged = {name for name, layer in layers.items() if layer.merged}
+        already_merged = {name for name, layer in self.adapters().items() if layer.merged}
         self.merge()
-        for name, layer in layers.items():
-            # Savers expect plain linear layers under the original names.
-            _replace(self.base, name, layer.base_layer)
+        wrappers = self._wrappers()
+        for name, module in wrappers.items():
+            # Savers expect plain layers under the original names.
+            _replace(self.base, name, module.base_layer)
         try:
             yield self.base
         finally:
-            for name, layer in layers.items():
-                _replace(self.base, name, layer)
+            for name, module in wrappers.items():
+                _replace(self.base, name, module)
+            for name, layer in self.adapters().items():
                 if name not in already_merged:
                     layer.unmerge()
 
     def merged_model(self) -> nn.Module:
         """Merge the adapters and return the plain model; this object must not be used any more."""
         self.merge()
-        for name, layer in self.adapters().items():
-            _replace(self.base, name, layer.base_layer)
+        for name, module in self._wrappers().items():
+            _replace(self.base, name, module.base_layer)
         return self.base.requires_grad_(True)
+
+    def _wrappers(self) -> dict[str, Any]:
+        """Return the outermost modules that adapters have added, by name."""
+        kinds = (AdaptedLayer, LoraExperts)
+        names = [name for name, module in self.base.named_modules() if isinstance(module, kinds)]
+        # The adapted weights of `LoraExperts` are inside it.
+        return {
+            name: self.base.get_submodule(name)
+            for name in names
+            if not any(name.startswith(f"{outer}.") for outer in names)
+        }
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the two adapter files of peft.
@@ -286,7 +155,7 @@ class AdaptedModel(nn.Module):
             CheckpointError: the folder cannot be written.
         """
         check_path("folder", folder, error=WriteError, written="folder")
-        weights = {name: (layer.lora_A, layer.lora_B) for name, layer in self.adapters().items()}
+        weights = {name: layer.tensors() for name, layer in self.adapters().items()}
         save_adapters(Path(folder), self.options, weights, self.base_name)
 
 
@@ -314,28 +183,37 @@ def merged_copy(module: nn.Module) -> nn.Module:
 
 
 def save_adapters(
-    folder: Path,
-    options: LoraOptions,
-    weights: Mapping[str, tuple[Tensor, Tensor]],
-    base_name: str = "",
+    folder: Path, options: LoraOptions, weights: Weights, base_name: str = ""
 ) -> None:
     """Write the two adapter files of peft.
 
     Args:
         folder: folder to write to; created if missing.
         options: settings of the adapters.
-        weights: A (r, I) and B (O, r) by layer name.
+        weights: tensors by layer name, in the model's order.
         base_name: name or folder of the base model.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    targets = options.target_modules
+    linear = [name for name, adapter in weights.items() if adapter.a.ndim == 2]
+    experts = [name for name in weights if name not in linear]
+    targets: str | list[str] = (
+        options.target_modules
+        if isinstance(options.target_modules, str)
+        # Only names of adapted layers, since peft takes some others for those of experts.
+        else sorted(t for t in options.target_modules if any(ends_with(n, [t]) for n in linear))
+    )
+    # The factors of PiSSA and OLoRA double the rank, see `AdaptedLayer.tensors`.
+    rank = options.rank * (1 if options.init_lora_weights == "default" else 2)
     config = AdapterConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
-        target_modules=targets if isinstance(targets, str) else sorted(targets),
+        r=rank,
+        lora_alpha=options.scale * (rank**0.5 if options.use_rslora else rank),
+        target_modules=targets,
+        target_parameters=sorted({name.split(".layers.")[-1].split(".", 1)[-1] for name in experts})
+        or None,
         use_rslora=options.use_rslora,
+        use_dora=options.use_dora,
         base_model_name_or_path=base_name or None,
     )
     write_adapter(folder, config, weights)
@@ -344,7 +222,7 @@ def save_adapters(
 def add_lora(
     model: nn.Module, options: LoraOptions | None = None, *, seed: int = 0, base_name: str = ""
 ) -> AdaptedModel:
-    """Freeze a model and add adapters to its linear layers, in place.
+    """Freeze a model and add adapters to its linear layers and experts, in place.
 
     Args:
         model: any module with linear layers, such as a model of ms-parallel or transformers.
@@ -353,25 +231,40 @@ def add_lora(
         base_name: name or folder of the base model, for `adapter_config.json`.
 
     Raises:
-        ConfigError: no layer matches `target_modules`, or the rank exceeds every layer's size.
+        ConfigError: no layer matches the targets, or the rank exceeds every layer's size.
     """
     options = lora_options(options) or LoraOptions()
     check_type("model", model, nn.Module, "a torch.nn.Module", error=ConfigError)
     check_type("base_name", base_name, str, "a string", error=ConfigError)
-    names = _matching(model, options.target_modules)
-    _check_rank(model, names, options.rank)
+    names = [*_matching(model, options.target_modules), *_experts(model, options)]
+    _check_rank(model, names, options)
     adapted = adapt(model, names, options, base_name)
     for name, layer in adapted.adapters().items():
         # The seed depends on the layer's name, so that pipeline stages get the same values.
-        layer.initialize(zlib.crc32(f"{seed} {name}".encode()))
+        layer.initialize(_seed(seed, name))
     return adapted
+
+
+def _seed(seed: int, name: str) -> int:
+    return zlib.crc32(f"{seed} {name}".encode())
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers of a model without adapters, by name."""
-    if any(isinstance(module, LoraLinear) for module in model.modules()):
+    if any(isinstance(module, AdaptedLayer) for module in model.modules()):
         raise ConfigError("the model already has adapters; merge them, or train these")
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+def expert_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the stacked weights of experts, (E, ..., I), by their names in transformers."""
+    weights = {}
+    for name, module in model.named_modules():
+        if is_grouped_linear(module):
+            weights[name] = cast(Tensor, module.weight)
+        for parameter in stacked_weights(module):
+            weights[f"{name}.{parameter}"] = ExpertWeight(module, parameter).weight
+    return weights
 
 
 def ends_with(name: str, targets: Iterable[str]) -> bool:
@@ -379,19 +272,57 @@ def ends_with(name: str, targets: Iterable[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def adapt(model: nn.Module, names: list[str], options: LoraOptions, base: str) -> AdaptedModel:
-    """Freeze a model and add adapters to the named layers, in place."""
+def adapt(model: nn.Module, names: Iterable[str], options: LoraOptions, base: str) -> AdaptedModel:
+    """Freeze a model and add adapters to the named layers and expert weights, in place."""
     model.requires_grad_(False)
+    linear = linear_layers(model)
     for name in names:
-        base_layer = cast(nn.Linear, model.get_submodule(name))
-        layer = LoraLinear(base_layer, options.rank, options.scale, options.quantize_base)
+        parent_name, _, last = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        if name in linear:
+            layer: nn.Module = LoraLinear(linear[name], options)
+        elif not stacked_weights(parent) and not isinstance(parent, LoraExperts):
+            grouped = model.get_submodule(name)
+            layer = LoraGroupedLinear(grouped, options, interleaved=_is_interleaved(model, name))
+        else:
+            if not isinstance(parent, LoraExperts):
+                parent = LoraExperts(parent)
+                _replace(model, parent_name, parent)
+            layer = LoraGroupedLinear(parent.get_submodule(last), options)
         _replace(model, name, layer)
     return AdaptedModel(model, options, base)
+
+
+def _is_interleaved(model: nn.Module, name: str) -> bool:
+    """Return True if gate and up rows of ms-parallel's experts alternate in checkpoints."""
+    from ms_parallel.models.family import family_of
+    from ms_parallel.models.weight_names import slices_of
+
+    config = cast(Any, model).config
+    weight = cast(Tensor, model.get_submodule(name).weight)
+    slices = slices_of(family_of(config).weights(config), f"{name}.weight", weight.shape)
+    return any(part.step not in (None, 1) for part in next(iter(slices)).part)
+
+
+def _experts(model: nn.Module, options: LoraOptions) -> list[str]:
+    """List the names of the expert weights that match `target_parameters`, in the model's order."""
+    targets = options.target_parameters
+    weights = expert_weights(model) if targets else {}
+    for target in targets:
+        if not any(ends_with(name, (target,)) for name in weights):
+            available = ", ".join(sorted({".".join(n.split(".")[-2:]) for n in weights})) or "none"
+            raise ConfigError(
+                f"target_parameters must name expert weights, got {target!r}; the model has: "
+                f"{available}"
+            )
+    return [name for name in weights if ends_with(name, targets)]
 
 
 def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
     """List the names of the linear layers that match, in the model's order."""
     linear = list(linear_layers(model))
+    if not targets:
+        return []
     if targets == ALL_LINEAR:
         head = _head_name(model)
         matches = [name for name in linear if name != head]
@@ -412,14 +343,22 @@ def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
     return matches
 
 
-def _check_rank(model: nn.Module, names: list[str], rank: int) -> None:
+def _check_rank(model: nn.Module, names: list[str], options: LoraOptions) -> None:
     """Check the rank against the adapted matrices, before memory is allocated."""
+    linear, experts = linear_layers(model), expert_weights(model)
     # A matrix (O, I) has at most rank min(O, I).
-    largest = max(min(cast(nn.Linear, model.get_submodule(name)).weight.shape) for name in names)
-    if rank > largest:
+    ranks = [
+        min(linear[name].weight.shape)
+        if name in linear
+        else min(experts[name].shape[1:-1].numel(), experts[name].shape[-1])
+        for name in names
+    ]
+    # The factors of a weight have at most its rank.
+    largest = max(ranks) if options.init_lora_weights == "default" else min(ranks)
+    if options.rank > largest:
         raise ConfigError(
-            f"rank must be at most {largest}, the largest rank of the adapted layers, got {rank}; "
-            "lower it"
+            f"rank must be at most {largest}, the largest rank of the adapted layers, got "
+            f"{options.rank}; lower it"
         )
 
 

@@ -1,10 +1,10 @@
-"""Frozen linear layers with weights in 4 or 8 bits, the bases of adapters in QLoRA.
+"""Frozen linear layers and experts with weights in 4 or 8 bits, the bases of adapters in QLoRA.
 
 Dettmers et al. 2023 (QLoRA, arXiv 2305.14314): adapters are trained in full precision on a base
 whose weights are stored in few bits and expanded for each product, in the forward and again in the
 backward, so that no expanded weight stays in memory.
 
-Shapes: O outputs, I inputs of a linear layer.
+Shapes: O outputs, I inputs of a linear layer, E experts, T rows sorted by expert.
 """
 
 from collections.abc import Callable, Mapping
@@ -128,12 +128,7 @@ class QuantizedLinear(nn.Module):
         self.format = FORMATS[base_format]
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.dtype = layer.weight.dtype
-        weight = layer.weight.detach().float()
-        if not weight.isfinite().all():
-            raise ConfigError(
-                f"a weight of shape {tuple(weight.shape)} holds NaN or infinity, which"
-                f" quantize_base={base_format!r} cannot store; use an undamaged model"
-            )
+        weight = _finite(layer.weight.detach().float(), base_format)
         for name, tensor in self.format.store(weight).items():
             self.register_buffer(name, tensor)
         self.bias = layer.bias
@@ -152,15 +147,119 @@ class QuantizedLinear(nn.Module):
         y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def plain(self) -> nn.Linear:
-        """Return a linear layer with the rounded weight."""
-        weight = self.weight
+    def plain(self, weight: Tensor) -> nn.Linear:
+        """Return a linear layer with this weight (O, I) and the same bias."""
         has_bias = self.bias is not None
         layer = nn.Linear(self.in_features, self.out_features, bias=has_bias, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if has_bias:
             layer.bias = self.bias
         return layer
+
+
+class QuantizedExperts(nn.Module):
+    """Frozen grouped linear map whose weights are stored in a format of few bits, by expert.
+
+    Args:
+        layer: map whose weight (E, ..., I) is rounded and dropped; its bias is kept.
+        base_format: key of `FORMATS`.
+
+    Raises:
+        ConfigError: the weight holds NaN or infinity.
+    """
+
+    def __init__(self, layer: Any, base_format: str) -> None:
+        super().__init__()
+        self.format = FORMATS[base_format]
+        weight = layer.weight.detach()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        # One expert at a time: the float32 copy of all of them would be larger than the model's.
+        stored = [
+            self.format.store(_finite(matrix.flatten(0, -2).float(), base_format))
+            for matrix in weight
+        ]
+        for name in stored[0]:
+            self.register_buffer(name, torch.stack([tensors[name] for tensors in stored]))
+        self.source = layer
+        self.release()
+
+    @property
+    def weight(self) -> Tensor:
+        """Rounded weights (E, ..., I), in the dtype of the original ones."""
+        return torch.stack([self.expert(e) for e in range(self.shape[0])]).view(self.shape)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Bias of the original map."""
+        bias: Tensor | None = self.source.bias
+        return bias
+
+    def expert(self, index: int) -> Tensor:
+        """Return the rounded weight of one expert, (O, I)."""
+        stored = {name: buffer[index] for name, buffer in self.named_buffers(recurse=False)}
+        outputs = self.shape[1:-1].numel()
+        return self.format.read(stored, self.shape[-1])[:outputs].to(self.dtype)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map rows (T, I), sorted by expert with `counts` (E,), to (T, O)."""
+        y: Tensor = _GroupedProduct.apply(rows, counts, self)  # type: ignore[no-untyped-call]
+        if self.bias is None:
+            return y
+        return y + self.bias.flatten(1).to(y.dtype).repeat_interleave(counts, 0)
+
+    def plain(self, weight: Tensor) -> nn.Module:
+        """Return the original map with this weight."""
+        _set_weight(self.source, weight.view(self.shape))
+        source: nn.Module = self.source
+        return source
+
+    def release(self) -> None:
+        """Drop the weight of the original map."""
+        _set_weight(self.source, torch.empty((0, 0, 0), dtype=self.dtype))
+
+
+def _set_weight(layer: Any, weight: Tensor) -> None:
+    if hasattr(layer, "set_weight"):
+        layer.set_weight(weight)
+    else:
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _finite(weight: Tensor, base_format: str) -> Tensor:
+    if not weight.isfinite().all():
+        raise ConfigError(
+            f"a weight of shape {tuple(weight.shape)} holds NaN or infinity, which"
+            f" quantize_base={base_format!r} cannot store; use an undamaged model"
+        )
+    return weight
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Product of each expert's rows with its weight, expanded one expert at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: Tensor, layer: QuantizedExperts) -> Tensor:
+        """Map rows (T, I) to (T, O)."""
+        ctx.layer, ctx.counts = layer, counts.tolist()
+        out = rows.new_empty(len(rows), layer.shape[1:-1].numel())
+        for expert, (part, target) in enumerate(zip(*_split(ctx.counts, rows, out), strict=True)):
+            if len(part):
+                target.copy_(F.linear(part, layer.expert(expert).to(rows.dtype)))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the rows."""
+        result = gradient.new_empty(len(gradient), ctx.layer.shape[-1])
+        parts = _split(ctx.counts, gradient, result)
+        for expert, (part, target) in enumerate(zip(*parts, strict=True)):
+            if len(part):
+                target.copy_(part @ ctx.layer.expert(expert).to(gradient.dtype))
+        return result, None, None
+
+
+def _split(counts: list[int], *tensors: Tensor) -> tuple[tuple[Tensor, ...], ...]:
+    return tuple(torch.split(tensor, counts) for tensor in tensors)
 
 
 class _Product(torch.autograd.Function):

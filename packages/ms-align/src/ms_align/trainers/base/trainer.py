@@ -12,7 +12,7 @@ from ms_align.engines.layout import check_layout, layout_of
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.options import EngineOptions
 from ms_align.engines.protocol import Engine
-from ms_align.lora.adapters import LoraOptions, lora_options
+from ms_align.lora.options import LoraOptions, lora_options
 from ms_align.models.folder import experts_of, folder_of, stored_dtype
 from ms_align.run.initial_weights import model_name
 from ms_align.run.loop import Learner, Loop, Notice, Result
