@@ -282,8 +282,7 @@ def adapt(model: nn.Module, names: Iterable[str], options: LoraOptions, base: st
         if name in linear:
             layer: nn.Module = LoraLinear(linear[name], options)
         elif not stacked_weights(parent) and not isinstance(parent, LoraExperts):
-            grouped = model.get_submodule(name)
-            layer = LoraGroupedLinear(grouped, options, interleaved=_is_interleaved(model, name))
+            layer = LoraGroupedLinear(model.get_submodule(name), options)
         else:
             if not isinstance(parent, LoraExperts):
                 parent = LoraExperts(parent)
@@ -291,17 +290,6 @@ def adapt(model: nn.Module, names: Iterable[str], options: LoraOptions, base: st
             layer = LoraGroupedLinear(parent.get_submodule(last), options)
         _replace(model, name, layer)
     return AdaptedModel(model, options, base)
-
-
-def _is_interleaved(model: nn.Module, name: str) -> bool:
-    """Return True if gate and up rows of ms-parallel's experts alternate in checkpoints."""
-    from ms_parallel.models.family import family_of
-    from ms_parallel.models.weight_names import slices_of
-
-    config = cast(Any, model).config
-    weight = cast(Tensor, model.get_submodule(name).weight)
-    slices = slices_of(family_of(config).weights(config), f"{name}.weight", weight.shape)
-    return any(part.step not in (None, 1) for part in next(iter(slices)).part)
 
 
 def _experts(model: nn.Module, options: LoraOptions) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ms_align.lora.initialization import INITIAL_ADAPTERS
 from ms_align.lora.options import LoraOptions
@@ -169,10 +169,9 @@ class AdaptedLayer(nn.Module):
         # Kept, as subtracting the delta again would not restore every bit.
         original = weight.clone()
         if isinstance(weight, DTensor):
-            from ms_parallel.split.part import part_of
-
-            part = part_of(weight)
-            part.local.copy_(merged[part.box])
+            # Every rank computes the same weight and takes its shard without communication.
+            mesh, placements = weight.device_mesh, weight.placements
+            weight.copy_(distribute_tensor(merged, mesh, placements, src_data_rank=None))
         else:
             weight.copy_(merged)
         self._original_weight = original
@@ -251,15 +250,14 @@ class LoraGroupedLinear(AdaptedLayer):
     Args:
         base: grouped linear map of ms-parallel, or an `ExpertWeight`; it is frozen.
         options: adapter settings.
-        interleaved: gate and up rows alternate in files, as in gpt-oss, while `base` has them in
-            separate dims.
     """
 
     expert_dims = 1
 
-    def __init__(self, base: nn.Module, options: LoraOptions, *, interleaved: bool = False) -> None:
+    def __init__(self, base: nn.Module, options: LoraOptions) -> None:
         super().__init__(base, options, QuantizedExperts)
-        self.interleaved = interleaved
+        self.interleaved = bool(getattr(base, "interleaved", False))
+        """Gate and up rows alternate in transformers' weight, but not in the base layer's."""
         ops = getattr(base, "ops", None)  # the model's operators
         self.multiply = grouped_matmul if ops is None else ops.grouped_matmul
         """Multiplies rows (T, I), sorted by expert, by matrices (E, I, O)."""

@@ -33,6 +33,8 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts, *outputs)) if bias else None
         self.share = 1.0
         """Fraction of the bias to add on this process if the output is summed over processes."""
+        self.interleaved = False
+        """Whether the rows of several maps alternate in checkpoints, as in gpt-oss."""
         self.ops = ops
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:

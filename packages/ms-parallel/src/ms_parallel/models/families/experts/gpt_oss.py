@@ -70,6 +70,7 @@ def _block(config: GptOssConfig, layer: int, ops: Ops) -> nn.Module:
 
     choice, hidden, inner = config.mixture.choice, config.hidden_size, config.intermediate_size
     mlp = MixtureOfExperts(choice, hidden, inner, ops, gate=gate, bias=True)
+    mlp.experts.gate_up_proj.interleaved = True
     attention = Attention(config, layer, ops, sinks=True)
     return Block(config, layer, ops, attention=attention, mlp=mlp)
 
