@@ -23,7 +23,7 @@ WARM = (
         f"ms_align.trainers.{name}"
         for name in ("sft", "reward", "dpo", "kto", "gkd", "ppo", "grpo", "rloo")
     ),
-    *(f"ms_compress.jobs.{name}" for name in ("qat", "prune", "distill", "quantize")),
+    *(f"ms_compress.commands.{name}" for name in ("qat", "prune", "distill", "quantize")),
     *("ms_align.commands.train", "ms_align.engines.parallel", "ms_data.building.build"),
     *("ms_data", "ms_kernels", "ms_parallel.training.trainer", "ms_parallel.commands.train"),
     *("torch.distributed.fsdp", "torch.distributed.checkpoint"),

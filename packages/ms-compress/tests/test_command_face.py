@@ -145,7 +145,7 @@ def test_an_interrupt_gives_one_line_and_exit_code_130(tmp_path: Path) -> None:
     command = ["-m", "ms_compress", "qat", str(file)]
     settings = ["--set", "scheme=ct.int4_g32", "--set", "tuning.steps=100000"]
     log = tmp_path / "log"
-    run = Process([*command, *settings], log=log, imports=("ms_compress.jobs.qat",))
+    run = Process([*command, *settings], log=log, imports=("ms_compress.commands.qat",))
     deadline = time.monotonic() + 60
     while "\n" not in log.read_text():
         assert time.monotonic() < deadline

@@ -23,7 +23,7 @@ from torch import nn
 from ms_compress import CompressError, export, qat, verify
 from ms_compress.deployment.verification import check_weights
 from ms_compress.evaluation.perplexity import perplexity
-from ms_compress.jobs.loading import load
+from ms_compress.run.model import load
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.target import open_runtime
 from ms_parallel.weights import save_model

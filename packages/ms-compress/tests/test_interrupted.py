@@ -86,7 +86,7 @@ def test_a_run_killed_after_its_export_removes_its_state_next_time(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same command sees that it is finished and removes it; another run's state stays."""
-    kill_in("ms_compress.jobs.output.RunOutput.end", "qat", run_file)
+    kill_in("ms_compress.run.output.RunOutput.end", "qat", run_file)
     state = run_file.parent / "out.training"
     weights_bytes = (run_file.parent / "out" / "model.safetensors").read_bytes()
     capsys.readouterr()
@@ -124,7 +124,7 @@ def test_a_damaged_state_or_seal_is_refused_before_any_work(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line names the file, before the model is read."""
-    kill_in("ms_compress.jobs.qat.finish", "qat", run_file)
+    kill_in("ms_compress.commands.qat.export_run", "qat", run_file)
     state = run_file.parent / "out.training"
     state_bytes = state.read_bytes()
     for position in range(0, len(state_bytes), len(state_bytes) // 20):
@@ -159,7 +159,7 @@ def test_settings_that_do_not_affect_training_may_change_on_resume(
     tokenizer = run_file.parent / "other.json"
     letters = {letter: number for number, letter in enumerate(string.ascii_letters)}
     tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(tokenizer))
-    kill_in("ms_compress.jobs.qat.finish", "qat", run_file)
+    kill_in("ms_compress.commands.qat.export_run", "qat", run_file)
     (run_file.parent / "out.training").rename(run_file.parent / "new.training")
     capsys.readouterr()
     overrides = [f"tokenizer={tokenizer}", "verify=true", f"output_dir={run_file.parent}/new"]
@@ -175,7 +175,7 @@ def test_a_resumed_gptq_run_is_not_calibrated_again(
     folder = run_file.parent
     assert run("qat", run_file, "start=gptq", f"output_dir={folder}/whole") == 0
     assert "layer" in capsys.readouterr().err
-    kill_in("ms_compress.jobs.qat.finish", "qat", run_file, "start=gptq")
+    kill_in("ms_compress.commands.qat.export_run", "qat", run_file, "start=gptq")
     capsys.readouterr()
     assert run("qat", run_file, "start=gptq") == 0
     assert "layer" not in capsys.readouterr().err
@@ -190,7 +190,7 @@ def test_a_run_resumes_only_from_the_same_weights(
     """A folder whose weights changed under the same name is another model."""
     teacher = f"teacher={run_file.parent}/teacher"
     save_model(load_model(run_file.parent / "model"), run_file.parent / "teacher")
-    kill_in("ms_compress.jobs.qat.finish", "qat", run_file, teacher)
+    kill_in("ms_compress.commands.qat.export_run", "qat", run_file, teacher)
     model = load_model(run_file.parent / changed)
     with torch.no_grad():
         next(model.parameters()).mul_(0.5)

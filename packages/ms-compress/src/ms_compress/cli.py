@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 
 from ms_compress import __version__
-from ms_compress.commands import COMMANDS, Command, Outcome
-from ms_compress.commands.options import QuantizeRun
+from ms_compress.commands import COMMANDS, Command
 from ms_compress.entry import CommandParser, file_argument, folder_argument, path_argument, perform
 from ms_compress.errors import ConfigError
 from ms_compress.files.model_name import missing_dataset, missing_model
+from ms_compress.options import QuantizeRun
+from ms_compress.run.outcome import Outcome
 from ms_compress.settings.run_file import add_run_file, build, override, read_settings
 from ms_compress.settings.template import help_text, write_template
 
@@ -145,7 +146,7 @@ def _add_command(commands: Any, command: Command) -> None:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from ms_compress.jobs.importing import run
+    from ms_compress.commands.import_gguf import run
 
     return _write(run(options.file, options.out, options.dtype), as_json=options.json)
 

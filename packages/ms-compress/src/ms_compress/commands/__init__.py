@@ -1,7 +1,11 @@
-"""The commands of `ms-compress` and their settings; importing them does not import torch."""
+"""The commands of `ms-compress`, one module each; this table does not import torch."""
 
-from ms_compress.commands.command import Command, Outcome
-from ms_compress.commands.options import (
+from importlib import import_module
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from ms_compress.options import (
     CompareRun,
     DistillRun,
     EvaluateRun,
@@ -9,8 +13,60 @@ from ms_compress.commands.options import (
     QatRun,
     QuantizeRun,
 )
+from ms_compress.run.outcome import Outcome
+from ms_compress.settings.keys import KeyGroup, class_path, groups_of
+from ms_compress.settings.template import template_text
 
-__all__ = ["COMMANDS", "Command", "Outcome"]
+__all__ = ["COMMANDS", "Command"]
+
+
+@frozen(kw_only=True)
+class Command:
+    """A subcommand of `ms-compress`, run as `ms-compress NAME RUN.toml [KEY=VALUE]...`."""
+
+    name: str
+    help: str
+    """Help text, one line."""
+    example: str
+    options: type
+    """attrs class of its settings."""
+    flags: tuple[str, ...] = field(default=())
+    """Settings that a command-line option of the same name sets to true."""
+    arguments: tuple[str, ...] = field(default=())
+    """Settings that command-line options of the same name give, so that a model folder can be given
+    in place of a run file."""
+    begins_with: tuple[str, ...] = ("dataset",)
+    """Optional keys that a new run file sets, as most runs need them."""
+
+    def groups(self) -> list[KeyGroup]:
+        """Return the keys of its run files: required ones first, then the others by class."""
+        groups = groups_of(class_path(self.options))
+        needed = tuple(key for group in groups for key in group.keys if key.required)
+        optional = [evolve(g, keys=tuple(k for k in g.keys if not k.required)) for g in groups]
+        return [KeyGroup(title="Needed", keys=needed), *(group for group in optional if group.keys)]
+
+    def template(self) -> str:
+        """Return a run file with every key, with examples for required and usual keys."""
+        title = f"ms-compress {self.name} RUN.toml: {self.help}."
+        groups = self.groups()
+        examples = {
+            key.name: _example(key.example, self.name)
+            for group in groups
+            for key in group.keys
+            if key.example is not None and (key.required or key.name in self.begins_with)
+        }
+        return template_text(title, groups, examples)
+
+    def run(self, options: Any) -> Outcome:
+        """Import the command's module, with torch, and run it with these settings."""
+        module = import_module(f"ms_compress.commands.{self.name.replace('-', '_')}")
+        outcome: Outcome = module.run(options)
+        return outcome
+
+
+def _example(value: Any, command: str) -> Any:
+    return value.replace("{command}", command) if isinstance(value, str) else value
+
 
 COMMANDS: tuple[Command, ...] = (
     Command(
@@ -18,7 +74,6 @@ COMMANDS: tuple[Command, ...] = (
         help="train a model with its target's quantization, and export it",
         example="ms-compress qat RUN.toml scheme=gguf.q4_0 tuning.steps=200",
         options=QatRun,
-        job="qat",
         flags=("verify",),
     ),
     Command(
@@ -26,21 +81,18 @@ COMMANDS: tuple[Command, ...] = (
         help="prune a model's weights or experts, retrain it, and save it",
         example="ms-compress prune RUN.toml pattern=2:4 method=wanda",
         options=PruneRun,
-        job="prune",
     ),
     Command(
         name="distill",
         help="cut a smaller student from a teacher and train it on the teacher's logits",
         example="ms-compress distill RUN.toml layers=3 tuning.steps=500",
         options=DistillRun,
-        job="distill",
     ),
     Command(
         name="quantize",
         help="quantize a model without training (RTN, GPTQ, AWQ, SmoothQuant), and export it",
         example="ms-compress quantize RUN.toml method=awq scheme=ct.int4_g32",
         options=QuantizeRun,
-        job="quantize",
         flags=("verify",),
         arguments=("scheme", "method", "output_dir", "dataset"),
     ),
@@ -49,7 +101,6 @@ COMMANDS: tuple[Command, ...] = (
         help="quantize a model to several schemes, and draw divergence against size",
         example="ms-compress compare-schemes RUN.toml schemes=w8a8,int4_g32 methods=rtn,awq",
         options=CompareRun,
-        job="compare_schemes",
         arguments=("schemes", "methods", "output_dir", "dataset"),
     ),
     Command(
@@ -57,7 +108,6 @@ COMMANDS: tuple[Command, ...] = (
         help="measure exported folders in their runtimes; write a table and a page with charts",
         example="ms-compress evaluate RUN.toml output_dir=report",
         options=EvaluateRun,
-        job="evaluate",
     ),
 )
 """In the order of `--help`."""

@@ -1,4 +1,4 @@
-"""Final step of the commands that export, and an early check that it will succeed."""
+"""Export of a run's model with its model card, and an early check that it will succeed."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -7,19 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from ms_compress.commands.command import Outcome
-from ms_compress.commands.options import QuantizeRun, SchemeRun
 from ms_compress.deployment import model_card
 from ms_compress.deployment.assets import carry_files
 from ms_compress.deployment.export import check_export, export
 from ms_compress.errors import ExportError
 from ms_compress.figures import figure
 from ms_compress.files.durable import write_file
-from ms_compress.jobs.output import RunOutput
-from ms_compress.jobs.progress import ProgressDisplay
-from ms_compress.jobs.quality import Quality
-from ms_compress.jobs.training import outcome_of
+from ms_compress.options import QuantizeRun, SchemeRun
 from ms_compress.quantization.scheme import Activations, Scheme
+from ms_compress.run.outcome import Outcome
+from ms_compress.run.output import RunOutput
+from ms_compress.run.progress import ProgressDisplay
+from ms_compress.run.quality import Quality
 from ms_compress.targets.safetensors_folder import stored_dtypes
 from ms_compress.targets.target import find_target
 from ms_compress.training.identity import is_digest
@@ -51,7 +50,7 @@ def check_exportable(model: nn.Module, options: SchemeRun) -> None:
         )
 
 
-def finish(
+def export_run(
     model: nn.Module,
     options: SchemeRun,
     output: RunOutput,
@@ -88,7 +87,7 @@ def finish(
         "verified": options.verify,
     }
     facts |= {"float_layers": in_float, "float_layer_count": len(in_float)}
-    outcome = outcome_of(folder, result, losses, **facts)
+    outcome = Outcome.of_folder(folder, result, losses, **facts)
     serve = find_target(options.scheme.target).serve
     return outcome.with_line(f"serve: {serve.format(folder=folder)}") if serve else outcome
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from ms_compress.commands.command import Outcome
 from ms_compress.figures import figure
-from ms_compress.jobs.progress import ProgressDisplay
+from ms_compress.run.outcome import Outcome
+from ms_compress.run.progress import ProgressDisplay
 from ms_compress.targets.gguf.convert import import_gguf
 
 

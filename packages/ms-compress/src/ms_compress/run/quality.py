@@ -9,13 +9,13 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ms_compress.commands.options import QuantizeRun
 from ms_compress.deployment.verification import probe
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.evaluation.divergence import compare_logits
 from ms_compress.figures import figure
-from ms_compress.jobs.dataset import quality_rows
 from ms_compress.models.logits import check_tokens, model_logits, vocabulary_of
+from ms_compress.options import QuantizeRun
+from ms_compress.run.dataset import quality_rows
 
 SAMPLE_ROWS = 16
 LOGITS = 2**27

@@ -7,13 +7,13 @@ from tempfile import TemporaryFile
 
 import msgspec
 
-from ms_compress.commands.command import Outcome
-from ms_compress.commands.options import EvaluateRun
 from ms_compress.errors import ConfigError
 from ms_compress.evaluation.measure import evaluate
 from ms_compress.files.durable import write_files, writing
-from ms_compress.jobs.progress import ProgressDisplay
+from ms_compress.options import EvaluateRun
 from ms_compress.report import render, table
+from ms_compress.run.outcome import Outcome
+from ms_compress.run.progress import ProgressDisplay
 
 FILES = ("report.json", "report.txt", "report.html")
 

@@ -1,16 +1,13 @@
-"""Training for the commands: with progress display, and resuming after a kill."""
+"""Training of a command: with progress display, and resuming after a kill."""
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from ms_compress.commands.command import Outcome
-from ms_compress.commands.options import ModelRun
 from ms_compress.figures import figure
-from ms_compress.jobs.output import RunOutput
-from ms_compress.jobs.progress import ProgressDisplay
+from ms_compress.options import ModelRun
+from ms_compress.run.output import RunOutput
+from ms_compress.run.progress import ProgressDisplay
 from ms_compress.training.loop import tune
 
 
@@ -42,13 +39,3 @@ def train(
             checkpoint=output.checkpoint,
             checkpoint_identity=output.identity,
         )
-
-
-def outcome_of(folder: Path, result: str, losses: Sequence[float] = (), **facts: Any) -> Outcome:
-    """Return the outcome of a job: the folder it wrote, and the result of its training."""
-    lines, all_facts = [f"{folder}: {result}"], {"folder": str(folder), **facts}
-    if losses:
-        first, last = losses[0], losses[-1]
-        lines.insert(0, f"trained {len(losses)} steps: loss {figure(first)} to {figure(last)}")
-        all_facts |= {"steps": len(losses), "first_loss": first, "last_loss": last}
-    return Outcome(lines=tuple(lines), facts=all_facts)

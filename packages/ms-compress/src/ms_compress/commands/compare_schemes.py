@@ -7,18 +7,11 @@ from time import perf_counter
 import msgspec
 from torch import nn
 
-from ms_compress.commands.command import Outcome
-from ms_compress.commands.options import CompareRun, QuantizeRun
+from ms_compress.commands.quantize import quantize
 from ms_compress.deployment.export import export
 from ms_compress.files.durable import write_file, writing
-from ms_compress.jobs.dataset import check_tokenizers
-from ms_compress.jobs.finish import check_exportable, tokenizer_of, weight_bytes
-from ms_compress.jobs.loading import load
-from ms_compress.jobs.methods import quantize
-from ms_compress.jobs.output import run_output
-from ms_compress.jobs.progress import ProgressDisplay
-from ms_compress.jobs.quality import QualityTest
 from ms_compress.models.experts import separate_experts
+from ms_compress.options import CompareRun, QuantizeRun
 from ms_compress.output_lock import new_folder
 from ms_compress.report.schemes import (
     SchemeComparison,
@@ -26,6 +19,13 @@ from ms_compress.report.schemes import (
     schemes_page,
     schemes_table,
 )
+from ms_compress.run.dataset import check_tokenizers
+from ms_compress.run.export import check_exportable, tokenizer_of, weight_bytes
+from ms_compress.run.model import load
+from ms_compress.run.outcome import Outcome
+from ms_compress.run.output import run_output
+from ms_compress.run.progress import ProgressDisplay
+from ms_compress.run.quality import QualityTest
 from ms_compress.targets.safetensors_folder import stored_dtypes
 from ms_compress.targets.target import find_target
 

@@ -1,20 +1,23 @@
 """`ms-compress qat`: train a model with its target's quantization, and export it."""
 
+from pathlib import Path
+
 from torch import nn
 
-from ms_compress.commands.command import Outcome
-from ms_compress.commands.options import QatRun
 from ms_compress.errors import ConfigError
-from ms_compress.jobs.dataset import check_tokenizers, training_rows
-from ms_compress.jobs.finish import check_exportable, finish
-from ms_compress.jobs.loading import check_finite, load
-from ms_compress.jobs.methods import prepare, round_by_gptq
-from ms_compress.jobs.output import run_output
-from ms_compress.jobs.training import train
+from ms_compress.methods.gptq import gptq
 from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks
-from ms_compress.methods.qat import FloatThenQuantized
+from ms_compress.methods.qat import FloatThenQuantized, qat
 from ms_compress.models.experts import separate_experts
 from ms_compress.models.logits import vocabulary_of
+from ms_compress.options import QatRun
+from ms_compress.run.dataset import calibration_batches, check_tokenizers, training_rows
+from ms_compress.run.export import check_exportable, export_run
+from ms_compress.run.model import check_finite, load
+from ms_compress.run.outcome import Outcome
+from ms_compress.run.output import run_output
+from ms_compress.run.progress import ProgressDisplay
+from ms_compress.run.training import train
 
 CALIBRATION_ROWS = 256
 """Rows for GPTQ before training, which runs the whole model on them for each decoder layer."""
@@ -28,15 +31,37 @@ def run(options: QatRun) -> Outcome:
         check_tokenizers(options)
         model = separate_experts(load(options.model))
         check_exportable(model, options)  # before the training, not after it
-        teacher = _teacher(model, options)
+        teacher = None if options.teacher is None else _load_teacher(options.teacher, model)
         if options.sparse:
             _keep_zeros(model, options)
-        text = training_rows(options, model)
-        _prepare(model, options, calibrated=output.steps_made() is not None)
+        rows = training_rows(options, model)
+        if options.start == "gptq" and output.saved_steps() is None:
+            batches = calibration_batches(options, model, limit=CALIBRATION_ROWS)
+            with ProgressDisplay("layer") as display:
+                gptq(
+                    model,
+                    options.scheme,
+                    batches,
+                    ignore=options.ignore,
+                    activations=options.activations,
+                    by_loss=True,
+                    for_training=True,
+                    progress=display.update,
+                )
+        else:  # a saved training already has GPTQ's codes
+            qat(
+                model,
+                options.scheme,
+                ignore=options.ignore,
+                embeddings=options.embeddings,
+                head=options.head,
+                activations=options.activations,
+                learned_scales=options.learned_scales,
+            )
         schedule = FloatThenQuantized(float_steps=options.float_steps)
         losses = train(
             model,
-            text,
+            rows,
             options,
             output,
             teacher=teacher,
@@ -46,13 +71,11 @@ def run(options: QatRun) -> Outcome:
         check_finite(model, failed=True)
         # Also if this process trained no step, as after resuming a finished training.
         schedule.apply(model, options.float_steps)
-        return finish(model, options, output, losses)
+        return export_run(model, options, output, losses)
 
 
-def _teacher(model: nn.Module, options: QatRun) -> nn.Module | None:
-    if options.teacher is None:
-        return None
-    teacher = load(options.teacher)
+def _load_teacher(folder: Path, model: nn.Module) -> nn.Module:
+    teacher = load(folder)
     sizes = [vocabulary_of(network) for network in (model, teacher)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
@@ -69,11 +92,3 @@ def _keep_zeros(model: nn.Module, options: QatRun) -> None:
             f"sparse=true needs weights that are zero, but {options.model} has none; prune it"
             " first, or remove sparse"
         )
-
-
-def _prepare(model: nn.Module, options: QatRun, *, calibrated: bool) -> None:
-    """Prepare the model's layers, with GPTQ codes unless a saved training already has them."""
-    if options.start == "gptq" and not calibrated:
-        round_by_gptq(model, options, limit=CALIBRATION_ROWS, by_loss=True, for_training=True)
-    else:
-        prepare(model, options, learned_scales=options.learned_scales)

@@ -16,11 +16,11 @@ from attrs import frozen
 from msgspec import structs
 from torch import Tensor
 
-from ms_compress.commands.command import Outcome
-from ms_compress.commands.options import ModelRun
 from ms_compress.errors import ConfigError, FolderError
 from ms_compress.files.run_folder import RunSeal, changes_between, read_seal, write_seal
+from ms_compress.options import ModelRun
 from ms_compress.output_lock import output_lock
+from ms_compress.run.outcome import Outcome
 from ms_compress.training.block_checkpoint import BlockFiles, calibration_identity
 from ms_compress.training.checkpoint import read_header, saved_steps
 from ms_compress.training.identity import digest_of_path, is_digest
@@ -70,7 +70,7 @@ class RunOutput:
         }
         return {"command": self.run.command, **texts}
 
-    def steps_made(self) -> int | None:
+    def saved_steps(self) -> int | None:
         """Return the number of steps that an earlier run of this command saved, or None.
 
         Raises:
@@ -113,7 +113,7 @@ def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
             read_header(output.checkpoint)  # reports damage before a model is loaded
         if os.path.lexists(folder):
             _check_owner(output)
-            if output.steps_made() in (None, output.steps):  # killed after its folder was written
+            if output.saved_steps() in (None, output.steps):  # killed after its folder was written
                 output.end()
             output = attrs.evolve(output, finished=True)
         yield output

@@ -1,14 +1,15 @@
 """Read the rows of a run's dataset, and check them against its model."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ms_compress.commands.options import CompareRun, ModelRun, QatRun, SchemeRun
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.models.logits import check_tokens
+from ms_compress.options import CompareRun, ModelRun, QatRun, SchemeRun
 from ms_compress.text_ends import check_same_tokenizer
 from ms_compress.training.corpus import read_batch, read_tokens
 from ms_compress.training.loop import IGNORED
@@ -49,8 +50,15 @@ def training_rows(options: ModelRun, model: nn.Module) -> dict[str, Tensor]:
     return batch
 
 
-def calibration_rows(options: ModelRun, model: nn.Module, *, limit: int | None = None) -> Tensor:
-    """Read rows of the run's dataset for calibration, (R, S) int64.
+def calibration_batches(
+    options: ModelRun, model: nn.Module, *, limit: int | None = None
+) -> Sequence[Tensor]:
+    """Read batches of the run's dataset for calibration, (B, S) int64 each.
+
+    Args:
+        options: settings of the run.
+        model: model whose vocabulary the tokens must be in.
+        limit: maximum number of rows. None: the run's rows.
 
     Raises:
         ConfigError, DataError: as in `training_rows`.
@@ -59,7 +67,7 @@ def calibration_rows(options: ModelRun, model: nn.Module, *, limit: int | None =
     length = options.tuning.sequence_length + 1
     tokens = read_tokens(_dataset(options), count=count, length=length, chat=options.model)
     check_tokens(model, tokens, str(options.dataset))
-    return tokens
+    return torch.split(tokens, options.tuning.batch_size)
 
 
 def quality_rows(options: ModelRun, limit: int) -> tuple[Tensor, str]:

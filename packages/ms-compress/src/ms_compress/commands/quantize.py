@@ -1,0 +1,101 @@
+"""`ms-compress quantize`: round a trained model without further training, and export it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ms_compress.methods.awq import Rounding, awq, smoothquant
+from ms_compress.methods.calibration import calibrate_inputs
+from ms_compress.methods.gptq import gptq
+from ms_compress.methods.importance import input_importance
+from ms_compress.methods.qat import fit_scales, qat
+from ms_compress.models.experts import separate_experts
+from ms_compress.options import QuantizeRun
+from ms_compress.run.dataset import calibration_batches, check_tokenizers
+from ms_compress.run.export import check_exportable, export_run
+from ms_compress.run.model import load
+from ms_compress.run.outcome import Outcome
+from ms_compress.run.output import RunOutput, run_output
+from ms_compress.run.progress import ProgressDisplay
+from ms_compress.run.quality import QualityTest
+
+
+def run(options: QuantizeRun) -> Outcome:
+    """Round, export, and measure the quality."""
+    with run_output("quantize", options) as output:
+        if output.finished:
+            return output.already_finished()
+        check_tokenizers(options)
+        model = separate_experts(load(options.model))
+        check_exportable(model, options)
+        test = QualityTest.of(model, options)
+        quantize(model, options, output)
+        quality = test.measure(model)
+        outcome = export_run(model, options, output, quality=quality)
+        return outcome.with_line(
+            f"quality: {quality}",
+            kl=quality.kl,
+            top1_agreement=quality.agreement,
+            perplexity=quality.perplexity,
+            float_perplexity=quality.float_perplexity,
+        )
+
+
+def quantize(model: nn.Module, options: QuantizeRun, output: RunOutput | None = None) -> None:
+    """Prepare a model for the run's scheme and round it with the run's method, in place.
+
+    Args:
+        model: model to change in place.
+        options: settings of the run.
+        output: run output, next to which finished decoder layers are stored, so that a killed run
+            resumes. None: nothing is stored.
+    """
+    batches: Sequence[Tensor] = ()
+    if options.method != "rtn" or options.needs_dataset:
+        batches = calibration_batches(options, model)
+    if options.method == "rtn":
+        _round_to_nearest(model, options, batches)
+        return
+    # In `a+b`, a scales features and b rounds.
+    rounding: Rounding = "gptq" if options.method.endswith("+gptq") else "rtn"
+    settings: dict[str, Any] = {
+        "ignore": options.ignore,
+        "activations": options.activations,
+        "act_order": options.act_order,
+        "by_loss": options.by_loss,
+        "checkpoint": None if output is None else output.layer_checkpoint(batches),
+    }
+    with ProgressDisplay("layer") as display:
+        settings["progress"] = display.update
+        if options.method == "gptq":
+            gptq(model, options.scheme, batches, fit_scales=options.fit_scales, **settings)
+        elif options.method.startswith("awq"):
+            awq(model, options.scheme, batches, rounding=rounding, **settings)
+        else:
+            settings["fit_scales"] = options.fit_scales
+            smoothquant(model, options.scheme, batches, rounding=rounding, **settings)
+
+
+def _round_to_nearest(model: nn.Module, options: QuantizeRun, batches: Sequence[Tensor]) -> None:
+    # K-quants always search for their scales, as in llama.cpp.
+    fits = options.fit_scales or options.importance or options.scheme.super_block is not None
+    importance: dict[str, Tensor] = {}
+    if options.importance:
+        with ProgressDisplay("layer") as display:
+            importance = input_importance(
+                model, batches, ignore=options.ignore, progress=display.update
+            )
+    qat(
+        model,
+        options.scheme,
+        ignore=options.ignore,
+        embeddings=options.embeddings,
+        head=options.head,
+        activations=options.activations,
+        learned_scales=fits,
+    )
+    if options.has_calibrated_inputs:
+        calibrate_inputs(model, batches)
+    if fits:
+        fit_scales(model, importance)
