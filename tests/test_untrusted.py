@@ -14,7 +14,7 @@ from ms_align import AlignError
 from ms_align.models.folder import stored_dtype
 from ms_compress import CompressError
 from ms_compress.targets.safetensors_folder import contents
-from ms_compress.training.sealed_file import opened
+from ms_compress.training.checkpoint import opened
 from ms_data import DataError, build, train_tokenizer
 from ms_data.disk.split import read_index
 from ms_data.disk.verification import verify

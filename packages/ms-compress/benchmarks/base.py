@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ms_data
-from ms_compress.training.corpus import rows
+from ms_compress.corpus import rows
 from ms_parallel.models import DecoderConfig, build_model
 from ms_parallel.weights import initialize, save_model
 

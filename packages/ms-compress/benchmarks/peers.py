@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ms_compress import ExportError, export, fit_scales, gptq, perplexity, qat, wanda
+from ms_compress.corpus import rows
 from ms_compress.evaluation.measure import evaluate
 from ms_compress.evaluation.options import Evaluation
 from ms_compress.report import table
-from ms_compress.training.corpus import rows
 from ms_parallel.weights import load_model
 
 LENGTH = 256

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ms_compress import ExportError, export, fit_scales, perplexity, qat
+from ms_compress.corpus import rows
 from ms_compress.methods.gptq import gptq
 from ms_compress.methods.pruning import GradualPruning, keep_zeros, prune
 from ms_compress.methods.wanda import wanda
 from ms_compress.models.logits import next_token_logits
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
-from ms_compress.training.corpus import rows
 from ms_compress.training.distillation import distillation_loss
 from ms_compress.training.loop import tune
 from ms_compress.training.options import Tuning

@@ -24,10 +24,10 @@ from base import LENGTH, loss_of, optimizers_of, take_steps
 from torch import Tensor, nn
 
 from ms_compress import ExportError, distillation_loss, export, perplexity, qat
+from ms_compress.corpus import rows
 from ms_compress.methods.pruning import keep_zeros, prune, sparsity
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
-from ms_compress.training.corpus import rows
 from ms_parallel.weights import load_model, save_model
 
 

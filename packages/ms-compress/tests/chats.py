@@ -10,7 +10,7 @@ from torch import nn
 
 import ms_data
 from ms_compress import Tuning, tune
-from ms_compress.training.corpus import read_batch
+from ms_compress.corpus import read_batch
 from ms_parallel.weights import save_model
 
 END = "<|endoftext|>"

@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ms_compress import ConfigError, DataError
 from ms_compress.cli import main
+from ms_compress.corpus import read_tokens
 from ms_compress.evaluation.options import Evaluation
-from ms_compress.training.corpus import read_tokens
 from ms_parallel import load_model
 
 

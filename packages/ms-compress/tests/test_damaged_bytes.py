@@ -13,10 +13,10 @@ from folders import model, write_model, write_run, write_shards
 
 from ms_compress import CompressError, export, qat
 from ms_compress.cli import main
+from ms_compress.corpus import read_batch
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.target import open_runtime
 from ms_compress.text_ends import read_tokenizer
-from ms_compress.training.corpus import read_batch
 
 DEEP = b"[" * 200_000
 SEEDS = int(os.environ.get("MS_FUZZ", "40"))

@@ -24,8 +24,7 @@ from torch.distributions import Categorical, kl_divergence
 from ms_compress import ConfigError, LayerError, qat
 from ms_compress.methods.student import cut_student, kept_layers
 from ms_compress.models.selection import blocks_of
-from ms_compress.training.distillation import distillation_loss
-from ms_compress.training.hidden_states import HiddenStates, hidden_distance
+from ms_compress.training.distillation import HiddenStates, distillation_loss, hidden_distance
 from ms_compress.training.loop import tune
 from ms_compress.training.options import Divergence, Tuning
 from ms_parallel.models import Decoder, DecoderConfig

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ms_compress import ConfigError, DataError, ExportError, export, qat
 from ms_compress.cli import main
+from ms_compress.corpus import rows
 from ms_compress.evaluation.measure import evaluate
 from ms_compress.evaluation.options import Evaluation
 from ms_compress.evaluation.perplexity import perplexity
@@ -24,7 +25,6 @@ from ms_compress.report import Report, Result, render, table
 from ms_compress.report.chart import _tick_labels, _ticks
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.target import open_runtime
-from ms_compress.training.corpus import rows
 
 
 @pytest.fixture(scope="module")

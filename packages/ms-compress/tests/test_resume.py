@@ -11,7 +11,7 @@ from torch import nn
 
 from ms_compress import ConfigError, ExportError, GradualPruning, Tuning, qat, tune
 from ms_compress.methods.pruning import keep_zeros, sparsity
-from ms_compress.training.sealed_file import opened, write_sealed
+from ms_compress.training.checkpoint import opened, write_sealed
 
 TUNING = Tuning(steps=7, batch_size=4, sequence_length=32, learning_rate=1e-2)
 

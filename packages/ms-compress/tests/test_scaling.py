@@ -29,7 +29,7 @@ from ms_compress.methods.folding import Fold, find_folds
 from ms_compress.models.logits import model_logits, next_token_logits
 from ms_compress.quantization.rounding import best_factor, round_weight
 from ms_compress.targets.rules import scheme
-from ms_compress.training.block_checkpoint import BlockFiles
+from ms_compress.training.checkpoint import BlockFiles
 
 
 def folds_of(model: nn.Module) -> dict[str, Fold]:

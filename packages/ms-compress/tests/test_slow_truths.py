@@ -19,8 +19,7 @@ from ms_compress.quantization.rounding import compute_scales, quantize_weight, r
 from ms_compress.quantization.scheme import Scheme
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
-from ms_compress.training.distillation import distillation_loss
-from ms_compress.training.engine_distillation import DistillationLoss, engine_teacher
+from ms_compress.training.distillation import DistillationLoss, distillation_loss, engine_teacher
 from ms_compress.training.options import Divergence
 from ms_parallel import Engine
 from ms_parallel.optim.optimizers.adamw import AdamWConfig

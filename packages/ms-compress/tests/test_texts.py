@@ -24,9 +24,9 @@ from page_blocks import run_block
 
 from ms_compress import ExportError, VerifyError, export, qat, verify
 from ms_compress.cli import main
+from ms_compress.corpus import read_batch, read_tokens
 from ms_compress.targets.target import open_runtime
 from ms_compress.text_ends import read_tokenizer, text_ends
-from ms_compress.training.corpus import read_batch, read_tokens
 from ms_parallel import load_model
 
 PROMPT = [{"role": "user", "content": QUESTION}]

@@ -14,6 +14,7 @@ import torch
 from attrs import Factory, frozen
 from torch import Tensor
 
+from ms_compress.corpus import held_out
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.evaluation.options import Evaluation
 from ms_compress.evaluation.perplexity import perplexity
@@ -21,7 +22,6 @@ from ms_compress.report import Report, Result
 from ms_compress.targets.footprint import Footprint, footprint
 from ms_compress.targets.target import Runtime, open_runtime
 from ms_compress.text_ends import check_same_tokenizer
-from ms_compress.training.corpus import held_out
 
 REPORT_SETTINGS = (
     "title",

@@ -9,11 +9,8 @@ from torch.nn import functional as F
 
 from ms_compress.arguments import check_callable, check_integer, shown
 from ms_compress.errors import ConfigError, DataError
-from ms_compress.models.logits import as_columns, check_tokens, model_logits
+from ms_compress.models.logits import IGNORED, as_columns, check_tokens, model_logits
 from ms_compress.targets.target import Runtime
-
-IGNORED = -100
-"""Target that is ignored."""
 
 
 def perplexity(

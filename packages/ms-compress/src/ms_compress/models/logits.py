@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from ms_compress.arguments import check_type
 from ms_compress.errors import DataError
 
+IGNORED = -100
+"""Target that does not count in a loss."""
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:

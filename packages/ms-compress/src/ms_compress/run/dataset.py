@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ms_compress.corpus import read_batch, read_tokens
 from ms_compress.errors import ConfigError, DataError
-from ms_compress.models.logits import check_tokens
+from ms_compress.models.logits import IGNORED, check_tokens
 from ms_compress.options import CompareRun, ModelRun, QatRun, SchemeRun
 from ms_compress.text_ends import check_same_tokenizer
-from ms_compress.training.corpus import read_batch, read_tokens
-from ms_compress.training.loop import IGNORED
 
 
 def check_tokenizers(options: ModelRun) -> None:

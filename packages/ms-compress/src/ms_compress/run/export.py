@@ -21,7 +21,7 @@ from ms_compress.run.progress import ProgressDisplay
 from ms_compress.run.quality import Quality
 from ms_compress.targets.safetensors_folder import stored_dtypes
 from ms_compress.targets.target import find_target
-from ms_compress.training.identity import is_digest
+from ms_compress.training.checkpoint import is_digest
 
 CALIBRATION = ("tuning.batch_size", "tuning.sequence_length")
 """Training settings that calibration also uses."""

@@ -21,9 +21,14 @@ from ms_compress.files.run_folder import RunSeal, changes_between, read_seal, wr
 from ms_compress.options import ModelRun
 from ms_compress.output_lock import output_lock
 from ms_compress.run.outcome import Outcome
-from ms_compress.training.block_checkpoint import BlockFiles, calibration_identity
-from ms_compress.training.checkpoint import read_header, saved_steps
-from ms_compress.training.identity import digest_of_path, is_digest
+from ms_compress.training.checkpoint import (
+    BlockFiles,
+    calibration_identity,
+    digest_of_path,
+    is_digest,
+    read_header,
+    saved_steps,
+)
 
 NO_STEP = ("output_dir", "tokenizer", "verify")
 """Settings that do not affect the training steps."""

@@ -1,1 +1,1 @@
-"""Training after compression: loop, checkpoint, distillation, and the text to train on."""
+"""Training after compression: loop, settings, checkpoint and distillation losses."""

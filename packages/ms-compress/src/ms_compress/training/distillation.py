@@ -1,20 +1,39 @@
-"""Distillation loss of a student given its teacher's logits.
+"""Distillation of a student from a teacher: by logits, and by the hidden states of all layers.
 
-Shapes: B rows, S positions, V vocabulary.
+Hidden states give every token a signal for all features of all layers, while logits give one for
+the last layer only (TinyBERT, arXiv:1909.10351; as there, the layers of a shallower student are
+matched with the teacher's layers that they were cut from).
+
+With ms-parallel's engine, neither model's full logits ever exist: the teacher's hidden states are
+computed once, the logits of both models exist for a chunk of positions at a time, and the student's
+are recomputed in the backward.
+Shapes: B rows, S positions, H hidden size, V vocabulary.
 """
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
 import torch
-from torch import Tensor
+from attrs import field, frozen
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ms_compress.arguments import check_number, check_type, shown
 from ms_compress.errors import ConfigError
-from ms_compress.settings import nearest
+from ms_compress.methods.student import kept_layers
+from ms_compress.models.logits import IGNORED
+from ms_compress.models.selection import blocks_of
+from ms_compress.settings import integer, nearest, number, one_of
 from ms_compress.training.options import Divergence
 
 DIVERGENCES = ("forward", "reverse", "skewed")
 ZERO_LOGIT = -1e30
 """A logit with probability 0 in float32 and a finite logarithm."""
+Hook = Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]
+Head = Callable[[slice], Tensor]
+"""Returns logits (B, s, V) for a slice of positions."""
 
 
 def distillation_loss(
@@ -65,7 +84,7 @@ def distillation_loss(
             f"student and teacher logits must have one shape, got {tuple(student.shape)} and"
             f" {tuple(teacher.shape)}; use models with the same vocabulary"
         )
-    counted = None if targets is None else targets != -100
+    counted = None if targets is None else targets != IGNORED
     per_token = None
     # Infinite logits are rare, so they are only handled after a check, which would break a
     # compiled graph.
@@ -115,3 +134,150 @@ def _without_nan(
         (averaged == ZERO_LOGIT) & (reference < ZERO_LOGIT), ZERO_LOGIT
     )
     return (averaged, reference) if kind == "reverse" else (reference, averaged)
+
+
+class HiddenStates:
+    """Outputs of both models' layers in the last forward, (B, S, H) each."""
+
+    def __init__(self) -> None:
+        self.student: list[Tensor] = []
+        self.teacher: list[Tensor] = []
+
+    @classmethod
+    @contextmanager
+    def watched(cls, student: nn.Module, teacher: nn.Module) -> "Iterator[HiddenStates]":
+        """Record the outputs of both models' layers inside the `with` block.
+
+        Raises:
+            LayerError: the architecture of one is not supported.
+            ConfigError: the student has more layers than the teacher.
+        """
+        states = cls()
+        student_blocks, all_teacher_blocks = (
+            [block for _, block in blocks_of(model)] for model in (student, teacher)
+        )
+        teacher_blocks = [
+            all_teacher_blocks[index]
+            for index in kept_layers(len(all_teacher_blocks), len(student_blocks))
+        ]
+        with ExitStack() as hooks:
+            for blocks, outputs in (
+                (student_blocks, states.student),
+                (teacher_blocks, states.teacher),
+            ):
+                for block in blocks:
+                    hooks.enter_context(block.register_forward_hook(_append_to(outputs)))
+            yield states
+
+    def distance(self) -> Tensor:
+        """Return `hidden_distance` of the last forward, and clear its outputs."""
+        distance = hidden_distance(self.student, self.teacher)
+        self.student.clear()
+        self.teacher.clear()
+        return distance
+
+
+def hidden_distance(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+    """Return the mean squared difference divided by the teacher's variance, averaged over layers.
+
+    Args:
+        student: (B, S, H) of each layer, with gradient.
+        teacher: (B, S, H) of the matching layers; no gradient flows to them.
+
+    Returns:
+        A float32 scalar; 1 for a student that only outputs each layer's mean.
+    """
+    # Relative to the variance, so that layers with large and small values count equally.
+    distances = [
+        (student_states.float() - teacher_states.detach().float()).square().mean()
+        / teacher_states.detach().float().var()
+        for student_states, teacher_states in zip(student, teacher, strict=True)
+    ]
+    return torch.stack(distances).mean()
+
+
+def _append_to(outputs: list[Tensor]) -> Hook:
+    def hook(block: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs.append(output if isinstance(output, Tensor) else output[0])
+
+    return hook
+
+
+class StageOutput(Protocol):
+    """Interface of the student's last pipeline stage that the loss needs."""
+
+    def logits(self, positions: slice) -> Tensor:
+        """Return logits (B, s, V) for a slice of positions."""
+        ...
+
+
+@frozen(kw_only=True, eq=False)
+class DistillationLoss:
+    """Mean divergence from a teacher over the targets of the global batch.
+
+    Implements `ms_parallel.engine.loss.Loss`:
+    `Engine.step(batch, DistillationLoss(teacher=...))`.
+    """
+
+    teacher: Callable[[Mapping[str, Tensor]], Head]
+    """Maps a batch to a function that returns the teacher's logits; see `engine_teacher`."""
+    kind: Divergence = field(default="forward", validator=one_of("forward", "reverse", "skewed"))
+    temperature: float = field(default=1.0, validator=number(minimum=1e-3))
+    skew: float = field(default=0.1, validator=number(below=1.0))
+    chunk: int = field(default=64, validator=integer())
+    """Number of positions whose logits exist at the same time."""
+
+    def weight(self, batch: Mapping[str, Tensor]) -> float:
+        """Return the number of targets that are not -100."""
+        return float((batch["targets"] != IGNORED).sum())
+
+    def __call__(self, output: StageOutput, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum of the divergences of this microbatch's targets, a float32 scalar."""
+        targets = batch["targets"]
+        head = self.teacher(batch)
+        total = torch.zeros((), device=targets.device)
+        for first in range(0, targets.shape[1], self.chunk):
+            part = slice(first, min(first + self.chunk, targets.shape[1]))
+            # Checkpointed, so that the backward has the logits of one chunk at a time as well.
+            total = total + checkpoint(self._sum, output, head, targets, part, use_reentrant=False)
+        return total
+
+    def _sum(self, output: StageOutput, head: Head, targets: Tensor, part: slice) -> Tensor:
+        with torch.no_grad():
+            teacher_logits = head(part)
+        mean = distillation_loss(
+            output.logits(part),
+            teacher_logits,
+            kind=self.kind,
+            temperature=self.temperature,
+            skew=self.skew,
+            targets=targets[:, part],
+        )
+        # Back to a sum, which the engine divides by the targets of the global batch.
+        return mean * (targets[:, part] != IGNORED).sum()
+
+
+def engine_teacher(model: Any) -> Callable[[Mapping[str, Tensor]], Head]:
+    """Turn a complete ms-parallel model into a teacher, in evaluation mode and without gradients.
+
+    Args:
+        model: `ms_parallel.load_model(folder)`; the batch's positions and documents are used.
+    """
+    model.train(False)
+
+    @torch.no_grad()
+    def teacher(batch: Mapping[str, Tensor]) -> Head:
+        hidden = model(
+            batch["tokens"],
+            positions=batch.get("positions"),
+            documents=batch.get("documents"),
+            logits=False,
+        )
+
+        def head(part: slice) -> Tensor:
+            logits: Tensor = model.head(hidden[:, part])
+            return logits
+
+        return head
+
+    return teacher

@@ -5,6 +5,7 @@ Larger models can use any training loop or engine, as a prepared model is an ord
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -14,15 +15,12 @@ from torch.nn import functional as F
 from ms_compress.arguments import check_callable, check_number, check_type
 from ms_compress.errors import ConfigError, DataError, DivergedError
 from ms_compress.files.untrusted import check_path
-from ms_compress.models.logits import as_columns, check_tokens, next_token_logits
+from ms_compress.models.logits import IGNORED, as_columns, check_tokens, next_token_logits
 from ms_compress.quantization.layers import FACTOR
-from ms_compress.training.checkpoint import TrainingCheckpoint
-from ms_compress.training.distillation import distillation_loss
-from ms_compress.training.hidden_states import HiddenStates
-from ms_compress.training.identity import identity_of
+from ms_compress.training.checkpoint import TrainingCheckpoint, identity_of
+from ms_compress.training.distillation import HiddenStates, distillation_loss
 from ms_compress.training.options import Tuning
 
-IGNORED = -100
 BATCH = ("tokens", "targets", "weights")
 """Tensors that training reads from a batch."""
 
@@ -36,6 +34,7 @@ def tune(
     before_step: Callable[[int], object] | None = None,
     after_step: Callable[[int], object] | None = None,
     on_loss: Callable[[int, float], object] | None = None,
+    stop: Callable[[], bool] | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_identity: Mapping[str, str] | None = None,
     checkpoint_every_s: float = 60.0,
@@ -52,6 +51,7 @@ def tune(
         before_step: called with the step number before each step, such as a pruning schedule.
         after_step: called with the step number after each step, such as `keep_zeros`.
         on_loss: called with the number of finished steps and the last loss.
+        stop: called after each step; True ends the training early, after its state is written.
         checkpoint: file to which the state is written during training and at its end. If it exists,
             training resumes from it exactly. The caller may delete it afterwards.
         checkpoint_identity: further settings that the run depends on, by name, such as the model's
@@ -59,7 +59,7 @@ def tune(
         checkpoint_every_s: seconds between checkpoints.
 
     Returns:
-        The loss of each step.
+        The loss of each finished step.
 
     Raises:
         ConfigError: there are fewer rows than a batch, or the first loss is not finite.
@@ -72,34 +72,56 @@ def tune(
     description = "a torch.nn.Module"
     check_type("teacher", teacher, nn.Module, description, error=ConfigError, optional=True)
     check_number("checkpoint_every_s", checkpoint_every_s, minimum=0, error=ConfigError)
-    callbacks = {"before_step": before_step, "after_step": after_step, "on_loss": on_loss}
+    callbacks = {"before_step": before_step, "after_step": after_step}
+    callbacks |= {"on_loss": on_loss, "stop": stop}
     for name, callback in callbacks.items():
         check_callable(name, callback, error=ConfigError, optional=True)
     batch = _as_batch(model, text, options)
-    training_checkpoint = None
+    optimizer = _optimizer(model, options)
+    saved, losses = None, list[float]()
     if checkpoint is not None:
-        run_settings = {**(checkpoint_identity or {}), "a teacher": str(teacher is not None)}
-        identity = identity_of(model, batch, options, run_settings)
-        training_checkpoint = TrainingCheckpoint(
-            Path(checkpoint), identity, every_s=checkpoint_every_s
-        )
+        settings = {**(checkpoint_identity or {}), "a teacher": str(teacher is not None)}
+        identity = identity_of(model, batch, options, settings)
+        saved = TrainingCheckpoint(Path(checkpoint), identity, every_s=checkpoint_every_s)
+        losses = saved.load(model, optimizer)
+    model.train()
+    device = next(model.parameters()).device
+    # The order of the rows follows from the seed, so the finished steps only advance it.
+    order = islice(_batches(len(batch["tokens"]), options), len(losses), options.steps)
     with _record_hidden(model, teacher, options) as states:
-        losses = _train(
-            model,
-            batch,
-            options,
-            lambda inputs: _loss(model, inputs, options, teacher, states),
-            training_checkpoint,
-            before_step=before_step or _no_op,
-            after_step=after_step or _no_op,
-            on_loss=on_loss or _no_op,
-        )
+        for step, rows in enumerate(order, start=len(losses)):
+            if before_step is not None:
+                before_step(step)
+            inputs = {name: value[rows].to(device) for name, value in batch.items()}
+            loss = _loss(model, inputs, options, teacher, states)
+            if not bool(torch.isfinite(loss)):
+                if not step:
+                    raise ConfigError(
+                        f"step 0: the loss is {loss.item()}; check the model's weights"
+                    )
+                raise DivergedError(f"step {step}: the loss is {loss.item()}; lower learning_rate")
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
+            if not bool(torch.isfinite(norm)):  # the update would make every weight NaN
+                raise DivergedError(
+                    f"step {step}: the gradient norm is {norm.item()}; lower learning_rate"
+                )
+            for group in optimizer.param_groups:
+                group["lr"] = options.rate(step) * group["ratio"]
+            optimizer.step()
+            optimizer.zero_grad()
+            if after_step is not None:
+                after_step(step)
+            losses.append(loss.item())
+            if on_loss is not None:
+                on_loss(len(losses), losses[-1])
+            last, stopped = len(losses) == options.steps, stop is not None and stop()
+            if saved is not None and (last or stopped or saved.is_due()):
+                saved.save(model, optimizer, losses, last=last)
+            if stopped:
+                break
     model.eval()
     return losses
-
-
-def _no_op(*_: object) -> None:
-    """Default callback."""
 
 
 def _as_batch(
@@ -139,51 +161,6 @@ def _record_hidden(
     if teacher is None or options.hidden_weight == 0:
         return nullcontext()
     return HiddenStates.watched(model, teacher)
-
-
-def _train(
-    model: nn.Module,
-    batch: Mapping[str, Tensor],
-    options: Tuning,
-    loss_of: Callable[[Mapping[str, Tensor]], Tensor],
-    checkpoint: TrainingCheckpoint | None,
-    *,
-    before_step: Callable[[int], object],
-    after_step: Callable[[int], object],
-    on_loss: Callable[[int, float], object],
-) -> list[float]:
-    optimizer = _optimizer(model, options)
-    model.train()
-    device = next(model.parameters()).device
-    losses = [] if checkpoint is None else checkpoint.load(model, optimizer)
-    finished_steps = len(losses)
-    order = _batches(len(batch["tokens"]), options)
-    for step, rows in zip(range(options.steps), order, strict=False):
-        # Done before the restart: only the order of the rows is replayed.
-        if step < finished_steps:
-            continue
-        before_step(step)
-        loss = loss_of({name: value[rows].to(device) for name, value in batch.items()})
-        if not bool(torch.isfinite(loss)):
-            if not step:
-                raise ConfigError(f"step 0: the loss is {loss.item()}; check the model's weights")
-            raise DivergedError(f"step {step}: the loss is {loss.item()}; lower learning_rate")
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
-        if not bool(torch.isfinite(norm)):  # the update would make every weight NaN
-            raise DivergedError(
-                f"step {step}: the gradient norm is {norm.item()}; lower learning_rate"
-            )
-        for group in optimizer.param_groups:
-            group["lr"] = options.rate(step) * group["ratio"]
-        optimizer.step()
-        optimizer.zero_grad()
-        after_step(step)
-        losses.append(loss.item())
-        on_loss(step + 1, losses[-1])
-        if checkpoint is not None:
-            checkpoint.save(model, optimizer, losses, last=step + 1 == options.steps)
-    return losses
 
 
 def _optimizer(model: nn.Module, options: Tuning) -> torch.optim.Optimizer:
