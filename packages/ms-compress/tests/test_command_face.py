@@ -18,6 +18,7 @@ from ms_compress.cli import main
 from ms_compress.commands import COMMANDS, Command
 from ms_compress.settings.keys import Key
 from ms_compress.settings.run_file import build
+from ms_compress.training.checkpoint import read_header
 from ms_data import build as build_shards
 
 NAMES = [command.name for command in COMMANDS]
@@ -139,8 +140,17 @@ def test_a_folder_with_the_checkpoints_name_is_left_alone(tmp_path: Path) -> Non
     assert (tmp_path / "out" / "config.json").is_file()
 
 
-def test_an_interrupt_gives_one_line_and_exit_code_130(tmp_path: Path) -> None:
-    """During training; the same command then resumes."""
+@pytest.mark.parametrize(
+    ("number", "code", "last_line"),
+    [
+        (signal.SIGINT, 130, "ms-compress: interrupted"),
+        (signal.SIGTERM, 1, "ms-compress: stopped by SIGTERM at step "),
+    ],
+)
+def test_a_signal_stops_training_with_its_state_saved(
+    number: signal.Signals, code: int, last_line: str, tmp_path: Path
+) -> None:
+    """After the current step, long before a checkpoint is due; one line and no traceback."""
     file = write_run(tmp_path)
     command = ["-m", "ms_compress", "qat", str(file)]
     settings = ["--set", "scheme=ct.int4_g32", "--set", "tuning.steps=100000"]
@@ -151,12 +161,14 @@ def test_an_interrupt_gives_one_line_and_exit_code_130(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert "step 1/" in log.read_text().splitlines()[0]
-    time.sleep(0.2)
-    run.send_signal(signal.SIGINT)
+    run.send_signal(number)
     lines = run.communicate(timeout=60)[1].splitlines()
-    assert run.returncode == 130
-    assert lines[-1] == "ms-compress: interrupted"
+    assert run.returncode == code
+    assert lines[-1].startswith(last_line)
     assert not any("Traceback" in line for line in lines)
+    saved_steps = len(read_header(tmp_path / "out.training").losses)
+    assert f"stopped by {number.name} at step {saved_steps} of 100000; " in "\n".join(lines)
+    assert not (tmp_path / "out.lock").exists()
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,12 @@ class DivergedError(CompressError, RuntimeError):
     exit_code: ClassVar[int] = 1
 
 
+class StoppedError(CompressError, RuntimeError):
+    """A signal stopped a training, whose state is saved; the same command resumes."""
+
+    exit_code: ClassVar[int] = 1
+
+
 class VerifyError(CompressError, RuntimeError):
     """The runtime reads an exported file as a different model."""
 

@@ -55,6 +55,10 @@ class ProgressDisplay:
             self._console.print("  ".join(filter(None, [*parts, remaining])))
             self._last_line_s = now_s
 
+    def note(self, text: str) -> None:
+        """Print a line of text."""
+        self._console.print(text, markup=False)
+
     def _rate(self, units_per_s: float) -> str:
         if self._tokens is None:
             return f"{1 / units_per_s:,.1f} s per {self._unit}"

@@ -1,10 +1,12 @@
-"""Training of a command: with progress display, and resuming after a kill."""
+"""Training of a command: progress display, stopping at a signal, and resuming."""
 
 from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from ms_compress.errors import StoppedError
 from ms_compress.figures import figure
+from ms_compress.interruption import StopSignal
 from ms_compress.options import ModelRun
 from ms_compress.run.output import RunOutput
 from ms_compress.run.progress import ProgressDisplay
@@ -13,7 +15,7 @@ from ms_compress.training.loop import tune
 
 def train(
     model: nn.Module,
-    text: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
     options: ModelRun,
     output: RunOutput,
     *,
@@ -21,21 +23,38 @@ def train(
     before_step: Callable[[int], object] | None = None,
     after_step: Callable[[int], object] | None = None,
 ) -> list[float]:
-    """Train with `tune` on the rows from `training_rows`.
+    """Train with `tune` on the rows from `training_rows`; return the loss of each step.
 
     Until the run's folder exists, a file next to it stores the state; `output.end` removes it.
+    SIGTERM or a first Ctrl-C stops after the current step, with its state saved; a second Ctrl-C
+    stops at once.
+
+    Raises:
+        StoppedError: SIGTERM stopped the training.
+        KeyboardInterrupt: Ctrl-C stopped the training.
     """
-    tuning = options.tuning
+    tuning, stop = options.tuning, StopSignal()
     tokens = tuning.batch_size * tuning.sequence_length
-    with ProgressDisplay("step", tokens=tokens) as display:
-        return tune(
+    with ProgressDisplay("step", tokens=tokens) as display, stop.listening():
+        losses = tune(
             model,
-            text,
+            rows,
             tuning,
             teacher=teacher,
             before_step=before_step,
             after_step=after_step,
             on_loss=lambda step, loss: display.update(step, tuning.steps, f"loss {figure(loss)}"),
+            stop=lambda: bool(stop.signal_name),
             checkpoint=output.checkpoint,
             checkpoint_identity=output.identity,
         )
+    if not stop.signal_name:
+        return losses
+    message = (
+        f"stopped by {stop.signal_name} at step {len(losses)} of {tuning.steps}; the state is saved"
+        f" in {output.checkpoint}, the same command resumes"
+    )
+    if stop.signal_name == "SIGINT":
+        display.note(message)
+        raise KeyboardInterrupt
+    raise StoppedError(message)
