@@ -72,7 +72,7 @@ def tune(
     description = "a torch.nn.Module"
     check_type("teacher", teacher, nn.Module, description, error=ConfigError, optional=True)
     check_number("checkpoint_every_s", checkpoint_every_s, minimum=0, error=ConfigError)
-    callbacks = {"before_step": before_step, "after_step": after_step}
+    callbacks: dict[str, object] = {"before_step": before_step, "after_step": after_step}
     callbacks |= {"on_loss": on_loss, "stop": stop}
     for name, callback in callbacks.items():
         check_callable(name, callback, error=ConfigError, optional=True)
