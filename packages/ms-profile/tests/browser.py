@@ -2,34 +2,26 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import unescape
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 
-__all__ = ["Tab", "browse", "needs_browser", "open_tab"]
+__all__ = ["Tab", "needs_browser", "open_tab"]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--virtual-time-budget=8000",
 )  # fmt: skip
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
-
-
-def browse(page: Path, part: str, tmp_path: Path) -> str:
-    """Return the document after its scripts have run."""
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom"]
-    process = subprocess.run(
-        [*command, f"file://{page}#{part}"], capture_output=True, text=True, timeout=120, check=True
-    )
-    return process.stdout
 
 
 class Tab:
@@ -68,6 +60,22 @@ class Tab:
         self.send("Page.navigate", url=address)
         self.wait_for("document.documentElement.dataset.ready === 'yes'")
 
+    def render(self, page: Path, part: str = "overview") -> str:
+        """Return the document of a file after its scripts have run."""
+        self.send("Page.navigate", url="about:blank")  # else only the fragment may change
+        self.send("Page.navigate", url=f"file://{page}#{part}")
+        self.wait_for("document.documentElement.dataset.ready === 'yes'")
+        document: str = self.evaluate("document.documentElement.outerHTML")
+        return document
+
+    def title_from_script(self, page: Path, part: str = "overview") -> str:
+        """Return the title that a script of the page sets when it has finished."""
+        (initial,) = re.findall("<title>(.*?)</title>", page.read_text())
+        self.render(page, part)
+        self.wait_for(f"document.title !== {json.dumps(unescape(initial))}")
+        title: str = self.evaluate("document.title")
+        return title
+
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""
         result = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
@@ -88,9 +96,8 @@ def open_tab(tmp_path: Path) -> Iterator[Tab]:
     answer_reader, answer_writer = os.pipe()
     # The browser expects its ends of the pipes as the descriptors 3 and 4.
     redirect = f'exec 3<&{request_reader} 4>&{answer_writer}; exec "$@"'
-    flags = [flag for flag in FLAGS if not flag.startswith("--virtual-time")]
     process = subprocess.Popen(
-        ["bash", "-c", redirect, "bash", CHROMIUM, *flags, "--remote-debugging-pipe",
+        ["bash", "-c", redirect, "bash", CHROMIUM, *FLAGS, "--remote-debugging-pipe",
          f"--user-data-dir={tmp_path / 'browser'}", "about:blank"],
         pass_fds=(request_reader, answer_writer), stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

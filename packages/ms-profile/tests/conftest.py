@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+from browser import Tab, open_tab
+
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.records import Arguments, TraceEvent
@@ -27,6 +29,13 @@ Span = tuple[str, str, int | str, float, float]
 def traces_folder() -> Path:
     """The folder of real traces: `ddp` and `fsdp`, two ranks each."""
     return FOLDER
+
+
+@pytest.fixture(scope="session")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    """The tab of a browser that is started once."""
+    with open_tab(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
 
 
 @pytest.fixture

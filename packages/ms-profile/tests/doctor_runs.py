@@ -1,7 +1,10 @@
-"""Functions that test_doctor.py runs in several ranks."""
+"""Functions that test_doctor.py and test_doctor_measure.py run in several ranks."""
 
+import io
+import json
 import os
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ms_profile.cli import main
+from ms_profile.doctor import cluster
 from ms_profile.doctor.clocks import measure_clocks
 from ms_profile.doctor.cluster import measure_cluster
 from ms_profile.doctor.examine import connect, examine, examine_links
@@ -74,3 +79,15 @@ def two_nodes(out: str) -> Any:
     machines = examined.machines
     recorded = ["sys/class/net/lo/mtu" in machine.files for machine in machines]
     return {"machines": len(machines), "recorded": recorded}
+
+
+def measure_small_sizes(out: str) -> Any:
+    """Run `doctor --measure` with small messages and few repetitions; return its report."""
+    cluster.LINK_BYTES = (8, 1 << 9, 1 << 13, 1 << 20)  # type: ignore[misc]
+    cluster.COLLECTIVE_BYTES = (1 << 9, 1 << 13, 1 << 16)  # type: ignore[misc]
+    cluster.COLLECTIVE_ROUNDS = cluster.LINK_TRIPS = cluster.REPEATS = 2  # type: ignore[misc]
+    cluster.MIN_PRODUCT_S = 1e-4  # type: ignore[misc]
+    cluster.CPU_PASS_BYTES = 1 << 20  # type: ignore[misc]
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(["doctor", "--device", "cpu", "--json", "--measure", "--out", out]) == 0
+    return json.loads(printed.getvalue()) if printed.getvalue() else None

@@ -123,7 +123,10 @@ def test_each_step_is_an_event_and_a_span(single_process_run: tuple[Path, Finish
 PARALLEL = {"ddp": {"gloo:all_reduce"}, "fsdp": {"gloo:all_gather", "gloo:all_reduce"}}
 
 
-@pytest.mark.parametrize(("parallel", "launcher"), [("ddp", "ours"), ("fsdp", "torchrun")])
+@pytest.mark.parametrize(
+    ("parallel", "launcher"),
+    [pytest.param("ddp", "ours", marks=pytest.mark.slow), ("fsdp", "torchrun")],
+)
 def test_every_rank_records_its_collectives_with_durations(
     tmp_path: Path, parallel: str, launcher: str
 ) -> None:
@@ -460,8 +463,11 @@ def test_collectives_are_assigned_to_their_groups_without_names_from_gloo(tmp_pa
     """Three groups with one message size: every match has the ranks of the actual group."""
     script = tmp_path / "groups.py"
     script.write_text(GROUPS)
-    options = ("--nproc-per-node", "3", "--train-script", str(script))
-    run(tmp_path / "out", options=options)
+    options = ["--train-script", str(script), "--output-dir", str(tmp_path / "out"), *WINDOW]
+    torchrun = "torch.distributed.run --standalone --nproc-per-node 3 -m ms_profile run"
+    words = ["-m", *torchrun.split(), *options]
+    process = run_command(words, environment=ENVIRONMENT, timeout_s=180)
+    assert process.returncode == 0, process.stderr
     analysis = analyse(tmp_path / "out")
     ranks_of_collectives = Counter(tuple(sorted(match.starts_ns)) for match in analysis.matched)
     assert ranks_of_collectives == {(0, 1, 2): 4, (0, 1): 4, (0, 2): 4}

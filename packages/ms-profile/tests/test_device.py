@@ -23,7 +23,7 @@ def test_links_are_measured_between_devices() -> None:
     assert [result["on device"] for result in second] == [True, True, False]
 
 
-@pytest.mark.parametrize("parallel", ["none", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("none", marks=pytest.mark.slow), "fsdp"])
 def test_a_run_on_two_devices_is_recorded(parallel: str, tmp_path: Path) -> None:
     """Steps, forward passes and collectives of a script that trains on the accelerator."""
     count = 1 if parallel == "none" else 2

@@ -4,21 +4,20 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import run_command
+from processes import run_command, run_processes
 
 pytest.importorskip("torch")
 
 from ms_profile.cli import main
 from ms_profile.doctor.cluster import LINK_BYTES, link_from_times, partner
 
+HERE = Path(__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 IMPORTS = ("ms_profile.doctor.cluster", "ms_profile.doctor.report", "ms_profile.doctor.examine")
 RUN = """model = "llama"
@@ -94,15 +93,29 @@ def test_ranks_exchange_messages_in_pairs_of_a_level() -> None:
     assert levels == 8
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_planner_reads_a_measured_cluster_file(ranks: int, tmp_path: Path) -> None:
-    """Real ranks measure rates, memory, links and collectives; three do not divide the sizes."""
+def test_the_planner_reads_a_measured_cluster_file(tmp_path: Path) -> None:
+    """Two real ranks measure rates, memory, links and collectives at small sizes."""
+    out = tmp_path / "cluster.toml"
+    report, _ = run_processes(2, HERE / "doctor_runs.py", "measure_small_sizes", out=str(out))
+    assert report["ranks"] == 2
+    check_cluster_file(out, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_command_measures_at_all_sizes(ranks: int, tmp_path: Path) -> None:
+    """Under torchrun; three ranks do not divide the sizes."""
     out = tmp_path / "cluster.toml"
     words = [*TORCHRUN, "--nproc-per-node", str(ranks), "-m", "ms_profile", "doctor"]
     words += ["--device", "cpu", "--json", "--measure", "--out", str(out)]
     run = run_command(words, environment=os.environ | {"OMP_NUM_THREADS": "1"}, imports=IMPORTS)
     assert json.loads(run.stdout)["ranks"] == ranks, run.stderr
-    cluster = tomllib.loads(out.read_text())
+    check_cluster_file(out, ranks)
+
+
+def check_cluster_file(path: Path, ranks: int) -> None:
+    """Check the values of a measured file, and plan a run with it."""
+    cluster = tomllib.loads(path.read_text())
     assert cluster["measured"] is True
     assert (cluster["device"], cluster["nodes"], cluster["devices_per_node"]) == ("cpu", 1, ranks)
     assert cluster["cores_per_node"] >= 1
@@ -115,10 +128,11 @@ def test_the_planner_reads_a_measured_cluster_file(ranks: int, tmp_path: Path) -
     assert set(cluster["collectives"]) == names
     if importlib.util.find_spec("ms_parallel") is None:
         pytest.skip("ms-parallel is not installed")
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(RUN.format(folder=tmp_path, batch_size=2 * ranks))
-    command = ["-m", "ms_parallel", "plan", str(run_file), "--cluster", str(out), "--json"]
-    planned = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    run_file = path.with_name("run.toml")
+    run_file.write_text(RUN.format(folder=path.parent, batch_size=2 * ranks))
+    command = ["-m", "ms_parallel", "plan", str(run_file), "--cluster", str(path), "--json"]
+    planned = run_command(command)
+    assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)
     assert plan["devices"] == ranks, planned.stderr
     assert plan["best"][0]["step"]["compute"] > 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from browser import browse, needs_browser
+from browser import Tab, needs_browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_snapshots import CachingAllocator, train
@@ -263,12 +263,12 @@ def test_memory_events_of_a_trace_give_the_profilers_peak(tmp_path: Path) -> Non
 
 
 @needs_browser
-def test_the_page_draws_the_peak(tmp_path: Path) -> None:
+def test_the_page_draws_the_peak(tmp_path: Path, tab: Tab) -> None:
     """Title, categories, treemap and tables, without a request to the network."""
     (device,) = analyse_memory(train().write(tmp_path / "snapshot.pickle"))
     page = tmp_path / "memory.html"
     write_memory_page([device], page, title="<b>run</b>")
-    document = browse(page, "", tmp_path)
+    document = tab.render(page)
     assert 'data-ready="yes"' in document
     body = document.split("<body")[1].split("<script")[0]
     assert "&lt;b&gt;run&lt;/b&gt;" in body

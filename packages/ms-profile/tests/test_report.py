@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from browser import browse, needs_browser
+from browser import Tab, needs_browser
 from hypothesis import given
 from hypothesis import strategies as st
 from simulation import Fault, simulate_run
@@ -138,12 +138,12 @@ def test_unmeasured_values_are_null_and_not_zero(traces_folder: Path) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("part", PARTS)
-def test_a_browser_draws_every_part(tmp_path: Path, part: str) -> None:
+def test_a_browser_draws_every_part(tmp_path: Path, part: str, tab: Tab) -> None:
     """With the run's figures, without NaN or undefined."""
     fault = Fault(phase="data", rank=1, delay_ns=20_000_000)
     page = tmp_path / "report.html"
     write_report(analyse_traces(simulate_run(ranks=4, fault=fault).traces), page, title="A run")
-    document = browse(page, part, tmp_path)
+    document = tab.render(page, part)
     expected = {
         "overview": "rank 1</b>",
         "timeline": "<canvas",
@@ -165,7 +165,7 @@ def test_a_browser_draws_every_part(tmp_path: Path, part: str) -> None:
 
 
 @needs_browser
-def test_keyboard_shortcuts_work(tmp_path: Path) -> None:
+def test_keyboard_shortcuts_work(tmp_path: Path, tab: Tab) -> None:
     """Digits open parts; w zooms, d pans, 0 resets, n selects a match; t toggles the theme."""
     page = tmp_path / "report.html"
     write_report(analyse_traces(simulate_run(ranks=2).traces), page)
@@ -201,7 +201,7 @@ def test_keyboard_shortcuts_work(tmp_path: Path) -> None:
     """
     text = page.read_text().replace("</body>", f"<script>{script}</script></body>")
     page.write_text(text)
-    title = browse(page, "overview", tmp_path).split("<title>")[1].split("</title>")[0]
+    title = tab.title_from_script(page)
     parts = "Overview Timeline Operators Communication Waiting Data Idle Memory Advice"
     assert title == f"{parts} zoomed panned all 96 found gloo:all_reduce turned"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import browse, needs_browser
+from browser import Tab, needs_browser
 from fuzz_profile import cases
 from simulation import Fault, simulate_run
 
@@ -178,12 +178,12 @@ def test_uniformly_slow_transfers_name_no_ranks() -> None:
 
 
 @needs_browser
-def test_the_page_names_no_rank_if_all_transfers_are_slow(tmp_path: Path) -> None:
+def test_the_page_names_no_rank_if_all_transfers_are_slow(tmp_path: Path, tab: Tab) -> None:
     """It says how to tell the links apart."""
     page = tmp_path / "page.html"
     fault = Fault(phase="link", rank=0, delay_ns=30 * MS, every=2)
     write_report(analyse_traces(simulate_run(ranks=2, fault=fault).traces), page)
-    document = browse(page, "communication", tmp_path).split("<body")[1].split("<script")[0]
+    document = tab.render(page, "communication").split("<body")[1].split("<script")[0]
     assert "Uneven transfers" in document
     assert "those of rank" not in document
 
@@ -205,7 +205,7 @@ def test_ranks_without_a_common_clock_start_at_zero(
 
 
 @needs_browser
-def test_the_page_describes_the_run_and_its_window(tmp_path: Path) -> None:
+def test_the_page_describes_the_run_and_its_window(tmp_path: Path, tab: Tab) -> None:
     """Name, command, date and steps of the window."""
     (case,) = (case for case in cases() if case.name == "run-manifest")
     folder = tmp_path / "my-run"
@@ -217,7 +217,7 @@ def test_the_page_describes_the_run_and_its_window(tmp_path: Path) -> None:
     manifest.write_text(json.dumps(rank_manifest))
     page = tmp_path / "page.html"
     write_report(analyse(folder), page)
-    document = browse(page, "overview", tmp_path)
+    document = tab.render(page)
     header = re.sub(r"<[^>]+>", " ", document.split("<header>")[1].split("</header>")[0])
     header = " ".join(header.split())
     assert header.startswith("my-run")
@@ -228,11 +228,13 @@ def test_the_page_describes_the_run_and_its_window(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_empty_columns_are_named_instead_of_drawn(tmp_path: Path, traces_folder: Path) -> None:
+def test_empty_columns_are_named_instead_of_drawn(
+    tmp_path: Path, traces_folder: Path, tab: Tab
+) -> None:
     """A CPU has no copies, launches or device waits; garbage collections need a recorder."""
     page = tmp_path / "page.html"
     write_report(analyse(traces_folder / "ddp"), page)
-    document = browse(page, "overview", tmp_path)
+    document = tab.render(page)
     steps = document[document.index('<table aria-label="Steps by rank"') :]
     headers = re.findall(r"<th[^>]*><button[^>]*>([^<]*)<", steps.split("</thead>")[0])
     assert headers == ["rank", "step", "wall", "compute", "collective", "data", "host", "hidden"]
@@ -240,7 +242,9 @@ def test_empty_columns_are_named_instead_of_drawn(tmp_path: Path, traces_folder:
 
 
 @needs_browser
-def test_the_table_of_operators_shows_its_times_on_a_narrow_screen(tmp_path: Path) -> None:
+def test_the_table_of_operators_shows_its_times_on_a_narrow_screen(
+    tmp_path: Path, tab: Tab
+) -> None:
     """At 420 pixels the columns operator, self, self share and total are visible."""
     page = tmp_path / "page.html"
     write_report(analyse_traces(simulate_run(ranks=2).traces), page)
@@ -254,13 +258,13 @@ def test_the_table_of_operators_shows_its_times_on_a_narrow_screen(tmp_path: Pat
     frame.write_text(text.replace("<body>", '<body style="width: 420px">'))
     narrow = frame.read_text().replace("max-width: 640px", "min-width: 1px")
     frame.write_text(narrow)
-    title = browse(frame, "operators", tmp_path).split("<title>")[1].split("</title>")[0]
+    title = tab.title_from_script(frame, "operators")
     assert title == "operator:in self:in self share:in total:in"
 
 
 @needs_browser
 def test_every_span_of_two_pixels_is_drawn_at_every_zoom(
-    tmp_path: Path, make_trace: Callable[..., Trace]
+    tmp_path: Path, make_trace: Callable[..., Trace], tab: Tab
 ) -> None:
     """Including a wide span that starts in the pixel of a narrow one."""
     spans = []
@@ -309,12 +313,12 @@ def test_every_span_of_two_pixels_is_drawn_at_every_zoom(
     wait();
     """
     page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
-    title = browse(page, "overview", tmp_path).split("<title>")[1].split("</title>")[0]
+    title = tab.title_from_script(page)
     assert title == "16 zooms, many wide, 0 missing"
 
 
 @needs_browser
-def test_going_to_an_interval_marks_it_or_selects_its_span(tmp_path: Path) -> None:
+def test_going_to_an_interval_marks_it_or_selects_its_span(tmp_path: Path, tab: Tab) -> None:
     """A gap becomes a marked interval with its length; a span's exact interval selects the span."""
     run = analyse_traces(simulate_run(ranks=2, steps=3).traces)
     page = tmp_path / "page.html"
@@ -336,7 +340,7 @@ def test_going_to_an_interval_marks_it_or_selects_its_span(tmp_path: Path) -> No
     wait();
     """
     page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
-    title = browse(page, "overview", tmp_path).split("<title>")[1].split("</title>")[0]
+    title = tab.title_from_script(page)
     assert title == f"marked {trace.name_of(longest).split(' ')[0]}"
 
 
@@ -446,7 +450,7 @@ DEGENERATE: dict[str, list[tuple[str, str, str, float, float]]] = {
 @needs_browser
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_a_nearly_empty_run_is_drawn_without_nan(
-    name: str, tmp_path: Path, make_trace: Callable[..., Trace]
+    name: str, tmp_path: Path, make_trace: Callable[..., Trace], tab: Tab
 ) -> None:
     """No part shows NaN, and no canvas call gets a non-finite number at any zoom."""
     page = tmp_path / "page.html"
@@ -488,6 +492,6 @@ def test_a_nearly_empty_run_is_drawn_without_nan(
     wait();
     """  # noqa: E501
     page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
-    title = browse(page, "overview", tmp_path).split("<title>")[1].split("</title>")[0]
+    title = tab.title_from_script(page)
     spans = 2 * len(DEGENERATE[name])
-    assert title == f"9 parts, {spans} spans, 0 overlap, wrong: "
+    assert title == f"9 parts, {spans} spans, 0 overlap, wrong:"
