@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import ms_kernels
 from ms_parallel import operators as ops
 from ms_parallel.engine.output import HeadOutput, LogitsOutput
+from ms_parallel.models.parts.norm import RMSNorm
 from ms_parallel.operators import losses
 
 # Both sum in float32 and round once or twice, so results differ by two units in the last place of
@@ -29,6 +30,8 @@ TOLERANCE = {
 }
 DTYPES = list(TOLERANCE)
 REDUCTIONS = ["mean", "sum", "none"]
+SHAPES = (2, 5, 8), (33, 8)
+"""Shapes of hidden states and of a head's weight."""
 
 
 def random_leaf(generator, *shape, dtype):
@@ -343,3 +346,54 @@ def test_losses_and_entropies_at_a_temperature_agree(data):
     torch.testing.assert_close(fused, plain, rtol=rtol, atol=atol)
     grads = (torch.autograd.grad((x * factors[0]).sum(), logits)[0] for x in (fused, plain))
     torch.testing.assert_close(*grads, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_of_a_sum_agrees_with_and_without_a_hook(monkeypatch, dtype):
+    """ms_kernels adds and normalizes in one operator, unless the norm's module must be called."""
+    generator, calls = torch.Generator().manual_seed(0), []
+    fused = ms_kernels.add_rms_norm
+    monkeypatch.setattr(
+        ms_kernels, "add_rms_norm", lambda *args: calls.append(args) or fused(*args)
+    )
+    x, branch = (random_leaf(generator, 3, 4, 40, dtype=dtype) for _ in range(2))
+    factors = torch.randn(2, 3, 4, 40, generator=generator)
+    results = []
+    for operators, is_hooked in ((ops, False), (ms_kernels, True), (ms_kernels, False)):
+        norm = RMSNorm(40, 1e-6, operators).to(dtype)
+        if is_hooked:
+            norm.register_forward_hook(lambda *_: None)
+        sums = norm.of_sum(x, branch)
+        total = sum((y * factor).sum() for y, factor in zip(sums, factors, strict=True))
+        results.append([*sums, *torch.autograd.grad(total, (x, branch, norm.weight))])
+        assert len(calls) == (operators is ms_kernels and not is_hooked)
+    rtol, atol = TOLERANCE[dtype]
+    for other in results[1:]:
+        for expected, result in zip(results[0], other, strict=True):
+            torch.testing.assert_close(result, expected, rtol=rtol, atol=atol)
+
+
+def test_weighted_losses_compute_the_logits_once(monkeypatch):
+    """Without `reduction="none"`, which would compute them again in the backward pass."""
+    generator, reductions = torch.Generator().manual_seed(0), []
+    loss = ops.linear_cross_entropy
+
+    def spy(*args, reduction="mean", **options):
+        reductions.append(reduction)
+        return loss(*args, reduction=reduction, **options)
+
+    monkeypatch.setattr(ops, "linear_cross_entropy", spy)
+    hidden, weight = (random_leaf(generator, *shape, dtype=torch.float32) for shape in SHAPES)
+    targets = torch.randint(33, (2, 5), generator=generator)
+    weights = torch.rand(2, 5, generator=generator)
+    output = HeadOutput(hidden, weight, ms_kernels, None, {}, split=False)
+    weighted = output.loss_sum(targets, weights=weights)
+    assert reductions == ["sum"]
+    expected = (output.token_losses(targets) * weights).sum()
+    torch.testing.assert_close(weighted, expected)
+    for result, grad in zip(
+        torch.autograd.grad(weighted, (hidden, weight)),
+        torch.autograd.grad(expected, (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(result, grad)

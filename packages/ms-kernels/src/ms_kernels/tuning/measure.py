@@ -98,7 +98,8 @@ def time_interleaved(
 
 def _capture(function: Callable[[], object], size: int = 4) -> Batch:
     """Capture `size` calls of a function in a CUDA graph; the function itself if that fails."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):

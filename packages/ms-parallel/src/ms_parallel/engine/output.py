@@ -100,27 +100,23 @@ class HeadOutput:
         In a single process this takes three matrix products with the head weight; `token_losses`
         takes four if the logits exceed 256 MiB.
         """
-        needs_token_losses = (
-            self.row_split is not None or self.split or self.make_logits is not None
-        )
-        if needs_token_losses or not self._ops_support(weights, z_loss):
+        if self.row_split is not None or self.split or self.make_logits is not None:
             options = {"z_loss": z_loss} if z_loss else {}
             return _weighted_sum(self.token_losses(targets, **options), weights)
-        if self.ops is operators:
-            return operators.linear_cross_entropy(
-                self.hidden,
-                self.weight,
-                targets,
-                weights=weights,
-                reduction="sum",
-                softcap=self.softcap,
-                z_loss=z_loss,
-            )
-        return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="sum")
-
-    def _ops_support(self, weights: Tensor | None, z_loss: float) -> bool:
-        """Whether `ops` supports these options of the loss; only our operators support all."""
-        return self.ops is operators or (weights is None and self.softcap is None and not z_loss)
+        # Only our operators support weights, caps and z-loss; the gradient of each row is then
+        # known in the forward pass, so the logits are computed once.
+        is_plain = weights is None and self.softcap is None and not z_loss
+        if is_plain and self.ops is not operators:
+            return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="sum")
+        return operators.linear_cross_entropy(
+            self.hidden,
+            self.weight,
+            targets,
+            weights=weights,
+            reduction="sum",
+            softcap=self.softcap,
+            z_loss=z_loss,
+        )
 
     def _token_losses(self, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
         """Compute the losses of the local positions."""

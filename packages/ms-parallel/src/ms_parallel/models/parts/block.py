@@ -77,12 +77,22 @@ class Block(nn.Module):
         norms = self.norms
         # Each norm may be absent: pre-norm (Llama), post-norm (OLMo 2) or both (Gemma).
         branch = self.self_attn(self._normed(norms.before_attention, hidden), context=context)
-        hidden = self._added(hidden, self._normed(norms.after_attention, branch))
-        branch = self.mlp(self._normed(norms.before_mlp, hidden), context=context)
-        return self._added(hidden, self._normed(norms.after_mlp, branch))
+        branch = self._scaled(self._normed(norms.after_attention, branch))
+        hidden, normed = self._normed_sum(norms.before_mlp, hidden, branch)
+        branch = self.mlp(normed, context=context)
+        return hidden + self._scaled(self._normed(norms.after_mlp, branch))
+
+    def _normed_sum(
+        self, name: str | None, hidden: Tensor, branch: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        norm = None if name is None else getattr(self, name)
+        if isinstance(norm, RMSNorm):
+            return norm.of_sum(hidden, branch)
+        hidden = hidden + branch
+        return hidden, hidden if norm is None else norm(hidden)
 
     def _normed(self, name: str | None, hidden: Tensor) -> Tensor:
         return hidden if name is None else getattr(self, name)(hidden)
 
-    def _added(self, hidden: Tensor, new: Tensor) -> Tensor:
-        return hidden + (new if self.residual == 1.0 else new * self.residual)
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.residual == 1.0 else branch * self.residual

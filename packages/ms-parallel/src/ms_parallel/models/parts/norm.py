@@ -25,6 +25,19 @@ class RMSNorm(nn.Module):
         """Normalize x (..., width) over its last dim."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
+    def of_sum(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + branch (..., width), and the sum normalized; in one pass if `ops` can.
+
+        A hook, such as tensor parallelism's on this module, needs the module to be called.
+        """
+        add_rms_norm = getattr(self.ops, "add_rms_norm", None)  # of `ms_kernels`, not of `Ops`
+        is_hooked = self._forward_hooks or self._forward_pre_hooks
+        if add_rms_norm is None or is_hooked or type(self) is not RMSNorm:
+            x = x + branch
+            return x, self(x)
+        normed, x = add_rms_norm(branch, x, self.weight, self.eps)
+        return x, normed
+
 
 class UnitOffsetNorm(RMSNorm):
     """Gemma's norm: scales by 1 + weight and computes in float32."""
