@@ -18,8 +18,21 @@ from ms_parallel.schedules import Schedule
 PLAIN = AdamWConfig(learning_rate=1e-3, max_grad_norm=None)
 
 
-def full_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
-    """Gathered gradients of one update on `rows` rows, of the parameters of this rank's stages."""
+def random_experts(engine: Engine, tokens: Tensor) -> Tensor:
+    """Distinct random experts of each token and layer, (B, S, L, k)."""
+    mixture = engine.config.mixture
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(
+        *tokens.shape, len(mixture.layers), mixture.choice.num_experts, generator=generator
+    )
+    return scores.topk(mixture.choice.num_experts_per_tok, -1).indices
+
+
+def full_gradients(engine: Engine, rows: int, replay: bool = False) -> dict[str, list[float]]:
+    """Gathered gradients of one update on `rows` rows, of the parameters of this rank's stages.
+
+    With `replay`, tokens are routed to random experts.
+    """
     grads: dict[str, Tensor] = {}
 
     def record(gradients: dict[str, Tensor] | None, norm: float, rate: float) -> None:
@@ -39,13 +52,16 @@ def full_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
             grads[name] = full.clone()
 
     engine.trained.apply = record  # type: ignore[method-assign,assignment]
-    engine.step(local_rows(global_batch(0, rows=rows), engine.groups), NextTokenLoss())
+    batch = global_batch(0, rows=rows)
+    if replay:
+        batch["routed_experts"] = random_experts(engine, batch["tokens"])
+    engine.step(local_rows(batch, engine.groups), NextTokenLoss())
     assert grads.keys() == engine.parameters.keys()  # otherwise nothing would be compared
     return {name: gradient.flatten().tolist() for name, gradient in grads.items()}
 
 
 def gradients(jobs: list[dict[str, Any]], digits: str) -> list[dict[str, list[float]]]:
-    """Gradients of each job, with `layout`, model `settings`, `rows`, `options` and `table`."""
+    """Gradients of each job: `layout`, model `settings`, `rows`, `options`, `table`, `replay`."""
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, digits))
     results = []
@@ -54,7 +70,8 @@ def gradients(jobs: list[dict[str, Any]], digits: str) -> list[dict[str, list[fl
         options = {"microbatch_size": 1, "optimizer": PLAIN, **job.get("options", {})}
         if "table" in job:
             options["schedule"] = Schedule.from_csv(job["table"])
-        results.append(full_gradients(build(job["settings"], groups, **options), job["rows"]))
+        engine = build(job["settings"], groups, **options)
+        results.append(full_gradients(engine, job["rows"], job.get("replay", False)))
     return results
 
 

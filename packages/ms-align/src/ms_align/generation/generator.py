@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from attrs import define
+from attrs import define, evolve
 from torch import Tensor, nn
 
 from ms_align.arguments import check_integer, check_type, shown
@@ -21,6 +21,7 @@ from ms_align.generation.fused import FusedReader, fused_reader
 from ms_align.generation.reader import ModelReader, Reader, decodes_statically, reader_of
 from ms_align.generation.response_buffer import ResponseBuffer
 from ms_align.generation.responses import Responses
+from ms_align.generation.routing import ExpertRecorder
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.static_batch import (
     CHECK_EVERY,
@@ -51,6 +52,8 @@ class LocalGenerator:
             device.
         kernels: attend with `ms_kernels.decode_attention` in a step with static shapes. None: if
             ms-kernels and Triton are installed and the device is a GPU.
+        records_experts: return the experts of each token, of a model with experts. It decodes
+            without static shapes.
 
     Raises:
         ModelError: the model does not support a KV cache.
@@ -66,6 +69,7 @@ class LocalGenerator:
         static_shapes: bool | None = None,
         cuda_graph: bool | None = None,
         kernels: bool | None = None,
+        records_experts: bool = False,
     ) -> None:
         self.model: LanguageModel = language_model(model)
         check_integer("max_num_seqs", max_num_seqs, minimum=1, error=ConfigError)
@@ -76,6 +80,7 @@ class LocalGenerator:
         self.fused = fused
         weight = next(self.model.module.parameters())
         on_cpu, on_cuda = weight.device.type == "cpu", weight.device.type == "cuda"
+        self.records_experts = records_experts
         self.static_shapes = not on_cpu if static_shapes is None else static_shapes
         self.cuda_graph = on_cuda if cuda_graph is None else cuda_graph and on_cuda
         self.kernels = (
@@ -92,7 +97,11 @@ class LocalGenerator:
 
     def _decodes_statically(self, reader: Reader) -> bool:
         """Return True if the step of this reader runs with static shapes."""
-        if not self.static_shapes or not isinstance(reader, FusedReader | ModelReader):
+        if (
+            self.records_experts
+            or not self.static_shapes
+            or not isinstance(reader, FusedReader | ModelReader)
+        ):
             return False
         if not self._static_verified and self.kernels:
             self.kernels = decodes_statically(reader, self.model, use_kernels=True)
@@ -126,6 +135,13 @@ class LocalGenerator:
         buffer = ResponseBuffer.empty(len(prompts) * count, sampling, seed, device)
         reader = self._reader()
         longest_prompt = max(len(prompt) for prompt in prompts)
+        recorder: ExpertRecorder | None = None
+        if self.records_experts:
+            recorder = ExpertRecorder(
+                self.model.module,
+                rows=len(prompts) * count,
+                positions=longest_prompt + sampling.max_new_tokens,
+            )
         if self._decodes_statically(reader):
             batch = StaticBatch(
                 cast(StaticReader, reader),
@@ -137,9 +153,15 @@ class LocalGenerator:
             )
             generate(batch, prompts, count, self.decode)
         else:
-            self._generate_in_columns(reader, prompts, count, buffer)
+            self._generate_in_columns(reader, prompts, count, buffer, recorder)
         self.model.module.train(training)
-        return buffer.responses()
+        responses = buffer.responses()
+        if recorder is None:
+            return responses
+        recorder.close()
+        lengths = torch.tensor([len(prompt) for prompt in prompts for _ in range(count)])
+        experts = recorder.result(lengths + responses.lengths)
+        return evolve(responses, routed_experts=experts)
 
     def _generate_in_columns(
         self,
@@ -147,6 +169,7 @@ class LocalGenerator:
         prompts: Sequence[Sequence[int]],
         count: int,
         buffer: ResponseBuffer,
+        recorder: ExpertRecorder | None,
     ) -> None:
         """Generate all responses with the KV cache of `Columns`."""
         device, sampling = buffer.tokens.device, buffer.sampling
@@ -164,10 +187,12 @@ class LocalGenerator:
             if queue and len(active.rows) < self.max_num_seqs:
                 free = self.max_num_seqs - len(active.rows)
                 new = [queue.pop() for _ in range(min(free, len(queue)))]
-                self._prefill(reader, new, prompts, count, active, buffer)
+                self._prefill(reader, new, prompts, count, active, buffer, recorder)
                 steps = 0
             else:
                 logits = reader.step(active.tokens, active.positions, active.columns)
+                if recorder is not None:
+                    recorder.add_step(active.rows, active.positions)
                 # A finished row may stay in the batch, but must not run beyond the context.
                 active.positions = active.positions + (~buffer.finished[active.rows]).long()
                 sampled = buffer.sample(logits, active.rows)
@@ -187,6 +212,7 @@ class LocalGenerator:
         count: int,
         active: "_ActiveRows",
         buffer: "ResponseBuffer",
+        recorder: ExpertRecorder | None,
     ) -> None:
         """Prefill the distinct prompts of new rows, and sample the first tokens."""
         distinct = sorted({row // count for row in new})
@@ -198,6 +224,8 @@ class LocalGenerator:
             tokens[row, : len(prompts[index])] = torch.as_tensor(prompts[index])
         logits, layers = reader.prefill(tokens.to(device), lengths.to(device))
         rows = torch.tensor(new, device=device)
+        if recorder is not None:
+            recorder.add_prompts(rows, copies)
         active.columns.add(layers, lengths, copies)
         active.positions = torch.cat((active.positions, lengths[copies].to(device)))
         sampled = buffer.sample(logits[copies.to(device)], rows)

@@ -64,6 +64,9 @@ class Responses:
     tool_mask: Tensor | None = None
     """(N, T) bool, False at tokens that the policy did not sample, such as results of tools. None:
     all tokens were sampled."""
+    routed_experts: Tensor | None = None
+    """(N, P + T - 1, layers, k) int16, experts of each row's prompt and response except the last
+    token; -1 after the end of a row. None: not recorded."""
     episodes: Sequence[Episode] | None = None
     """Record of each response's episode. None: responses of one turn."""
 

@@ -4,6 +4,7 @@ from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.decoder_config import DecoderConfig
+from ms_parallel.models.experts.routing import record_experts, replay_experts
 from ms_parallel.models.families.transformer_xl import TransformerXL, TransformerXLConfig
 from ms_parallel.models.huggingface.config import TransformersModel
 from ms_parallel.models.huggingface.vision import VisionLanguageModel
@@ -25,4 +26,6 @@ __all__ = [
     "architecture",
     "build_model",
     "model_plan",
+    "record_experts",
+    "replay_experts",
 ]

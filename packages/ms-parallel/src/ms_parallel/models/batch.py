@@ -9,8 +9,8 @@ from ms_parallel.errors import ConfigError
 
 Batch = Mapping[str, Tensor]
 """`tokens` (B, S) int64; optionally `targets` (already shifted, -100 for no loss), `weights`,
-`positions`, `documents` and other inputs of the loss, all with B rows; for vision models also the
-keys in `PICTURES`."""
+`positions`, `documents` and other inputs of the loss, all with B rows; to replay the choices of
+routers, `routed_experts` (see `replay_experts`); for vision models also the keys in `PICTURES`."""
 
 IGNORED = -100
 """Target value that contributes no loss."""

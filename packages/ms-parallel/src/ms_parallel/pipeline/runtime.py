@@ -15,6 +15,7 @@ from ms_parallel.memory.modes import Sharding
 from ms_parallel.memory.offload import offloading
 from ms_parallel.models.batch import Batch, pictures_of
 from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.experts.routing import replay_experts
 from ms_parallel.models.staged import RowSplit
 from ms_parallel.pipeline.messages import Mailbox
 from ms_parallel.pipeline.recorder import ComputationRecorder
@@ -246,12 +247,14 @@ class Runtime:
             stage_input = step.inputs[key] = stage_input.detach().requires_grad_()
         if key in step.split:
             step.deferred[key] = DeferredWeightGrads()
+        row_split, pictures = step.row_splits[microbatch], pictures_of(batch)
+        experts = batch.get("routed_experts")
         with (
             self.recorder or UNTIMED,
             defer_weight_grads(step.deferred[key]) if key in step.split else UNTIMED,
             offloading(self.stages[stage]) if self.offload else UNTIMED,
+            UNTIMED if experts is None else replay_experts(self.stages[stage], experts, row_split),
         ):
-            row_split, pictures = step.row_splits[microbatch], pictures_of(batch)
             hidden = self.calls[stage](
                 stage_input,
                 positions=batch.get("positions"),

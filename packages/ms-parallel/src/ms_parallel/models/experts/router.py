@@ -17,6 +17,32 @@ from ms_parallel.models.staged import Context
 from ms_parallel.operators.cpu import widen
 
 
+class Replay:
+    """Experts that a router uses instead of its selection.
+
+    Args:
+        experts: (B, S, k) int64, all positions; where the first of k is negative, the router
+            selects.
+    """
+
+    def __init__(self, experts: Tensor) -> None:
+        self.experts = experts
+        zero = torch.zeros((), dtype=torch.int64, device=experts.device)
+        self.count, self.differing = zero, zero
+        """Replayed tokens, and those for which the router selects other experts."""
+
+    def replace(self, selected: Tensor, part: int) -> Tensor:
+        """Replace the selected experts (B, S, k) of slice `part` of the positions."""
+        first = part * selected.shape[1]
+        recorded = self.experts[:, first : first + selected.shape[1]]
+        replayed = recorded[..., :1] >= 0  # (B, S, 1)
+        # Compared as sets: the order of a token's experts does not matter.
+        differs = (selected.sort(-1).values != recorded.sort(-1).values).any(-1, keepdim=True)
+        self.count = self.count + replayed.sum()
+        self.differing = self.differing + (replayed & differs).sum()
+        return torch.where(replayed, recorded, selected)
+
+
 class Router(nn.Module, RouterWithStats):
     """Linear router with top-k selection.
 
@@ -40,6 +66,10 @@ class Router(nn.Module, RouterWithStats):
         """Gathers all positions (B, S, ...) from each rank's slice (B, local S, ...)."""
         self.part = 0
         """Index of this rank's slice of the positions."""
+        self.replay: Replay | None = None
+        """Recorded experts of the current forward pass; None to select them."""
+        self.on_selection: Callable[[Tensor], None] | None = None
+        """Called with the experts (B, S, k) of each forward pass."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Convert the parameters; keep the selection bias in float32, where its steps are exact."""
@@ -91,6 +121,10 @@ class Router(nn.Module, RouterWithStats):
             mask = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, top_groups, False)
             scores = grouped.masked_fill(mask[..., None], -torch.inf).flatten(-2)
         experts = scores.topk(choice.num_experts_per_tok, -1).indices
+        if self.replay is not None:
+            experts = self.replay.replace(experts, self.part)
+        if self.on_selection is not None:
+            self.on_selection(experts)
         if stats is not None:
             stats.record(experts, probs)
         return experts

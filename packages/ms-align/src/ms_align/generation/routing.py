@@ -1,0 +1,72 @@
+"""Records the experts that sampled each token, for replay in training.
+
+Shapes: N responses, B rows of a forward pass, S positions of prompt and response without the last
+token, L layers with experts, k experts per token.
+"""
+
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from ms_align.errors import ModelError
+
+FREE = -1
+"""Replaces the experts of a position to let the router select."""
+
+
+class ExpertRecorder:
+    """Collects the experts of all responses from the forward passes of a generator.
+
+    Args:
+        module: model of ms-parallel with experts.
+        rows: number of responses N.
+        positions: maximum S.
+
+    Raises:
+        ModelError: the model has no experts that can be recorded.
+    """
+
+    def __init__(self, module: nn.Module, *, rows: int, positions: int) -> None:
+        self._shape = rows, positions
+        self._context = ExitStack()
+        self._experts: Tensor | None = None
+        """(N, S, L, k) int16; None before the first forward pass."""
+        try:
+            from ms_parallel.models import record_experts
+
+            self._latest = self._context.enter_context(record_experts(module))
+        except (ImportError, ValueError) as error:
+            raise ModelError(
+                f"router_replay needs a model of ms-parallel with experts ({error}); remove "
+                "router_replay"
+            ) from error
+
+    def close(self) -> None:
+        """Stop recording."""
+        self._context.close()
+
+    def add_prompts(self, rows: Tensor, copies: Tensor) -> None:
+        """Store the experts of prompts, given the prompt index (B,) of each response (B,)."""
+        latest = self._latest().to(torch.int16)  # (distinct prompts, prompt length, L, k)
+        self._columns(latest)[rows, : latest.shape[1]] = latest[copies.to(latest.device)]
+
+    def add_step(self, rows: Tensor, positions: Tensor) -> None:
+        """Store the experts of one more token per response, at positions (B,)."""
+        latest = self._latest().to(torch.int16)  # (B, 1, L, k)
+        columns = self._columns(latest)
+        # Finished rows may run beyond the last position.
+        columns[rows, positions.clamp(max=columns.shape[1] - 1)] = latest[:, 0]
+
+    def _columns(self, latest: Tensor) -> Tensor:
+        if self._experts is None:
+            self._experts = latest.new_full((*self._shape, *latest.shape[2:]), FREE)
+        return self._experts
+
+    def result(self, lengths: Tensor) -> Tensor:
+        """Return the experts (N, S, L, k) int16 of rows with `lengths` (N,) tokens each."""
+        assert self._experts is not None
+        experts = self._experts[:, : int(lengths.max()) - 1].cpu()
+        # The last token of a row is only a target.
+        padding = torch.arange(experts.shape[1]) >= lengths[:, None] - 1
+        return experts.masked_fill(padding[..., None, None], FREE)
