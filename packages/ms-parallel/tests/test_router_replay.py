@@ -70,7 +70,7 @@ def test_replayed_gradients_equal_those_of_the_recorded_choice_bit_for_bit(recom
 
 
 def test_differing_selections_are_counted_and_negative_experts_are_selected() -> None:
-    """Of 2 rows, one is replayed; the counts cover only its tokens."""
+    """One of two rows is replayed; the counts cover only its tokens."""
     batch, module = dict(global_batch(0, rows=2)), engine_of().stages[0]
     own = recorded(module, batch)
     favor(module)
