@@ -129,7 +129,7 @@ class FusedReader:
         self._layers = [self._rewrite(layer) for layer in _layers(module)]
         self._embedding: Tensor = module.model.embed_tokens.weight
         self._norm: Tensor = module.model.norm.weight
-        self._head = _head(model).t().contiguous()
+        self._head = _transposed(_head(model))
         self._rotation_table: Tensor | None = None
 
     def _rewrite(self, layer: Any) -> _Layer:
@@ -150,14 +150,14 @@ class FusedReader:
             )
         return _Layer(
             attn_norm=layer.input_layernorm.weight,
-            qkv=torch.cat(weights).t().contiguous(),
+            qkv=_transposed(torch.cat(weights)),
             qkv_bias=None if biases[0] is None else torch.cat(biases),
             qk_norms=qk_norms,
-            out=attention.o_proj.weight.t().contiguous(),
+            out=_transposed(attention.o_proj.weight),
             out_bias=attention.o_proj.bias,
             mlp_norm=layer.post_attention_layernorm.weight,
-            gate_up=torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)).t().contiguous(),
-            down=mlp.down_proj.weight.t().contiguous(),
+            gate_up=_transposed(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))),
+            down=_transposed(mlp.down_proj.weight),
         )
 
     def _pair_rows(self, rows: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class FusedReader:
         hidden = F.embedding(tokens, self._embedding)
         cache = []
         for layer in self._layers:
-            q, kv = self._project(hidden, layer, rotation)
+            q, kv = self._project(self._attn_norm(hidden, layer), layer, rotation)
             cache.append(kv)
             k, v = kv.unbind(-3)  # (B, S, Hk, D) each
             attended = F.scaled_dot_product_attention(
@@ -202,7 +202,7 @@ class FusedReader:
             bias = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, -torch.inf)
             bias = bias[:, None, None]  # (B, 1, 1, W + 1)
         for index, layer in enumerate(self._layers):
-            q, kv = self._project(hidden, layer, rotation)
+            q, kv = self._project(self._attn_norm(hidden, layer), layer, rotation)
             keys, values = cache = columns.view(index, 1)  # (B, Hk, W + 1, D) each
             cache[:, :, :, -1] = kv.transpose(0, 1)
             attended = F.scaled_dot_product_attention(
@@ -218,27 +218,70 @@ class FusedReader:
 
     def decode(self, tokens: Tensor, cache: DecodeCache) -> Tensor:
         """Compute logits (R, V) after one more token per row."""
-        rotation = self._rotation(cache.positions, cache.capacity)[:, None]
+        rows, with_kernels = len(tokens), cache.use_kernels
+        rotation = self._rotation(cache.positions, cache.capacity)[:, None]  # (R, 1, D/2)
+        cos, sin = rotation.real.contiguous(), rotation.imag.contiguous()
         hidden = F.embedding(tokens, self._embedding)
-        for index, layer in enumerate(self._layers):
-            q, kv = self._project(hidden, layer, rotation)  # (R, Hq, D), (R, 2, Hk, D)
-            cache.write(index, kv)
-            attended = cache.attend(index, q)
-            hidden = self._finish_block(hidden, attended.reshape(len(tokens), -1), layer)
-        return self._logits(hidden)
+        normed = self._attn_norm(hidden, self._layers[0])
+        # Each sum with the residual is normalized at once, for the next part of the model.
+        norms = [*(layer.attn_norm for layer in self._layers[1:]), self._norm]
+        for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
+            if with_kernels:
+                from ms_kernels import rotary
 
-    def _project(self, hidden: Tensor, layer: _Layer, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute rotated queries (..., Hq, D), and rotated keys with values (..., 2, Hk, D)."""
-        normed = F.rms_norm(hidden, layer.attn_norm.shape, layer.attn_norm, self.epsilon)
+                q, k, v = self._heads(normed, layer).split(
+                    (self.q_heads, self.kv_heads, self.kv_heads), -2
+                )
+                q, k = rotary(q[:, None], k[:, None], cos, sin, interleaved=True)
+                q, k = q[:, 0], k[:, 0]
+            else:
+                q, kv = self._project(normed, layer, rotation)
+                k, v = kv.unbind(1)
+            cache.write(index, k, v)
+            out = cache.attend(index, q).reshape(rows, -1) @ layer.out
+            if layer.out_bias is not None:
+                out += layer.out_bias
+            normed, hidden = self._add_norm(out, hidden, layer.mlp_norm, with_kernels)
+            gate, up = (normed @ layer.gate_up).chunk(2, -1)  # (R, I) each
+            if with_kernels:
+                from ms_kernels import swiglu
+
+                inner = swiglu(gate, up)
+            else:
+                inner = F.silu(gate).mul_(up)
+            normed, hidden = self._add_norm(inner @ layer.down, hidden, next_norm, with_kernels)
+        return normed @ self._head
+
+    def _add_norm(
+        self, new: Tensor, residual: Tensor, weight: Tensor, with_kernels: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the normalized sum (R, H) and the sum."""
+        if with_kernels:
+            from ms_kernels import add_rms_norm
+
+            return add_rms_norm(new, residual, weight, self.epsilon)
+        total = residual + new
+        return F.rms_norm(total, weight.shape, weight, self.epsilon), total
+
+    def _attn_norm(self, hidden: Tensor, layer: _Layer) -> Tensor:
+        return F.rms_norm(hidden, layer.attn_norm.shape, layer.attn_norm, self.epsilon)
+
+    def _heads(self, normed: Tensor, layer: _Layer) -> Tensor:
+        """Compute queries, keys and values before rotation, (..., Hq + 2 Hk, D)."""
         qkv = normed @ layer.qkv  # (..., (Hq + 2 Hk) D)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
-        heads = qkv.view(*hidden.shape[:-1], self.q_heads + 2 * self.kv_heads, self.head_dim)
-        qk = heads[..., : self.q_heads + self.kv_heads, :]  # (..., Hq + Hk, D), a view
+        heads = qkv.view(*normed.shape[:-1], self.q_heads + 2 * self.kv_heads, self.head_dim)
         if layer.qk_norms is not None:
-            q, k = torch.split(qk, [self.q_heads, self.kv_heads], dim=-2)
+            q, k, _ = heads.split((self.q_heads, self.kv_heads, self.kv_heads), -2)
             q.copy_(F.rms_norm(q, (self.head_dim,), layer.qk_norms[0], self.epsilon))
             k.copy_(F.rms_norm(k, (self.head_dim,), layer.qk_norms[1], self.epsilon))
+        return heads
+
+    def _project(self, normed: Tensor, layer: _Layer, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute rotated queries (..., Hq, D), and rotated keys with values (..., 2, Hk, D)."""
+        heads = self._heads(normed, layer)
+        qk = heads[..., : self.q_heads + self.kv_heads, :]  # (..., Hq + Hk, D), a view
         # In place: qk is a view of the projection's output. Half precision is rotated in float32.
         wide = qk.float() if self.half else qk
         pairs = torch.view_as_complex(wide.view(*qk.shape[:-1], -1, 2))  # (..., D/2)
@@ -270,6 +313,11 @@ class FusedReader:
         if self._rotation_table is None or self._rotation_table.shape[0] < count:
             self._rotation_table = _rotations(self._model, max(256, 2 * count), positions.device)
         return self._rotation_table[positions]
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    """Transpose a weight (out, in), in the memory layout that the device multiplies fastest."""
+    return weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
 
 
 def _pair_order(head_dim: int) -> Tensor:

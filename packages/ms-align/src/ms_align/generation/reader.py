@@ -251,7 +251,7 @@ class _PromptCache(_Cache):
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         assert layer == len(self.layers), "layers must run in order"
-        self.layers.append(_stacked(k, v))
+        self.layers.append(torch.stack(_same_width(k, v), 2))
         return k, v
 
 
@@ -285,7 +285,8 @@ class _DecodeStep(_Cache):
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self._layer, self._value_width = layer, v.shape[3]
-        self._cache.write(layer, _stacked(k, v)[:, 0])
+        k, v = _same_width(k, v)
+        self._cache.write(layer, k[:, 0], v[:, 0])
         return k, v
 
     def _attend(self, q: Tensor, **settings: Any) -> Tensor:
@@ -297,12 +298,12 @@ class _DecodeStep(_Cache):
         return attended[:, None, :, : self._value_width]
 
 
-def _stacked(k: Tensor, v: Tensor) -> Tensor:
-    """Stack keys and values (B, S, Hk, D) to (B, S, 2, Hk, D); values may be narrower."""
-    width = max(k.shape[3], v.shape[3])  # values are narrower in multi-head latent attention
-    if k.shape[3] != v.shape[3]:
-        k, v = (F.pad(x, (0, width - x.shape[3])) for x in (k, v))
-    return torch.stack((k, v), 2)
+def _same_width(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Pad keys or values (..., D); they differ in multi-head latent attention."""
+    width = max(k.shape[-1], v.shape[-1])
+    padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (k, v))
+    k, v = padded
+    return k, v
 
 
 def _call_staged(model: LanguageModel, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:

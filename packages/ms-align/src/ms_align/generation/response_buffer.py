@@ -88,27 +88,6 @@ class ResponseBuffer:
         self.finished[rows] |= stopped | (self.lengths[rows] >= self.tokens.shape[1])
         return self.finished[rows]
 
-    def cut_at_stop_strings(self, rows: list[int], starts: list[int], decode: Decode) -> None:
-        """End responses at their first stop string, and discard the tokens after it. Synchronizes.
-
-        Args:
-            rows: responses to check.
-            starts: for each, its length at the previous check, as each token is checked once.
-            decode: converts tokens to text.
-        """
-        strings = self.sampling.stop_strings
-        lookback = max_stop_tokens(strings)
-        lengths, tokens = self.lengths.tolist(), self.tokens.cpu()
-        for row, start in zip(rows, starts, strict=True):
-            for end in range(start + 1, lengths[row] + 1):
-                tail = tokens[row, max(0, end - lookback) : end].tolist()
-                if contains_stop_string(tail, strings, decode):
-                    for column in (self.tokens, self.logprobs, self.sampling_logprobs):
-                        column[row, end:] = 0
-                    self.lengths[row] = end
-                    self.stopped[row] = self.finished[row] = True
-                    break
-
     def _has_stop_string(self, rows: list[int], decode: Decode) -> Tensor:
         """Return which rows' newest token completed a stop string, (B,) bool."""
         strings = self.sampling.stop_strings

@@ -8,19 +8,18 @@ R rows, C capacity of the cache in positions, Hq query heads, Hk KV heads, D hea
 """
 
 import importlib.util
-import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ms_align.generation.cuda_graph import capture, warm_up
+from ms_align.generation.drawing import SampledTokens, sample_tokens
 from ms_align.generation.response_buffer import ResponseBuffer
-from ms_align.generation.stops import Decode
+from ms_align.generation.stops import Decode, contains_stop_string, max_stop_tokens
 
-logger = logging.getLogger(__name__)
 CHECK_EVERY = 8
 """Steps between checks for finished rows; each check synchronizes."""
 BLOCK = 256
@@ -91,9 +90,12 @@ class DecodeCache:
             prompts = layer[copies].transpose(1, 2).transpose(0, 1)  # (2, m, P, Hk, D)
             self.layers[index][:, slots, : layer.shape[1]] = prompts
 
-    def write(self, layer: int, kv: Tensor) -> None:
-        """Write keys and values (R, 2, Hk, D) of the newest tokens."""
-        self.layers[layer][:, self._rows, self.positions] = kv.transpose(0, 1)
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write the keys and values (R, Hk, D) of the newest tokens."""
+        keys, values = self.layers[layer]
+        index = (self._rows, self.positions)
+        keys.index_put_(index, k)
+        values.index_put_(index, v)
 
     def attend(
         self,
@@ -184,12 +186,16 @@ class StaticBatch:
 
     Args:
         reader: runs the model.
-        buffer: responses, of which the batch decodes R at a time.
+        buffer: all responses, of which the batch decodes R at a time.
         rows: R.
         longest_prompt: tokens of the longest prompt of all responses.
         use_graph: capture the step in a CUDA graph.
         use_kernels: see `DecodeCache`.
     """
+
+    STATE = ("tokens", "positions", "active", "counts", "out_tokens", "logprobs",
+             "sampling_logprobs", "uniforms")  # fmt: skip
+    """Tensors with one entry per row."""
 
     def __init__(
         self,
@@ -201,16 +207,27 @@ class StaticBatch:
         use_graph: bool,
         use_kernels: bool,
     ) -> None:
-        device = buffer.tokens.device
+        device, self.longest = buffer.tokens.device, buffer.tokens.shape[1]
         self.reader, self.buffer, self.use_graph = reader, buffer, use_graph
-        self.limit = _rounded(longest_prompt + buffer.tokens.shape[1])
+        self.limit = _rounded(longest_prompt + self.longest)
         """Capacity that every response fits in."""
         capacity = min(self.limit, _rounded(longest_prompt + ROOM))
         self.cache = DecodeCache(rows, capacity, device, use_kernels=use_kernels)
-        # The tensors that a step reads and writes; (R,) int64 each.
-        self.rows = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Index of the response in each row."""
-        self.tokens, self.positions = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
+        # The tensors that a step reads and writes.
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        """(R,) newest tokens."""
+        self.positions = torch.zeros_like(self.tokens)
+        """(R,) positions of the newest tokens."""
+        self.active = torch.zeros_like(self.tokens, dtype=torch.bool)
+        """(R,) False for finished rows."""
+        self.counts = torch.zeros_like(self.tokens)
+        """(R,) number of sampled tokens."""
+        # One more column than a response has: finished rows write there.
+        shape = (rows, self.longest + 1)
+        self.out_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(shape, device=device)
+        self.sampling_logprobs = torch.zeros(shape, device=device)
+        self.uniforms = torch.zeros(shape, dtype=buffer.uniforms.dtype, device=device)
         # What the host knows without asking the device.
         self.responses: list[int | None] = [None] * rows
         """Response in each row; None for a free row."""
@@ -219,13 +236,13 @@ class StaticBatch:
         self._lengths = [0] * rows
         """Sampled tokens of each row, unless it stopped since the last check."""
         self._checked = [0] * rows
-        """Sampled tokens of each row at the last check."""
+        """Sampled tokens of each row that were searched for stop strings."""
         self._replay: Callable[[], None] | None = None
         self._warm = False
 
     @property
-    def active(self) -> list[int]:
-        """Rows in use."""
+    def busy(self) -> list[int]:
+        """Rows with a response that was unfinished at the last check."""
         return [row for row, response in enumerate(self.responses) if response is not None]
 
     @property
@@ -241,78 +258,125 @@ class StaticBatch:
             prompts: all prompts.
             count: responses per prompt.
         """
-        device = self.tokens.device
-        slots = [row for row, response in enumerate(self.responses) if response is None][: len(new)]
+        device, buffer = self.tokens.device, self.buffer
+        free = [row for row, response in enumerate(self.responses) if response is None]
         distinct = sorted({response // count for response in new})
         lengths = torch.tensor([len(prompts[index]) for index in distinct])
-        tokens = torch.zeros(len(distinct), int(lengths.max()), dtype=torch.int64)
+        padded = torch.zeros(len(distinct), int(lengths.max()), dtype=torch.int64)
         for row, index in enumerate(distinct):
-            tokens[row, : len(prompts[index])] = torch.as_tensor(prompts[index])
-        place = {index: row for row, index in enumerate(distinct)}
-        copies = torch.tensor([place[response // count] for response in new], device=device)
-        on_device = lengths.to(device)
-        logits, layers = self.reader.prefill(tokens.to(device), on_device)
-        chosen = torch.tensor(slots, device=device)
-        self.cache.add(chosen, layers, copies)
-        rows = torch.tensor(new, device=device)
-        sampled = self.buffer.sample(logits[copies], rows)
-        self.buffer.append(rows, sampled)
-        self.buffer.update_finished(rows, sampled.tokens, None)
+            padded[row, : len(prompts[index])] = torch.as_tensor(prompts[index])
+        order = {index: row for row, index in enumerate(distinct)}
+        copies = torch.tensor([order[response // count] for response in new], device=device)
+        device_lengths = lengths.to(device)
+        logits, layers = self.reader.prefill(padded.to(device), device_lengths)
+        rows = torch.tensor(free[: len(new)], device=device)
+        self.cache.add(rows, layers, copies)
+        uniforms = buffer.uniforms[torch.tensor(new, device=device)]  # (m, T)
+        sampled = sample_tokens(logits[copies], buffer.sampling, uniforms[:, 0])
         # In place, as a graph reads these tensors.
-        self.rows[chosen], self.tokens[chosen] = rows, sampled.tokens
-        self.positions[chosen] = on_device[copies]
-        for slot, response in zip(slots, new, strict=True):
-            self.responses[slot] = response
-            self._ends[slot] = len(prompts[response // count])
-            self._lengths[slot], self._checked[slot] = 1, 0
+        self.uniforms[rows, : self.longest] = uniforms
+        self.tokens[rows], self.positions[rows] = sampled.tokens, device_lengths[copies]
+        for column, first in self._columns(sampled):
+            column[rows] = 0
+            column[rows, 0] = first
+        self.counts[rows] = 1
+        self.active[rows] = ~self._is_stop(sampled.tokens) & (self.longest > 1)
+        for row, response in zip(free, new, strict=False):
+            self.responses[row] = response
+            self._ends[row] = len(prompts[response // count])
+            self._lengths[row], self._checked[row] = 1, 0
+
+    def _columns(self, sampled: SampledTokens) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return the columns of the responses, each with its part of new tokens."""
+        return (
+            (self.out_tokens, sampled.tokens),
+            (self.logprobs, sampled.logprobs),
+            (self.sampling_logprobs, sampled.sampling_logprobs),
+        )
+
+    def _is_stop(self, tokens: Tensor) -> Tensor:
+        # Not torch.isin, which synchronizes if there are many stop tokens.
+        return (tokens[:, None] == self.buffer.stops).any(1)
 
     def steps_left(self) -> int:
-        """Return the number of steps until the last active row has its maximum length."""
-        lengths = [self._lengths[row] for row in self.active]
-        return self.buffer.tokens.shape[1] - min(lengths) if lengths else 0
+        """Return the number of steps until the last row has its maximum length."""
+        lengths = [self._lengths[row] for row in self.busy]
+        return self.longest - min(lengths) if lengths else 0
 
     def run(self, steps: int) -> None:
         """Decode a number of tokens per row, without waiting for the device."""
         if not steps:
             return
-        needed = max(self._ends[row] for row in self.active) + steps
+        needed = max(self._ends[row] for row in self.busy) + steps
         if needed > self.cache.capacity:
             self.cache.grow(min(self.limit, max(_rounded(needed), 2 * self.cache.capacity)))
             self._forget_graph()
         for _ in range(steps):
             self._run_step()
-        for row in self.active:
+        for row in self.busy:
             self._ends[row] += steps
             self._lengths[row] += steps
 
     def release_finished(self, decode: Decode | None) -> None:
-        """Free the rows of finished responses; waits for the device.
+        """Move finished responses to the buffer and free their rows; waits for the device.
 
         Args:
             decode: converts tokens to text, to find stop strings.
         """
-        active, buffer = self.active, self.buffer
-        if buffer.sampling.stop_strings and decode is not None:
-            responses = [response for response in self.responses if response is not None]
-            buffer.cut_at_stop_strings(responses, [self._checked[row] for row in active], decode)
-        finished = buffer.finished[self.rows].tolist()
-        for row in active:
-            self._checked[row] = self._lengths[row]
-            if finished[row]:
-                self.responses[row] = None
+        cut = {}
+        if self.buffer.sampling.stop_strings and decode is not None:
+            cut = self._cut_at_stop_strings(decode)
+        active = self.active.tolist()
+        finished = [row for row in self.busy if not active[row]]
+        if not finished:
+            return
+        buffer, device = self.buffer, self.tokens.device
+        rows = torch.tensor(finished, device=device)
+        responses = torch.tensor([self.responses[row] for row in finished], device=device)
+        buffer.tokens[responses] = self.out_tokens[rows, : self.longest]
+        buffer.logprobs[responses] = self.logprobs[rows, : self.longest]
+        buffer.sampling_logprobs[responses] = self.sampling_logprobs[rows, : self.longest]
+        lengths = self.counts[rows]
+        last = self.out_tokens[rows, lengths - 1]
+        by_string = torch.tensor([row in cut for row in finished], device=device)
+        buffer.lengths[responses] = lengths
+        buffer.stopped[responses] = self._is_stop(last) | by_string
+        for row in finished:
+            self.responses[row] = None
+
+    def _cut_at_stop_strings(self, decode: Decode) -> dict[int, int]:
+        """End rows at their first stop string and discard later tokens.
+
+        Returns:
+            New length of each row that has one.
+        """
+        strings, cut = self.buffer.sampling.stop_strings, {}
+        lookback = max_stop_tokens(strings)
+        counts, tokens = self.counts.tolist(), self.out_tokens.cpu()
+        for row in self.busy:
+            # Each token is checked once.
+            for end in range(self._checked[row] + 1, counts[row] + 1):
+                tail = tokens[row, max(0, end - lookback) : end].tolist()
+                if contains_stop_string(tail, strings, decode):
+                    cut[row] = end
+                    for column in (self.out_tokens, self.logprobs, self.sampling_logprobs):
+                        column[row, end:] = 0
+                    self.counts[row], self.active[row] = end, False
+                    break
+            self._checked[row] = counts[row]
+        return cut
 
     def compact(self) -> None:
-        """Shrink to the active rows, if they are at most half of all."""
-        rows, active = len(self.responses), self.active
-        if not active or 2 * len(active) > rows or self.steps_left() < MIN_COMPACTED_STEPS:
+        """Shrink to the unfinished rows, if they are at most half of all."""
+        rows, busy = len(self.responses), self.busy
+        if not busy or 2 * len(busy) > rows or self.steps_left() < MIN_COMPACTED_STEPS:
             return
-        index = torch.tensor(active, device=self.tokens.device)
+        index = torch.tensor(busy, device=self.tokens.device)
         self.cache.select(index)
-        self.rows, self.tokens = self.rows[index], self.tokens[index]
-        self.positions = self.positions[index]
+        for name in self.STATE:
+            setattr(self, name, getattr(self, name)[index])
         for name in ("responses", "_ends", "_lengths", "_checked"):
-            values: list[Any] = getattr(self, name)
-            setattr(self, name, [values[row] for row in active])
+            setattr(self, name, [getattr(self, name)[row] for row in busy])
         self._forget_graph()
 
     def _forget_graph(self) -> None:
@@ -330,16 +394,23 @@ class StaticBatch:
             self._replay()
 
     def _step(self) -> None:
-        """Decode one token per row; changes only what the tensors of this batch hold."""
-        buffer, rows = self.buffer, self.rows
-        # A finished row overwrites its first column, and thereby stays within the cache.
-        self.cache.set_positions(self.positions.masked_fill(buffer.finished[rows], 0))
+        """Decode one token per row; reads and writes only tensors of this batch."""
+        # A finished row overwrites its first column, so it stays within the cache and its
+        # attention costs nothing.
+        self.cache.set_positions(self.positions * self.active)
         logits = self.reader.decode(self.tokens, self.cache)
-        sampled = buffer.sample(logits, rows)
-        buffer.append(rows, sampled)
-        buffer.update_finished(rows, sampled.tokens, None)
+        uniforms = self.uniforms.gather(1, self.counts[:, None])[:, 0]
+        sampled = sample_tokens(logits, self.buffer.sampling, uniforms)
+        column = torch.where(self.active, self.counts, self.longest)[:, None]
+        for values, new in self._columns(sampled):
+            values.scatter_(1, column, new[:, None])
+        self.counts += self.active
+        self.active &= self.counts < self.longest
+        if len(self.buffer.stops):
+            # A stop token is part of the response.
+            self.active.masked_fill_(self._is_stop(sampled.tokens), False)
         self.tokens.copy_(sampled.tokens)
-        self.positions.add_(1)
+        self.positions += 1
 
 
 def _rounded(positions: int) -> int:
@@ -360,7 +431,7 @@ def generate(
     # Reversed, so that pop() takes the responses in order.
     queue = list(range(len(prompts) * count))[::-1]
     rows = len(batch.responses)
-    while queue or batch.active:
+    while queue or batch.busy:
         # A prefill costs several steps, so it waits for an eighth of the rows.
         if queue and batch.free >= max(1, rows // 8):
             new = [queue.pop() for _ in range(min(batch.free, len(queue)))]
