@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 def warm_up(function: Callable[[], None]) -> None:
     """Run a function on a side stream, so that libraries allocate and kernels compile."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         function()

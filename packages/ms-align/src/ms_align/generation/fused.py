@@ -229,9 +229,8 @@ class FusedReader:
             if with_kernels:
                 from ms_kernels import rotary
 
-                q, k, v = self._heads(normed, layer).split(
-                    (self.q_heads, self.kv_heads, self.kv_heads), -2
-                )
+                heads = self._heads(normed, layer)
+                q, k, v = torch.split(heads, [self.q_heads, self.kv_heads, self.kv_heads], -2)
                 q, k = rotary(q[:, None], k[:, None], cos, sin, interleaved=True)
                 q, k = q[:, 0], k[:, 0]
             else:
@@ -273,7 +272,7 @@ class FusedReader:
             qkv += layer.qkv_bias
         heads = qkv.view(*normed.shape[:-1], self.q_heads + 2 * self.kv_heads, self.head_dim)
         if layer.qk_norms is not None:
-            q, k, _ = heads.split((self.q_heads, self.kv_heads, self.kv_heads), -2)
+            q, k, _ = torch.split(heads, [self.q_heads, self.kv_heads, self.kv_heads], -2)
             q.copy_(F.rms_norm(q, (self.head_dim,), layer.qk_norms[0], self.epsilon))
             k.copy_(F.rms_norm(k, (self.head_dim,), layer.qk_norms[1], self.epsilon))
         return heads

@@ -140,8 +140,8 @@ def decodes_statically(reader: StaticReader, model: LanguageModel, *, use_kernel
     columns.add(layers, lengths.cpu(), rows.cpu())
     expected = expected_reader.step(newest, lengths, columns)
     tolerance = TOLERANCE if expected.dtype in (torch.float32, torch.float64) else TOLERANCE_HALF
-    error = (actual - expected.float()).abs().max()
-    return bool(error <= tolerance * expected.float().abs().max())
+    difference = (actual - expected.float()).abs().max()
+    return bool(difference <= tolerance * expected.float().abs().max())
 
 
 class ModelReader:

@@ -143,7 +143,8 @@ class DecodeCache:
             probabilities = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
         else:
             probabilities = scores.softmax(-1)
-        return (probabilities @ v.to(wide)).to(q.dtype).reshape(q.shape)
+        mixed: Tensor = probabilities @ v.to(wide)
+        return mixed.to(q.dtype).reshape(q.shape)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the additive mask of columns, (R, C)."""
