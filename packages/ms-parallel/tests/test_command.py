@@ -167,6 +167,7 @@ def test_old_spellings_are_refused_by_name(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_process_group")
 def test_an_absurd_batch_size_is_refused_before_reading_rows(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,7 +179,9 @@ def test_an_absurd_batch_size_is_refused_before_reading_rows(
     assert "lower batch_size, or set microbatch_size" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("table", ["layout", "parallel_config"])
+@pytest.mark.parametrize(
+    "table", ["layout", pytest.param("parallel_config", marks=pytest.mark.slow)]
+)
 def test_the_suggested_command_works(table: str, corpus: Path, tmp_path: Path) -> None:
     """A single process prints the command to type, and that command trains."""
     run = write_run(tmp_path / "a run.toml", corpus, steps=1)

@@ -105,7 +105,13 @@ def test_checkpoints_load_under_other_layouts(tmp_path: Path) -> None:
         assert result["greedy"][0] == results[0]["greedy"][0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[2])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pipeline=2",
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("data=2", "tensor=2")),
+    ],
+)
 def test_schedules_are_measured_and_steps_recorded(layout: str) -> None:
     """Times come from the device's events and are gathered over its groups."""
     first, second = run_on_rig(2, DEVICE_RUNS, "search_and_record", layout=layout)
@@ -120,7 +126,13 @@ def test_a_custom_module_trains() -> None:
         assert first == second
 
 
-@pytest.mark.parametrize("layout", ["data=1", *LAYOUTS[2]])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("data=1", "tensor=2"),
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("data=2", "pipeline=2")),
+    ],
+)
 def test_trainers_stop_and_resume(layout: str, corpus: Path, tmp_path: Path) -> None:
     """A resumed run has three steps, and the last loss is below the first."""
     count = 1 if layout == "data=1" else 2

@@ -21,11 +21,10 @@ SAVED = {
 LOADED = {
     1: [("tensor=2,pipeline=2", "data=1")],
     2: [("data=1", "tensor=2"), ("tensor=2", "data=2"), ("data=2,tensor=2", "pipeline=2")],
-    4: [("pipeline=2", "data=2,tensor=2")],
 }
 LATE = {
     1: [("data=2,tensor=2,pipeline=2", "data=1")],
-    4: [("data=2", "tensor=2,pipeline=2")],
+    4: [("pipeline=2", "data=2,tensor=2"), ("data=2", "tensor=2,pipeline=2")],
 }
 """Pairs of slow tests."""
 # As in test_layouts: float32 sums in a different order, amplified over four steps.
@@ -67,7 +66,9 @@ def _flat(values: Any) -> list[float]:
     return [x for v in values for x in _flat(v)] if isinstance(values, list) else [values]
 
 
-@pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8))]
+)
 def test_evaluation_and_generation_equal_one_process(folder: Path, count: int) -> None:
     """Losses, logits, greedy and sampled tokens, with prompts of different lengths."""
     expected = saved_results(folder, 1)[0][0]

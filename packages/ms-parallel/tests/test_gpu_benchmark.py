@@ -1,9 +1,9 @@
 """The GPU benchmark runs at tiny sizes on a CPU."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from processes import run_command
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
 
@@ -11,11 +11,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
 def test_all_variants_are_measured(tmp_path: Path) -> None:
     """The plain loop and the default start with the loss of random tokens and write results."""
     variants = ["--variant", "plain", "--variant", "default"]
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), "--tiny", *variants, "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-    )
+    ended = run_command([str(SCRIPT), "--tiny", *variants, "--out", str(tmp_path)])
     assert ended.returncode == 0, ended.stdout + ended.stderr
     results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [result["variant"] for result in results] == ["plain", "default"]

@@ -208,7 +208,7 @@ def test_an_audit_computes_the_float32_loss(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("factor", [1.01, 0.99])
+@pytest.mark.parametrize("factor", [1.01, pytest.param(0.99, marks=pytest.mark.slow)])
 def test_a_matrix_that_is_wrong_by_one_percent_raises_an_alarm(count: int, factor: float) -> None:
     """In a single process of two, or a single data rank of two, which affects half of the tokens.
 

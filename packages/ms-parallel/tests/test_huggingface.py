@@ -148,7 +148,7 @@ LAYOUTS = [
     "tensor=2",
     "pipeline=2",
     "data=3",  # divides no dimension: uneven and empty shards
-    "data=2,tensor=2",
+    pytest.param("data=2,tensor=2", marks=pytest.mark.slow),
     pytest.param("tensor=2,pipeline=2", marks=pytest.mark.slow),
 ]
 COPIED = ["llama-3", "llama-biases", "qwen3"]  # the first is tied
@@ -287,11 +287,15 @@ def test_saving_again_replaces_the_model_and_leaves_other_files(tmp_path: Path) 
     assert load_model(tmp_path).config.model_type == "qwen3"
 
 
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
 def test_a_save_killed_at_any_file_operation_leaves_the_old_or_the_new_model(
-    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exchange: bool, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other files of the folder stay; without an atomic exchange, `restore_folder` repairs it."""
+    """Other files of the folder stay; without an atomic exchange, `restore_folder` repairs it.
+
+    By default every fourth operation is tried.
+    """
     if not exchange:
         monkeypatch.setattr("ms_parallel.files.durable._exchange", lambda *_: False)
     for model_type, seed in (("llama", 1), ("qwen3", 2)):
@@ -302,7 +306,7 @@ def test_a_save_killed_at_any_file_operation_leaves_the_old_or_the_new_model(
     expected = {model_type: weights_of(tmp_path / model_type) for model_type in ("llama", "qwen3")}
     killed = True
     while killed:
-        operation += 1
+        operation += step
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tmp_path / "llama", folder)
         (folder / "tokenizer.json").write_text("{}")

@@ -54,7 +54,7 @@ def kill_one(run: Path, processes: int, when: str, rng: random.Random) -> bool:
         return started.wait(timeout=120) != 0
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_killed_in_a_checkpoint_ends_bit_identical(
     shards: Path, uninterrupted: Path, tmp_path: Path, background: bool
 ) -> None:

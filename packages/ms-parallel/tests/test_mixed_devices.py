@@ -234,6 +234,7 @@ def test_a_run_file_with_invalid_devices_gives_a_one_line_error(
     assert message in line
 
 
+@pytest.mark.usefixtures("no_process_group")
 def test_a_run_on_absent_devices_can_be_inspected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

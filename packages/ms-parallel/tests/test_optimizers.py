@@ -399,7 +399,7 @@ def single_process_states() -> dict[str, dict[str, str]]:
     return dict(zip(MODELS, run_processes(1, RUNS, "run_updates", jobs=all_jobs)[0], strict=True))
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_muon_gives_the_same_bits_under_every_layout(count: int) -> None:
     """Gathered weights and moments after twenty updates equal one process's."""
     ranks = run_processes(count, RUNS, "run_updates", jobs=jobs(LAYOUTS[count], GROUPED))

@@ -63,7 +63,9 @@ def test_one_f_one_b_frees_activations_that_gpipe_holds() -> None:
     assert run_processes(2, PIPELINES, "max_live_microbatches", schedule="gpipe") == [8, 8]
 
 
-@pytest.mark.parametrize("layout", ["data=3", "tensor=4", "pipeline=4"])
+@pytest.mark.parametrize(
+    "layout", ["data=3", pytest.param("tensor=4", marks=pytest.mark.slow), "pipeline=4"]
+)
 def test_other_numbers_of_ranks_equal_one_process(layout: str) -> None:
     """Three ranks shard unevenly, and four stages include inner ones."""
     (expected,) = run_processes(1, PIPELINES, "losses", layout="data=1", steps=4)

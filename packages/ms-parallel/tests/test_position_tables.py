@@ -1,5 +1,6 @@
 """Position tables stay float32 for any compute dtype, and rotations round once."""
 
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -86,9 +87,22 @@ def document(family: str) -> dict[str, Any]:
     return {**json.loads(config.to_json_string(use_diff=False)), "model_type": family}
 
 
-@pytest.mark.parametrize("precision", [True, "float16"])
-@pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize("family", [*NATIVE, *(f"transformers {name}" for name in TRANSFORMERS)])
+EVERY_FAMILY = [*NATIVE, *(f"transformers {name}" for name in TRANSFORMERS)]
+EVERY_CHOICE = list(itertools.product(OPS, (True, "float16")))
+"""Operators and precisions: all in slow tests, and by default one with each family, in turn."""
+
+
+@pytest.mark.parametrize(
+    ("family", "ops", "precision"),
+    [
+        pytest.param(
+            *(family, *choice),
+            marks=() if position == index % len(EVERY_CHOICE) else pytest.mark.slow,
+        )
+        for index, family in enumerate(EVERY_FAMILY)
+        for position, choice in enumerate(EVERY_CHOICE)
+    ],
+)
 def test_tables_stay_float32_in_every_family(family: str, ops: str, precision: Any) -> None:
     """All tables are unrounded float32, and the loss is close to float32's.
 
@@ -126,8 +140,12 @@ def losses(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-def test_tables_stay_float32_under_every_layout() -> None:
-    """All axes, recomputation and sharding, with both operators and both dtypes."""
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_tables_stay_float32_under_every_layout(every: bool) -> None:
+    """All axes, recomputation and sharding, with both operators and both dtypes.
+
+    By default a third of the combinations, in which each layout occurs with both operators.
+    """
     layouts = ("data=2", "tensor=2", "pipeline=2", "context=2")
     options: tuple[dict[str, Any], ...] = (
         {"mixed_precision": True},
@@ -135,10 +153,9 @@ def test_tables_stay_float32_under_every_layout() -> None:
         {"mixed_precision": True, "recompute": "selective", "sharding": "zero1"},
     )
     jobs = [
-        {"layout": layout, "ops": ops, "settings": {}, "options": engine_options}
-        for layout in layouts
-        for ops in OPS
-        for engine_options in options
+        {"layout": layout, "ops": ops, "settings": {}, "options": options[choice]}
+        for row, (layout, ops) in enumerate(itertools.product(layouts, OPS))
+        for choice in (range(len(options)) if every else [row % len(options)])
     ]
     plain = {"layout": "data=1", "ops": "torch", "settings": {}, "options": {}}
     ((full,),) = run_processes(1, FILE, "losses", jobs=[plain])

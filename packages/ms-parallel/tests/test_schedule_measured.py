@@ -21,7 +21,9 @@ MEASURING = Path(__file__).parent / "measuring.py"
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("layout", ["pipeline=2", "data=2,pipeline=2"])
+@pytest.mark.parametrize(
+    "layout", ["pipeline=2", pytest.param("data=2,pipeline=2", marks=pytest.mark.slow)]
+)
 def test_a_searched_schedule_is_equal_on_all_ranks_and_trains_like_one_process(layout: str) -> None:
     """All ranks agree on a valid schedule, and measuring does not change random state."""
     count = 4 if "data" in layout else 2

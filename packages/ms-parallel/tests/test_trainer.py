@@ -118,7 +118,9 @@ def test_a_restarted_run_writes_its_own_model(corpus: Path, tmp_path: Path) -> N
     assert (folder / "model.safetensors").read_bytes() != first
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize(
+    "schedule", ["zb-v", pytest.param("interleaved-1f1b", marks=pytest.mark.slow)]
+)
 def test_a_model_with_several_stages_per_process_is_saved_completely(
     schedule: str, corpus: Path, tmp_path: Path
 ) -> None:
@@ -288,6 +290,7 @@ def test_large_layouts_are_drawn_within_the_width_of_a_terminal(layout: Layout) 
     assert lines.endswith(f"{layout.world_size - 1}]")
 
 
+@pytest.mark.usefixtures("no_process_group")
 def test_inspect_prints_text_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both exit with 0, and --json prints one JSON object."""
     run = str(write_run(tmp_path / "run.toml", Path("corpus")))

@@ -40,13 +40,12 @@ STEPS, MANY = 4, 10
 TOLERANCE = 1e-5
 LAYOUTS = {"data=2": 2, "tensor=2": 2, "pipeline=2": 2, "data=2,pipeline=2": 4}
 FEW = [
-    ("llama", "data=2"),
     ("qwen3_moe", "tensor=2"),
     ("qwen3_5_text", "pipeline=2"),
     ("gemma2", "data=2,pipeline=2"),
     ("gpt_neox", "tensor=2"),
 ]
-"""Tied weights; experts; a recurrent state; scaled embeddings, windows and capped logits; fused
+"""Experts; a recurrent state; scaled embeddings, windows and capped logits; fused
 heads and a table named by a plan."""
 UNPLANNED = {("gpt_oss", "tensor=2")}
 """Families without a tensor plan in transformers."""

@@ -1,9 +1,6 @@
 """A sample of the sweep over transformers models: every coarse check passes or is refused."""
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from processes import run_command
 from safetensors.torch import load_file
 
 from ms_parallel import Engine, Layout, LayoutError, ModelError
@@ -32,9 +30,7 @@ def test_a_sample_of_transformers_models_passes_every_coarse_check(
 ) -> None:
     """Logits, packed rows, gradients, both loaders, saving and generation."""
     file = tmp_path / "cells.json"
-    command = [sys.executable, str(SWEEP), *SAMPLE, "--coarse", "--json", str(file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    run = run_command([str(SWEEP), *SAMPLE, "--coarse", "--json", str(file)])
     assert run.returncode == 0, run.stdout + run.stderr
     cells = json.loads(file.read_text())["cells"]
     states = {
