@@ -5,7 +5,7 @@ Shapes: N responses, T longest response.
 
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from attrs import field, fields, frozen
@@ -104,6 +104,18 @@ class Responses:
 
 
 @frozen(kw_only=True)
+class Span:
+    """Time during which something ran, by the monotonic clock."""
+
+    kind: Literal["generate", "reward", "learn", "update_weights"]
+    """Name of its event."""
+    began_s: float
+    ended_s: float
+    generator: int | None = None
+    """Number of the generator that ran."""
+
+
+@frozen(kw_only=True)
 class TimedResponses:
     """Responses with the time of their generation."""
 
@@ -111,13 +123,17 @@ class TimedResponses:
     began_s: float
     """Time of the monotonic clock at which generation began."""
     ended_s: float
+    spans: Sequence[Span] = ()
+    """Times of the generators, and of weight updates in the background."""
 
     @classmethod
     def measure(cls, generate: Callable[[], Responses]) -> "TimedResponses":
         """Generate responses and measure the time."""
         began_s = monotonic()
         responses = generate()
-        return cls(responses=responses, began_s=began_s, ended_s=monotonic())
+        ended_s = monotonic()
+        span = Span(kind="generate", began_s=began_s, ended_s=ended_s, generator=0)
+        return cls(responses=responses, began_s=began_s, ended_s=ended_s, spans=(span,))
 
 
 class Generator(Protocol):

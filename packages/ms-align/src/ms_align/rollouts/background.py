@@ -7,6 +7,7 @@ needs the memory of the policy's trained weights; frozen weights are shared.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 
 import torch
 from attrs import evolve
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ms_align.engines.local import LocalEngine
 from ms_align.generation.generator import LocalGenerator
-from ms_align.generation.responses import Responses, TimedResponses
+from ms_align.generation.responses import Responses, Span, TimedResponses
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode
 from ms_align.models.language_model import copy_of
@@ -55,11 +56,19 @@ class BackgroundRollouts:
         assert version is not None  # update_weights comes first
 
         def generate() -> Responses:
-            self._load(weights or {})
             responses = self.generator(prompts, sampling, count=count, seed=seed)
             return evolve(responses, versions=torch.full_like(responses.tokens, version))
 
-        return self._thread.submit(TimedResponses.measure, generate).result
+        def run() -> TimedResponses:
+            if weights is None:
+                return TimedResponses.measure(generate)
+            began_s = monotonic()
+            self._load(weights)
+            loading = Span(kind="update_weights", began_s=began_s, ended_s=monotonic())
+            timed = TimedResponses.measure(generate)
+            return evolve(timed, began_s=began_s, spans=(loading, *timed.spans))
+
+        return self._thread.submit(run).result
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int

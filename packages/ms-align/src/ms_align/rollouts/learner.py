@@ -5,9 +5,11 @@ Its state is complete, so a run that is killed resumes bit for bit.
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic
+from typing import Literal
 
 import torch
 from attrs import define, field
@@ -17,7 +19,7 @@ from ms_align import processes
 from ms_align.engines.protocol import Engine, StepReport
 from ms_align.engines.reference import Reference
 from ms_align.errors import ConfigError, NothingToLearnError, ServerError
-from ms_align.generation.responses import Episode, Responses, RolloutEngine, TimedResponses
+from ms_align.generation.responses import Episode, Responses, RolloutEngine, Span, TimedResponses
 from ms_align.losses.protocol import IGNORED
 from ms_align.rollouts.algorithm import Algorithm, EpisodeGenerator
 from ms_align.rollouts.correction import correct
@@ -94,6 +96,8 @@ class RolloutLearner:
     """Time of the monotonic clock at which the newest rollout used so far was generated."""
     waits: dict[str, float] = field(factory=dict)
     """Seconds that learner and generator waited before this update."""
+    spans: list[Span] = field(factory=list)
+    """Times of generators, rewards, updates and weight updates that are not logged yet."""
 
     def __attrs_post_init__(self) -> None:
         self.kl_coeff = self.options.kl_coeff
@@ -120,12 +124,14 @@ class RolloutLearner:
         batch = self._minibatch(self.minibatches.pop(0))
         # The KL penalty is in the rewards or in the loss, never in both.
         coefficient = self.kl_coeff if self.options.kl_in == "loss" else 0.0
-        update = self.policy.step(batch, self.algorithm.loss(coefficient))
-        statistics = {**self.metrics, **update.statistics}
-        value_loss = self.algorithm.value_loss()
-        if value_loss is not None and self.value is not None:
-            value_update = self.value.step(batch, value_loss)
-            statistics |= {"value_loss": value_update.loss, **value_update.statistics}
+        with self._timed("learn"):
+            update = self.policy.step(batch, self.algorithm.loss(coefficient))
+            statistics = {**self.metrics, **update.statistics}
+            value_loss = self.algorithm.value_loss()
+            if value_loss is not None and self.value is not None:
+                value_update = self.value.step(batch, value_loss)
+                statistics |= {"value_loss": value_update.loss, **value_update.statistics}
+        self._log_spans(log)
         return update, statistics | ledger
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
@@ -278,7 +284,27 @@ class RolloutLearner:
             self.kl_coeff = options.controller.next(
                 self.kl_coeff, self.metrics["kl"], options.batch_size
             )
+        self._log_spans(log)
         self.rollouts += 1
+
+    @contextmanager
+    def _timed(self, kind: Literal["reward", "learn", "update_weights"]) -> Iterator[None]:
+        """Add the time of a `with` block to the spans."""
+        began_s = monotonic()
+        yield
+        self.spans.append(Span(kind=kind, began_s=began_s, ended_s=monotonic()))
+
+    def _log_spans(self, log: RunLog) -> None:
+        """Log the collected spans, which may have ended earlier than now."""
+        for span in self.spans:
+            fields: dict[str, int | float | str] = {
+                "seconds": round(span.ended_s - span.began_s, 6),
+                "ended_ago_s": round(monotonic() - span.ended_s, 6),
+            }
+            if span.generator is not None:
+                fields["generator"] = span.generator
+            log.event(span.kind, fields)
+        self.spans.clear()
 
     def _run_ahead(self) -> None:
         """Start the rollouts that may be generated with the current weights.
@@ -303,7 +329,8 @@ class RolloutLearner:
         seed = seed_of(self.seed, self.prompt_batches, stride=SEED_STRIDE)
         self.prompt_batches += 1
         # Does nothing if the engine already has this version.
-        self.engine.update_weights(self.version)
+        with self._timed("update_weights"):
+            self.engine.update_weights(self.version)
         wait: Callable[[], TimedResponses]
         if self.episodes is not None:
             generate = partial(self.episodes, self.engine, prompts, options.sampling)
@@ -343,6 +370,7 @@ class RolloutLearner:
             idle = max(0.0, timed.began_s - self.generation_ended_s)
             self.waits["generator_wait_s"] += idle
         self.generation_ended_s = timed.ended_s
+        self.spans += timed.spans
         return timed.responses
 
     def _draw_rollout(self, pending: PendingRollout) -> Rollout:
@@ -352,7 +380,8 @@ class RolloutLearner:
         responses, all_responses = self._gather(self._wait_for(pending))
         # (N,) = prompts x num_generations, like the responses
         repeated = [prompt for prompt in prompts for _ in range(options.num_generations)]
-        scores, samples = self.scoring(repeated, all_responses)
+        with self._timed("reward"):
+            scores, samples = self.scoring(repeated, all_responses)
         # old and reference log-probs, values
         rows = self._prepare([sample.prompt_tokens for sample in samples], responses)
         # Every rank has the scores of all ranks, so group statistics need no further communication.
@@ -538,6 +567,7 @@ class RolloutLearner:
             "rollout": self.rollouts,
             "weight_version": self.version,
             **self.metrics,
+            "queue_depth": len(self.pending),
             "shaped_reward": _mean(experience.scores),
             "reward_std": float(scores[valid].std(correction=0)),
             "kl_coeff": self.kl_coeff,

@@ -213,7 +213,10 @@ class EventSummary:
         series.append(step, wall_s, value)
 
     def _add_spans(self, rank: int, kind: str, batch: list[Event]) -> None:
-        """Add the durations of events: `step_time_s` of steps and `seconds` of others."""
+        """Add the durations of events: `step_time_s` of steps and `seconds` of others.
+
+        A span ends `ended_ago_s` before its event, which may be logged later.
+        """
         for event in batch:
             seconds = event.fields.get("step_time_s" if kind == "step" else "seconds")
             if not isinstance(seconds, int | float) or not 0 <= seconds < 1e7:
@@ -225,9 +228,14 @@ class EventSummary:
                 if len(self.spans) >= MAX_LANES:
                     return
                 spans = self.spans[rank, lane] = deque(maxlen=MAX_SPANS)
-            wait = event.fields.get("data_wait_s", 0.0)
-            waited = float(wait) if isinstance(wait, int | float) and wait >= 0 else 0.0
-            spans.append((event.wall_ns / 1e9 - seconds, float(seconds), waited))
+            end_s = event.wall_ns / 1e9 - _seconds(event, "ended_ago_s")
+            spans.append((end_s - seconds, float(seconds), _seconds(event, "data_wait_s")))
+
+
+def _seconds(event: Event, name: str) -> float:
+    """Return a field if it is a valid duration, or 0."""
+    value = event.fields.get(name, 0.0)
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e7 else 0.0
 
 
 class RunIndex(EventSummary):

@@ -7,9 +7,11 @@ started; collective operations stay in the main thread.
 """
 
 import shutil
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from ms_align import processes
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ServerError
 from ms_align.files.durable import writing
-from ms_align.generation.responses import Responses, TimedResponses
+from ms_align.generation.responses import Responses, Span, TimedResponses
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode
 from ms_align.rollouts.rows import logprobs_of
@@ -63,6 +65,8 @@ class VllmRollouts:
             self._generating = ThreadPoolExecutor(max_staleness + 1, "vllm-rollouts")
         self._loaded: Future[None] = Future()
         """Done once the servers have the weights of `version`."""
+        self._load_spans: deque[Span] = deque()
+        """Weight updates in the background that are not reported yet."""
         self._weights: Path | None = None
         self._probe_logprobs: Tensor | None = None
         self._rounding: dict[str, float] = {}
@@ -93,9 +97,7 @@ class VllmRollouts:
 
         def sample() -> TimedResponses:
             loaded.result()
-            return TimedResponses.measure(
-                lambda: self.client(all_prompts, sampling, count=count, seed=seed)
-            )
+            return self.client.timed(all_prompts, sampling, count=count, seed=seed)
 
         future = self._generating.submit(sample) if processes.rank() == 0 else None
         # Buffers of the broadcast, with the rows of all data ranks; T is max_new_tokens.
@@ -107,11 +109,15 @@ class VllmRollouts:
             "stopped": torch.zeros(rows, dtype=torch.int64),
         }
         times_s = torch.zeros(2, dtype=torch.float64)  # began, ended
+        spans: list[Span] = []  # on the first process, which logs them
 
         def wait() -> TimedResponses:
             def copy_result() -> None:
                 assert future is not None
                 timed = future.result()
+                spans.extend(timed.spans)
+                while self._load_spans:
+                    spans.append(self._load_spans.popleft())
                 for name, column in columns.items():
                     column.copy_(timed.responses.columns[name])
                 times_s.copy_(torch.tensor([timed.began_s, timed.ended_s]))
@@ -123,7 +129,7 @@ class VllmRollouts:
             received["stopped"] = received["stopped"].bool()
             began_s, ended_s = processes.broadcast(times_s).tolist()
             return TimedResponses(
-                responses=Responses.of(received), began_s=began_s, ended_s=ended_s
+                responses=Responses.of(received), began_s=began_s, ended_s=ended_s, spans=spans
             )
 
         return wait
@@ -166,6 +172,7 @@ class VllmRollouts:
         version: int,
     ) -> None:
         """Load a folder's weights into all servers, and delete the previous folder."""
+        began_s = monotonic()
         if previous is None:
             self.client.open()
         untie_head(folder)
@@ -174,6 +181,10 @@ class VllmRollouts:
         if self._weights is not None:
             shutil.rmtree(self._weights, ignore_errors=True)
         self._weights, self._probe_logprobs = folder, logprobs
+        if self.runs_ahead:
+            self._load_spans.append(
+                Span(kind="update_weights", began_s=began_s, ended_s=monotonic())
+            )
 
     def close(self) -> None:
         """Abort requests, stop a server that was started here, and delete the saved weights."""

@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from hashlib import sha256
 from pathlib import Path
+from time import monotonic
 from typing import TypeVar
 
 import torch
+from attrs import frozen
 
 from ms_align.errors import DataError, ServerError
-from ms_align.generation.responses import Responses
+from ms_align.generation.responses import Responses, Span, TimedResponses
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, first_stop
 from ms_align.rollouts.vllm.connection import Connection, ConnectionLostError
@@ -21,6 +23,17 @@ from ms_align.rollouts.vllm.server import SampledResponse, Server
 T = TypeVar("T")
 MAX_WAIT_S = 60.0
 """Longest wait between two attempts."""
+
+
+@frozen(kw_only=True)
+class _Answer:
+    """Responses to one prompt, and the request that succeeded."""
+
+    server: int
+    """Number of the server."""
+    responses: list[SampledResponse]
+    began_s: float
+    ended_s: float
 
 
 class VllmClient:
@@ -100,14 +113,22 @@ class VllmClient:
     def __call__(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int = 1, seed: int = 0
     ) -> Responses:
+        """Generate `count` responses per prompt; see `timed`."""
+        return self.timed(prompts, sampling, count=count, seed=seed).responses
+
+    def timed(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
+    ) -> TimedResponses:
         """Generate `count` responses per prompt; responses to a prompt are adjacent.
 
-        `logprobs` is None; `sampling_logprobs` are the servers'.
+        `logprobs` is None; `sampling_logprobs` are the servers'. The spans have the time of each
+        server, from its first to its last response.
 
         Raises:
             DataError: a prompt is empty, too long or has a token outside the vocabulary.
             ServerError: a server failed `retries` + 1 times, or gave an unusable answer.
         """
+        began_s = monotonic()
         self._check(prompts, sampling)
         workers = max(1, min(self.max_num_seqs // count, len(prompts)))
         with ThreadPoolExecutor(workers, thread_name_prefix="vllm") as pool:
@@ -122,8 +143,21 @@ class VllmClient:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self.close()
                 raise failure
-        return self._responses(
-            [response for future in futures for response in future.result()], sampling
+        answers = [future.result() for future in futures]
+        responses = self._responses([r for answer in answers for r in answer.responses], sampling)
+        spans = []
+        for number in sorted({answer.server for answer in answers}):
+            times = [(a.began_s, a.ended_s) for a in answers if a.server == number]
+            spans.append(
+                Span(
+                    kind="generate",
+                    began_s=min(began for began, _ in times),
+                    ended_s=max(ended for _, ended in times),
+                    generator=number,
+                )
+            )
+        return TimedResponses(
+            responses=responses, began_s=began_s, ended_s=monotonic(), spans=spans
         )
 
     def close(self) -> None:
@@ -156,14 +190,21 @@ class VllmClient:
 
     def _respond(
         self, index: int, prompt: Sequence[int], sampling: Sampling, count: int, seed: int
-    ) -> list[SampledResponse]:
+    ) -> "_Answer":
         first = index % len(self.servers)
-        return self._with_retries(
-            lambda server: server.generate(
-                prompt, sampling, count=count, seed=_request_seed(seed, index)
-            ),
-            [*self.servers[first:], *self.servers[:first]],
-        )
+
+        def request(server: Server) -> _Answer:
+            began_s = monotonic()
+            request_seed = _request_seed(seed, index)
+            responses = server.generate(prompt, sampling, count=count, seed=request_seed)
+            return _Answer(
+                server=self.servers.index(server),
+                responses=responses,
+                began_s=began_s,
+                ended_s=monotonic(),
+            )
+
+        return self._with_retries(request, [*self.servers[first:], *self.servers[:first]])
 
     def _with_retries(self, request: Callable[[Server], T], servers: Sequence[Server]) -> T:
         """Send a request; if the connection fails, retry on the next server."""

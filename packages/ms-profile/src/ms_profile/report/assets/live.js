@@ -81,7 +81,7 @@ function drawChart(chart) {
 // Groups of series by panel; fields with very different scales get charts of their own.
 function groupSeries(series) {
   // Samples and the numbers of generators and rollouts are shown elsewhere.
-  const left = series.filter((line) => (state.rank === "all" || line.rank === state.rank) && line.kind !== "sample" && line.field !== line.kind && line.field !== "generator"), groups = [];
+  const left = series.filter((line) => (state.rank === "all" || line.rank === state.rank) && line.kind !== "sample" && line.field !== line.kind && line.field !== "generator" && line.field !== "ended_ago_s"), groups = [];
   const several = new Set(left.map((line) => line.rank)).size > 1;
   const label = (line, fields) => [line.field === "seconds" ? line.kind : fields > 1 || line.kind === "evaluate" ? line.field : "", several ? `rank ${line.rank}` : ""].filter(Boolean).join(", ") || line.field;
   const take = (title, lines) => {
