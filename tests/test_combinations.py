@@ -14,13 +14,23 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "combinations"
 sys.path[:0] = [str(FOLDER), str(ROOT / "tests"), str(ROOT / "docs" / "extensions")]
-from axes import COMMANDS, OTHER_COMMANDS, axes_of, fixed_keys, unknown_keys  # noqa: E402
+from axes import (  # noqa: E402
+    COMMANDS,
+    OTHER_COMMANDS,
+    axes_of,
+    fixed_keys,
+    package_of,
+    unknown_keys,
+)
 from pairwise import Array, Row  # noqa: E402
+from refused_page import refused_rows  # noqa: E402
 from run_arrays import (  # noqa: E402
+    PAGE,
     Progress,
     classify,
     minimal,
     read_progress,
+    read_refused,
     write_progress,
 )
 
@@ -34,6 +44,15 @@ def test_every_command_with_a_run_file_has_an_array_or_a_reason() -> None:
 
     assert set(COMMANDS) | set(OTHER_COMMANDS) == set(run_keys.commands())
     assert not set(COMMANDS) & set(OTHER_COMMANDS)
+
+
+@pytest.mark.parametrize("package", sorted({package_of(command) for command in COMMANDS}))
+def test_the_page_has_every_recorded_refusal(package: str) -> None:
+    """One row per reason keeps the page within 250 lines."""
+    commands = [command for command in COMMANDS if package_of(command) == package]
+    lines = PAGE.read_text().splitlines()
+    assert len(lines) <= 250
+    assert set(refused_rows({command: read_refused(command) for command in commands})) <= set(lines)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -35,6 +35,7 @@ from axes import COMMANDS, UNSET, axes_of, package_of  # noqa: E402
 from inputs import MODELS, write_inputs  # noqa: E402
 from pairwise import Array, Pair, Row  # noqa: E402
 from processes import ProcessesFailedError, run_processes  # noqa: E402
+from refused_page import toml, write_page  # noqa: E402
 
 LAUNCH = HERE / "launch.py"
 REFUSED = HERE / "refused"
@@ -154,13 +155,6 @@ def path_of(command: str, name: str) -> str:
         return f"compress_{name}"
     names = {"tokenizer": "text_tokenizer.json", "tokens": "tokens.json"}
     return names.get(name, name)
-
-
-def toml(value: Any) -> str:
-    """Format a value as TOML, with inline tables."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value)
 
 
 class Runner:
@@ -742,52 +736,6 @@ def write_refused(command: str, refused: list[dict[str, Any]]) -> None:
     REFUSED.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(record) for record in refused)
     refused_file(command).write_text(f"[\n{lines}\n]\n")
-
-
-def pair_count(command: str) -> int:
-    """Number of pairs of values of a command's axes."""
-    sizes = [len(values) for values in axes_of(command).values()]
-    return sum(first * second for first, second in itertools.combinations(sizes, 2))
-
-
-def write_page(
-    results: Mapping[str, list[dict[str, Any]]], coverage: Mapping[str, dict[str, int]]
-) -> str:
-    """Return the page of refused combinations and of the coverage of the last full run."""
-    lines = [
-        "# Refused combinations",
-        "",
-        "`nox -s combinations` tries every pair of values of the keys of a run file. A pair trains,"
-        " or it is refused before the first step with exit code 2 and one line, shown here.",
-    ]
-    for command, refused in results.items():
-        lines += ["", f"## {command}", ""]
-        if command in coverage:
-            counts, pairs = coverage[command], pair_count(command)
-            lines += [
-                f"{counts['covered']} of {counts['pairs']} pairs covered in {counts['runs']} runs,"
-                f" {counts['failed']} failures."
-                + (
-                    f" Keys and values added since make {pairs}."
-                    if pairs != counts["pairs"]
-                    else ""
-                ),
-                "",
-            ]
-        else:
-            lines += ["Not run in full yet.", ""]
-        if not refused:
-            lines.append("None.")
-            continue
-        lines += ["| settings | reason |", "|---|---|"]
-        for combination in refused:
-            settings = ", ".join(
-                f"`{axis} = {'unset' if value is UNSET else toml(value).replace('@', '')}`"
-                for axis, value in combination["values"]
-            )
-            reason = combination["reason"].replace("|", "\\|").replace("<", "&lt;")
-            lines.append(f"| {settings} | {reason} |")
-    return "\n".join(lines) + "\n"
 
 
 def record(command: str, result: Mapping[str, Any]) -> None:
