@@ -67,7 +67,7 @@ def with_tables(markdown: str, language: str) -> str:
     """Replace marks by their tables.
 
     Raises:
-        KeyError: a mark names a command that takes no run file.
+        KeyError: a mark names a command without a run file.
     """
     tables = {"keys": tables_of_keys, "errors": tables_of_errors}
     return MARK.sub(lambda mark: tables[mark[1]](mark[2], HEADS[language]), markdown)

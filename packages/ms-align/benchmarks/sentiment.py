@@ -30,7 +30,7 @@ PLAIN = "the a film book play song plot cast scene ending was is and with very q
 WORDS = ["<end>", "<begin>", *PLAIN.split(" "), *GOOD, *BAD]
 END, BEGIN = 0, 1
 NUMBER = {word: index for index, word in enumerate(WORDS)}
-THINGS, LENGTH, LONGEST = WORDS[4:12], 20, 14
+THINGS, LENGTH, MAX_LENGTH = WORDS[4:12], 20, 14
 COEFFICIENTS = (0.02, 0.1, 0.4)
 STEPS, BATCH = 240, 64
 
@@ -144,7 +144,7 @@ def optimize(folder: Path, policy: Path, reward: RewardModel, kl_coeff: float) -
         steps=STEPS,
         batch_size=BATCH,
         epochs=2,
-        max_new_tokens=LONGEST,
+        max_new_tokens=MAX_LENGTH,
         stop_token_ids=END,
         learning_rate=5e-4,
         checkpoint_every=10**6,

@@ -1,10 +1,11 @@
-"""Script of test_kill_and_resume: a run that kills itself or its server at chosen moments.
+"""Script of test_kill_and_resume: a training run that kills itself or its server.
 
     python killed_run.py FOLDER TRAINER [KILL_AT [VICTIM]]
 
-Reward calls and events are counted; at count KILL_AT, the process sends itself SIGKILL. With
-VICTIM, a file with a process id, that process is killed at every multiple of KILL_AT, up to 20
-times. With FAKE_VLLM_URL or FAKE_VLLM_PYTHON, GRPOTrainer-ahead generates on a server.
+Every reward call and every event is a kill point. At kill point number KILL_AT, the process sends
+itself SIGKILL. With VICTIM, a file that contains a process id, that process is killed instead at
+every multiple of KILL_AT, up to 20 times. If FAKE_VLLM_URL or FAKE_VLLM_PYTHON is set,
+GRPOTrainer-ahead generates on a server.
 """
 
 import os
@@ -23,24 +24,24 @@ from ms_align import Sample
 from ms_align.events import JsonLines
 from ms_align.tokenizer import ByteTokenizer
 
-moments = kills = 0
+kill_points = kills = 0
 
 
-def moment() -> None:
-    """Count a moment, and kill a process at the selected moments."""
-    global moments, kills
-    moments += 1
-    if len(sys.argv) == 4 and moments == int(sys.argv[3]):
+def kill_point() -> None:
+    """Count a kill point, and kill a process if it is a selected one."""
+    global kill_points, kills
+    kill_points += 1
+    if len(sys.argv) == 4 and kill_points == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
-    if len(sys.argv) == 5 and moments % int(sys.argv[3]) == 0 and kills < 20:
-        with suppress(ProcessLookupError):  # killed before, and not restarted yet
+    if len(sys.argv) == 5 and kill_points % int(sys.argv[3]) == 0 and kills < 20:
+        with suppress(ProcessLookupError):  # already killed and not restarted yet
             os.kill(int(Path(sys.argv[4]).read_text()), signal.SIGKILL)
             kills += 1
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:
-    """Share of vowels; may kill the process during a rollout."""
-    moment()
+    """Return the fraction of vowels; this is a kill point during a rollout."""
+    kill_point()
     return vowels(samples)
 
 
@@ -52,7 +53,7 @@ def main() -> None:
 
     def on_event(kind: str, fields: Any) -> None:
         lines(kind, fields)
-        moment()
+        kill_point()
 
     settings: dict[str, Any] = {}
     if sys.argv[2] == "PPOTrainer":

@@ -8,10 +8,10 @@ from small_models import decoder, vowels
 
 from ms_align import ConfigError, PPOTrainer
 from ms_align.run.options import RunOptions
-from ms_align.seeds import LARGEST_SEED, seed_of
+from ms_align.seeds import MAX_SEED, seed_of
 from ms_align.tokenizer import ByteTokenizer
 
-RUNS = (0, 1, 7, (1 << 24) - 1, 1 << 24, 1 << 32, LARGEST_SEED)
+RUNS = (0, 1, 7, (1 << 24) - 1, 1 << 24, 1 << 32, MAX_SEED)
 
 
 def test_components_of_runs_have_different_random_numbers() -> None:
@@ -31,7 +31,7 @@ def test_a_run_accepts_every_seed_up_to_the_largest(tmp_path: Path) -> None:
         policy_model=decoder(),
         reward_model=vowels,
         tokenizer=ByteTokenizer(),
-        seed=LARGEST_SEED,
+        seed=MAX_SEED,
         steps=1,
         batch_size=4,
         max_new_tokens=3,
@@ -39,5 +39,5 @@ def test_a_run_accepts_every_seed_up_to_the_largest(tmp_path: Path) -> None:
         progress=False,
     )
     assert trainer.optimize(["hello", "a"]).finished
-    with pytest.raises(ConfigError, match=f"seed must be .* at most {LARGEST_SEED}, got {1 << 63}"):
+    with pytest.raises(ConfigError, match=f"seed must be .* at most {MAX_SEED}, got {1 << 63}"):
         RunOptions(seed=1 << 63)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_align.errors import CheckpointError, ConfigError
-from ms_align.losses.learnt_weights import Uncertainty
+from ms_align.losses.learned_weights import Uncertainty
 from ms_align.losses.sft import SFTLoss
 from ms_align.streams.task_sampler import TaskOptions, TaskSampler, systematic_sample
 

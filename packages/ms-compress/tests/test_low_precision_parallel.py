@@ -6,13 +6,13 @@ from low_precision_runs import export_schemes
 from processes import run_processes
 
 RUNS = Path(__file__).parent / "low_precision_runs.py"
-BY_ROW = ["ct.fp8_dynamic", "ct.mxfp4", "ct.w4a16_asym_g32"]
-OVER_ROWS = ["ct.fp8", "ct.fp8_block", "ct.nvfp4"]
+ROW_SCHEMES = ["ct.fp8_dynamic", "ct.mxfp4", "ct.w4a16_asym_g32"]
+MULTI_ROW_SCHEMES = ["ct.fp8", "ct.fp8_block", "ct.nvfp4"]
 
 
 def test_files_from_fsdp_shards_equal_a_single_process(tmp_path: Path) -> None:
-    """Byte for byte, also if a scale depends on the shards of both processes."""
-    schemes = [*BY_ROW, *OVER_ROWS]
+    """Files are bitwise equal, even if a scale depends on the shards of both processes."""
+    schemes = [*ROW_SCHEMES, *MULTI_ROW_SCHEMES]
     expected = export_schemes({}, schemes, str(tmp_path / "one"))
     assert not any("Error" in digest for digest in expected.values()), expected
     runs = run_processes(
@@ -21,10 +21,10 @@ def test_files_from_fsdp_shards_equal_a_single_process(tmp_path: Path) -> None:
     assert all(run == expected for run in runs)
 
 
-def test_tensor_parallelism_takes_scales_of_groups_and_rejects_those_over_rows(
+def test_tensor_parallelism_supports_only_scales_within_a_row(
     tmp_path: Path,
 ) -> None:
-    """Files of the former are equal; the error of the latter is one line with schemes to use."""
+    """Schemes whose scales span rows are refused with one line that names schemes to use."""
     grouped = ["ct.mxfp4", "ct.w4a16_asym_g32"]
     expected = export_schemes({}, grouped, str(tmp_path / "one"))
     runs = run_processes(
@@ -32,12 +32,12 @@ def test_tensor_parallelism_takes_scales_of_groups_and_rejects_those_over_rows(
         RUNS,
         "export_schemes",
         layout={"tensor": 2},
-        schemes=[*grouped, *OVER_ROWS],
+        schemes=[*grouped, *MULTI_ROW_SCHEMES],
         folder=str(tmp_path / "two"),
     )
     for run in runs:
         assert {name: run[name] for name in grouped} == expected
-        for name in OVER_ROWS:
+        for name in MULTI_ROW_SCHEMES:
             assert run[name].startswith("OrderError: ")
             assert "ct.mxfp8" in run[name]
             assert "\n" not in run[name]

@@ -35,7 +35,7 @@ from ms_data.disk.split import Split
 # not used here.
 sys.modules["streaming.vision"] = types.ModuleType("streaming.vision")
 
-LENGTH, BATCH, SHORTEST_S = 1024, 64, 0.3
+LENGTH, BATCH, MIN_EPOCHS_S = 1024, 64, 0.3
 READERS = 4
 SHARED = "/dev/shm"
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -302,9 +302,9 @@ def expected(corpus: Corpus, tokens: Array) -> Counter[int]:
 
 
 def rate(epoch: Callable[[], Batches]) -> tuple[float, float]:
-    """Return sequences per CPU and per wall second, over full epochs of at least SHORTEST_S."""
+    """Return sequences per CPU and per wall second, over full epochs of at least MIN_EPOCHS_S."""
     count, cpu, wall = 0, time.process_time(), time.perf_counter()
-    while time.perf_counter() - wall < SHORTEST_S:
+    while time.perf_counter() - wall < MIN_EPOCHS_S:
         count += sum(len(batch[0]) for batch in epoch())
     return count / (time.process_time() - cpu), count / (time.perf_counter() - wall)
 

@@ -553,7 +553,7 @@ def test_templates_that_print_no_image_placeholder_are_refused(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"image_processor_type": "CLIPImageProcessor"}, "not one of Qwen-VL"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "is not for Qwen-VL"),
         ({**QWEN2, "do_resize": False}, "do_resize=false"),
         ({**QWEN2, "resample": 2}, "resample"),
         ({**QWEN2, "patch_size": 10**9}, "patch_size"),

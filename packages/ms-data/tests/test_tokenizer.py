@@ -19,7 +19,7 @@ from ms_data import (
     train_tokenizer,
 )
 from ms_data.tokenization.tokenizer import END_OF_TEXT
-from ms_data.tokenization.training import LONGEST_WORD, _split_long_words
+from ms_data.tokenization.training import MAX_WORD_LENGTH, _split_long_words
 
 from .test_build import random_texts, write_lines
 
@@ -171,7 +171,9 @@ def test_extremely_long_words_are_split_for_training(letter: str, tmp_path: Path
     text = "one two three. " * 50 + letter * 200_000
     parts = list(_split_long_words(text))
     assert "".join(parts) == text
-    assert not any(re.search(rf"{re.escape(letter)}{{{LONGEST_WORD + 1}}}", part) for part in parts)
+    assert not any(
+        re.search(rf"{re.escape(letter)}{{{MAX_WORD_LENGTH + 1}}}", part) for part in parts
+    )
     (tmp_path / "text.txt").write_text(text)
     tokenizer = train_tokenizer(tmp_path / "text.txt", vocab_size=270)
     assert len(json.loads(tokenizer.content)["model"]["vocab"]) == 270

@@ -123,7 +123,7 @@ def _status(key: str) -> float:
 
 
 def bench_operators(rounds: int) -> list[dict[str, object]]:
-    """Time every implementation that takes the call, forward and forward with backward."""
+    """Time every implementation that supports the call, forward and forward with backward."""
     rows: list[dict[str, object]] = []
     for dtype in (torch.float32, torch.bfloat16):
         for operator, dims in ROWS.items():

@@ -88,7 +88,7 @@ WRONG = [
     ("unpermute_tokens", {"places": ones(64, 2).long() * 128}, "places", "128", "from 0 to 127"),
     ("unpermute_tokens", {"weights": ones(64, 1)}, "weights", "(64, 1)", "(64, 2)"),
     ("grouped_matmul", {"weights": ones(4, 16, 48)}, "weights", "(4, 16, 48)", "(E, 32, N)"),
-    ("grouped_matmul", {"counts": ones(4).long()}, "counts", "4 in sum", "96 in sum"),
+    ("grouped_matmul", {"counts": ones(4).long()}, "counts", "4 in total", "96 in total"),
     ("grouped_matmul", {"counts": torch.tensor([-1, 0, 0, 97])}, "counts", "-1", "from 0 to 96"),
     ("grouped_matmul", {"counts": ones(4)}, "counts", "float32", "int64 or int32"),
     ("quantized_linear", {"bits": 3}, "bits", "3", "4 or 8"),

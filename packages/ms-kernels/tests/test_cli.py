@@ -65,7 +65,7 @@ def test_check_reports_errors_and_skipped_backends(capsys):
     code, text, _ = run(capsys, "check", "--operator", "rotary", "--dtype", "bfloat16")
     assert code == 0
     assert "supports float32, float64, not bfloat16" in text
-    assert "results and gradients hold" in text
+    assert "results and gradients are within tolerance" in text
     code, text, _ = run(capsys, "check", "--operator", "swiglu", "--backend", "cpu", "--json")
     findings = json.loads(text)
     assert code == 0

@@ -257,7 +257,7 @@ def test_a_finding_names_the_sizes_of_its_trial():
 
 
 def test_attention_tiles_are_at_least_32_wide():
-    """Some ptxas versions miscompile 16-column products for sm_90 (see `NARROWEST`)."""
+    """Some ptxas versions miscompile 16-column products for sm_90 (see `MIN_WIDTH`)."""
     key = TableKey("sm_90", torch.bfloat16)
     for width, values in ((24, 8), (8, 24), (16, 16), (1, 1)):
         for kernel in attention_triton.TUNED:

@@ -274,7 +274,7 @@ def test_parts_can_be_left_out() -> None:
         "modules: none",
         "attention: unchanged",
         "loss: without logits",
-        "logits changed by at most 0.0e+00 of the largest",
+        "logits changed by at most 0.0e+00, relative to the largest",
     ]
 
 

@@ -57,7 +57,7 @@ SPREAD = 0.2
 """Standard deviation of random matrices."""
 RATE, UPDATES = 0.01, 2
 NEW_TOKENS = 6
-LONGEST = 600
+MAX_LENGTH = 600
 """Maximum number of characters of a refusal."""
 TIMEOUT_S = 240.0
 LAYOUTS = ("data=2", "tensor=2", "pipeline=2", "context=2", "data=2,expert=2")
@@ -570,7 +570,7 @@ def check_explain(row: Row, folder: Path) -> float:
     """Explain each layout; a refusal must be one line."""
     for layout in LAYOUTS:
         refused = explain(layout, str(folder / "begin")).refused or ""
-        if "\n" in refused or len(refused) > LONGEST:
+        if "\n" in refused or len(refused) > MAX_LENGTH:
             raise WrongError(f"explain {layout} gives as its reason {refused[:80]!r}")
     return 0.0
 
@@ -634,7 +634,7 @@ def judge(check: Check, row: Row, folder: Path) -> Cell:
         return Cell(state="wrong", why=str(error))
     except REFUSALS as error:
         line = str(error)
-        state = "refused" if "\n" not in line and len(line) < LONGEST else "raw"
+        state = "refused" if "\n" not in line and len(line) < MAX_LENGTH else "raw"
         return Cell(state=state, why=line)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)

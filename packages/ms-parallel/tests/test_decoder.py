@@ -259,7 +259,7 @@ def test_separate_attention_of_long_documents_equals_the_mask(
     assert spans.document_lengths(documents) == lengths
     results = []
     for shortest in (64, 10_000):
-        monkeypatch.setattr(spans, "SHORTEST_MEAN", shortest)
+        monkeypatch.setattr(spans, "MIN_MEAN_LENGTH", shortest)
         logits = model(text, documents=documents)
         results.append((logits, *torch.autograd.grad(logits.square().mean(), model.parameters())))
     for separate, masked in zip(*results, strict=True):

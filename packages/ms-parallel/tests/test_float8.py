@@ -16,7 +16,7 @@ from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.models import architecture
 from ms_parallel.split.float8 import (
-    LARGEST,
+    MAX_E4M3,
     RECIPES,
     Float8Linear,
     Scaling,
@@ -47,12 +47,12 @@ def slow_rounding(matrix: Tensor, scaling: Scaling) -> Tensor:
         for column in range(0, matrix.shape[1], columns):
             at = slice(row, row + scaling.rows), slice(column, column + columns)
             maximum = max(float(matrix[at].abs().max()), 1e-12)
-            scale = float(torch.tensor(maximum) / LARGEST)
+            scale = float(torch.tensor(maximum) / MAX_E4M3)
             if scaling.saturates:
                 scale = 2.0 ** (torch.tensor(maximum).log2().floor().item() - 8)
             elif scaling.power_of_two:
                 scale = 2.0 ** torch.tensor(scale).log2().ceil().item()
-            scaled = (matrix[at] / scale).clamp(-LARGEST, LARGEST)
+            scaled = (matrix[at] / scale).clamp(-MAX_E4M3, MAX_E4M3)
             rounded[at] = scaled.to(torch.float8_e4m3fn).float() * scale
     return rounded
 

@@ -1,6 +1,6 @@
-"""torchtitan → ours → torchtitan, against the real torchtitan in an environment of its own.
+"""Checkpoints from torchtitan to ms-parallel and back, with the real torchtitan.
 
-`MS_TORCHTITAN_PYTHON` is the Python of that environment; `nox -s torchtitan` makes it.
+`MS_TORCHTITAN_PYTHON` is the Python of its virtual environment; `nox -s torchtitan` creates both.
 """
 
 import json
@@ -32,7 +32,7 @@ from ms_parallel.training.checkpoints import adamw_groups
 PYTHON = os.environ.get("MS_TORCHTITAN_PYTHON", "")
 STEPS = 30
 TOLERANCE = 1e-5
-"""Absolute tolerance of losses: float32 sums in another order, over 20 updates."""
+"""Absolute tolerance of losses after 20 updates; float32 sums are computed in another order."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="needs torchtitan; run nox -s torchtitan"),
@@ -40,20 +40,20 @@ pytestmark = [
 
 
 def torchtitan(folder: Path, first: int, last: int) -> list[float]:
-    """Losses of torchtitan from one step to another."""
+    """Train the steps after `first`, up to `last`, with torchtitan; return their losses."""
     script = Path(__file__).with_name("torchtitan_process.py")
-    words = [PYTHON, str(script), str(folder), str(first), str(last), str(STEPS)]
+    command = [PYTHON, str(script), str(folder), str(first), str(last), str(STEPS)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     result = subprocess.run(
-        words, capture_output=True, text=True, check=False, env=environment, cwd=folder.parent
+        command, capture_output=True, text=True, check=False, env=environment, cwd=folder.parent
     )
     assert result.returncode == 0, result.stderr
     losses: list[float] = json.loads(result.stdout.splitlines()[-1])
     return losses
 
 
-def test_losses_agree_from_torchtitan_to_ours_and_back(tmp_path: Path) -> None:
-    """Steps 11 to 20 are ours and 21 to 30 torchtitan's again; compared with torchtitan alone."""
+def test_losses_agree_from_torchtitan_to_ms_parallel_and_back(tmp_path: Path) -> None:
+    """ms-parallel trains steps 11 to 20; the losses equal those of torchtitan alone."""
     expected = torchtitan(tmp_path / "titan", 0, STEPS)
     config = architecture(
         "llama",
@@ -101,5 +101,5 @@ def test_losses_agree_from_torchtitan_to_ours_and_back(tmp_path: Path) -> None:
     logging.info("largest difference of 20 losses: %.2e", differences.abs().max())
     assert len(losses) == 20
     assert differences.abs().max() < TOLERANCE
-    # Without the moments or with another order of rows it would not hold.
+    # The losses fall enough that lost moments or other rows would exceed the tolerance.
     assert expected[10] - expected[-1] > 0.3

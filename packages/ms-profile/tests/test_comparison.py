@@ -326,6 +326,6 @@ def test_the_sentence_agrees_with_its_numbers(
     line = next(text for text in capsys.readouterr().out.splitlines() if " of cases" in text)
     assert line.startswith(verdict)
     direction = "faster" if np.median(after) < np.median(before) else "slower"
-    assert f"equal runs get {direction} by at least this much" in line
+    assert f"runs of equal speed get {direction} by at least this much" in line
     assert float(line.split(" in ")[1].split("%")[0]) <= max_percent
     assert code == (1 if "regression" in verdict else 0)

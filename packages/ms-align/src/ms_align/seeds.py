@@ -2,7 +2,7 @@
 
 from hashlib import sha256
 
-LARGEST_SEED = (1 << 63) - 1
+MAX_SEED = (1 << 63) - 1
 """Largest seed of a run; every random number generator accepts it."""
 CPU_SEED_LIMIT = 1 << 32
 """torch's CPU generator uses only the lowest 32 bits of a seed."""

@@ -1,6 +1,6 @@
 """Lock an output folder that does not exist yet, so that only one process writes it.
 
-The lock is a file next to the folder that disappears with its holder; only the folder remains.
+The lock is a file next to the folder; it is removed when its holder ends.
 """
 
 from collections.abc import Iterator

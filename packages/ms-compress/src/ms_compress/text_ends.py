@@ -2,7 +2,7 @@
 
 The end-of-text token may be defined in four places: generation_config.json, which `generate` uses,
 config.json, the tokenizer's settings, and the name of a token in the tokenizer. The first of these
-that defines it is used, and every export writes it wherever its runtime looks.
+that defines it is used, and every export writes it where its runtime reads it.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Checks of backends against the contract: results and gradients vs. the float64 reference."""
+"""Checks backends against their contracts: results and gradients vs. the float64 reference."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

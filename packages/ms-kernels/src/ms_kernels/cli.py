@@ -64,9 +64,7 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
 
 
 def _add_check(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--operator", action="append", help="restrict to this one; may be repeated"
-    )
+    command.add_argument("--operator", action="append", help="use only this one; may be repeated")
     _add_device(command)
 
 
@@ -81,7 +79,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
 
 
 def _add_device(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--backend", action="append", help="restrict to this one; may be repeated")
+    command.add_argument("--backend", action="append", help="use only this one; may be repeated")
     command.add_argument("--device", default="cpu", help="device, such as cpu, cuda or npu")
     command.add_argument("--dtype", default="float32", help="dtype, such as bfloat16")
 

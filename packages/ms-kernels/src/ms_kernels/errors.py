@@ -7,7 +7,7 @@ SHOWN_CHARACTERS = 80
 
 
 def shown(value: object) -> str:
-    """Format a value for a message: in one line of bounded length."""
+    """Format a value for a message, on one line of bounded length."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
         return f"an integer of {value.bit_length()} bits"  # str() fails above 4,300 digits
     try:

@@ -132,7 +132,7 @@ def dequantize(
         raise ArgumentError("dequantize", "zeros", f"of shape {describe(zeros.shape)}", fits)
     features = packed.shape[-1] * 8 // bits
     if not is_integer(group_size, 1) or scales.shape[-1] * group_size != features:
-        fits = f"the {features} features of a row over the {scales.shape[-1]} scales"
+        fits = f"the {features} features of a row divided by its {scales.shape[-1]} scales"
         raise ArgumentError("dequantize", "group_size", shown(group_size), fits)
     wide = accumulator(scales.dtype)
     scales = scales.to(wide).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Backend selection: force a backend, or ask why one is chosen."""
+"""Backend selection: force a backend, or explain the choice."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -50,7 +50,7 @@ def use_backend(*names: str) -> Iterator[None]:
             them supports raises BackendError.
 
     Raises:
-        BackendError: if a name is unknown, or none is given.
+        BackendError: if a name is unknown, or no name is passed.
     """
     check_backends(names)
     if not names:

@@ -17,12 +17,12 @@
 
 namespace rig {
 
-constexpr int MOST_DEVICES = 8;
+constexpr int MAX_DEVICES = 8;
 
 c10::DeviceIndex device_count() {
   static const int count = [] {
     const char* asked = std::getenv("MS_RIG_DEVICES");
-    return asked ? std::min(std::atoi(asked), MOST_DEVICES) : MOST_DEVICES;
+    return asked ? std::min(std::atoi(asked), MAX_DEVICES) : MAX_DEVICES;
   }();
   return static_cast<c10::DeviceIndex>(count);
 }
@@ -44,7 +44,7 @@ void set_current_device(c10::DeviceIndex index) {
 
 struct Counted {
   std::mutex mutex;
-  c10::CachingDeviceAllocator::DeviceStats stats[MOST_DEVICES];
+  c10::CachingDeviceAllocator::DeviceStats stats[MAX_DEVICES];
 
   void change(c10::DeviceIndex device, size_t bytes, bool taken) {
     constexpr auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
@@ -248,7 +248,7 @@ struct Draws final : c10::GeneratorImpl {
 const at::Generator& default_generator(c10::DeviceIndex device) {
   static auto* all = [] {
     auto* made = new std::vector<at::Generator>();
-    for (int index = 0; index < MOST_DEVICES; index++) {
+    for (int index = 0; index < MAX_DEVICES; index++) {
       made->push_back(at::make_generator<Draws>(static_cast<c10::DeviceIndex>(index)));
     }
     return made;
@@ -269,7 +269,7 @@ uint64_t next_draw(const at::Generator& generator) {
 
 // --- current device, streams, events ------------------------------------------------------------
 
-static thread_local c10::StreamId streams[MOST_DEVICES] = {};
+static thread_local c10::StreamId streams[MAX_DEVICES] = {};
 
 // Work is done at once, so an event is the time at which it was recorded.
 struct Event {

@@ -13,7 +13,7 @@ from ms_align.errors import ConfigError
 from ms_align.evaluation import harness_model
 from ms_align.evaluation.tasks import format_results, run_tasks
 from ms_align.files.durable import write_file, writing
-from ms_align.seeds import LARGEST_SEED
+from ms_align.seeds import MAX_SEED
 from ms_align.settings import flag, integer, valid_path
 from ms_align.settings.run_file import build
 
@@ -59,7 +59,7 @@ class Evaluation(ComputeOptions):
     """Maximum number of tokens per request. Default: the model's context length."""
     batch_size: int = field(default=16, validator=integer())
     """Rows per forward pass, over all processes."""
-    seed: int = field(default=0, validator=integer(minimum=0, maximum=LARGEST_SEED))
+    seed: int = field(default=0, validator=integer(minimum=0, maximum=MAX_SEED))
     """Seed for choosing few-shot examples and for sampling."""
     output_path: str | None = field(
         default=None, validator=valid_path(written="file", optional=True)

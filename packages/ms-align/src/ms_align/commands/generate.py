@@ -19,7 +19,7 @@ from ms_align.models.folder import vocabulary_of
 from ms_align.rollouts.prompts import Prompt, read_prompts
 from ms_align.rollouts.vllm.client import VllmClient
 from ms_align.rollouts.vllm.options import VllmOptions, check_generator, vllm_options
-from ms_align.seeds import LARGEST_SEED
+from ms_align.seeds import MAX_SEED
 from ms_align.settings import integer, one_of, valid_path
 from ms_align.settings.run_file import build
 from ms_align.tokenizer import Tokenizer, load_tokenizer
@@ -56,7 +56,7 @@ class Generation(Sampling, DeviceOptions):
     """Servers of `generator = "vllm"`."""
     max_num_seqs: int = field(default=64, validator=integer())
     """Responses generated at the same time."""
-    seed: int = field(default=0, validator=integer(minimum=0, maximum=LARGEST_SEED))
+    seed: int = field(default=0, validator=integer(minimum=0, maximum=MAX_SEED))
     """Random seed."""
 
 

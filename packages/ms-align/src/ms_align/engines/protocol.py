@@ -1,4 +1,4 @@
-"""The Engine protocol: how trainers run, update and save a model.
+"""The Engine protocol, through which trainers run, update and save a model.
 
 `ms_align.engines.local.LocalEngine` runs any nn.Module in one process; `ms_parallel.Engine` runs
 its models under any layout. Shapes: B rows, S positions, V vocabulary.

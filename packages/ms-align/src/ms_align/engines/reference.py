@@ -21,7 +21,8 @@ class Reference:
 
     engine: Engine
     activate: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Context manager for reference passes: disables the adapters, if these make the policy."""
+    """Context manager for reference passes: disables the adapters, if the policy is the reference
+    with adapters."""
 
 
 def reference_of(reference: Any, policy: Engine, build: Callable[[Any], Engine]) -> Reference:

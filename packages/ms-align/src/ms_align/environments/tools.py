@@ -1,4 +1,4 @@
-"""Tools and environments named in settings: how they are imported and described to the model."""
+"""Imports the tools and environments named in settings, and describes tools to the model."""
 
 import importlib
 import os

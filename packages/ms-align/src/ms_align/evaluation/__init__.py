@@ -5,7 +5,7 @@ results = lm_eval.simple_evaluate(model=harness_model("runs/sft/model"), tasks=[
 ```
 """
 
-from ms_align.evaluation.faces import harness_model
+from ms_align.evaluation.build import harness_model
 from ms_align.evaluation.scorer import ExportedModel, Scorer
 
 __all__ = ["ExportedModel", "Scorer", "harness_model"]

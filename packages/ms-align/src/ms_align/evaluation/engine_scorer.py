@@ -34,7 +34,7 @@ class EngineScorer:
         self._generator = generator_of(engine, decode=decode)
 
     def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
-        """Score each row's continuation, in the order of the rows; the longest run first."""
+        """Score each row's continuation, in the order of the rows; long rows run first."""
         # Similar lengths together, and out-of-memory errors at the start.
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
         scores: dict[int, ContinuationScore] = {}

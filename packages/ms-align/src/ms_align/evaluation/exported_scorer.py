@@ -33,8 +33,8 @@ class ExportedScorer:
         self._size, self._decode = batch_size, decode
 
     def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
-        """Score each row's continuation, in the order of the rows; rows of equal length batch."""
-        # Longest first: if memory is short, it shows at once.
+        """Score each row's continuation, in the order of the rows; batches have equal lengths."""
+        # Longest first, so that an out-of-memory error occurs at the start.
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
         scores: dict[int, ContinuationScore] = {}
         while order:

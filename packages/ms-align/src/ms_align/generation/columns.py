@@ -106,7 +106,8 @@ class Columns:
         Args:
             layers: keys and values per layer, (n, P, 2, Hk, D).
             lengths: (n,) int64 on the CPU, prompt length of each prefilled row.
-            copies: (m,) int64 on the CPU, index among the n rows of the prompt of each new row.
+            copies: (m,) int64 on the CPU, for each new row, the index of its prompt among the n
+                rows.
         """
         # A prompt ends in column `end` - 1, like the rows that are already decoding.
         longest, new_lengths = int(lengths.max()), lengths[copies]

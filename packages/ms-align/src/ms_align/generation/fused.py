@@ -64,7 +64,8 @@ def fused_reader(model: LanguageModel, *, verified: bool = False) -> "FusedReade
     reader = FusedReader(model)
     if not verified and not _matches(reader, model):
         logger.warning(
-            "%s computes other logits than its class implies; it runs unfused", type(model.module)
+            "%s: fused weights give other logits than the model; it runs unfused",
+            type(model.module),
         )
         return None
     return reader

@@ -30,7 +30,7 @@ half precision, which has 8 or 11 significant bits."""
 
 
 class Reader(Protocol):
-    """Prefill and decoding as the generator uses them."""
+    """Interface of the generator to prefill and decoding."""
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run prompts through the model.

@@ -28,7 +28,7 @@ ROOM = 768
 """Positions after the longest prompt for which memory is allocated at first."""
 MIN_COMPACTED_STEPS = 64
 """Remaining steps for which a batch is compacted, as a smaller batch needs another graph."""
-WIDEST_HEAD = 256
+MAX_HEAD_WIDTH = 256
 """Maximum head dim of `ms_kernels.decode_attention` on a GPU."""
 
 
@@ -119,7 +119,7 @@ class DecodeCache:
         """
         keys, values = self.layers[layer]  # (R, C, Hk, D) each
         plain = sinks is None and softcap is None
-        if self.use_kernels and plain and keys.shape[-1] <= WIDEST_HEAD:
+        if self.use_kernels and plain and keys.shape[-1] <= MAX_HEAD_WIDTH:
             from ms_kernels import decode_attention
 
             return decode_attention(

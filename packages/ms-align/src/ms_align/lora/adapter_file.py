@@ -16,12 +16,12 @@ from ms_align.errors import ModelError
 from ms_align.files.durable import write_file, writing
 from ms_align.files.untrusted import decoding, read_bytes, read_json
 from ms_align.lora.layers import AdapterTensors
-from ms_align.lora.options import LARGEST_ALPHA
+from ms_align.lora.options import MAX_ALPHA
 from ms_align.models.finite import check_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-LARGEST_CONFIG_BYTES, LARGEST_WEIGHTS_BYTES = 1 << 22, 1 << 40
+MAX_CONFIG_BYTES, MAX_WEIGHTS_BYTES = 1 << 22, 1 << 40
 
 MATRICES = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 """Endings of tensor names, in the order of `AdapterTensors`."""
@@ -138,11 +138,11 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
         ModelError: a file is missing or damaged, or the adapter uses an unsupported feature.
     """
     path = folder / CONFIG
-    raw = read_json(path, dict[str, Any], error=ModelError, limit_bytes=LARGEST_CONFIG_BYTES)
+    raw = read_json(path, dict[str, Any], error=ModelError, limit_bytes=MAX_CONFIG_BYTES)
     _refuse_unsupported(path, raw)
     with decoding(f"{path}, as a LoRA configuration of peft", error=ModelError):
         config = msgspec.convert({"target_modules": None, **raw}, AdapterConfig)
-    content = read_bytes(folder / WEIGHTS, error=ModelError, limit_bytes=LARGEST_WEIGHTS_BYTES)
+    content = read_bytes(folder / WEIGHTS, error=ModelError, limit_bytes=MAX_WEIGHTS_BYTES)
     try:
         tensors = load(content)
     except SafetensorError as error:
@@ -184,9 +184,9 @@ def _same(value: object, option: object) -> bool:
 def _check_numbers(path: Path, config: AdapterConfig) -> None:
     if config.r < 1:
         raise ModelError(f"{path}: r must be at least 1, got {config.r}; copy the file again")
-    if not 0 < config.lora_alpha <= LARGEST_ALPHA:
+    if not 0 < config.lora_alpha <= MAX_ALPHA:
         raise ModelError(
-            f"{path}: lora_alpha must be above 0 and at most {LARGEST_ALPHA:g}, got "
+            f"{path}: lora_alpha must be above 0 and at most {MAX_ALPHA:g}, got "
             f"{config.lora_alpha:g}; copy the file again"
         )
 

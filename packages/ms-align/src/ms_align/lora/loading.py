@@ -112,7 +112,7 @@ def _targets_of(config: AdapterConfig) -> str | tuple[str, ...]:
 
 
 def _subtract(adapter: AdapterTensors, initial: tuple[Tensor, Tensor]) -> AdapterTensors:
-    """Return A and B of B·A - B₀·A₀, of twice the rank."""
+    """Return A and B, of twice the rank, whose product is B·A - B₀·A₀."""
     a, b, magnitude = adapter
     a_0, b_0 = (tensor.to(a.device) for tensor in initial)
     # [B, -B₀] · [A; A₀] = B·A - B₀·A₀

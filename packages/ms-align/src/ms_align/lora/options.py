@@ -17,7 +17,7 @@ DEFAULT_TARGETS: Final = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
-LARGEST_ALPHA: Final = 1e6
+MAX_ALPHA: Final = 1e6
 """Upper bound for alpha; beyond it the update would lose precision in float32."""
 Initialization = Literal["default", "pissa", "olora"]
 
@@ -55,7 +55,7 @@ class LoraOptions:
 
     rank: int = field(default=8, validator=integer())
     """Rank of the adapters."""
-    alpha: float = field(default=16.0, validator=number(minimum=1e-6, maximum=LARGEST_ALPHA))
+    alpha: float = field(default=16.0, validator=number(minimum=1e-6, maximum=MAX_ALPHA))
     """LoRA alpha; updates are scaled by alpha / rank."""
     target_modules: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
     """Layers to adapt: a list of last parts of names, a regular expression for full names, or

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ms_align.errors import ConfigError
 
 BaseFormat = Literal["none", "nf4", "int8", "fp8"]
-"""How the frozen weights under adapters are stored; `none` keeps their dtype."""
+"""Storage format of the frozen weights under adapters; `none` keeps their dtype."""
 BLOCK: Final = 64
 """Weights that share a scale in NF4, in the order of memory."""
 SCALE_BLOCK: Final = 256
@@ -49,7 +49,7 @@ NF4: Final = _nf4_values()
 
 @frozen
 class StoredWeight:
-    """A format: how a weight (O, I) is stored in tensors, and read from them in float32."""
+    """A storage format: stores a weight (O, I) in tensors, and reads it in float32."""
 
     store: Callable[[Tensor], dict[str, Tensor]]
     read: Callable[[Mapping[str, Tensor], int], Tensor]

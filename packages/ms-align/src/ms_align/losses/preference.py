@@ -1,4 +1,4 @@
-"""Formulas and settings of preference losses: DPO and its relatives, with TRL's names.
+"""Formulas and settings of preference losses: DPO and its variants, with TRL's names.
 
 Shapes: P pairs. In formulas, c and r are the log-ratios log π/π_ref of the chosen and the rejected
 answer, and Δ = c - r; with another f-divergence than the reverse KL, `scores` replaces c and r.
@@ -287,7 +287,7 @@ def _check_tail(instance: Any, attribute: "Attribute[Any]", value: object) -> No
 
 @frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
 class DPOOptions:
-    """Settings of DPO and its relatives."""
+    """Settings of DPO and its variants."""
 
     loss_type: str | Sequence[str] = field(default="sigmoid", validator=_check_types)
     """Loss: sigmoid (DPO), sigmoid_norm, hinge, ipo, exo_pair, nca_pair, robust, bco_pair,

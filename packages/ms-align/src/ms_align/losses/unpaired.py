@@ -1,4 +1,4 @@
-"""Formulas and settings of losses of labeled responses: KTO and its relatives, with TRL's names.
+"""Formulas and settings of losses of labeled responses: KTO and its variants, with TRL's names.
 
 Shapes: B rows. In formulas, r is the log-ratio log π/π_ref of a response, and s its sign: 1 if it
 is desirable, -1 if not. A new loss is one function here and its entry in `LOSSES`.
@@ -70,7 +70,7 @@ def _check_type(instance: Any, attribute: "Attribute[Any]", value: object) -> No
 
 @frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
 class KTOOptions:
-    """Settings of KTO and its relatives."""
+    """Settings of KTO and its variants."""
 
     loss_type: str = field(default="kto", validator=_check_type)
     """Loss: kto, apo_zero_unpaired or bco."""

@@ -49,7 +49,7 @@ class StagedInterface(Protocol):
 
 
 class LanguageModel(Protocol):
-    """Model as engines and generators use it."""
+    """Interface of engines and generators to a model."""
 
     @property
     def module(self) -> nn.Module:

@@ -17,9 +17,9 @@ from ms_align.files.untrusted import check_path, decode_json, decoding, read_byt
 from ms_align.seeds import seed_of
 from ms_align.tokenizer import Tokenizer
 
-LARGEST_FILE_BYTES = 1 << 36
+MAX_FILE_BYTES = 1 << 36
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-MOST_TOKENS = 2**31
+MAX_TOKENS = 2**31
 """Upper bound for token ids; tokenizers cannot handle larger ones."""
 
 
@@ -97,7 +97,7 @@ def _entries(dataset: str | Path | Iterable[Any], name: str, *, prompts: bool = 
         return list(dataset)
     check_path(name, dataset, error=DataError)
     path = Path(dataset)
-    content = _unpacked(read_bytes(path, error=DataError, limit_bytes=LARGEST_FILE_BYTES), path)
+    content = _unpacked(read_bytes(path, error=DataError, limit_bytes=MAX_FILE_BYTES), path)
     content = content.removeprefix(codecs.BOM_UTF8)
     if not content.strip():
         return []
@@ -212,7 +212,7 @@ def _tokens(entry: Any, tokenizer: Tokenizer | None, where: str) -> tuple[list[i
     if isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry):
         if all(isinstance(token, int) and not isinstance(token, bool) for token in entry):
             for token in entry:
-                if not 0 <= token < MOST_TOKENS:
+                if not 0 <= token < MAX_TOKENS:
                     raise DataError(
                         f"{where} has the token id {token}; use ids of the tokenizer's vocabulary, "
                         "which are not negative"

@@ -30,7 +30,7 @@ from ms_align.models.finite import check_tensors
 
 NAME = "step-{:08d}"
 MANIFEST = "manifest.json"
-LARGEST_MANIFEST_BYTES = 1 << 26
+MAX_MANIFEST_BYTES = 1 << 26
 
 
 @frozen(kw_only=True)
@@ -180,7 +180,7 @@ def _manifest(folder: Path, step: int, facts: Mapping[str, Any]) -> bytes:
 
 
 def _read_manifest(path: Path) -> _Manifest:
-    manifest = read_json(path, _Manifest, error=DamageError, limit_bytes=LARGEST_MANIFEST_BYTES)
+    manifest = read_json(path, _Manifest, error=DamageError, limit_bytes=MAX_MANIFEST_BYTES)
     # The folder's name must match too, as a renamed checkpoint has another step.
     if digest_of(manifest) != manifest.digest or path.parent != step_folder(
         path.parents[1], manifest.step

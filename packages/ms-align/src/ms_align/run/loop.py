@@ -62,7 +62,7 @@ class Notice:
 
 
 class Learner(Protocol):
-    """Training algorithm as the loop sees it."""
+    """Interface of the loop to a training algorithm."""
 
     def update(self, log: RunLog) -> tuple[StepReport, Mapping[str, float]]:
         """Run one update, including any rollout it needs; return the report and its metrics."""
@@ -126,7 +126,7 @@ class Loop:
     """Writes the trained model after the last update; called on every process."""
     result: Path | None = field(default=None, kw_only=True)
     """Folder that `write` creates last. If it is missing, a run that has completed all updates is
-    opened again to write it."""
+    reopened to write it."""
     notices: Sequence[Notice] = field(default=(), kw_only=True)
     """Logged before the first update of every launch."""
     progress: _Progress = field(factory=_Progress, init=False)

@@ -6,7 +6,7 @@ from attrs import field, frozen
 
 from ms_align.errors import ConfigError
 from ms_align.events import OnEvent
-from ms_align.seeds import LARGEST_SEED
+from ms_align.seeds import MAX_SEED
 from ms_align.settings import as_path, flag, integer, valid_path
 
 
@@ -30,7 +30,7 @@ class RunOptions:
     )
     """Folder for checkpoints, events and the trained model of this run. Default: `runs/sft`,
     `runs/ppo` and so on."""
-    seed: int = field(default=0, validator=integer(minimum=0, maximum=LARGEST_SEED))
+    seed: int = field(default=0, validator=integer(minimum=0, maximum=MAX_SEED))
     """Random seed of the run."""
     eval_every: int | None = field(default=None, validator=integer(optional=True))
     """Updates between held-out evaluations. None: only before the first and after the last."""

@@ -10,7 +10,7 @@ from ms_align.errors import ModelError
 from ms_align.generation.sampling import Sampling
 from ms_align.run.loop import RunLog
 
-LONGEST_SHOWN = 160
+MAX_SHOWN = 160
 
 
 @frozen(kw_only=True)
@@ -58,7 +58,7 @@ def log_sample(
     if show:
         label = "sample" if reward is None else f"sample ({reward:g})"
         prompt_text, response_text = _printable(prompt), _printable(response)
-        log.note(f"{label}: {prompt_text[-LONGEST_SHOWN:]} → {response_text[:LONGEST_SHOWN]}")
+        log.note(f"{label}: {prompt_text[-MAX_SHOWN:]} → {response_text[:MAX_SHOWN]}")
 
 
 def _printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""DPO and its relatives: preference optimization without a reward model."""
+"""DPO and its variants: preference optimization without a reward model."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -119,7 +119,7 @@ class GKDTrainer(GKDOptions, OfflineTrainer):
 
 
 class GKDLearner(OfflineLearner):
-    """Learns the teacher's distribution at the tokens of generated or given responses."""
+    """Learns the teacher's distribution at the tokens of the dataset's or generated responses."""
 
     no_targets = (
         "the batch of step {step} has no target tokens, so nothing would be learned; check whether "

@@ -1,4 +1,4 @@
-"""KTO and its relatives: optimization of responses that are labeled desirable or undesirable."""
+"""KTO and its variants: optimization of responses that are labeled desirable or undesirable."""
 
 from collections.abc import Mapping
 from typing import Any

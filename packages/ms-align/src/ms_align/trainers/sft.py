@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ms_align.engines.protocol import Engine, StepReport
 from ms_align.errors import ConfigError, NothingToLearnError
-from ms_align.losses.learnt_weights import Uncertainty
+from ms_align.losses.learned_weights import Uncertainty
 from ms_align.losses.protocol import Batch, Output
 from ms_align.losses.sft import SFTLoss, token_weights
 from ms_align.run.initial_weights import frozen_checksum

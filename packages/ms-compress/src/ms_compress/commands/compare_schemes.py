@@ -40,7 +40,7 @@ def run(options: CompareRun) -> Outcome:
         model = separate_experts(load(options.model))
         for item in runs:
             check_exportable(model, item)
-        # The run with the most needs decides whether the dataset must be usable.
+        # The dataset must be usable if any of the runs needs it.
         test = QualityTest.of(model, max(runs, key=lambda item: item.method != "rtn"))
         float_quality = test.measure(model)
         results = []

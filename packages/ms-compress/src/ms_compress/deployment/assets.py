@@ -18,7 +18,7 @@ from ms_compress.text_ends import (
 )
 
 LICENSES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.].*)?", re.IGNORECASE)
-"""Names of license files, which are copied to any model made from another one."""
+"""Names of license files, which are copied from a base model to models derived from it."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",

@@ -90,7 +90,7 @@ def export(
             if to_verify is not None:
                 verify_folder(to_verify, partial, export_target.name)
             if whole_model.is_first:
-                # Last, as the caller seals the folder, which says that everything else is there.
+                # Last, as the caller seals the folder, which marks it as complete.
                 on_written(partial)
     return folder
 

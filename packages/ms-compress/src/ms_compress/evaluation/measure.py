@@ -113,7 +113,7 @@ def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:
     if not footprints[0][1].is_plain:
         raise ConfigError(
             f"baseline must be a plain model, got the {footprints[0][1].target} model"
-            f" {evaluation.baseline}; use the folder that it was made from"
+            f" {evaluation.baseline}; use the folder it was exported from"
         )
     return footprints
 

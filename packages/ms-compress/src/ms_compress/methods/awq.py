@@ -42,7 +42,7 @@ RATIOS = tuple(step / 20 for step in range(20))
 """Exponents of the mean input magnitude that AWQ tries."""
 SAMPLE_ROWS = 512
 """Tokens per layer on which the error of rounded inputs is measured."""
-SMALLEST = 1e-4
+MIN_SCALE = 1e-4
 """Smallest scale before normalization, for features that are always zero."""
 Rounding = Literal["rtn", "gptq"]
 
@@ -340,8 +340,8 @@ def _candidates(
         for ratio in RATIOS:
             scales = inputs.pow(ratio)
             if divides_by_weights:
-                scales = scales / (means.pow(1 - ratio) + SMALLEST)
-            scales = scales.clamp(min=SMALLEST)
+                scales = scales / (means.pow(1 - ratio) + MIN_SCALE)
+            scales = scales.clamp(min=MIN_SCALE)
             # Center on 1 in log scale: the largest and the smallest scale become reciprocals.
             yield scales / (scales.amax() * scales.amin()).sqrt()
 

@@ -79,7 +79,7 @@ class NOfM:
         return 1 - self.n / self.m
 
     def keep(self, scores: "Tensor", sparsity: float | None = None) -> "Tensor":
-        """Keep N per group, (N, K) bool; a smaller sparsity prunes the groups that lose least."""
+        """Keep N per group, (N, K) bool; a smaller sparsity prunes the groups of least loss."""
         groups = scores.reshape(-1, self.m)  # (N · K / M, M)
         pruned = groups.topk(self.m - self.n, dim=1, largest=False).indices
         mask = groups.new_ones(groups.shape).bool().scatter_(1, pruned, False)

@@ -48,8 +48,8 @@ def qat(
     """Prepare a model to compute like a scheme's target, so that training sees the deployed model.
 
     Every `nn.Linear` except the head is prepared in place. Parameters keep their names, values and
-    gradients, so any training loop and optimizer works. With parallelism: tensor-parallel split and
-    this in either order (split first if scales are learned), then fully_shard.
+    gradients, so any training loop and optimizer works. With tensor parallelism, split the model
+    before or after this call (before it if scales are learned), then call fully_shard.
 
     Args:
         model: a complete model, or one pipeline stage.
@@ -66,8 +66,8 @@ def qat(
 
     Raises:
         SchemeError: the scheme does not exist.
-        LayerError: a layer is not supported; the message names it and what would be. The model is
-            unchanged.
+        LayerError: a layer is not supported; the message names it and what is supported. The model
+            is unchanged.
         OrderError: the model was sharded or split in an unsupported order.
     """
     check_flags(

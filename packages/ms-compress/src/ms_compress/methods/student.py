@@ -59,7 +59,7 @@ def cut_student(
             f"inner must be 1 to {width}, the teacher's feed-forward width, got {inner}; use less"
         )
     student = _build_smaller(teacher, depth, inner)
-    # Embedding, final norm and head are copied unchanged, the layers below.
+    # Embedding, final norm and head are copied unchanged; the layers are copied below.
     other_weights = {
         name: value
         for name, value in teacher.state_dict().items()

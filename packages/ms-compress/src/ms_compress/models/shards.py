@@ -57,7 +57,7 @@ def local_tensors(stage: nn.Module) -> Iterator[tuple[WholeTensor, nn.Module, Te
     """Yield a stage's local shards: description, layer and tensor.
 
     These are parameters and persistent buffers, without learned scales and calibrated inputs, which
-    files have in another form.
+    files store in another form.
     """
     for path, layer in stage.named_modules():
         prefix = bare_name(path)

@@ -73,7 +73,7 @@ class Prepared(nn.Module):
         return self._buffers.get(INPUT_PEAK)
 
     def observe(self, x: Tensor, reduce_max: Reduce | None = None) -> Tensor | None:
-        """Return the largest input magnitude, which inputs of training and calibration raise."""
+        """Return the largest input magnitude so far; training and calibration update it with x."""
         peak = self.input_peak
         if peak is not None and (self.training or self.calibrating):
             largest = x.detach().abs().amax().float()
@@ -161,7 +161,8 @@ class Prepared(nn.Module):
             check_groups(self.layer_name, param, self.scheme)
         weight: Any = self.weight
         # load_state_dict replaces a weight that is already split by one with the same split.
-        # Parallelize replaces the plain weight by a DTensor: that is when the mask is split too.
+        # parallelize_module replaces the plain weight by a DTensor; the mask is split at that
+        # point.
         is_new_split = name == "weight" and not isinstance(weight, DTensor)
         if is_new_split:
             check_axes(self.layer_name, param)
@@ -201,7 +202,7 @@ class PreparedLinear(Prepared, nn.Linear):
 
 
 class PreparedEmbedding(Prepared, nn.Embedding):
-    """An embedding that returns the rows that its target stores."""
+    """An embedding that returns rows as its target stores them."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (...) int64 to (..., K)."""
@@ -229,7 +230,7 @@ def prepare_layer(
     activations: Activations | None = None,
     learned_scales: bool = False,
 ) -> Prepared:
-    """Make a layer compute like a scheme's target, in place; without a scheme it only takes a mask.
+    """Make a layer compute like a scheme's target, in place; without a scheme, only allow a mask.
 
     Raises:
         LayerError: the layer's type is not supported, or a group does not divide its rows.

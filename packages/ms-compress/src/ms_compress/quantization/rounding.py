@@ -29,7 +29,8 @@ SCALE_MULTIPLIERS = tuple(percent / 100 for percent in range(70, 111))
 """Multipliers tried on a scheme's own scale. Shrinking clips the largest weight to represent the
 others better; if one side has an unused code, growing avoids the clipping."""
 CODE_MARGIN = 0.45
-"""Largest distance of a weight from its code, in steps, at which it surely rounds to that code."""
+"""Largest distance of a weight from its code, in steps, at which it reliably rounds to that
+code."""
 EPS_E4M3 = 0.125
 """Scale of an all-zero group in E4M3, as in compressed-tensors."""
 

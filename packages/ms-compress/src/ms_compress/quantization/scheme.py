@@ -1,4 +1,4 @@
-"""Quantization schemes: how a target stores weights and rounds activations, as frozen values.
+"""Quantization schemes: frozen values that define storage of weights and rounding of activations.
 
 Fields have the names and meanings of compressed-tensors' `QuantizationArgs`. A weight is
 ``(code - zero) * scale``, with an integer or floating-point code, and one scale for each group of
@@ -179,7 +179,7 @@ class Activations:
 
 @frozen(kw_only=True)
 class Scheme:
-    """How a target stores weights, and rounds activations at run time."""
+    """Storage of weights by a target, and rounding of activations at run time."""
 
     name: str
     target: str

@@ -2,7 +2,7 @@
 
 A weight is ``code * (d * scale) - dmin * minimum``, with d and dmin float16 per super-block, and an
 integer scale and minimum per group. The products are exact in float32 (11 + 7 + 6 bits at most), so
-only the subtraction rounds, as in llama.cpp's `dequantize_row_q4_K` and its relatives.
+only the subtraction rounds, as in llama.cpp's `dequantize_row_q4_K` and similar functions.
 
 The plain rule takes scale and minimum from a group's range. A learned factor multiplies the scale
 and moves the minimum; `fit` searches for the factor with the smallest squared error.
@@ -130,7 +130,7 @@ def fit(cells: Tensor, scheme: Scheme, importance: Tensor) -> Tensor:
     rule = scheme.super_block
     assert rule is not None
     importance = importance.expand_as(cells)
-    scales, minimums = _best_alone(cells, scheme, importance)  # (R, G) each
+    scales, minimums = _best_per_group(cells, scheme, importance)  # (R, G) each
     stored = store(scales, minimums, rule)
     stored = _change_by_one(cells, scheme, importance, stored)
     return factor_of(cells, scheme, stored.scales(rule), stored.minimums(rule))
@@ -148,7 +148,9 @@ def inverse(scales: Tensor) -> Tensor:
     return torch.where(reciprocal.isfinite(), reciprocal, 0.0)
 
 
-def _best_alone(cells: Tensor, scheme: Scheme, importance: Tensor) -> tuple[Tensor, Tensor | None]:
+def _best_per_group(
+    cells: Tensor, scheme: Scheme, importance: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Return the best scales and minimums (R, G) of each group, without the super-block's rounding.
 
     The super-block couples the groups of a row only when the scales are stored.

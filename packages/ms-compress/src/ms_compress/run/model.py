@@ -80,7 +80,7 @@ def save(
     Args:
         model: model from ms-parallel or transformers.
         folder: output folder; must not exist.
-        source: folder of the model it was made from, whose tokenizer, license and generation
+        source: folder of the model it is derived from, whose tokenizer, license and generation
             settings are copied.
         before_publish: called with the complete folder before it gets its final name.
 

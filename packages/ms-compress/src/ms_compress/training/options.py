@@ -24,7 +24,7 @@ class Tuning:
     """Peak learning rate: linear warmup over 10% of the steps, then cosine decay to zero."""
     scale_rate: float = field(default=1.0, validator=number())
     """Multiplier on the learning rate for learned scales, whose logarithm is trained. Values above
-    1 bring nothing within tens of steps, as Adam's first steps already have full size."""
+    1 do not help within tens of steps, as Adam's first steps already have full size."""
     weight_decay: float = field(default=0.0, validator=number())
     """AdamW weight decay; not applied to learned scales."""
     max_grad_norm: float = field(default=1.0, validator=number(minimum=1e-12))
@@ -38,7 +38,7 @@ class Tuning:
     distill_weight: float = field(default=1.0, validator=number(maximum=1.0))
     """Weight of the divergence in the loss; the text's loss has the rest."""
     hidden_weight: float = field(default=0.0, validator=number())
-    """With a teacher, weight of `hidden_distance`, which pulls the layers' outputs to the
+    """With a teacher, weight of `hidden_distance`, which pulls the layers' outputs toward the
     teacher's. For a model with few bits, 20 was better than 0."""
 
     def rate(self, step: int) -> float:

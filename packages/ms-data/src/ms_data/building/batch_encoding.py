@@ -87,7 +87,7 @@ def unpack_batch(content: bytes) -> EncodedDocs:
     total = sum(sizes)
     # The sizes limit the output, so damaged content cannot exhaust the memory.
     raw = zstandard.ZstdDecompressor().decompress(batch.words, max_output_size=4 * total)
-    # Documents, then media, then a rest of length 0.
+    # Documents, then media, then an empty remainder.
     parts = np.split(np.frombuffer(raw, "<u4"), np.cumsum(sizes))
     count = len(batch.sizes)
     media = parts[count : len(sizes)]

@@ -165,7 +165,7 @@ class ChatEncoder(TextEncoder):
         """
         if self.document_kind == "preferences":
             pair = read_pair(row)
-            # Only the responses have loss, also if the prompt contains assistant turns.
+            # Only the responses have loss, even if the prompt contains assistant turns.
             first = len(pair.prompt)
             reject_media([*pair.prompt, *pair.chosen, *pair.rejected])
             parts = [

@@ -1,4 +1,4 @@
-"""Output of a build: shards, tokenizer and index, and a record with which a repeated build ends."""
+"""Output of a build: shards, tokenizer, index, and a record by which a repeated build finds it."""
 
 import os
 import re

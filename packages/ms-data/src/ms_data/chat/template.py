@@ -251,7 +251,9 @@ class ChatTemplate:
             text, spans = self._find_spans(messages, None, [1], [1])
         except TokenizerError:
             raise
-        except ValueError:  # the template needs other messages; every conversation is checked alone
+        except (
+            ValueError
+        ):  # the template rejects the test messages; every conversation is checked separately
             return
         if not any(_PROBE in text[start:stop] for start, stop in spans):
             # Probed again for the next conversation, which is then rejected as well.

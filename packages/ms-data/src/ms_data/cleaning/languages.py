@@ -25,7 +25,7 @@ def identify(text: str) -> str:
     """Return the ISO 639-1 code of a text's language, judging by its beginning, or "unknown".
 
     Raises:
-        SettingError: the script does not decide, and resiliparse is not installed.
+        SettingError: the script is not conclusive, and resiliparse is not installed.
     """
     sample = text[:SAMPLE_CHARACTERS]
     letters = len(_LETTER.findall(sample))

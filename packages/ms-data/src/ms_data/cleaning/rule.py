@@ -83,7 +83,7 @@ class Rule(ABC):
             language_detector()
 
     def identity(self) -> str:
-        """Return what affects the result besides the settings, such as a library version, or ""."""
+        """Return inputs of the result other than settings, such as a library version, or ""."""
         return library_version("Resiliparse") if self.languages else ""
 
 

@@ -2,7 +2,8 @@
 
 A message is the length of its metadata, the metadata (a FlatBuffer) and a body. Every compressed
 buffer of a batch starts with its uncompressed size, and Arrow allocates and fills that much memory.
-pyarrow has no limit for it, and shows the sizes only after decompression. Hence this guard.
+pyarrow has no limit for it, and reports the sizes only after decompression, so they are checked
+here.
 """
 
 import io
@@ -71,7 +72,7 @@ def _messages(content: ByteReader) -> Iterator[bytes]:
             if not 0 <= length <= BATCH_LIMIT_MIB << 20:
                 raise ValueError(_TOO_LARGE.format(length >> 20, BATCH_LIMIT_MIB))
             body = content.read(length)
-            # A truncated body is passed on as it is, and pyarrow reports it.
+            # A truncated body is passed on unchanged, and pyarrow reports it.
             if len(body) == length:
                 _check_uncompressed_size(message, body)
         except struct.error as error:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 HEAD_BYTES = 512
-"""Bytes needed for detection. A tar header has its magic at byte 257, all other formats before."""
+"""Bytes needed for detection. A tar header has its magic at byte 257, all other formats earlier."""
 
 _UNPACK = "unpack it and pass the folder"
 _ROWS = "write its rows as JSON Lines (.jsonl) or Parquet"

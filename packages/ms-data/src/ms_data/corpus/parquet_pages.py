@@ -1,8 +1,8 @@
 """Checks the page headers of a Parquet file while it is read, before pages are decompressed.
 
 A page header declares the uncompressed size of the page, and Arrow allocates and fills that much
-memory. pyarrow limits the strings and lists of the footer, but not pages, and a memory limit holds
-for the whole process, so it is not a library's to set. Hence this guard.
+memory. pyarrow limits the strings and lists of the footer, but not pages. A library must not set a
+memory limit, which would apply to the whole process, so page sizes are checked here.
 
 Headers use Thrift's compact protocol: numbered fields with small integers, and structs that are
 skipped.
@@ -14,8 +14,8 @@ from io import BufferedReader
 from typing import Any, NamedTuple
 
 PAGE_LIMIT_MIB = 1024
-"""Largest accepted page. Pages are decompressed in one piece; writers make them of 1 MiB or of one
-value."""
+"""Largest accepted page. A page is decompressed in one piece; writers create pages of 1 MiB, or of
+one larger value."""
 
 _HEADER_BYTES = 1 << 20
 _STOP, _TRUE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 0, 1, 3, 7, 8, 9, 10, 11, 12

@@ -22,7 +22,7 @@ class FileInfo(NamedTuple):
 
     size_bytes: int
     version: str
-    """Changes when the content changes, as far as the store tells; empty if it does not."""
+    """Version reported by the store, such as an ETag, which changes with the content; or empty."""
     modified_ns: int | None
     """Modification time; None if the store does not report it."""
 

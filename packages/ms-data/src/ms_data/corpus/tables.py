@@ -19,7 +19,7 @@ from ms_data.corpus.reader import (
 from ms_data.errors import CorpusError, DataError, printable
 
 _FAULTS = (ValueError, TypeError, LookupError, OSError, MemoryError, OverflowError)
-"""What decoders raise over bad content."""
+"""Exceptions that decoders raise on bad content."""
 
 _ROWS_AT_ONCE = 256
 """Rows converted to Python objects at a time."""

@@ -86,7 +86,7 @@ _JSON_STRING_BODY = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 def array_items(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
     """Yield the JSON text of every item of an array; None for an item of more than `limit` bytes.
 
-    Only brackets and strings are scanned, so a malformed item does not end the reading.
+    Only brackets and strings are scanned, so a malformed item does not stop the scan.
 
     Raises:
         JSONArrayError: the array is not closed, or text other than whitespace follows it.

@@ -45,7 +45,7 @@ class Decisions:
         return bool(self._same[document])
 
     def spans(self, document: int) -> list[tuple[int, int]]:
-        """Return the word spans of a document that occurred before."""
+        """Return the word spans of a document that already occurred earlier in the corpus."""
         if self._starts is None:
             return []
         spans = self._spans[int(self._starts[document]) : int(self._starts[document + 1])]

@@ -28,4 +28,4 @@ class DedupOptions:
     keep: str = field(default="first", validator=one_of("first", "longest", "priority"))
     """Document to keep: first, longest, or priority for the first matching pattern."""
     priority: Sequence[str] = field(default=(), converter=as_tuple, validator=texts)
-    """File name patterns in falling priority, such as "wiki/*"."""
+    """File name patterns, highest priority first, such as "wiki/*"."""

@@ -1,4 +1,4 @@
-"""Finds spans of words that occurred before, in every kept document."""
+"""Finds word spans of the kept documents that already occurred earlier in the corpus."""
 
 from collections.abc import Iterable
 from pathlib import Path

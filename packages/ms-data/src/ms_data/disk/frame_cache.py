@@ -73,7 +73,7 @@ class SharedFrameCache:
     have the file open can still use it. A file left behind by a killed process is reused.
 
     Args:
-        folder: folder on this machine, best in memory, such as /dev/shm.
+        folder: folder on this machine, ideally in memory, such as /dev/shm.
         name: name of the split, unique to the data.
         frame_tokens: maximum tokens per frame.
         token_type: type of a token.
@@ -172,7 +172,7 @@ class SharedFrameCache:
 
 
 def _close_and_unlink(descriptor: int, path: Path, process: int) -> None:
-    """Close the file, and remove its name unless another file has it by now."""
+    """Close the file, and unlink its path unless the path already belongs to another file."""
     if os.getpid() != process:  # in a forked child; the parent still uses the file
         return
     with suppress(OSError):

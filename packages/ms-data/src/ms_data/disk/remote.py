@@ -32,11 +32,11 @@ BLOCK_KIB = 1024
 CACHE_MIB = 4096
 ATTEMPTS = 8
 TIMEOUT_S = 30.0
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
 THREADS = 8
 """Requests in flight per process."""
-TRIM_SHARE = 16
-"""A process trims the cache after adding 1 / `TRIM_SHARE` of its limit."""
+TRIM_DIVISOR = 16
+"""A process trims the cache after adding 1 / `TRIM_DIVISOR` of its limit."""
 
 
 class RemoteShards:
@@ -112,7 +112,7 @@ class RemoteShards:
             ) from error
         if len(content) > limit_bytes:
             raise DamageError(
-                self.path("index.json"), "file", f"has {len(content)} bytes, more than any index"
+                self.path("index.json"), "file", f"has {len(content)} bytes, too large for an index"
             )
         return content
 
@@ -136,7 +136,7 @@ class RemoteShards:
             if attempt:
                 self.retries += 1
                 # Exponential backoff with jitter, so that processes do not retry in lockstep.
-                pause = min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+                pause = min(PAUSE_S * 2**attempt, MAX_PAUSE_S) * random.uniform(0.5, 1.5)
                 logger.debug("%s: %s; trying again in %.1f s", self.path(name), problem, pause)
                 time.sleep(pause)
             try:
@@ -313,7 +313,7 @@ class BlockCache:
             return
         # Per process and approximate: scanning the folder at every block would be slow.
         self._added += len(content)
-        if self._added * TRIM_SHARE > self.limit_bytes:
+        if self._added * TRIM_DIVISOR > self.limit_bytes:
             self._trim()
 
     def _trim(self) -> None:
@@ -328,7 +328,7 @@ class BlockCache:
                     continue
                 entries.append((status.st_mtime_ns, status.st_size, file.path))
         # Leave room for the blocks that processes add until the next trim.
-        excess = sum(size for _, size, _ in entries) - self.limit_bytes * (1 - 1 / TRIM_SHARE)
+        excess = sum(size for _, size, _ in entries) - self.limit_bytes * (1 - 1 / TRIM_DIVISOR)
         # By time of last use, oldest first.
         for _, size, path in sorted(entries):
             if excess <= 0:

@@ -205,7 +205,7 @@ class Samples(Sequence[Sample | PairSample | UnpairedSample]):
 
     @property
     def processor(self) -> Processor | None:
-        """The processor for the images and audio; None for a dataset without.
+        """The processor for the images and audio; None for a text dataset.
 
         Raises:
             DamageError: the file with the processor settings is damaged.

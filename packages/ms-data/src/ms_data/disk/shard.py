@@ -23,7 +23,7 @@ from ms_data.disk.remote import RemoteFile, RemoteShards
 from ms_data.errors import DamageError
 
 REREADS = 4
-"""Number of times to fetch a damaged frame or footer again from an object store, uncached."""
+"""Maximum number of uncached refetches of a damaged frame or footer in an object store."""
 REREAD_TAIL_BYTES = 1 << 20
 """End of a shard with its frame table and footer."""
 
@@ -197,7 +197,7 @@ class Shard:
             raise self._damage_error("trailer", "differs from the index")
         if size > trailer_offset - len(MAGIC):
             raise self._damage_error(
-                "trailer", f"declares {size} bytes of footer, more than there are"
+                "trailer", f"declares {size} bytes of footer, more than the file has"
             )
         encoded = self._read_bytes("footer", trailer_offset - size, size)
         if checksum(encoded) != expected:

@@ -66,7 +66,7 @@ def read_index(folder: Path | RemoteShards) -> Index:
         with open_file(path, error=SettingError) as file:
             size = os.fstat(file.fileno()).st_size
             if size > INDEX_LIMIT_BYTES:
-                raise DamageError(path, "file", f"has {size} bytes, more than any index")
+                raise DamageError(path, "file", f"has {size} bytes, too large for an index")
             content = file.readall()
     except OSError as error:
         raise DamageError(path, "file", f"cannot be read: {error.strerror}") from error
@@ -94,8 +94,8 @@ class Split:
         name: name of the split.
         kinds: accepted document types.
         cache_bytes: size of the cache of decoded frames; at least one frame is cached.
-        shared_cache: folder on this machine, best in memory, of a cache for all processes that read
-            the split; None: a cache in this process.
+        shared_cache: folder on this machine, ideally in memory, of a cache for all processes that
+            read the split; None: a cache in this process.
 
     Raises:
         SettingError: the dataset has no such split, or another document type.

@@ -1,7 +1,7 @@
-"""Splits a run over an array of jobs, each of which processes every n-th batch.
+"""Splits a run over an array of n jobs; each one processes every n-th batch.
 
 A job reads the entire corpus, processes its batches, and stores the results in a file of
-`OUT.shards`. Merging does the run again and looks up the results instead of computing them, so the
+`OUT.shards`. Merging repeats the run but looks up the results instead of computing them, so the
 output is identical to that of a single machine. Results are keyed by a checksum of the request, so
 results of another corpus or other settings are never used.
 """

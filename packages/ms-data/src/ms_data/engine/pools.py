@@ -44,7 +44,7 @@ class Work(Generic[R]):
     """`module:function`; the function takes a setup and returns the function from request to
     result."""
     request: Callable[[DocumentBatch], bytes]
-    """Encodes what determines the result of a batch."""
+    """Encodes the inputs that determine the result of a batch."""
     dump: Callable[[DocumentBatch, R], bytes]
     """Encodes a result as the worker does."""
     load: Callable[[bytes], R]

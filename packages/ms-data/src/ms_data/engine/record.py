@@ -8,7 +8,7 @@ from ms_data.corpus.corpus import Corpus
 from ms_data.errors import OutputError, printable
 
 _NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokenizer's checksum"}
-"""Names of settings in messages, where the plain name says too little."""
+"""Descriptions of settings for messages, where the name is not clear enough."""
 
 
 class FinishedRun(Protocol):

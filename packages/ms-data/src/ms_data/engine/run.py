@@ -109,7 +109,7 @@ class Run(Generic[R, StateT, SummaryT]):
     files: re.Pattern[str]
     """Relative paths of all files that the run writes."""
     noun: str
-    """What to call the run in messages."""
+    """Noun for the run in messages."""
     may_change: Collection[str] = ()
     """Settings that may change when an interrupted run resumes."""
     on_progress: Callable[[int, int], None]

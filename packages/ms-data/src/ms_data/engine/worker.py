@@ -21,7 +21,7 @@ def main() -> None:
     sys.path[:] = json.loads(sys.argv[2])
     module, _, name = sys.argv[1].partition(":")
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    # Prints of libraries must not get into the pipe.
+    # Libraries must not print into the pipe.
     sys.stdout = sys.stderr
     setup = read(stdin)
     if setup is None:

@@ -66,7 +66,7 @@ class Findings:
     values: dict[str, MeasuredValues] = field(factory=dict)
     """Measured values, by rule and setting."""
     files: dict[str, Counter[str]] = field(factory=dict)
-    """Number of documents per fate, by file."""
+    """Number of documents per outcome, by file."""
     quarantined: list[str] = field(factory=list)
     """The first unreadable documents."""
 

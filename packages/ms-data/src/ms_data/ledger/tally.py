@@ -1,4 +1,4 @@
-"""Counts the fates of documents and bytes; the totals always add up."""
+"""Counts documents and bytes by outcome; the totals always add up."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ Fate = Literal["kept", "dropped", "quarantined"]
 
 
 class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A line of the ledger: the fate of one document."""
+    """A line of the ledger: the outcome of one document."""
 
     document: int
     """Index in the corpus, from 0."""

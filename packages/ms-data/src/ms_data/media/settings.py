@@ -172,7 +172,7 @@ def _settings(config: Mapping[str, Any]) -> MediaSettings:
 def _image_settings(config: Mapping[str, Any], token: str) -> ImageSettings:
     class_name = config["image_processor_type"]
     if class_name not in _IMAGE_CLASSES:
-        raise ValueError(f"the image processor {class_name!r} is not one of Qwen-VL")
+        raise ValueError(f"the image processor {class_name!r} is not for Qwen-VL")
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if not config.get(name, True):
             raise ValueError(f"{name}=false is not supported")

@@ -103,7 +103,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
         )
         _check(open_rows, {"long": long, "packing": packing, "weighting": weighting})
         self._weighting: Weighting = weighting
-        # What determines the rows; batch size and number of processes do not, so they may change.
+        # Settings that determine the rows. Batch size and number of processes may change on resume.
         self._settings = {
             "sources": {},
             **self._settings,

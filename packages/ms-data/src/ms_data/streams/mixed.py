@@ -87,7 +87,7 @@ class MixedStream(BatchStream[B]):
         }
         limits = {}
         if max_epochs is not None:
-            description = "a dict of a number by source"
+            description = "a dict of numbers by source"
             check_type("max_epochs", max_epochs, Mapping, description, error=SettingError)
             for name, limit in max_epochs.items():
                 check_number(f"max_epochs of {name!r}", limit, minimum=0, error=SettingError)

@@ -1,6 +1,6 @@
 """Chooses the source of every sample so that the counts follow the weights exactly.
 
-Let the due of a source be the sum of its weights over the first t samples. At every t, the number
+The due of a source is the sum of its weights over the first t samples. At every t, the number
 of samples drawn from a source differs from its due by less than one: Tijdeman's rule ("The chairman
 assignment problem", 1980). Among the sources whose next sample may already be drawn, the rule takes
 the one with the earliest deadline. It needs to know future weights, so phases are passed in advance
@@ -91,7 +91,7 @@ class Mixture:
         limits: Mapping[str, int] | None = None,
     ) -> None:
         check_items("names", names, str, "names of sources", error=SettingError)
-        description = "a dict of a number by source"
+        description = "a dict of numbers by source"
         check_type("limits", limits, Mapping, description, error=SettingError, optional=True)
         if not names or len(set(names)) != len(names):
             raise SettingError(f"sources must be one or more distinct names, got {list(names)!r}")

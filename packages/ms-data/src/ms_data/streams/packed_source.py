@@ -70,7 +70,7 @@ class PackedSource:
         return self._packer.flush()
 
     def _segments(self, number: int) -> tuple[list[Segment], int]:
-        """Return a sample's segments with targets, and the number of segments without."""
+        """Return the segments of a sample that have targets, and the number that have none."""
         size = int(self.samples.sizes[number])
         segments = cut_sample(number, size, self._length, split=self._long == "split")
         if size > self._length and self.samples.kind == "media":

@@ -82,7 +82,7 @@ class RankRows:
         check_type("shares", shares, Sequence, "a list of integers", error=SettingError)
         for row_count in shares:
             if not is_integer(row_count):
-                raise SettingError(f"shares must be integers, got {shown(row_count)} in them")
+                raise SettingError(f"shares must contain only integers, got {shown(row_count)}")
         rows = [operator.index(row_count) for row_count in shares]
         if len(rows) != self.count or min(rows) < 1 or sum(rows) != batch_size:
             raise SettingError(

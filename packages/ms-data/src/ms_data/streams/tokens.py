@@ -46,7 +46,7 @@ class TokenStream(MixedStream[Batch]):
         window_chunks: chunks per source that are shuffled together and held in memory.
         cache_mib: size of the cache of decoded frames per source, in MiB; 0 keeps only the last
             frame.
-        shared_cache: folder for a frame cache that all processes of this machine share, best in
+        shared_cache: folder for a frame cache that all processes of this machine share, ideally in
             memory, such as `/dev/shm`, so that every frame is decoded once per machine. The file
             has `cache_mib` MiB and is removed at the end. None: a cache per process.
 

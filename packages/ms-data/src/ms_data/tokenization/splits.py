@@ -47,7 +47,7 @@ class WordSplit:
     fix_starts: Callable[[Classes, Codes, Starts], None]
     """Corrects the starts that neighbors cannot decide."""
     unknown: tuple[str, ...] = ()
-    """Character sequences whose texts are left to the library."""
+    """Texts that contain one of these character sequences are encoded by the library."""
     spaces: tuple[str, ...] = ()
     """Texts that start with none of these get a leading space; empty adds none."""
 

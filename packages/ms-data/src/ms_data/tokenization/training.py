@@ -19,13 +19,13 @@ from ms_data.settings.arguments import is_integer
 from ms_data.tokenization.tokenizer import END_OF_TEXT, Tokenizer
 from ms_data.tokenization.tokenizer_limits import MAX_TOKENS
 
-SMALLEST_VOCABULARY = 257
+MIN_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
 
-LONGEST_WORD = 1000
+MAX_WORD_LENGTH = 1000
 """Maximum characters passed to the trainer without a word boundary."""
 # The lookbehinds match runs only from their start, so the search is linear in the text.
-LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
+LONG_WORD = re.compile(rf"(?<!\S)\S{{{MAX_WORD_LENGTH},}}|(?<!\s)\s{{{MAX_WORD_LENGTH},}}")
 
 
 def train_tokenizer(
@@ -59,9 +59,9 @@ def train_tokenizer(
     """
     check_callable("on_progress", on_progress, error=SettingError)
     check_callable("on_leave_out", on_leave_out, error=SettingError)
-    if not is_integer(vocab_size) or not SMALLEST_VOCABULARY <= vocab_size <= MAX_TOKENS:
+    if not is_integer(vocab_size) or not MIN_VOCABULARY <= vocab_size <= MAX_TOKENS:
         raise SettingError(
-            f"vocab_size must be {SMALLEST_VOCABULARY} (bytes and end of text) to {MAX_TOKENS}, "
+            f"vocab_size must be {MIN_VOCABULARY} (bytes and end of text) to {MAX_TOKENS}, "
             f"got {shown(vocab_size)}"
         )
     if out is not None:
@@ -109,7 +109,9 @@ def _split_long_words(text: str) -> Iterator[str]:
     """
     begin = 0
     for run in LONG_WORD.finditer(text):
-        for end in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):  # cut inside the run
+        for end in range(
+            run.start() + MAX_WORD_LENGTH, run.end(), MAX_WORD_LENGTH
+        ):  # cut inside the run
             yield text[begin:end]
             begin = end
     yield text[begin:]

@@ -27,8 +27,7 @@ GROUP_CHARACTERS = 1 << 17
 MAX_WORD_CHARACTERS = 1 << 20
 """Longest text without a split point that is encoded as one word."""
 VERIFIED_FIRST = 1 << 18
-"""Characters at the beginning of a corpus whose documents are all verified; longer documents never
-are."""
+"""Documents within the first 2¹⁸ characters of a corpus are all verified; longer ones never are."""
 VERIFIED_ONE_IN = 512
 """One in this many other documents is verified."""
 

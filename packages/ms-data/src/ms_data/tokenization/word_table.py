@@ -12,13 +12,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-LONGEST_WORD = 64
+MAX_WORD_LENGTH = 64
 """Longest word in the table, in bytes."""
-PADDING = b"\0" * LONGEST_WORD
+PADDING = b"\0" * MAX_WORD_LENGTH
 """Bytes that must follow the words in a buffer."""
 
 _SLOT_BITS, _MAX_WORDS, _MAX_TOKENS = 20, 1 << 18, 1 << 21
-_WIDTHS = (1, 2, LONGEST_WORD // 8)
+_WIDTHS = (1, 2, MAX_WORD_LENGTH // 8)
 """Integers per word comparison: words of up to 8, 16 and 64 bytes."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MASKS = np.array([(1 << 8 * size) - 1 for size in range(9)], np.uint64)
@@ -112,7 +112,7 @@ class WordTable:
         with self._lock:
             free_entries = _MAX_WORDS - self._words
             # words that fit in the table
-            short = [word for word in words if len(word) <= LONGEST_WORD][:free_entries]
+            short = [word for word in words if len(word) <= MAX_WORD_LENGTH][:free_entries]
             buffer, sizes = b"".join(short), np.fromiter(map(len, short), np.int64)
             begins = sizes.cumsum() - sizes
             # Another thread may have added some already.

@@ -135,7 +135,7 @@ def _scratch(kernel: Any, target: Target) -> int:
 
 def _count_scratch(count: int, kernel: Any) -> int:
     declared = sum(1 for dtype in kernel.src.signature.values() if dtype != "constexpr")
-    assert count >= declared, f"{kernel.metadata.name} takes {count} parameters of {declared}"
+    assert count >= declared, f"{kernel.metadata.name} has {count} of {declared} parameters"
     return count - declared
 
 

@@ -41,7 +41,7 @@ def make_models(
     jobs: int,
     progress: Callable[[str, int, int], object],
 ) -> Manifest:
-    """Build the packages and C library of the CPU in `work`; reuse packages that are there."""
+    """Build the CPU's packages and C library in `work`; reuse packages already in it."""
     available = [name for name, contract in CONTRACTS.items() if contract.model is not None]
     selected = [name for name in available if not only or name.startswith(tuple(only))]
     if not selected:

@@ -21,7 +21,7 @@ def run_compiler(
     """Run the machine's C compiler in a folder.
 
     Raises:
-        BackendError: the compiler is missing, or it fails; with its first error.
+        BackendError: the compiler is missing or fails; the message has its first error.
     """
     default = {"CC": "cc", "CXX": "c++"}[variable]
     command = (os.environ.get(variable) or default).split()

@@ -12,7 +12,7 @@
 
 #include "ms_kernels.h"
 
-#define MOST_DEVICES 64
+#define MAX_DEVICES 64
 
 typedef struct {
     const char *name;
@@ -20,7 +20,7 @@ typedef struct {
     const unsigned char *binary;
     unsigned threads;
     unsigned shared_bytes;
-    void *functions[MOST_DEVICES];
+    void *functions[MAX_DEVICES];
 } ms_kernel;
 
 static _Thread_local char last_error[512] = "";
@@ -131,8 +131,8 @@ static ms_status current_device(int *device) {
     int code = driver.get_device(device);
     if (code)
         return fail(MS_NO_DEVICE, "no current device: %s", text_of(code));
-    if (*device < 0 || *device >= MOST_DEVICES)
-        return fail(MS_NO_DEVICE, "device %d is beyond the %d that are kept", *device, MOST_DEVICES);
+    if (*device < 0 || *device >= MAX_DEVICES)
+        return fail(MS_NO_DEVICE, "device %d is beyond the %d that are supported", *device, MAX_DEVICES);
     return MS_OK;
 }
 

@@ -7,8 +7,8 @@
 
 #include "ms_kernels.h"
 
-#define MOST_TENSORS 16
-#define MOST_MODELS 64
+#define MAX_TENSORS 16
+#define MAX_MODELS 64
 
 typedef void *handle;
 
@@ -54,7 +54,7 @@ typedef struct {
     int (*output_count)(handle, size_t *);
     int (*input_count)(handle, size_t *);
 } model;
-static model models[MOST_MODELS];
+static model models[MAX_MODELS];
 static int model_count = 0;
 
 static ms_status open_torch(void) {
@@ -91,8 +91,8 @@ static ms_status open_model(const char *folder, const char *name, model **found)
             *found = &models[i];
             return MS_OK;
         }
-    if (model_count + 1 == MOST_MODELS)
-        return fail(MS_BAD_ARGUMENT, "more than %d operators are open", MOST_MODELS - 1);
+    if (model_count + 1 == MAX_MODELS)
+        return fail(MS_BAD_ARGUMENT, "more than %d operators are open", MAX_MODELS - 1);
     void *library = dlopen(next->path, RTLD_NOW | RTLD_LOCAL);
     if (!library)
         return fail(MS_NO_MODEL, "%s does not open: %s", name, dlerror());
@@ -170,7 +170,7 @@ static ms_status take(handle result, ms_tensor *output, int place) {
 
 ms_status ms_run(const char *folder, const char *name, const ms_tensor *inputs, int32_t input_count,
                  ms_tensor *outputs, int32_t output_count) {
-    handle given[MOST_TENSORS], made[MOST_TENSORS];
+    handle given[MAX_TENSORS], made[MAX_TENSORS];
     model *found = NULL;
     size_t takes = 0, makes = 0;
     if (!folder || !name || !inputs || !outputs)
@@ -182,8 +182,8 @@ ms_status ms_run(const char *folder, const char *name, const ms_tensor *inputs, 
         return status;
     if (found->input_count(found->container, &takes) || found->output_count(found->container, &makes))
         return fail(MS_MODEL_ERROR, "%s does not tell what it takes", name);
-    if ((size_t)input_count != takes || (size_t)output_count != makes || takes > MOST_TENSORS ||
-        makes > MOST_TENSORS)
+    if ((size_t)input_count != takes || (size_t)output_count != makes || takes > MAX_TENSORS ||
+        makes > MAX_TENSORS)
         return fail(MS_BAD_ARGUMENT, "%s takes %zu tensors and makes %zu, not %d and %d", name, takes,
                     makes, input_count, output_count);
     for (int i = 0; i < input_count; i++) {

@@ -71,7 +71,7 @@ def on_npu(
 
 
 def refused(contract: Contract, reason: str) -> Implementation:
-    """Return a placeholder for Ascend that declines every call: torch_npu's operator does not fit.
+    """Return an Ascend placeholder that declines every call, as torch_npu has no suitable operator.
 
     Calls go to our Triton kernels if triton-ascend is installed, otherwise to the reference.
     """

@@ -45,4 +45,7 @@ def _print_findings(findings: Sequence[Finding]) -> None:
         mark = "  --" if finding.reason else "  ok" if finding.holds else "FAIL"
         print(f"{mark}  {operator:<21} {backend:<10} {settings or 'defaults':<24} {result}")
     run = [finding for finding in findings if not finding.reason]
-    print(f"{sum(finding.holds for finding in run)} of {len(run)} results and gradients hold")
+    print(
+        f"{sum(finding.holds for finding in run)} of {len(run)} results and gradients are "
+        "within tolerance"
+    )

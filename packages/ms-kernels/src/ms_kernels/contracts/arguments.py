@@ -1,4 +1,4 @@
-"""Parts of a contract: tensor arguments, options, cost models, and sizes to measure at."""
+"""Parts of a contract: tensor arguments, options, cost models, and benchmark sizes."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -120,7 +120,7 @@ class Ladder(NamedTuple):
 
 @frozen(kw_only=True)
 class Model:
-    """How an operator is exported to a CPU library: float32, default options."""
+    """Export settings of an operator for the CPU library: float32, default options."""
 
     free: tuple[str, ...]
     """Symbols that stay dynamic; ``S`` means ``Sq`` and ``Sk``, always equal."""

@@ -1,4 +1,4 @@
-"""The documents of packed rows: the argument, and where each begins."""
+"""Document ids of packed rows: the operator argument, and the start of each document."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from ms_kernels.contracts.call import Dims
 
 
 def documents_argument(dims: str) -> Argument:
-    """Return the argument that numbers the document of each position."""
+    """Return the optional argument `documents`: the document id of each position."""
     return Argument(
         name="documents",
         dims=dims,
@@ -20,7 +20,7 @@ def documents_argument(dims: str) -> Argument:
 
 
 def starts_of(documents: Tensor) -> Tensor:
-    """Return where a number differs from the one before, bool (B, S); never the first position."""
+    """Return a mask (B, S) of positions whose document id differs from the previous position's."""
     starts = torch.zeros_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return starts

@@ -19,7 +19,7 @@ def check_classes(
         return
     wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= count))]
     if wrong.numel():
-        got, fits = f"{wrong[0].item()} somewhere", f"from 0 to {count - 1}, or {ignore_index}"
+        got, fits = f"out of range ({wrong[0].item()})", f"from 0 to {count - 1}, or {ignore_index}"
         raise ArgumentError(operator, name, got, fits)
 
 
@@ -30,7 +30,7 @@ def check_range(operator: str, name: str, indices: Tensor, count: int) -> None:
     wrong = indices[(indices < 0) | (indices >= count)]
     if wrong.numel():
         raise ArgumentError(
-            operator, name, f"{wrong[0].item()} somewhere", f"from 0 to {count - 1}"
+            operator, name, f"out of range ({wrong[0].item()})", f"from 0 to {count - 1}"
         )
 
 

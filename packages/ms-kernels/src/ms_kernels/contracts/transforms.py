@@ -1,8 +1,8 @@
 """Detects torch.func transforms and forward-mode differentiation.
 
-`torch.func.grad`, `vmap`, `jvp` and their relatives wrap tensors below Python's type, so neither
-`type(tensor)` nor a dispatch mode shows them. torch has no public question for it; its private
-names are in this file alone.
+`torch.func.grad`, `vmap`, `jvp` and similar transforms wrap tensors below Python's type, so neither
+`type(tensor)` nor a dispatch mode shows them. torch has no public API for this check; only this
+file uses its private names.
 """
 
 import torch

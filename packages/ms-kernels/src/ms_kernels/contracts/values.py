@@ -2,21 +2,21 @@
 
 from collections.abc import Callable
 
-LARGEST = 3.4e38
+MAX_FINITE = 3.4e38
 """Largest number that stays finite in float32, the dtype that kernels compute in."""
 
-SMALLEST = 1.2e-38
+MIN_NORMAL = 1.2e-38
 """Smallest positive normal float32; smaller numbers may flush to 0."""
 
 
-def is_number(value: object, minimum: float = -LARGEST, below: float = float("inf")) -> bool:
-    """Whether `value` is a number (not a bool) from `minimum` to `LARGEST` and less than `below`.
+def is_number(value: object, minimum: float = -MAX_FINITE, below: float = float("inf")) -> bool:
+    """Whether `value` is a number, not a bool, from `minimum` to `MAX_FINITE` and below `below`.
 
     Large ints are compared as ints, since converting them to float could overflow.
     """
     if isinstance(value, bool) or not isinstance(value, float | int):
         return False
-    return minimum <= value <= LARGEST and value < below
+    return minimum <= value <= MAX_FINITE and value < below
 
 
 def is_integer(value: object, minimum: int = -(2**63), maximum: int = 2**63 - 1) -> bool:

@@ -1,1 +1,1 @@
-"""How a call finds its implementation, and how one becomes an operator of torch.library."""
+"""Dispatch of calls to implementations, and their registration with torch.library."""

@@ -163,7 +163,7 @@ def _candidates(
 def _objection(
     candidate: Implementation, call: Call, preferred: Sequence[str] | None
 ) -> str | None:
-    """Reason not to use `candidate`, or None. Speed does not count for a forced backend."""
+    """Reason not to use `candidate`, or None. A forced backend is used even if it is slower."""
     reason = obstacle_to(candidate, call)
     return reason if reason is not None or preferred else _too_small(candidate, call)
 

@@ -107,7 +107,7 @@ class Plan:
         return type(self.contract.name, (torch.autograd.Function,), passes).apply  # type: ignore[attr-defined]
 
     def differentiate(self, back: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the backward function as autograd calls it: (ctx, *grads) -> one per input."""
+        """Adapt the backward function to autograd: (ctx, *grads) -> one gradient per input."""
         parameters = list(inspect.signature(backward, eval_str=True).parameters.values())
         optional = [parameter.annotation is not Tensor for parameter in parameters[: self.count]]
 

@@ -1,10 +1,10 @@
 """Attention of this package as the implementation "ms_kernels" of transformers' models.
 
-transformers calls two registered functions: one makes the mask of a forward pass, the other
+transformers calls two registered functions: one builds the mask of a forward pass, the other
 computes attention in each layer. The mask function describes causal, sliding-window, packed and
-padded masks by the document of each position, so no (B, 1, Sq, Sk) mask is built for them. Masks
-of another kind are built as for SDPA, and their layers run SDPA. So do windows and packed rows
-under torch.compile.
+padded masks by the document of each position, so no (B, 1, Sq, Sk) mask is built for them. Other
+masks are built as for SDPA, and their layers run SDPA, as do windows and packed rows under
+torch.compile.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ MASK_KINDS = {
 
 
 class DocumentMask(NamedTuple):
-    """A causal mask by documents, in place of a dense one."""
+    """Document ids and window that replace a dense causal mask."""
 
     documents: Tensor | None
     """Document of each key position, (B, Sk) int32 or int64; None if all are of one document."""
@@ -40,7 +40,7 @@ class DocumentMask(NamedTuple):
 
 
 def register_attention() -> None:
-    """Make ``attn_implementation="ms_kernels"`` known to transformers; repeated calls are harmless.
+    """Register ``attn_implementation="ms_kernels"`` with transformers; repeated calls are harmless.
 
     Raises:
         ImportError: transformers is not installed.
@@ -87,31 +87,31 @@ def _make_mask(
     if attention_mask is not None:
         is_text = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
         padding = torch.full((), -1, dtype=torch.int32, device=is_text.device)
-        # Padding is a document of its own, which no token sees.
+        # Padding becomes a separate document, which no token attends to.
         documents = torch.where(is_text, 0 if documents is None else documents, padding)
         documents = documents.to(torch.int32)
     return DocumentMask(documents, parts.window)
 
 
 def _parts_of(mask_function: Callable[..., Any]) -> DocumentMask | None:
-    """Return documents and window of a mask function; None unless all its conditions are known.
+    """Return documents and window of a mask function; None if it has an unknown condition.
 
-    transformers composes masks of nested functions. Those that are not in `MASK_KINDS`, such as
-    bidirectional blocks of image tokens, keep their dense mask.
+    transformers builds a mask by nesting functions. Masks that use functions not in `MASK_KINDS`,
+    such as bidirectional blocks of image tokens, stay dense.
     """
     documents, window, is_causal = None, None, False
     pending = [mask_function]
     while pending:
         condition = pending.pop()
-        kind = MASK_KINDS.get(condition.__code__.co_qualname)  # by the code, as dynamo traces it
+        kind = MASK_KINDS.get(condition.__code__.co_qualname)  # dynamo can trace the code object
         if kind != "causal" and torch.compiler.is_compiling():
-            return None  # dynamo cannot read what a function captured
+            return None  # dynamo cannot read captured variables
         values = [cell.cell_contents for cell in condition.__closure__ or ()]
         if kind == "causal":
             is_causal = True
         elif kind == "and":
             pending.extend(values[0])
-        elif kind == "renumbered":  # by document, where distances stay the same
+        elif kind == "renumbered":  # renumbered per document, which preserves distances
             pending.append(values[0])
         elif kind == "window":
             window = int(values[0]) if window is None else min(window, int(values[0]))
@@ -137,8 +137,8 @@ def _attend(
     """Compute the attention of a layer. The parameters are those of transformers.
 
     Queries are (B, Hq, Sq, D), keys (B, Hk, Sk, D), values (B, Hk, Sk, Dv). The result is
-    (B, Sq, Hq, Dv), with None in place of the weights. A layer that caps its scores or adds a
-    bias to them is refused.
+    (B, Sq, Hq, Dv), with None in place of the weights. Layers that cap scores or add a bias to them
+    are not supported.
     """
     for name in ("softcap", "position_bias"):
         if options.get(name) is not None:

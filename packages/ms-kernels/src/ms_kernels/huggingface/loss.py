@@ -16,15 +16,15 @@ IGNORED = -100
 """Label of positions that are excluded from the loss, as in transformers."""
 
 _LOSS_OPTIONS = {"labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep"}
-"""Arguments that the decoder below the output matrix does not take."""
+"""Arguments that the decoder below the output matrix does not accept."""
 
 
 def has_plain_logits(model: nn.Module) -> bool:
     """Check that a model is a causal language model whose logits are hidden states times a matrix.
 
     The source of `forward` decides: models that scale or cap their logits assign them more than
-    once, or by a larger expression. Trying the model would not show it, as a cap hardly changes
-    the small logits of a model that is not trained.
+    once, or by a larger expression. A trial run would miss a cap, which hardly changes the small
+    logits of an untrained model.
     """
     head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -66,14 +66,15 @@ def forward_without_logits(model_class: Any, output_class: type) -> Callable[...
 
 
 def loss_without_logits(model: Any, *args: Any, labels: Tensor, **kwargs: Any) -> tuple[Any, ...]:
-    """Return the hidden states and attention weights that were asked for, and the loss.
+    """Return the loss and the requested hidden states and attention weights.
 
     Args:
         model: a model with plain logits.
         args: arguments of the model's forward before `labels`.
         labels: (B, S) tokens, shifted here; -100 is excluded.
         kwargs: further arguments of the model's forward. `num_items_in_batch` divides the summed
-            loss in place of the number of labels, as the Trainer asks for gradient accumulation.
+            loss in place of the number of labels, as the Trainer requires for gradient
+            accumulation.
     """
     decoder = getattr(model, model.base_model_prefix)
     outputs = decoder(*args, **{k: v for k, v in kwargs.items() if k not in _LOSS_OPTIONS})
@@ -100,7 +101,7 @@ def causal_output_class(model: nn.Module) -> type | None:
 
     try:
         returned = get_type_hints(inspect.unwrap(type(model).forward)).get("return")
-    except NameError:  # a type that is imported for checkers only
+    except NameError:  # a type imported only for type checkers
         return None
     classes = (CausalLMOutputWithPast, MoeCausalLMOutputWithPast)
     return next((each for each in classes if each in (returned, *get_args(returned))), None)

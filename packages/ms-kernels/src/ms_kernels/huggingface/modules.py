@@ -29,7 +29,7 @@ ROTATION = "apply_rotary_pos_emb"
 
 
 def replacement(module: nn.Module) -> Forward | None:
-    """Return a `forward` of our operators that computes what the module's does; None without one.
+    """Return an equivalent `forward` built from our operators; None if there is none.
 
     Args:
         module: a module whose weights are not on the meta device.
@@ -89,7 +89,7 @@ def _layer_norm(self: nn.LayerNorm, input: Tensor) -> Tensor:  # noqa: A002 - to
 
 @cache
 def _rms_norm(attribute: str, *, from_one: bool) -> Forward:
-    """Return a forward by `rms_norm`.
+    """Return a forward that calls `rms_norm`.
 
     Args:
         attribute: the module's attribute with the epsilon.
@@ -124,7 +124,7 @@ def _by_tanh_geglu(self: Any, x: Tensor) -> Tensor:
 
 
 def _agree(module: nn.Module, forward: Forward) -> bool:
-    """Check that a module's own forward and another one agree on 4 random rows.
+    """Check that a module's forward and its replacement agree on 4 random rows.
 
     The bound is four roundings of the module's dtype, relative to the largest value.
     """
@@ -135,7 +135,7 @@ def _agree(module: nn.Module, forward: Forward) -> bool:
     with torch.no_grad():
         try:
             expected, result = module(rows), forward(module, rows)
-        except Exception:  # a module that needs other arguments is simply not ours
+        except Exception:  # a module with other arguments is left alone
             return False
     if not isinstance(expected, Tensor) or expected.shape != result.shape:
         return False
@@ -216,7 +216,8 @@ def _rotate_alike(theirs: Any, ours: Forward) -> bool:
             try:
                 expected = theirs(*arguments, unsqueeze_dim=unsqueeze_dim)
             except Exception:
-                # Llama's cannot rotate fewer features than a head has; then the model does not ask.
+                # Llama's function rotates all features of a head, and its models never ask for
+                # fewer.
                 if rotated < width:
                     continue
                 return False

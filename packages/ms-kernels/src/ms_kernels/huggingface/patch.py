@@ -24,7 +24,7 @@ ROWS, LENGTH = 2, 8
 
 
 class PatchError(KernelError, ValueError):
-    """A model that cannot be patched, or one whose results changed by more than rounding."""
+    """The model cannot be patched, or patching changed its results by more than rounding."""
 
 
 @frozen(kw_only=True)
@@ -34,13 +34,14 @@ class PatchReport:
     replaced: Mapping[str, int]
     """Number of replaced modules by class, such as ``{"LlamaRMSNorm": 33}``."""
     attention: bool
-    """Attention of this package runs in the model's layers."""
+    """Whether the model's layers use this package's attention."""
     loss: bool
-    """The training loss is computed without logits."""
+    """Whether the training loss is computed without logits."""
     max_difference: float | None
-    """Largest change of a logit on a trial batch, relative to the largest logit; None without."""
+    """Largest change of a logit on a trial batch, relative to the largest logit; None if no batch
+    was run."""
     skipped: tuple[str, ...] = ()
-    """What was left alone, and why."""
+    """Parts that were not replaced, with the reason."""
 
     def __str__(self) -> str:
         modules = ", ".join(f"{count} {name}" for name, count in self.replaced.items()) or "none"
@@ -50,7 +51,9 @@ class PatchReport:
             f"loss: {'without logits' if self.loss else 'unchanged'}",
         ]
         if self.max_difference is not None:
-            lines.append(f"logits changed by at most {self.max_difference:.1e} of the largest")
+            lines.append(
+                f"logits changed by at most {self.max_difference:.1e}, relative to the largest"
+            )
         return "\n".join([*lines, *(f"left alone: {reason}" for reason in self.skipped)])
 
 
@@ -63,25 +66,25 @@ def patch(
     result on random input; attention runs through transformers' `AttentionInterface`, follows the
     documents of packed rows and builds no dense mask; the training loss is computed without
     logits. Weights, their names, and saved files do not change. Patch a model before it is
-    sharded, wrapped or compiled. A model on the meta device is not tried out.
+    sharded, wrapped or compiled. A model on the meta device is not run on a trial batch.
 
     Args:
-        model: a model of transformers, such as from `AutoModelForCausalLM.from_pretrained`.
+        model: a transformers model, such as from `AutoModelForCausalLM.from_pretrained`.
         modules: replace norms, feed-forward units and rotations.
         attention: replace attention.
         loss: compute the loss of a causal language model without logits, when it is trained with
             labels. Its output then has no `logits`.
 
     Returns:
-        What was replaced, and by how much logits changed on a trial batch.
+        The replaced parts, and the change of the logits on a trial batch.
 
     Raises:
-        PatchError: the model is not one of transformers, or its logits or loss changed by more
-            than rounding; it is then as before.
+        PatchError: the model is not a transformers model, or its logits or loss changed by more
+            than rounding; the model is left unchanged.
         ImportError: transformers is not installed.
     """
     if not hasattr(model, "set_attn_implementation"):
-        raise PatchError(f"patch: model is {shown(type(model))}; it must be one of transformers")
+        raise PatchError(f"patch: model is {shown(type(model))}; it must be a transformers model")
     weight = next(model.parameters())
     batch = None if weight.is_meta else _trial_batch(model)
     expected = None if batch is None else _logits_before(model, batch)
@@ -100,8 +103,9 @@ def patch(
             bound = _bound(model, weight.dtype)
             if not difference <= bound:
                 raise PatchError(
-                    f"patch: logits of {type(model).__name__} changed by {difference:.1e} of the"
-                    f" largest; rounding explains {bound:.1e}. Leave out modules or attention"
+                    f"patch: logits of {type(model).__name__} changed by {difference:.1e},"
+                    f" relative to the largest; rounding explains {bound:.1e}. Set modules or"
+                    " attention to False"
                 )
             if output_class and not _loss_agrees(model, batch, expected, bound):
                 output_class = None
@@ -148,13 +152,13 @@ def _replace_modules(model: nn.Module) -> "Counter[str]":
 def _replace_attention(
     model: nn.Module, batch: dict[str, Tensor] | None, skipped: list[str]
 ) -> bool:
-    """Switch the model to our attention; return False if it keeps its own, with the reason."""
+    """Switch the model to our attention; if that fails, record the reason and return False."""
     register_attention()
     before = model.config._attn_implementation  # type: ignore[union-attr]
     if before == NAME:
         return True
     if not getattr(model, "_supports_attention_backend", False):
-        skipped.append("attention: the model does not take attention functions by name")
+        skipped.append("attention: the model does not support attention functions selected by name")
         return False
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     if batch is not None:
@@ -186,7 +190,7 @@ def _trial_batch(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _logits_before(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits of the model as it came, which may be a broken one."""
+    """Return the logits of the unpatched model; raise PatchError if it does not run."""
     try:
         return _logits(model, batch)
     except Exception as error:

@@ -188,7 +188,8 @@ class _Files:
             raise _InvalidError(f"{name[:80]!r} has an invalid position in {file}")
         if begin + size > self._size(file):
             raise _InvalidError(
-                f"{name[:80]!r} ends at byte {begin + size} of {file}, which has {self._size(file)}"
+                f"{name[:80]!r} ends at byte {begin + size} of {file}, which has "
+                f"{self._size(file)} bytes"
             )
         return DcpChunk(
             file=file,

@@ -74,7 +74,7 @@ class WritingProcess:
         self._result: dict[str, Any] | None = None
 
     def submit(self, job: Mapping[str, Any]) -> None:
-        """Send a job; `result` then returns its outcome, or how the process died."""
+        """Send a job; `result` then returns its outcome, or an error if the process died."""
         assert self._process.stdin is not None
         self._result, self.last_activity = None, monotonic()
         try:

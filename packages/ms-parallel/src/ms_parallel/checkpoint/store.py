@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ATTEMPTS = 6
-PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
 PUBLISHED = re.compile(r"step-([0-9]{8,15})\.json")
 PREFIX = re.compile(r"step-[0-9]{8,15}\.[0-9a-f]{16}")
 
@@ -231,7 +231,7 @@ class CheckpointStore:
         for attempt in range(self.attempts):
             if attempt:
                 # Exponential backoff with jitter, so that processes do not retry in lockstep.
-                pause = min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+                pause = min(PAUSE_S * 2**attempt, MAX_PAUSE_S) * random.uniform(0.5, 1.5)
                 logger.debug("%s: %s; trying again in %.1f s", self.url, problem, pause)
                 time.sleep(pause)
             try:

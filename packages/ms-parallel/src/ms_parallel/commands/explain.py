@@ -89,7 +89,7 @@ def _text(explanation: LayoutExplanation) -> str:
     lines.append(
         f"refused   {explanation.refused}"
         if explanation.refused
-        else "accepted  an engine takes it"
+        else "accepted  an engine can train it"
     )
     if explanation.pairs:
         lines.append(f"\nverified against one process, of {explanation.layouts} random layouts")

@@ -55,7 +55,7 @@ def run(options: Namespace) -> int:
     print(f"model        {facts.architecture}, {facts.parameters:,} parameters")
     print(f"layout       {facts.layout}: {facts.processes} processes")
     print(
-        f"a step       {facts.tokens_per_step:,} tokens, {facts.microbatches} microbatches per"
+        f"per step     {facts.tokens_per_step:,} tokens, {facts.microbatches} microbatches per"
         " data rank"
     )
     print(f"\n{facts.picture}\n")

@@ -77,12 +77,12 @@ def _text(proof: "Proof") -> str:
         location = "" if failure.layer is None else f" (layer {failure.layer})"
         lines += [f"counterexample  {case.text}: {failure.what}{location}"]
         failed = sum(1 for outcome in proof.outcomes if outcome.found)
-        lines += [f"                {failed} of {len(proof.outcomes)} cases do not hold"]
+        lines += [f"                {failed} of {len(proof.outcomes)} cases failed"]
     compared = max((outcome.compared for outcome in passed), default=0)
     max_difference = max((outcome.apart for outcome in passed), default=0.0)
     checks = sorted({check for outcome in passed for check in outcome.checks})
     lines += [
-        f"held            {len(passed)} cases, {compared} gradients each, differences up to"
+        f"passed          {len(passed)} cases, {compared} gradients each, differences up to"
         f" {max_difference:.1e}",
         f"checked         {', '.join(checks) or 'nothing'}",
     ]

@@ -1,4 +1,4 @@
-"""Last-stage output as a loss sees it: logits, token losses, entropies and extra heads."""
+"""Last-stage output that a loss receives: logits, token losses, entropies and extra heads."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

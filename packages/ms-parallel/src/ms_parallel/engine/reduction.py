@@ -18,7 +18,7 @@ from ms_parallel.pipeline.runtime import OnGradients
 
 
 class Reduction(Protocol):
-    """How a step's losses and gradients are summed; chosen once when the engine is built."""
+    """Sums a step's losses and gradients; chosen once when the engine is built."""
 
     microbatch_size: int | None
     """Rows per microbatch that this reduction requires; None for the engine's setting."""

@@ -9,8 +9,8 @@ def toml_text(table: Mapping[str, Any], *, title: str = "") -> str:
     """Format a table as TOML; its values are strings, numbers, booleans, lists and tables.
 
     Args:
-        table: what is None is left out.
-        title: a comment at the top; one line.
+        table: entries with the value None are omitted.
+        title: comment on the first line.
     """
     lines = [f"# {' '.join(title.split())}"] if title else []
     _write(table, "", lines)

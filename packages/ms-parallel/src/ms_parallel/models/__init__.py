@@ -1,4 +1,4 @@
-"""Models as single-device code, each with the plan of how it may be split."""
+"""Models as single-device code, each with a plan of the supported ways to split it."""
 
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig

@@ -1,4 +1,4 @@
-"""Parallel plan of a model: how it may be split, as a value separate from the model."""
+"""Parallel plan of a model: the supported ways to split it, stored separately from the model."""
 
 import re
 from collections.abc import Mapping

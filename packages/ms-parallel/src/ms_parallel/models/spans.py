@@ -10,7 +10,7 @@ from torch import Tensor
 from ms_parallel.operators.packed_rows import packed_lengths
 from ms_parallel.torch_private import unset_fake_temporarily
 
-SHORTEST_MEAN = 64
+MIN_MEAN_LENGTH = 64
 """Minimum mean document length; below it, many small calls cost more than one masked call."""
 
 
@@ -32,4 +32,4 @@ def document_lengths(documents: Tensor | None) -> tuple[int, ...] | None:
     # One document per row: plain causal attention needs no mask either.
     if lengths is None or len(lengths) == len(documents):
         return None
-    return lengths if len(lengths) * SHORTEST_MEAN <= documents.numel() else None
+    return lengths if len(lengths) * MIN_MEAN_LENGTH <= documents.numel() else None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # takes half a second to import, and only a GPU needs it
 
 BLOCK = 128
 """Positions per block of FlexAttention's block mask."""
-WIDEST_HEAD = 256
+MAX_HEAD_WIDTH = 256
 """Widest head of FlashAttention-2."""
 
 
@@ -107,14 +107,14 @@ class PackedRows:
 
 
 def fits_varlen(q: Tensor, v: Tensor) -> bool:
-    """Whether FlashAttention's variable-length kernel takes these tensors."""
+    """Whether FlashAttention's variable-length kernel supports these tensors."""
     width = q.shape[3]
     return (
         q.device.type == "cuda"
         and q.dtype in (torch.bfloat16, torch.float16)
         and v.shape[3] == width
         and width % 8 == 0
-        and width <= WIDEST_HEAD
+        and width <= MAX_HEAD_WIDTH
     )
 
 

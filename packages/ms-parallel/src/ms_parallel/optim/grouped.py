@@ -41,7 +41,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     @property
     def unsharded(self) -> Moments:
-        """State of other shapes, which is not sharded, by state and parameter name."""
+        """State with any other shape (it is not sharded), by state and parameter name."""
         return _merge(rule.unsharded for rule in self.rules)
 
     @property

@@ -22,7 +22,7 @@ from ms_parallel.settings.keys import groups_of
 if TYPE_CHECKING:  # a run file's keys are known without torch
     from ms_parallel.optim.rule import LocalParameters, UpdateRule
 
-SMALLEST_DIVISOR = 1e-30
+MIN_DIVISOR = 1e-30
 """Smallest accepted value of settings that divide."""
 SHARED = (
     "learning_rate",
@@ -132,7 +132,7 @@ def optimizer_of(
     return entry.build(**{**shared, **defaults, **settings})
 
 
-def check_takes(value: object, keys: Iterable[str]) -> None:
+def check_accepts(value: object, keys: Iterable[str]) -> None:
     """Check that an optimizer has all of these settings.
 
     Raises:
@@ -214,7 +214,7 @@ class OptimizerConfig(ABC):
     weight_decay: float = field(default=0.1, validator=number())
     """Decoupled weight decay of matrices; vectors (norm weights and biases) are not decayed."""
     max_grad_norm: float | None = field(
-        default=1.0, validator=number(minimum=SMALLEST_DIVISOR, optional=True)
+        default=1.0, validator=number(minimum=MIN_DIVISOR, optional=True)
     )
     """Clip the global gradient norm to this. None: no clipping."""
     groups: Mapping[str, Mapping[str, Any]] = field(factory=dict, validator=_groups)

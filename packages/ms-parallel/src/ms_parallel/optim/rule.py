@@ -41,7 +41,7 @@ class UpdateRule(Protocol):
 
     @property
     def unsharded(self) -> Moments:
-        """Optimizer state of other shapes, which is not sharded."""
+        """Optimizer state with any other shape, such as step counts; it is not sharded."""
 
     def apply(self, gradients: Mapping[str, Tensor], rate: float, update_count: int) -> None:
         """Update the parameters in place.

@@ -137,7 +137,7 @@ class PartsRule:
 
     @property
     def unsharded(self) -> Moments:
-        """State of other shapes, such as step counts."""
+        """State with any other shape, such as step counts."""
         return self._states(like_parameter=False)
 
     def apply(self, gradients: Mapping[str, Tensor], rate: float, update_count: int) -> None:

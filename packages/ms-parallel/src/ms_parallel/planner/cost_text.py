@@ -12,7 +12,7 @@ from ms_parallel.settings import nearest
 CostValues = dict[str, list[Fraction]]
 """Costs by name: one value for all stages, or one per stage."""
 COSTS = ("forward", "backward_input", "backward_weight", "activation", "latency")
-MAX_DIGITS, SMALLEST = 40, 1e-30
+MAX_DIGITS, MIN_VALUE = 40, 1e-30
 """Maximum length of the text of a cost, and minimum value."""
 
 
@@ -46,7 +46,7 @@ def _cost(text: str) -> Fraction:
     # A written zero is allowed, but not a number so small that it underflows to zero.
     if value == 0 and not re.search("[1-9]", re.split("[eE]", text)[0]):
         return Fraction(0)
-    if not SMALLEST <= abs(value) <= 1 / SMALLEST:
+    if not MIN_VALUE <= abs(value) <= 1 / MIN_VALUE:
         raise ValueError(text)
     return Fraction(text)
 

@@ -47,7 +47,7 @@ class SearchedSchedule(
 
     @property
     def staged(self) -> StagedSchedule:
-        """Schedule and layer split, in the form that an engine takes."""
+        """Schedule and layer split, in the form that an engine accepts."""
         return StagedSchedule(
             schedule=Schedule.from_csv(self.table, name="search"), layers=self.layers
         )

@@ -84,7 +84,7 @@ def probe_packing(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Co
         difference = float((full_logits(engine, unpacked)[0] - packed[row, columns]).abs().max())
         difference /= float(packed.abs().max())
         if not difference <= tolerance:
-            text = f"{_name(span)} has other logits alone than packed"
+            text = f"{_name(span)} has different logits when it is not packed"
             yield _counterexample("packing", text, difference)
 
 

@@ -33,9 +33,9 @@ from ms_parallel.split.precision_choice import Float8
 logger = logging.getLogger(__name__)
 
 E4M3: Final = torch.float8_e4m3fn
-LARGEST: Final = 448.0
+MAX_E4M3: Final = 448.0
 """Largest e4m3 number."""
-SMALLEST_MAXIMUM: Final = 1e-12
+MIN_BLOCK_MAXIMUM: Final = 1e-12
 """Lower limit of a block's maximum, so that zeros have a finite scale."""
 MULTIPLE: Final = 16
 """Sizes of float8 products must be multiples of this on a GPU."""
@@ -98,7 +98,7 @@ def to_float8(matrix: Tensor, scaling: Scaling) -> ScaledMatrix:
     blocks = padded.view(-1, scaling.rows, padded.shape[1] // columns, columns)
     scales = _scales(blocks.abs().amax((1, 3)), scaling)  # (M / rows, K / columns)
     # e4m3 has no infinity, and a cast of larger numbers gives NaN: clamp first.
-    scaled = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST)
+    scaled = (blocks / scales[:, None, :, None]).clamp(-MAX_E4M3, MAX_E4M3)
     codes = scaled.to(E4M3).flatten(2).flatten(0, 1)[:height, :width]  # (M, K)
     return ScaledMatrix(codes, scales, scaling)
 
@@ -113,15 +113,15 @@ def to_float32(matrix: ScaledMatrix) -> Tensor:
 
 def _scales(maxima: Tensor, scaling: Scaling) -> Tensor:
     """Return each block's float32 scale, from its largest absolute value."""
-    maxima = maxima.clamp_min(SMALLEST_MAXIMUM)
+    maxima = maxima.clamp_min(MIN_BLOCK_MAXIMUM)
     if not scaling.power_of_two:
-        return maxima / LARGEST
+        return maxima / MAX_E4M3
     if scaling.saturates:
         # maximum = m · 2^e with m in [0.5, 1); e4m3's largest exponent is 8.
         exponent = torch.frexp(maxima).exponent - 1 - 8
     else:
         # Round up to a power of two; a mantissa of 0.5 is already one.
-        mantissa, exponent = torch.frexp(maxima / LARGEST)
+        mantissa, exponent = torch.frexp(maxima / MAX_E4M3)
         exponent = exponent - (mantissa == 0.5).int()
     power = torch.ldexp(torch.ones_like(maxima), exponent)
     # Non-finite gradients must stay non-finite, so that the step is skipped.

@@ -267,7 +267,7 @@ def build_own(
 
     Args:
         module: full module, on every process.
-        plan: how it may be split.
+        plan: supported ways to split it.
         layers: block numbers of each stage of this process.
         groups: process groups of the layout.
         mixed_precision: compute dtype.

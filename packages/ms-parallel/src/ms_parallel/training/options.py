@@ -24,7 +24,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
 from ms_parallel.memory.modes import budget_bytes
 from ms_parallel.optim.decays import decay
-from ms_parallel.optim.optimizer import betas, check_takes, optimizer_of
+from ms_parallel.optim.optimizer import betas, check_accepts, optimizer_of
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
@@ -130,7 +130,7 @@ def _microbatch(instance: Any, attribute: Any, value: Any) -> None:
 
 @frozen(eq=False)
 class _Positional(EngineSettings):
-    """Settings that `DistributedTrainer` also takes by position."""
+    """Settings that `DistributedTrainer` also accepts by position."""
 
     model_arch: str = field(converter=_text, validator=valid_path(), metadata=MODEL)
     """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
@@ -209,7 +209,8 @@ class Options(_Positional):
         validator=one_of("ignore", "skip", "roll_back", "stop"),
         metadata=BAD_STEPS,
     )
-    """Response to a loss or gradient norm far above the previous ones; `ignore` takes the step."""
+    """Response to a loss or gradient norm far above the previous ones; `ignore` applies the
+    update."""
     spike_factor: float = field(default=12.0, validator=number(minimum=1.0), metadata=BAD_STEPS)
     """Standard deviations above the median from which a number is a spike, estimated from the
     median distance."""
@@ -313,12 +314,12 @@ class Options(_Positional):
             )
         shared = [f for f in fields(type(self)) if f.name in ("betas", "eps")]
         changed = [f.name for f in shared if getattr(self, f.name) != f.default]
-        check_takes(self.optimizer, changed)
+        check_accepts(self.optimizer, changed)
         optimizer_of(self.optimizer)  # last, as it imports torch, which takes seconds
 
     @property
     def wanted_device(self) -> Devices | str | None:
-        """Device or devices of the ranks, in the form that `connect` takes."""
+        """Device or devices of the ranks, in the form that `connect` accepts."""
         return self.devices or self.device
 
     @property

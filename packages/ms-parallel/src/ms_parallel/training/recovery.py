@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 Remedy = Literal["skip", "roll_back", "stop"]
 REMEDIES = ("skip", "roll_back", "stop")
-IN_A_ROW = 20
+MAX_FAILURES_IN_A_ROW = 20
 """Consecutive skipped steps after which a run is ended."""
 ROLL_BACKS = 10
 """Roll-backs to one checkpoint after which a run is ended."""
-NORMAL, LEAST = 1.4826, 0.01
+STD_PER_MAD, MIN_MAD_SHARE = 1.4826, 0.01
 """Standard deviation of normal numbers over their median absolute deviation (MAD); smallest MAD
 used, as a fraction of the median."""
 
@@ -63,8 +63,8 @@ class RecoveryPolicy:
         # Median and median deviation, as a mean would follow earlier spikes.
         center = median(previous)
         # If all numbers are equal the deviation is 0, hence the minimum.
-        deviation = NORMAL * median(abs(number - center) for number in previous)
-        return center + self.factor * max(deviation, LEAST * abs(center))
+        deviation = STD_PER_MAD * median(abs(number - center) for number in previous)
+        return center + self.factor * max(deviation, MIN_MAD_SHARE * abs(center))
 
     def limits(self, recent: Sequence[Sequence[float]]) -> StepLimits:
         """Return the limits of the next step, given the (loss, gradient norm) of recent steps."""
@@ -176,7 +176,7 @@ def check_stuck(in_a_row: int, roll_backs: int, last: StepReport) -> None:
     Raises:
         DivergenceError: too many skipped steps in a row, or roll-backs to one checkpoint.
     """
-    if in_a_row >= IN_A_ROW:
+    if in_a_row >= MAX_FAILURES_IN_A_ROW:
         raise DivergenceError(
             f"{in_a_row} steps in a row were skipped: {reason(last)}; lower learning_rate and start"
             " from an earlier checkpoint"

@@ -87,7 +87,7 @@ class Allocations:
 
 
 class _Rows:
-    """Allocations while the events are read in order."""
+    """Allocations found while the events are read in order."""
 
     def __init__(self) -> None:
         self.size: list[int] = []

@@ -2,12 +2,13 @@
 
 Step times are compared by the medians and median deviations of their logarithms, which tolerate
 outliers, with Student's t distribution. Consecutive steps are correlated, so three count as one
-independent sample. A regression has a p-value below 2% (runs of equal speed would show it that
-rarely) and is at least 3%, as two runs of one program differ by less.
+independent sample. A regression has a p-value below 2% (the probability of such a result for runs
+of equal speed) and is at least 3%, as two runs of one program differ by less.
 
 The event log of a run has all steps, most of them untraced. If both runs have one, the logged steps
 are compared and the traces only show what changed. Steps also take longer while other programs use
-the CPUs, and the log has each step's wait for a CPU: a regression must be one with and without it.
+the CPUs, and the log has each step's wait for a CPU: a slowdown must be significant with and
+without it.
 
 A single run of A and of B does not show how much runs of one program vary; a standard deviation of
 2.5% is assumed. With more runs, their medians are compared, with the variance between the runs.

@@ -27,7 +27,9 @@ Floats = NDArray[np.float64]
 HUBER = 1.5  # in units of the residuals' scale; larger residuals get less weight
 STUDENT_99 = (63.66, 9.925, 5.841, 4.604)  # two-sided 99% quantiles, 1 to 4 degrees of freedom
 SAMPLES_FOR_DRIFT = 4  # with fewer collectives, only an offset is fitted
-PLAUSIBLE_DRIFT = 3e-4  # crystals keep within 1e-4; a larger drift is noise of a short recording
+PLAUSIBLE_DRIFT = (
+    3e-4  # crystal oscillators are accurate to 1e-4; a larger drift is noise of a short recording
+)
 
 
 class ClockFit(Struct, frozen=True, kw_only=True):

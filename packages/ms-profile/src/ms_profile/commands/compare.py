@@ -25,8 +25,8 @@ from ms_profile.errors import TraceError
 
 HELP: Final = "compare two runs; exit code 1 when the second is significantly slower"
 EXAMPLE: Final = "ms-profile compare ./before ./after --before ./before2 --after ./after2"
-MOST_OPERATORS = 12
-MOST_WAIT = 0.1
+MAX_OPERATORS = 12
+MAX_WAIT = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         dest="more_after", help="another run of B")  # fmt: skip
     parser.add_argument("--min-change", type=float, default=LEAST_CHANGE, metavar="SHARE",
                         help="smallest relative change that counts; default: 0.03")  # fmt: skip
-    parser.add_argument("--max-wait", type=float, default=MOST_WAIT, metavar="SHARE",
+    parser.add_argument("--max-wait", type=float, default=MAX_WAIT, metavar="SHARE",
                         help="largest share of time waiting for a CPU; busier runs are refused; "
                         "default: 0.1")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
@@ -125,7 +125,7 @@ def _print_comparison(comparison: Comparison, min_change: float) -> None:
     table = Table(title="per step")
     for column in ("", "before ms", "after ms", "change"):
         table.add_column(column, justify="right" if column else "left")
-    for row in (comparison.step, *comparison.phases, *comparison.operators[:MOST_OPERATORS]):
+    for row in (comparison.step, *comparison.phases, *comparison.operators[:MAX_OPERATORS]):
         change = "new" if row.share is None else f"{row.share:+.1%}"
         table.add_row(
             cell(row.name), f"{row.before_ns / 1e6:.3f}", f"{row.after_ns / 1e6:.3f}", change
@@ -144,7 +144,7 @@ def _print_comparison(comparison: Comparison, min_change: float) -> None:
     change = "" if share is None else f"{share:+.1%} per step, "
     direction = "get faster" if share is not None and share < 0 else "get slower"
     print(
-        f"{verdict}: {change}equal runs {direction} by at least this much in "
+        f"{verdict}: {change}runs of equal speed {direction} by at least this much in "
         f"{comparison.p_value:.1%} of cases"
     )
     power = "too few steps or too much variance to detect any slowdown reliably; record more"

@@ -106,7 +106,7 @@ def capture(root: Path = Path("/"), *, with_machine: bool | None = None) -> Mach
     if not (machine.local_rank == 0 if with_machine is None else with_machine):
         return MachineRecording(machine=machine, files=files)
     files |= {path: text for pattern in MACHINE_FILES for path, text in _files(root, pattern)}
-    # Only now is known where the limits of this process's control groups are stored.
+    # The paths of this process's control group limits are known only now.
     groups = files.get(CGROUP_FILE, "")
     group_paths = [path for pair in group_files(groups) for path in pair] + quota_files(groups)
     files |= {path: text for path in group_paths for path, text in _files(root, path)}
@@ -171,14 +171,14 @@ def _outputs(commands: Sequence[Sequence[str]]) -> dict[str, str]:
         if words[0] in hanging or not os.access(tool, os.X_OK):
             continue
         answer = _output(tool, words[1:])
-        if answer is None:  # its driver hangs, and would for every further query
+        if answer is None:  # its driver hangs, and so would every further query
             hanging.add(words[0])
         outputs[" ".join(words)] = NO_ANSWER if answer is None else answer
     return outputs
 
 
 def _output(tool: str, words: Sequence[str]) -> str | None:
-    """Run a tool; return its output or the error that it cannot be run, None if it hangs."""
+    """Run a tool; return its output, or the error if it cannot be run; None if it hangs."""
     try:
         run = subprocess.run(
             [tool, *words],

@@ -89,7 +89,7 @@ def chosen_ports(recording: MachineRecording, choice: str) -> list[Port]:
 
 
 def _selectors(choice: str) -> tuple[list[str], Callable[[str, str], bool], bool]:
-    """Parse a selection of NCCL: its words, how a name matches one, and whether it is inverted."""
+    """Parse an NCCL selection: words, matching function, whether it is inverted."""
     words = [word.strip() for word in choice.lstrip("^=").split(",") if word.strip()]
     # NCCL accepts `^`, `=` and `^=` before the list.
     return words, str.__eq__ if "=" in choice[:2] else str.startswith, "^" in choice[:2]

@@ -27,7 +27,7 @@ class Gpu:
     """Values by path: the headings above and the key, joined with ` / `."""
 
     def fact(self, *ends: str) -> str:
-        """Return the first value whose path has an ending of `ends`, or an empty text."""
+        """Return the first value whose path ends with one of `ends`, or an empty text."""
         for end in ends:
             for path, value in self.facts.items():
                 if path == end or path.endswith(f" / {end}"):
@@ -120,7 +120,7 @@ def cann(recording: MachineRecording) -> str | None:
 
 
 def npus(recording: MachineRecording) -> list[Npu]:
-    """Ascend devices of a machine, from the first of the two lines of each in the table."""
+    """Ascend devices of a machine, parsed from the first of the two table lines of each device."""
     return [
         Npu(number=int(number), name=name, health=health)
         for number, name, health in NPU_LINE.findall(recording.output("npu-smi info") or "")

@@ -99,7 +99,7 @@ def launch(
         exit_codes = _read_exit_codes(exit_codes_path)
     ranks = tuple(read_ranks(plan.output_dir))
     return RunOutcome(
-        # torchrun exits with 1 for any failure; the script's own code says more.
+        # torchrun exits with 1 for any failure; the script's own code is more specific.
         exit_code=_first_failure(ranks, exit_codes) or code if code else 0,
         ranks=ranks,
         complete=len(ranks) == processes and all(_complete(rank) for rank in ranks),

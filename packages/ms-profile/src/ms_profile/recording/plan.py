@@ -83,7 +83,7 @@ def clear_run(folder: Path, process: ProcessRank) -> None:
     """Remove this rank's files of an earlier run; rank 0 also removes files of ranks now absent.
 
     Raises:
-        CaptureError: the folder has files but no run, so it is not ours to clear.
+        CaptureError: the folder has files but no run, so it must not be cleared.
     """
     if not folder.exists():
         return

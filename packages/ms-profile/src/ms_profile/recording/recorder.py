@@ -2,7 +2,7 @@
 
 Steps, modules, optimizers and garbage collection are recorded as they happen. Collectives and
 DataLoader waits, which only Kineto sees, are collected every 2 to 10 seconds. See `log.ring` for
-what survives a kill, `step_watch` for step detection and `scopes` for collectives.
+the data that survives a kill, `step_watch` for step detection and `scopes` for collectives.
 """
 
 import gc

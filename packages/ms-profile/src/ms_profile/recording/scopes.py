@@ -77,7 +77,7 @@ class ScopeRecorder:
         self._boundaries = 0
         self._steps: list[tuple[int, int]] = []
         self.open_scope: str | None = None
-        """A script's scope that stays open over several steps, which rules out another session."""
+        """A script's scope that is open over several steps, so no session may follow."""
         self.data_wait_ns = 0
         """Time spent waiting for batches so far."""
         self.collectives = 0
@@ -137,7 +137,7 @@ class ScopeRecorder:
             return
         self._on, self._cost_ns, start_cpu_ns = False, 0, time.thread_time_ns()
         native = torch._C._autograd
-        # The script's profiler took over and ended this session; its records are not ours.
+        # The script's profiler took over and ended this session; its records belong to the script.
         if _script_profiles() or not native._profiler_enabled():
             return
         # Kineto's times are wall-clock, the ring's are monotonic.

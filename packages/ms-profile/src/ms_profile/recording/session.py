@@ -31,7 +31,7 @@ from ms_profile.secret_text import mask_arguments, without_secrets
 if TYPE_CHECKING:
     from ms_profile.recording.tracer import WindowTracer
 
-MOST_COLLECTIVES: Final = "4096"
+MAX_COLLECTIVES: Final = "4096"
 SLOW_METRICS_NS: Final = 1_000_000_000
 
 
@@ -89,7 +89,7 @@ class Session:
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
         if process.world_size > 1 and Collect.GROUPS in self._collect:
             # Read when torch is imported: enables the flight recorder; see `flight_recorder`.
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MAX_COLLECTIVES)
         OPEN.append(self)
         when_imported("torch", self._on_torch)
 

@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 from ms_profile.log.ring import Kind, Ring
 
 DEPTH: Final = 2
-MOST_MODULES: Final = 512
+MAX_MODULES: Final = 512
 MARKED: Final = 0
 """Represents `mark` in the set of optimizer ids."""
 INNER: Final = int(Kind.MODULE)
@@ -193,7 +193,7 @@ def modules_to_watch(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return a model and the submodules that get spans, each with its name."""
     modules = [(type(model).__name__, model)]
     modules += _inside(model, "", 0)
-    return modules[:MOST_MODULES]
+    return modules[:MAX_MODULES]
 
 
 def _inside(module: nn.Module, path: str, depth: int) -> Iterator[tuple[str, nn.Module]]:

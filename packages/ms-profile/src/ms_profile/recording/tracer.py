@@ -24,8 +24,8 @@ from ms_profile.recording.trace_schedule import StepAction, action_at
 logger = logging.getLogger(__name__)
 RESERVE_BYTES = 1 << 17  # freed for the event log and the manifest if a trace fills the disk
 END = re.compile(rb'\n\s*\]\s*(,\s*"\w+"\s*:\s*("([^"\\]|\\.)*"|[\w.+-]+)\s*)*\}\s*$')
-"""End of a trace: the list of events closes on its own line, which lists and texts of events never
-do; members such as `traceName` follow, then a brace."""
+"""End of a trace: the list of events closes on its own line, which lists and strings inside events
+never do; members such as `traceName` follow, then a brace."""
 END_BYTES = 1 << 15
 """Bytes at the end of a trace that hold `END`: the name is a path of at most 4 KiB."""
 
@@ -196,7 +196,7 @@ def _free_reserve(path: Path) -> None:
 def _is_complete(path: Path) -> bool:
     """Return whether the file ends with the end of its list of events and of the whole object.
 
-    A closing brace alone says nothing: a file that is cut off may end with that of an event.
+    A closing brace alone proves nothing: a truncated file may end with the brace of an event.
     """
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - END_BYTES, 0))

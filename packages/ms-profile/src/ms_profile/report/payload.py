@@ -55,6 +55,6 @@ def _narrow(name: str, values: NDArray[Any]) -> NDArray[Any]:
     largest = int(values.max()) if len(values) else 0
     if (len(values) and int(values.min()) < 0) or largest >= 1 << 32:
         raise FormatError(
-            f"column {name} must be 0 to 2**32 - 1, got {largest}; report it as a bug"
+            f"column {name} must be 0 to 2**32 - 1, got {largest}; report this as a bug"
         )
     return values.astype("<u1" if largest < 1 << 8 else "<u2" if largest < 1 << 16 else "<u4")

@@ -138,8 +138,8 @@ class TraceText:
             header = msgspec.json.decode(text)
         except DAMAGE as error:
             self.warnings.append(
-                f"{self.path.name}: the header is damaged ({error}); it may have had the trace's "
-                "rank and host"
+                f"{self.path.name}: the header is damaged ({error}); the trace's rank and host "
+                "may be lost"
             )
             return
         if isinstance(header, dict):

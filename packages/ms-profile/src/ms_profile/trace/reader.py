@@ -22,8 +22,8 @@ RANK_IN_NAME = re.compile(r"rank[-_ ]?([0-9]{1,7})(?![0-9])", re.IGNORECASE)
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read one trace: Kineto or Ascend JSON, plain or gzip, or an Ascend or nsys database.
 
-    Damaged or missing parts are skipped, with a line in `Trace.warnings`. The rank comes from the
-    trace itself, else from the file name (`rank-3`, `rank3`), else it is None.
+    Damaged or missing parts are skipped, with a line in `Trace.warnings`. The rank is read from the
+    trace, or else from the file name (`rank-3`, `rank3`); None if neither has one.
 
     Raises:
         TraceError: the file does not exist, is empty, or is not a trace.

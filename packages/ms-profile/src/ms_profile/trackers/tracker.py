@@ -2,8 +2,8 @@
 
 The training's thread puts an event into a bounded queue and continues. One thread per destination
 opens the run at the first event and writes queued events in batches. Exceptions of a destination
-are logged once and counted; a full queue drops new events. A server that is unavailable, slow or
-out of space costs its plots and nothing else.
+are logged once and counted; a full queue drops new events. If a server is unavailable, slow or out
+of space, only its plots are lost.
 """
 
 import atexit

@@ -10,7 +10,7 @@ class Limits:
     """Resource limits of a program; its tests have the same limits on top."""
 
     wall_s: float = field(default=5.0, validator=number(minimum=0.01))
-    """Wall-clock limit in seconds; the program is dead half a second later at most."""
+    """Wall-clock limit in seconds; the program is killed at most half a second later."""
     cpu_s: int = field(default=4, validator=integer())
     """CPU time limit in seconds, over all threads."""
     memory_mib: int = field(default=512, validator=integer(minimum=64))

@@ -1,9 +1,9 @@
 """Rollouts by vLLM servers, which get the policy's weights before they generate.
 
-The first process speaks to the servers and broadcasts the responses. Prompts are numbered over all
-data ranks, so the same seed gives the same requests under every layout. If generation may run
-ahead, a thread of the first process loads weights and generates, in the order in which both were
-started; collective operations stay in the main thread.
+The first process communicates with the servers and broadcasts the responses. Prompts are numbered
+over all data ranks, so the same seed gives the same requests under every layout. If generation may
+run ahead, a thread of the first process loads weights and generates, in the order in which both
+were started; collective operations stay in the main thread.
 """
 
 import shutil

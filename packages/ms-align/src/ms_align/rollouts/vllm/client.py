@@ -39,8 +39,8 @@ class _Answer:
 class VllmClient:
     """Generates responses with vLLM servers.
 
-    Prompts are spread evenly over the servers. A prompt whose request failed on the way is sent
-    again, to the next server if there are several; its seed makes the repeated request equal.
+    Prompts are spread evenly over the servers. A prompt whose connection failed is sent again, to
+    the next server if there are several; its seed makes the repeated request equal.
 
     Args:
         options: addresses, or the Python to start a server with, and limits.

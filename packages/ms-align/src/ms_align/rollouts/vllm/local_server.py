@@ -33,7 +33,7 @@ POLL_S = 0.25
 
 
 class LocalServer(Server):
-    """A server in a process group of its own, on a free port of this machine.
+    """A server in its own process group, on a free port of this machine.
 
     Args:
         options: Python, arguments and time limits.
@@ -162,7 +162,7 @@ class LocalServer(Server):
         return True
 
     def _last_line(self) -> str:
-        """Return the last line of the server's output that says something."""
+        """Return the last error line of the server's output, or its last line."""
         with suppress(OSError):
             lines = self.log_path.read_bytes()[-8192:].decode(errors="replace").splitlines()
             texts = [line.strip() for line in lines if line.strip()]

@@ -118,9 +118,9 @@ class VllmOptions:
     start_timeout_s: float = field(default=600.0, validator=number(minimum=0.1, maximum=1e6))
     """Time limit for starting a server."""
     retries: int = field(default=5, validator=integer(minimum=0, maximum=100))
-    """Attempts after a request that failed on the way; the waits between them double."""
+    """Number of retries of a request whose connection failed; the wait doubles each time."""
     retry_wait_s: float = field(default=1.0, validator=number(maximum=3600.0))
-    """Wait before the first of these attempts."""
+    """Wait before the first retry."""
     api_key_env: str = field(default="VLLM_API_KEY", validator=_variable)
     """Environment variable with the servers' API key, if they need one."""
 

@@ -120,7 +120,7 @@ class Server:
         self.name, self.context = served.id, served.max_model_len
 
     def recover(self) -> None:
-        """Prepare for another attempt; a server that was started elsewhere is only asked again."""
+        """Prepare for another attempt; only a server that this process started restarts."""
 
     def close(self) -> None:
         """Abort the requests in progress."""

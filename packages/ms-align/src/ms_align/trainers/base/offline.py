@@ -48,7 +48,8 @@ class TrainingData:
     held_out: HeldOut | None = None
     samples: SamplePrompts | None = None
     held_out_left_out: int = 0
-    """Held-out pairs or responses that evaluations skip, as an answer starts beyond a row."""
+    """Held-out pairs or responses that evaluations skip because an answer starts past the row's
+    end."""
     folders_without_held_out: Sequence[str] = ()
     """Folders without a `held_out` split."""
 

@@ -20,7 +20,7 @@ class ReferenceTrainer(OfflineTrainer):
     initial model, or the model without its adapters."""
 
     def reference(self, engine: Engine) -> Reference:
-        """Build the reference of a policy that has not been trained yet."""
+        """Build the reference; must be called before the policy is trained."""
         reference = self.reference_model
         if reference is None and engine.adapters is not None:
             reference = ADAPTER_OFF

@@ -71,7 +71,7 @@ class TransformersRuntime:
 
         def hook_for(name: str) -> Callable[..., None]:
             def hook(layer: nn.Module, inputs: tuple[Tensor, ...], out: Any) -> None:
-                if not isinstance(out, Tensor):  # Llama 4's router is a linear layer and more
+                if not isinstance(out, Tensor):  # Llama 4's router returns a tuple
                     return
                 try:
                     visit(LayerRun(name=name, x=inputs[0].float(), out=out.float()))

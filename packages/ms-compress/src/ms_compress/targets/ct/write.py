@@ -94,8 +94,8 @@ def _check_experts(model: WholeModel) -> None:
             )
         if entry.scheme.num_bits == 8 or not entry.scheme.symmetric:
             logger.warning(
-                "transformers reads experts of %s not at all, or without the rounding of their"
-                " inputs; serve the folder with vLLM, or use ct.int4_g32 or ct.mxfp4a16",
+                "transformers cannot read experts of %s, or reads them without rounding their "
+                "inputs; serve the folder with vLLM, or use ct.int4_g32 or ct.mxfp4a16",
                 entry.scheme,
             )
             return

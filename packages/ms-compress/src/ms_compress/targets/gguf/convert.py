@@ -39,7 +39,7 @@ ARCHITECTURES = {
 """Model class of each supported family; Mistral's files declare the architecture llama."""
 LLAMA_3_FACTORS = (8.0, 32.0)
 """Rotary scaling factors of Llama 3.1 and Llama 3.2; their other constants are equal."""
-MOST_LAYERS, MOST_EXPERTS = 1024, 4096
+MAX_LAYERS, MAX_EXPERTS = 1024, 4096
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def import_gguf(
         raise ExportError(f"dtype must be float32, float16 or bfloat16, got {dtype}; use float32")
     path, folder = Path(path), Path(folder)
     if not path.is_file():
-        raise ExportError(f"{path} must be a GGUF file, and it does not exist; correct path")
+        raise ExportError(f"{path} must be a GGUF file, but it does not exist; correct the path")
     check_file(path, error=ExportError)
     with path.open("rb") as stream:
         if stream.read(4) != b"GGUF":
@@ -136,7 +136,7 @@ def _config(path: Path, file: Any) -> dict[str, Any]:
         number(key) for key in ("block_count", "embedding_length", "attention.head_count")
     )
     # A damaged file could otherwise ask for millions of layers.
-    if not 0 < layers <= MOST_LAYERS or not 0 < heads <= hidden or not 0 <= experts <= MOST_EXPERTS:
+    if not 0 < layers <= MAX_LAYERS or not 0 < heads <= hidden or not 0 <= experts <= MAX_EXPERTS:
         raise ExportError(
             f"{path}: its sizes must be plausible, got {layers} layers, {heads} heads, hidden size"
             f" {hidden} and {experts} experts; fetch it again"
@@ -301,8 +301,8 @@ def _checked_tensors(path: Path, file: Any, sources: dict[str, _Source]) -> dict
         shape = tuple(int(size) for size in reversed(tensors[name].shape))
         if shape != (*stacked, *source.shape):
             raise ExportError(
-                f"{path}: {name} must have the shape {(*stacked, *source.shape)} by the file's own"
-                f" sizes, got {shape}; fetch it again"
+                f"{path}: {name} must have the shape {(*stacked, *source.shape)} implied by the "
+                f"file's sizes, got {shape}; fetch it again"
             )
     return tensors
 

@@ -60,7 +60,7 @@ EXPERTS = {
 """Tensors that stack a matrix of all experts."""
 ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 """llama.cpp's name of a family, if it differs."""
-TAKEN = (*FAMILIES, *EXPERT_FAMILIES)
+SUPPORTED_FAMILIES = (*FAMILIES, *EXPERT_FAMILIES)
 """Families that this target supports."""
 PERMUTED = ("llama", "mistral", "mixtral")
 """Families that llama.cpp computes with rotation of adjacent pairs."""
@@ -87,7 +87,7 @@ def check(model: WholeModel, assets: Assets) -> None:
         LayerError: it does not support a tensor.
     """
     library()
-    config = decoder_config(model.config, "GGUF", TAKEN)
+    config = decoder_config(model.config, "GGUF", SUPPORTED_FAMILIES)
     window = next((window for window in config.windows if window is not None), None)
     if window is not None:
         raise ExportError(
@@ -115,7 +115,7 @@ def _stacked(model: WholeModel) -> dict[str, list[WholeTensor]]:
 
 def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
     """Write `model.gguf` in an existing folder; all ranks call it, and rank 0 writes."""
-    config = decoder_config(model.config, "GGUF", TAKEN)
+    config = decoder_config(model.config, "GGUF", SUPPORTED_FAMILIES)
     stored = _stacked(model)
     if not model.is_first:
         for entries in stored.values():

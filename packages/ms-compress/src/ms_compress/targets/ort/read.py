@@ -83,7 +83,7 @@ def _check_external(path: Path, graph: Any) -> None:
         if not external:
             continue
         data = path.parent / external["location"]
-        # A model from elsewhere must not make us read files outside its folder.
+        # An untrusted model must not make us read files outside its folder.
         if "/" in external["location"] or not data.is_file():
             raise ExportError(
                 f"{path}: {constant.name} is stored in {external['location']!r}, which is not a"

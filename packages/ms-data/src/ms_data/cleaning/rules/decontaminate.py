@@ -32,7 +32,7 @@ class Decontaminate(Rule):
     ngram_words: int = field(default=13, validator=integer(maximum=100))
     """Words per n-gram; case and punctuation are ignored, and a Chinese character is a word."""
     min_words: int = field(default=8, validator=integer(maximum=100))
-    """A benchmark text shorter than an n-gram is matched as one, if it has this many words."""
+    """A benchmark text with fewer words than an n-gram, but at least this many, is one n-gram."""
 
     def check(self) -> None:
         """Read the benchmarks."""

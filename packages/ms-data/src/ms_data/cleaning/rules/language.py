@@ -10,7 +10,7 @@ from ms_data.settings import flag, one_of
 
 @frozen(kw_only=True)
 class Language(Rule):
-    """Detects languages by script and, if that does not decide, by letters (resiliparse)."""
+    """Detects languages by script and, if that is not conclusive, by letters (resiliparse)."""
 
     name = "language"
 

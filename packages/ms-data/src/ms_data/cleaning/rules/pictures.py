@@ -26,7 +26,7 @@ class Pictures(RowRule):
     name = "pictures"
 
     min_side: int = field(default=28, validator=integer(minimum=1))
-    """Minimum pixels of the shorter side; a token of Qwen-VL covers 28."""
+    """Minimum length of the shorter side in pixels; a Qwen-VL token covers 28 x 28."""
     max_ratio: float = field(default=20.0, validator=number(minimum=1))
     """Maximum ratio of the longer to the shorter side."""
     min_contrast: float = field(default=2.0, validator=number(maximum=127))

@@ -65,7 +65,7 @@ def _row(line: bytes, location: str) -> ReadResult:
 
 
 def holds_rows(file: OpenFile, options: ReadOptions) -> bool:
-    """Return whether a file without a telling suffix holds JSON rows, judging by its beginning.
+    """Return whether a file whose suffix does not tell its format starts like JSON rows.
 
     It does if it starts with an array of rows, or with one or two lines of one row each. A row is
     an object; it must have the text column, unless rows are parsed or the user listed the .json

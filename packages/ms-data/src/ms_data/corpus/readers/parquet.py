@@ -101,9 +101,9 @@ def _decode_group(
 
 
 def _check_chunks(table: Any, pages: CheckedPages, number: int, columns: list[str] | None) -> None:
-    """Let pyarrow validate the footer's entry of a row group where it raises an error.
+    """Validate the footer's entry of a row group by a call of pyarrow that raises an error.
 
-    pyarrow 26 aborts the process if it reads one bad column alone.
+    pyarrow 26 aborts the process when it reads a single bad column.
     """
     pages.block_reads()
     try:

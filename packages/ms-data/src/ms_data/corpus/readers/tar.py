@@ -30,7 +30,7 @@ _HEADER_LIMIT_BYTES = 1 << 20
 
 _TEXT, _ROW = "txt", "json"
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-_NO_TEXT = NotText("tar archive without .txt or .json", "unpack it and give the folder")
+_NO_TEXT = NotText("tar archive without .txt or .json", "unpack it and pass the folder")
 
 
 class _Member(NamedTuple):

@@ -20,13 +20,13 @@ from ms_kernels.core.launches import TunedKernel
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.core.tracing import known_when_traced
 
-WIDEST_ROW = 65_536
+MAX_ROW_WIDTH = 65_536
 """Maximum row width of a normalization, whose block spans a full row."""
 
-WIDEST_HEAD = 256
+MAX_HEAD_WIDTH = 256
 """Maximum head dimension of attention: a block of rows must fit in shared memory."""
 
-LARGEST_STRIDE = 2**23
+MAX_STRIDE = 2**23
 """Maximum stride between positions of attention, in elements: block offsets are 32 bits wide."""
 
 
@@ -45,25 +45,25 @@ def _absent() -> str | None:
 def _foreign() -> str | None:
     """Return the reason if the installed Triton does not support Ascend, otherwise None."""
     if find_spec("triton.backends.ascend") is None:
-        return "needs triton-ascend on an NPU; the triton that is installed is for other chips"
+        return "needs triton-ascend on an NPU; the installed triton does not support it"
     return None
 
 
 def narrow_rows(call: Call) -> str | None:
     """Decline rows too wide for one program."""
     width = call.present[0].shape[-1]
-    if width > WIDEST_ROW:
-        return f"supports rows of up to {WIDEST_ROW} features, not {width}"
+    if width > MAX_ROW_WIDTH:
+        return f"supports rows of up to {MAX_ROW_WIDTH} features, not {width}"
     return None
 
 
 def narrow_heads(call: Call) -> str | None:
     """Decline heads too wide for shared memory, and strides too large for 32-bit offsets."""
     for tensor in call.present[:3]:
-        if tensor.shape[-1] > WIDEST_HEAD:
-            return f"supports heads of up to {WIDEST_HEAD} features, not {tensor.shape[-1]}"
-        if tensor.strides[1] > LARGEST_STRIDE:
-            return f"supports strides of positions up to {LARGEST_STRIDE}, not {tensor.strides[1]}"
+        if tensor.shape[-1] > MAX_HEAD_WIDTH:
+            return f"supports heads of up to {MAX_HEAD_WIDTH} features, not {tensor.shape[-1]}"
+        if tensor.strides[1] > MAX_STRIDE:
+            return f"supports strides of positions up to {MAX_STRIDE}, not {tensor.strides[1]}"
     return None
 
 

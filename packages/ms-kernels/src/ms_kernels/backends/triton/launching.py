@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_PROGRAMS = {"npu": 65_520}
+MAX_PROGRAMS = {"npu": 65_520}
 """Maximum programs per launch by device type; a multiple of 16 avoids another specialization.
 
 Ascend allows 65,535 in total; elsewhere the limit of one axis is 2³¹ - 1.
@@ -39,7 +39,7 @@ def launch(name: str, tiles: int, like: Tensor, *arguments: Any, **constants: An
         **constants: compile-time constants and Triton launch options.
     """
     assert tiles <= TILES, f"{tiles} tiles exceed the limit of {TILES}"
-    max_programs = MOST_PROGRAMS.get(like.device.type, TILES)
+    max_programs = MAX_PROGRAMS.get(like.device.type, TILES)
     if like.device.type == "cuda":  # explicit: Triton's default is going to change
         constants["enable_fp_fusion"] = True
     with _on(like.device):

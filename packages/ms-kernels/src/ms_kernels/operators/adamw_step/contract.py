@@ -104,7 +104,7 @@ CONTRACT: Contract = Contract(
         _number("eps", 1e-8, (1e-3,)),
         _number("weight_decay", 0.01, (0.0, 0.5)),
     ),
-    returns="nothing: weights, mean and square are written",
+    returns="None: weights, mean and square are updated in place",
     positive="",
     check_values=_check_values,
     forward=_forward,

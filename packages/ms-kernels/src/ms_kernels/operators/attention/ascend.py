@@ -20,9 +20,9 @@ from ms_kernels.backends.ascend import empty, on_npu
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions, as_wide, visible
 
-WIDEST = 768
-MOST_HEADS = 256
-LONGEST = 2**20
+MAX_WIDTH = 768
+MAX_HEADS = 256
+MAX_POSITIONS = 2**20
 
 WHOLE_MASK, LOWER_RIGHT, BAND = 1, 3, 4
 """CANN's sparse modes: full mask; causal; band between two diagonals."""
@@ -150,12 +150,12 @@ def _refuses(call: Call) -> str | None:
     """Decline sizes beyond the limits of the fused operator."""
     q, k, v = call.present[:3]
     width = max(q.shape[3], v.shape[3])
-    if width > WIDEST:
-        return f"supports heads of at most {WIDEST} features, not {width}"
-    if q.shape[2] > MOST_HEADS:
-        return f"supports at most {MOST_HEADS} heads, not {q.shape[2]}"
-    if k.shape[1] > LONGEST:
-        return f"supports at most {LONGEST} positions, not {k.shape[1]}"
+    if width > MAX_WIDTH:
+        return f"supports heads of at most {MAX_WIDTH} features, not {width}"
+    if q.shape[2] > MAX_HEADS:
+        return f"supports at most {MAX_HEADS} heads, not {q.shape[2]}"
+    if k.shape[1] > MAX_POSITIONS:
+        return f"supports at most {MAX_POSITIONS} positions, not {k.shape[1]}"
     if call.compiling and call.tensors[4] is not None:
         return "torch.compile cannot trace the gradient of sinks"
     return empty(call)

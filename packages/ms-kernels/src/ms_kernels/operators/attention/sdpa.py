@@ -57,7 +57,7 @@ def _refuses(call: Call) -> str | None:
         return f"torch's kernels support heads of 8, 16 ... 256 features, not {q.shape[-1]}"
     for name, meta in zip("qkv", (q, k, v), strict=True):
         if 0 in meta.shape or meta.strides[-1] != 1:
-            return f"torch's kernels need non-empty tensors with a last stride of 1, unlike {name}"
+            return f"torch's kernels need {name} to be non-empty with a last stride of 1"
     return None
 
 

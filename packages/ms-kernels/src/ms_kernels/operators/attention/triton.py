@@ -17,7 +17,7 @@ from ms_kernels.core.plan import needs_grad
 from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions
 
 LOG2_E = 1.4426950408889634
-NARROWEST = 32
+MIN_WIDTH = 32
 """Minimum tile width in features.
 
 `tl.dot` allows 16, but ptxas 12.8, bundled with Triton 3.6, compiles some products of 16 columns
@@ -158,7 +158,7 @@ def _window(options: MaskOptions, keys: Tensor) -> int:
 
 def _constants(kernel: TunedKernel, key: TableKey, width: int, values: int) -> dict[str, int]:
     """Return a launch's constants for `width` head features and `values` value features."""
-    tile_width, value_tile_width = (max(power_of_two(n), NARROWEST) for n in (width, values))
+    tile_width, value_tile_width = (max(power_of_two(n), MIN_WIDTH) for n in (width, values))
     same = {"SAME": width == values}
     return {**kernel.values(key, width), **same, "BD": tile_width, "BV": value_tile_width}
 

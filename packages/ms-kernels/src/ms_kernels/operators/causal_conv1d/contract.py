@@ -90,7 +90,7 @@ def _backward(dims: Dims, itemsize: int) -> Work:
 
 CONTRACT = Contract(
     name="causal_conv1d",
-    summary="a causal convolution of each channel, documents apart, optional SiLU and state",
+    summary="depthwise causal convolution within documents, with optional SiLU and state",
     arguments=(
         Argument(name="x", dims="B S C"),
         Argument(name="weight", dims="C K", like="x"),

@@ -92,7 +92,7 @@ def conv_forward(
 
 
 @triton.jit(do_not_specialize=["first"])
-def conv_pull(
+def conv_silu_backward(
     first,
     X,
     W,

@@ -18,10 +18,10 @@ from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.causal_conv1d.contract import CONTRACT, last_inputs
 
-WIDEST = 16
+MAX_WIDTH = 16
 """Maximum weights per channel: the kernels unroll the loop over them."""
 
-LARGEST_STRIDE = 2**23
+MAX_STRIDE = 2**23
 """Maximum stride between positions, in elements."""
 
 (FORWARD,) = tuned_kernels(
@@ -37,7 +37,7 @@ LARGEST_STRIDE = 2**23
 # (BC=128) spill on some chips, 16 on none.
 SUM_GRADIENT, BACKWARD = (
     evolve(FORWARD, name=name, defaults=((ANY_SIZE, {"BS": 32, "BC": 64, "num_warps": 4}),))
-    for name in ("conv_pull", "conv_backward")
+    for name in ("conv_silu_backward", "conv_backward")
 )
 
 TUNED = FORWARD, SUM_GRADIENT, BACKWARD
@@ -96,7 +96,7 @@ def _backward(
         grad_sums = empty(x, torch.float32)
         constants = _constants(SUM_GRADIENT, key_of(x), x.shape[2])
         launch(
-            f"{KERNELS}.conv_pull",
+            f"{KERNELS}.conv_silu_backward",
             _tiles(x, x.shape[1], constants),
             x,
             *(x, *tables, grad, grad_sums, *_sizes(x)),
@@ -201,10 +201,10 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 def _refuses(call: Call) -> str | None:
     """Decline too many weights per channel, and strides too large for 32-bit offsets."""
     x, weight = call.present[:2]
-    if weight.shape[1] > WIDEST:
-        return f"supports up to {WIDEST} weights per channel, not {weight.shape[1]}"
-    if x.strides[1] > LARGEST_STRIDE:
-        return f"supports strides of positions up to {LARGEST_STRIDE}, not {x.strides[1]}"
+    if weight.shape[1] > MAX_WIDTH:
+        return f"supports up to {MAX_WIDTH} weights per channel, not {weight.shape[1]}"
+    if x.strides[1] > MAX_STRIDE:
+        return f"supports strides of positions up to {MAX_STRIDE}, not {x.strides[1]}"
     return None
 
 

@@ -18,7 +18,7 @@ from ms_kernels.backends.ascend import empty, on_npu, within_classes
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.cross_entropy.contract import CONTRACT, LossOptions, reduce
 
-MOST_ROWS = 200_000
+MAX_ROWS = 200_000
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
@@ -41,8 +41,8 @@ def _refuses(call: Call) -> str | None:
     rows = 1
     for size in logits.shape[:-1]:
         rows *= size
-    if rows > MOST_ROWS:
-        return f"supports at most {MOST_ROWS} rows, not {rows}"
+    if rows > MAX_ROWS:
+        return f"supports at most {MAX_ROWS} rows, not {rows}"
     return empty(call)
 
 

@@ -63,10 +63,10 @@ def reduce(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
         return losses
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / counted_of(ignored)
+    return losses.sum() / mean_divisor(ignored)
 
 
-def counted_of(ignored: Tensor) -> Tensor:
+def mean_divisor(ignored: Tensor) -> Tensor:
     """Return the divisor of a mean loss: the number of targets not ignored, at least 1."""
     return (~ignored).sum().clamp(min=1)
 

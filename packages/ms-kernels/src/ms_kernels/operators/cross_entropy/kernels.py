@@ -17,7 +17,7 @@ def cross_entropy_forward(
     LOGITS,
     TARGETS,
     LOSSES,
-    TOTALS,
+    LSE,
     GRADIENT,
     classes,
     stride,
@@ -40,7 +40,7 @@ def cross_entropy_forward(
     GRADIENT += row * gradient_stride
     if target == ignore_index:
         tl.store(LOSSES + row, 0.0)
-        tl.store(TOTALS + row, 0.0)
+        tl.store(LSE + row, 0.0)
         if DIFFERENTIATE:
             for start in range(0, classes, BLOCK):
                 column = start + tl.arange(0, BLOCK)
@@ -68,7 +68,7 @@ def cross_entropy_forward(
         # 0 · -inf is NaN: without smoothing, a class masked by -inf must not affect the loss.
         loss = tl.where(smoothing > 0, loss - smoothing * (mean / classes), loss)
         tl.store(LOSSES + row, loss)
-        tl.store(TOTALS + row, lse)
+        tl.store(LSE + row, lse)
         if DIFFERENTIATE:
             for start in range(0, classes, BLOCK):
                 column = start + tl.arange(0, BLOCK)
@@ -84,8 +84,8 @@ def cross_entropy_backward(
     first,
     LOGITS,
     TARGETS,
-    TOTALS,
-    SLOPES,
+    LSE,
+    ROW_GRADS,
     GRADIENT,
     classes,
     stride,
@@ -101,8 +101,8 @@ def cross_entropy_backward(
     row = (tile // blocks).to(tl.int64)
     column = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(TARGETS + row)
-    dloss = tl.load(SLOPES + row).to(tl.float32)
-    lse = tl.load(TOTALS + row)
+    dloss = tl.load(ROW_GRADS + row).to(tl.float32)
+    lse = tl.load(LSE + row)
     # An ignored row is not read, so its gradient is 0 even if it contains NaN or infinity.
     read = column < tl.where(target == ignore_index, 0, classes)
     x = tl.load(LOGITS + row * stride + column, mask=read, other=0.0).to(tl.float32)

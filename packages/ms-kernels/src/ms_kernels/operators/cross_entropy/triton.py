@@ -12,7 +12,7 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, TunedKernel, key_of
-from ms_kernels.operators.cross_entropy.contract import CONTRACT, LossOptions, counted_of, reduce
+from ms_kernels.operators.cross_entropy.contract import CONTRACT, LossOptions, mean_divisor, reduce
 
 KERNELS = f"{__package__}.kernels"
 
@@ -38,10 +38,10 @@ FORWARD, BACKWARD = TUNED = class_kernels(
 def _forward(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     settings, targets = LossOptions(*options), targets.contiguous()
     constants = row_blocks(FORWARD, key_of(logits), logits.shape[-1])
-    losses, totals = row_losses(as_rows(logits), targets, settings, constants)
+    losses, lse = row_losses(as_rows(logits), targets, settings, constants)
     loss = reduce(losses.view(targets.shape), targets == settings.ignore_index, settings.reduction)
     # With reduction="none" the loss is `losses`, which nothing else refers to: no copy is needed.
-    return loss, totals.view(targets.shape)
+    return loss, lse.view(targets.shape)
 
 
 def _fake(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -52,14 +52,14 @@ def _backward(
     grad: Tensor,
     logits: Tensor,
     targets: Tensor,
-    totals: Tensor,
+    lse: Tensor,
     grad_mask: int,
     *options: Any,
 ) -> Tensor:
     settings = LossOptions(*options)
-    result, slopes = empty(logits), slopes_of(grad, targets, settings)
+    result, row_grads = empty(logits), row_grads_of(grad, targets, settings)
     constants = row_blocks(BACKWARD, key_of(logits), logits.shape[-1])
-    tensors = as_rows(logits), targets.contiguous(), totals, slopes, as_rows(result)
+    tensors = as_rows(logits), targets.contiguous(), lse, row_grads, as_rows(result)
     differentiate(*tensors, settings, constants)
     return result
 
@@ -70,10 +70,10 @@ def loss_like(like: Tensor, targets: Tensor, *options: Any) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
-def slopes_of(grad: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+def row_grads_of(grad: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
     """Expand the gradient of the result to the gradient per row, float32 and contiguous."""
     if options.reduction == "mean":
-        grad = grad / counted_of(targets == options.ignore_index)
+        grad = grad / mean_divisor(targets == options.ignore_index)
     return grad.to(torch.float32).expand(targets.shape).contiguous()
 
 
@@ -97,37 +97,37 @@ def row_losses(
     """
     count, classes = logits.shape
     losses = logits.new_empty(count, dtype=torch.float32)
-    totals = torch.empty_like(losses)
+    lse = torch.empty_like(losses)
     # Without a gradient this pointer is not written.
     grad_out = logits if gradient is None else gradient
     launch(
         f"{KERNELS}.cross_entropy_forward",
         count,
         logits,
-        *(logits, targets, losses, totals, grad_out, classes, logits.stride(0), grad_out.stride(0)),
+        *(logits, targets, losses, lse, grad_out, classes, logits.stride(0), grad_out.stride(0)),
         *(options.ignore_index, float(options.label_smoothing), float(options.z_loss), factor),
         DIFFERENTIATE=gradient is not None,
         **constants,
     )
-    return losses, totals
+    return losses, lse
 
 
 def differentiate(
     logits: Tensor,
     targets: Tensor,
-    totals: Tensor,
-    slopes: Tensor,
+    lse: Tensor,
+    row_grads: Tensor,
     gradient: Tensor,
     options: LossOptions,
     constants: Mapping[str, int],
 ) -> None:
-    """Write the gradient of logits (N, V) to `gradient`; rows are scaled by their slopes (N,)."""
+    """Write the gradient of logits (N, V) to `gradient`; rows are scaled by `row_grads` (N,)."""
     count, classes = logits.shape
     launch(
         f"{KERNELS}.cross_entropy_backward",
         count * blocks(classes, constants["BLOCK"]),
         logits,
-        *(logits, targets, totals, slopes, gradient, classes, logits.stride(0)),
+        *(logits, targets, lse, row_grads, gradient, classes, logits.stride(0)),
         *(gradient.stride(0), options.ignore_index),
         *(float(options.label_smoothing), float(options.z_loss)),
         **constants,
@@ -158,7 +158,7 @@ def loss_entry(
     )
 
 
-LOSS_TYPES = {"fp32": "LOSSES TOTALS SLOPES smoothing z_loss factor", "i64": "TARGETS"}
+LOSS_TYPES = {"fp32": "LOSSES LSE ROW_GRADS smoothing z_loss factor", "i64": "TARGETS"}
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
@@ -175,7 +175,7 @@ IMPLEMENTATION = on_gpu(
     entries=entries,
     forward=_forward,
     fake=_fake,
-    intermediates={"totals": "..."},
+    intermediates={"lse": "..."},
     backward=_backward,
-    saves=("logits", "targets", "totals"),
+    saves=("logits", "targets", "lse"),
 )

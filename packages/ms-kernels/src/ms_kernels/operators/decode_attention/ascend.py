@@ -15,9 +15,9 @@ from ms_kernels.errors import ArgumentError
 from ms_kernels.operators.decode_attention.contract import CONTRACT
 
 ALIGNMENT = 16
-WIDEST = 512
-MOST_HEADS = 256
-WIDEST_PAGE = 2**16
+MAX_WIDTH = 512
+MAX_HEADS = 256
+MAX_PAGE_WIDTH = 2**16
 
 
 def decode_attention(
@@ -36,7 +36,7 @@ def decode_attention(
     host_lengths = lengths.tolist()
     invalid = [length for length in host_lengths if not 0 <= length <= positions]
     if invalid:
-        got, fits = f"{invalid[0]} somewhere", f"from 0 to {positions}"
+        got, fits = f"out of range ({invalid[0]})", f"from 0 to {positions}"
         raise ArgumentError("decode_attention", "lengths", got, fits)
     is_empty = (lengths == 0)[:, None]
     # Table entries past a sequence's end are arbitrary, but the operator needs valid pages there.
@@ -70,10 +70,10 @@ def _refuses(call: Call) -> str | None:
         return "does not support a window"
     if pages.shape[1] % ALIGNMENT:
         return f"needs pages of a multiple of {ALIGNMENT} positions, not {pages.shape[1]}"
-    if q.shape[2] > WIDEST or q.shape[1] > MOST_HEADS:
-        return f"supports at most {MOST_HEADS} heads of at most {WIDEST}"
-    if pages.shape[2] * pages.shape[3] > WIDEST_PAGE:
-        return f"supports at most {WIDEST_PAGE} features per position over all heads"
+    if q.shape[2] > MAX_WIDTH or q.shape[1] > MAX_HEADS:
+        return f"supports at most {MAX_HEADS} heads of at most {MAX_WIDTH}"
+    if pages.shape[2] * pages.shape[3] > MAX_PAGE_WIDTH:
+        return f"supports at most {MAX_PAGE_WIDTH} features per position over all heads"
     return empty(call)
 
 

@@ -97,7 +97,7 @@ def _check_pages(
     starts = torch.arange(page_table.shape[1]) * page
     used = starts < lengths[:, None]
     if window is not None:
-        reach = min(window, page_table.shape[1] * page)  # lengths are of 32 bits
+        reach = min(window, page_table.shape[1] * page)  # lengths are 32-bit
         used &= starts + page > lengths[:, None] - reach
     check_range("decode_attention", "page_table", page_table[used], count)
 

@@ -105,7 +105,7 @@ def decode_parts(
 
 
 @triton.jit(do_not_specialize=["first"])
-def decode_join(
+def combine_parts(
     first,
     PART,
     MAXIMUM,

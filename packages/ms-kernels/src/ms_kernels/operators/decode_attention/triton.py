@@ -15,7 +15,7 @@ from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
 from ms_kernels.operators.attention.triton import LOG2_E
 from ms_kernels.operators.decode_attention.contract import CONTRACT
 
-MOST_PARTS = 64
+MAX_PARTS = 64
 """Maximum parts per sequence; beyond 32,768 positions the parts get longer."""
 
 _PARTS = {"POSITIONS": 512, "num_warps": 4, "num_stages": 2}
@@ -55,7 +55,7 @@ def _forward(
     constants, min_positions = _constants(key_of(q), width, heads // groups)
     block = constants["BN"]
     # At least min_positions per part, and few enough parts for the second kernel to load at once.
-    part_positions = max(min_positions, blocks(blocks(positions, MOST_PARTS), block) * block)
+    part_positions = max(min_positions, blocks(blocks(positions, MAX_PARTS), block) * block)
     parts = blocks(positions, part_positions)
     partial_outputs = q.new_empty((batch, heads, parts, width), dtype=torch.float32)
     maxima, sums = partial_outputs.new_empty((2, batch, heads, parts))
@@ -74,7 +74,7 @@ def _forward(
     )
     result = empty(q)
     launch(
-        f"{KERNELS}.decode_join",
+        f"{KERNELS}.combine_parts",
         batch * heads,
         q,
         *(partial_outputs, maxima, sums, result, width, parts),
@@ -119,10 +119,10 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
             )
         yield entry(
             "decode_attention",
-            f"{KERNELS}.decode_join",
+            f"{KERNELS}.combine_parts",
             dtype,
             width,
-            {"PARTS": MOST_PARTS, "BD": width},
+            {"PARTS": MAX_PARTS, "BD": width},
             "batch * heads",
             limits={"width": "BD", "parts": "PARTS"},
             extra=("batch", "heads"),

@@ -117,7 +117,7 @@ def _random_betas(shape: tuple[int, ...], dims: Dims, generator: torch.Generator
 
 CONTRACT = Contract(
     name="gated_delta_rule",
-    summary="a fading matrix a head that learns values by their keys; documents apart",
+    summary="linear attention with a decaying state matrix per head, reset at document starts",
     arguments=(
         Argument(name="q", dims="B S Hk D"),
         Argument(name="k", dims="B S Hk D", like="q", draw=_keys),

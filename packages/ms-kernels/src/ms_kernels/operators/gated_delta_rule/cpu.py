@@ -24,7 +24,7 @@ from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, RuleOptions
 MAX_CHUNK = 64
 """Maximum positions per chunk: the triangular system grows quadratically."""
 
-FEWEST = 8
+MIN_POSITIONS = 8
 """Minimum number of positions at which chunks are faster than steps."""
 
 
@@ -177,8 +177,8 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _refuses(call: Call) -> str | None:
     """Decline short sequences, and documents under torch.compile, which cannot read them."""
     positions = call.present[0].shape[1]
-    if positions < FEWEST:
-        return f"is faster from {FEWEST} positions, and this call has {positions}"
+    if positions < MIN_POSITIONS:
+        return f"is faster from {MIN_POSITIONS} positions, and this call has {positions}"
     if call.compiling and call.tensors[5] is not None:
         return "torch.compile cannot read the documents"
     return None

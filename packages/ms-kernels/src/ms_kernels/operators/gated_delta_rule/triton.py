@@ -19,7 +19,7 @@ from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, NORM_EPS, RuleOptions
 
-LONGEST = 64
+MAX_POSITIONS = 64
 """Maximum positions between two saved states; the states between them go through memory."""
 
 FORWARD, BACKWARD = TUNED = tuned_kernels(
@@ -72,7 +72,7 @@ def _run_forward(
     saved: Tensor | None,
 ) -> None:
     """Run forward over the positions; write results and final state, or the states to save."""
-    q, k, v, g, beta, documents, state = _laid_out(*tensors)
+    q, k, v, g, beta, documents, state = _with_unit_strides(*tensors)
     constants = _constants(FORWARD, key_of(q), q.shape[3])
     launch(
         f"{KERNELS}.delta_forward",
@@ -117,7 +117,7 @@ def _backward(
     partial_q, partial_k = _sums(q, 2, columns, batch, positions, heads, width)
     partial_g, partial_beta = _sums(q, 2, columns, batch, positions, heads)
     grad_v = empty(v)
-    inputs = _laid_out(q, k, v, g, beta, documents)
+    inputs = _with_unit_strides(q, k, v, g, beta, documents)
     final_grad = grad_state if grad_final is None else grad_final
     launch(
         f"{KERNELS}.delta_backward",
@@ -169,7 +169,7 @@ def _through_norm(pull: Tensor, x: Tensor, normalize: bool) -> Tensor:
     return pull.to(x.dtype)
 
 
-def _laid_out(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+def _with_unit_strides(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Return q, k, v with unit last stride, the rest contiguous; q is the placeholder for None."""
     q = tensors[0]
     assert q is not None
@@ -181,7 +181,9 @@ def _laid_out(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 def _part_length(positions: int) -> int:
     """Return the number of positions between two saved states."""
-    return min(power_of_two(isqrt(positions)), LONGEST)  # √S minimizes saved states plus scratch
+    return min(
+        power_of_two(isqrt(positions)), MAX_POSITIONS
+    )  # √S minimizes saved states plus scratch
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:

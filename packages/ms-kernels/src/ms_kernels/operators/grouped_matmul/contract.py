@@ -68,8 +68,8 @@ def _check_counts(x: Tensor, weights: Tensor, counts: Tensor) -> None:
     rows = x.shape[0]
     check_range("grouped_matmul", "counts", counts, rows + 1)
     if int(counts.sum()) != rows:
-        fits = f"{rows} in sum, the rows of x"
-        raise ArgumentError("grouped_matmul", "counts", f"{int(counts.sum())} in sum", fits)
+        fits = f"{rows} in total, the number of rows of x"
+        raise ArgumentError("grouped_matmul", "counts", f"{int(counts.sum())} in total", fits)
 
 
 CONTRACT = Contract(

@@ -20,7 +20,7 @@ from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
 from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 """Maximum number of experts: every program reads all counts."""
 
 _HALF, _SINGLE = {"num_warps": 4, "num_stages": 3}, {"num_warps": 8, "num_stages": 3}
@@ -115,7 +115,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 def _refuses(call: Call) -> str | None:
     """Decline more experts than a program can read."""
     count = call.present[1].shape[0]
-    return f"supports up to {MOST_EXPERTS} experts, not {count}" if count > MOST_EXPERTS else None
+    return f"supports up to {MAX_EXPERTS} experts, not {count}" if count > MAX_EXPERTS else None
 
 
 IMPLEMENTATION = on_gpu(

@@ -1,4 +1,4 @@
-"""LayerNorm by torch's operator, which torch_npu runs as one kernel each way."""
+"""LayerNorm through torch's operator; torch_npu has one kernel for each direction."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +15,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 IMPLEMENTATION = on_npu(
     CONTRACT,
     layer_norm,
-    "torch_npu's own layer_norm: one kernel each way",
+    "torch_npu's layer_norm: one kernel forward, one backward",
     refuses=same_dtype,
 )

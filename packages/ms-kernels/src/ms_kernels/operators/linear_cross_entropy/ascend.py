@@ -29,7 +29,7 @@ from torch import Tensor
 from ms_kernels.backends.ascend import HALVES, empty, on_npu, within_classes
 from ms_kernels.contracts.call import Call
 from ms_kernels.core.torch_operator import opaque
-from ms_kernels.operators.cross_entropy.contract import LossOptions, counted_of, reduce
+from ms_kernels.operators.cross_entropy.contract import LossOptions, mean_divisor, reduce
 from ms_kernels.operators.linear_cross_entropy.contract import CONTRACT
 
 MERIT = "npu_fused_linear_online_max_sum: product and softmax in one kernel, without logits"
@@ -76,7 +76,7 @@ def gradients(
     return grad_hidden.view(hidden.shape), grad_weight
 
 
-def chosen_classes(targets: Tensor, ignored: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def valid_classes(targets: Tensor, ignored: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Apply `within_classes` to the targets and flatten the resulting class indices."""
     classes, out_of_range = within_classes(targets, ignored, len(weight))
     return classes.reshape(-1), out_of_range
@@ -90,7 +90,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     settings = LossOptions(*options)
     ignored = targets == settings.ignore_index
-    classes, out_of_range = chosen_classes(targets, ignored, weight)
+    classes, out_of_range = valid_classes(targets, ignored, weight)
     losses, row_max, exp_sum = row_losses(hidden, weight, classes)
     losses = losses.view(targets.shape).masked_fill(out_of_range, torch.nan).masked_fill(ignored, 0)
     shaped = row_max.view(targets.shape), exp_sum.view(targets.shape)
@@ -123,10 +123,10 @@ def _backward(
     settings = LossOptions(*options)
     ignored = targets == settings.ignore_index
     if settings.reduction == "mean":
-        grad = grad / counted_of(ignored)
+        grad = grad / mean_divisor(ignored)
     grad_losses = grad.expand(targets.shape).masked_fill(ignored, 0).reshape(-1)
     return gradients(
-        grad_losses, hidden, weight, chosen_classes(targets, ignored, weight)[0], row_max, exp_sum
+        grad_losses, hidden, weight, valid_classes(targets, ignored, weight)[0], row_max, exp_sum
     )
 
 

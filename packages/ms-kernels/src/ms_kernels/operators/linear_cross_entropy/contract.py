@@ -32,8 +32,8 @@ from ms_kernels.operators.cross_entropy.contract import (
     LOSS_OPTIONS,
     LossOptions,
     classes,
-    counted_of,
     cross_entropy,
+    mean_divisor,
     reduce,
 )
 from ms_kernels.operators.linear_cross_entropy.chunked_logits import (
@@ -128,7 +128,7 @@ class _Chunked(torch.autograd.Function):
             first, second = _recompute(ctx, first, second, targets, ignored, saved_logits, grad)
         else:
             if ctx.options.reduction == "mean":
-                grad = grad / counted_of(ignored)
+                grad = grad / mean_divisor(ignored)
             # Not in place: with retain_graph=True the saved sums are used again.
             first = first if first is None else first * grad
             second = second if second is None else second * grad

@@ -16,7 +16,7 @@ from ms_kernels.operators.linear_cross_entropy.contract import CONTRACT
 MERIT = "does no work for ignored rows"
 
 
-def of_counted_rows(
+def on_valid_rows(
     run: Callable[[Tensor, Tensor, Tensor], Any],
     hidden: Tensor,
     weight: Tensor,
@@ -51,7 +51,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, *options: Any
 ) -> Tensor:
     """Return `cross_entropy` of ``hidden @ weight.T``."""
-    result: Tensor = of_counted_rows(
+    result: Tensor = on_valid_rows(
         lambda *tensors: CONTRACT.reference(*tensors, ignore_index, *options),
         *(hidden, weight, targets),
         ignore_index,

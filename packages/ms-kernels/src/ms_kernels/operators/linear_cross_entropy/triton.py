@@ -20,7 +20,7 @@ from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, key_of
 from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.core.torch_operator import opaque
-from ms_kernels.operators.cross_entropy.contract import LossOptions, counted_of, reduce
+from ms_kernels.operators.cross_entropy.contract import LossOptions, mean_divisor, reduce
 from ms_kernels.operators.cross_entropy.triton import (
     KERNELS,
     LOSS_TYPES,
@@ -28,8 +28,8 @@ from ms_kernels.operators.cross_entropy.triton import (
     differentiate,
     loss_entry,
     loss_like,
+    row_grads_of,
     row_losses,
-    slopes_of,
 )
 from ms_kernels.operators.linear_cross_entropy.contract import CONTRACT
 from ms_kernels.operators.linear_cross_entropy.triton_logits import (
@@ -37,7 +37,7 @@ from ms_kernels.operators.linear_cross_entropy.triton_logits import (
     TritonGradientSums,
     chunks,
     gradient_scale,
-    normalize_slopes,
+    normalize_row_grads,
     scale_and_cast,
     scale_kernel,
 )
@@ -126,7 +126,7 @@ def _scale(
     settings = LossOptions(*options)
     if settings.reduction == "mean":
         # forward summed the rows undivided
-        grad = grad / counted_of(targets == settings.ignore_index)
+        grad = grad / mean_divisor(targets == settings.ignore_index)
     return (
         scale_and_cast(SCALE, held_hidden if needs_grad(grad_mask, 0) else None, grad, hidden),
         scale_and_cast(SCALE, held_weight if needs_grad(grad_mask, 1) else None, grad, weight),
@@ -165,15 +165,15 @@ def _backward(
     rows, flat_targets = as_rows(hidden), targets.reshape(-1).contiguous()
     needs_hidden, needs_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
     sums = TritonGradientSums(rows, weight, of_hidden=needs_hidden, of_weight=needs_weight)
-    slopes = slopes_of(grad, targets, settings).view(-1)
+    row_grads = row_grads_of(grad, targets, settings).view(-1)
     # float16: divide by the largest row gradient, so that a loss scale cannot overflow.
-    peak, (slopes,) = normalize_slopes(hidden.dtype, slopes)
+    peak, (row_grads,) = normalize_row_grads(hidden.dtype, row_grads)
     constants = (row_blocks(kernel, key_of(hidden), len(weight)) for kernel in (FORWARD, BACKWARD))
     forward, back = constants
     # Per chunk: logits (R, V), then losses and their gradient in one pass, then two products.
     for part, logits, gradient in chunks(rows, weight, gradients=True):
-        _, totals = row_losses(logits, flat_targets[part], settings, forward)
-        differentiate(logits, flat_targets[part], totals, slopes[part], gradient, settings, back)
+        _, lse = row_losses(logits, flat_targets[part], settings, forward)
+        differentiate(logits, flat_targets[part], lse, row_grads[part], gradient, settings, back)
         sums.add(gradient, rows, weight, part)
     return sums.scaled(SCALE, peak, hidden, weight)
 

@@ -86,17 +86,19 @@ def gradient_scale(dtype: torch.dtype) -> float:
     return GRADIENT_SCALE.get(dtype, 1.0)
 
 
-def normalize_slopes(dtype: torch.dtype, *slopes: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return a common factor of the row gradients, and the gradients divided by it and scaled.
+def normalize_row_grads(
+    dtype: torch.dtype, *row_grads: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Divide row gradients by a common factor and scale them; return the factor and the gradients.
 
     In float16 the factor is the largest absolute value, so a loss scale cannot cause overflow. In
     other dtypes the factor is 1 and the gradients are returned unchanged.
     """
-    if dtype not in GRADIENT_SCALE or not slopes[0].numel():
-        return slopes[0].new_ones(()), slopes
-    peak = torch.stack([slope.abs().amax() for slope in slopes]).amax()
+    if dtype not in GRADIENT_SCALE or not row_grads[0].numel():
+        return row_grads[0].new_ones(()), row_grads
+    peak = torch.stack([slope.abs().amax() for slope in row_grads]).amax()
     peak = peak.clamp(min=torch.finfo(torch.float32).tiny)  # all may be 0
-    return peak, tuple(slope / peak * GRADIENT_SCALE[dtype] for slope in slopes)
+    return peak, tuple(slope / peak * GRADIENT_SCALE[dtype] for slope in row_grads)
 
 
 class TritonGradientSums:

@@ -11,8 +11,8 @@ from ms_kernels.backends.ascend import empty, on_npu
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.permute_tokens.contract import CONTRACT
 
-MOST_CHOICES = 512
-MOST_INDICES = 2**24 - 1
+MAX_CHOICES = 512
+MAX_INDICES = 2**24 - 1
 """Indices are sorted as float32, which represents integers exactly only up to here."""
 
 
@@ -25,14 +25,14 @@ def permute_tokens(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tens
     return rows, counts, places.view(experts.shape).to(torch.int64)
 
 
-def few_choices(call: Call) -> str | None:
-    """Decline more choices than can be sorted."""
+def refuse_many_choices(call: Call) -> str | None:
+    """Decline calls with more choices than CANN can sort."""
     experts = call.present[1]
     tokens, choices = experts.shape
-    if choices > MOST_CHOICES:
-        return f"supports at most {MOST_CHOICES} choices per token, not {choices}"
-    if tokens * choices > MOST_INDICES:
-        return f"sorts at most {MOST_INDICES} choices, not {tokens * choices}"
+    if choices > MAX_CHOICES:
+        return f"supports at most {MAX_CHOICES} choices per token, not {choices}"
+    if tokens * choices > MAX_INDICES:
+        return f"sorts at most {MAX_INDICES} choices, not {tokens * choices}"
     return empty(call)
 
 
@@ -40,5 +40,5 @@ IMPLEMENTATION = on_npu(
     CONTRACT,
     permute_tokens,
     "npu_moe_token_permute: sorts and copies in one kernel",
-    refuses=few_choices,
+    refuses=refuse_many_choices,
 )

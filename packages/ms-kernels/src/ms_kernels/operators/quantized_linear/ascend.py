@@ -24,7 +24,7 @@ from ms_kernels.contracts.call import Call, describe
 from ms_kernels.operators.quantized_linear.contract import CONTRACT
 from ms_kernels.packed_weights import dequantize, unpack_codes
 
-LARGEST = 65_535
+MAX_SIZE = 65_535
 """Maximum of K and N."""
 GROUPING = 32
 """Group sizes must be a multiple of this."""
@@ -99,8 +99,8 @@ def _refuses(call: Call) -> str | None:
         return f"needs scales of {describe(x.dtype)}, as x is, not {describe(scales.dtype)}"
     if scales.shape[1] > 1 and group_size % GROUPING:
         return f"needs groups of a multiple of {GROUPING} features, or one, not {group_size}"
-    if max(width, count) > LARGEST:
-        return f"supports at most {LARGEST} features"
+    if max(width, count) > MAX_SIZE:
+        return f"supports at most {MAX_SIZE} features"
     if bits == 4 and count % 8:
         return f"needs a multiple of 8 results at 4 bits, not {count}"
     return empty(call)

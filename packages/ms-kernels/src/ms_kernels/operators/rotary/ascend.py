@@ -20,7 +20,7 @@ from ms_kernels.backends.ascend import empty, on_npu
 from ms_kernels.contracts.call import Call
 from ms_kernels.operators.rotary.contract import CONTRACT
 
-WIDEST = 894
+MAX_WIDTH = 894
 """Widest even head below CANN's limit of 896."""
 MAX_ROWS = 999
 """Maximum batch size and maximum number of heads; interleaved, the maximum of their product."""
@@ -76,8 +76,8 @@ def _refuses(call: Call) -> str | None:
     q, k, cos, sin = call.present
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
         return "needs tables in float32"
-    if 2 * cos.shape[-1] > WIDEST:
-        return f"rotates at most {WIDEST} features, not {2 * cos.shape[-1]}"
+    if 2 * cos.shape[-1] > MAX_WIDTH:
+        return f"rotates at most {MAX_WIDTH} features, not {2 * cos.shape[-1]}"
     rows = 1 if call.options[0] else q.shape[0]
     if max(rows, q.shape[2], k.shape[2]) > MAX_ROWS:
         return f"supports at most {MAX_ROWS} rows and heads"

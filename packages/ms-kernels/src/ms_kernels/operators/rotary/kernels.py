@@ -47,7 +47,7 @@ def _rotate(
 
 
 @triton.jit(do_not_specialize=["first"])
-def rotary_turn(
+def rotate_heads(
     first,
     Q,
     K,

@@ -15,7 +15,7 @@ from ms_kernels.operators.rotary.contract import CONTRACT
 
 (ROTATE,) = TUNED = tuned_kernels(
     "rotary",
-    "rotary_turn",
+    "rotate_heads",
     sizes="R/2",
     tried_at=({"B": 4, "S": 4096, "Hq": 32, "Hk": 8, "D": 128, "R/2": 64},),
     candidates=grid(ELEMENTS=(512, 1024, 2048), num_warps=(2, 4, 8)),
@@ -47,7 +47,7 @@ def _rotate(
     constants = _constants(key_of(q), half, max(q_heads, k_heads), width - 2 * half)
     heads = constants["HEADS"]
     launch(
-        f"{KERNELS}.rotary_turn",
+        f"{KERNELS}.rotate_heads",
         batch * positions * (blocks(q_heads, heads) + blocks(k_heads, heads)),
         q,
         *(q, k, *rotated, cos, sin, positions, q_heads, k_heads, half, width),
@@ -85,7 +85,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
     for half, interleaved, inverse in product((32, 64), (False, True), (False, True)):
         yield entry(
             "rotary",
-            f"{KERNELS}.rotary_turn",
+            f"{KERNELS}.rotate_heads",
             dtype,
             f"{2 * half}{'_interleaved' * interleaved}{'_back' * inverse}",
             {

@@ -10,10 +10,10 @@ from ms_kernels.contracts.call import Call
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.linear_cross_entropy.ascend import (
     MERIT,
-    chosen_classes,
     gradients,
     large_enough,
     row_losses,
+    valid_classes,
 )
 from ms_kernels.operators.token_log_probs.contract import CONTRACT
 
@@ -25,7 +25,7 @@ def _forward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ignored = tokens == options[1]
-    classes, out_of_range = chosen_classes(tokens, ignored, weight)
+    classes, out_of_range = valid_classes(tokens, ignored, weight)
     losses, top, total = (
         tensor.view(tokens.shape) for tensor in row_losses(hidden, weight, classes)
     )
@@ -46,8 +46,10 @@ def _backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     ignored = tokens == options[1]
-    slopes = (-grad).masked_fill(ignored, 0).reshape(-1)  # the loss is -log p
-    return gradients(slopes, hidden, weight, chosen_classes(tokens, ignored, weight)[0], top, total)
+    row_grads = (-grad).masked_fill(ignored, 0).reshape(-1)  # the loss is -log p
+    return gradients(
+        row_grads, hidden, weight, valid_classes(tokens, ignored, weight)[0], top, total
+    )
 
 
 _log_probs = opaque(

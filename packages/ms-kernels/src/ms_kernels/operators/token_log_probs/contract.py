@@ -18,7 +18,7 @@ from ms_kernels.contracts.indices import check_classes
 from ms_kernels.contracts.options import flag, ignore_index_option
 from ms_kernels.contracts.tolerance import LOGITS
 from ms_kernels.contracts.transforms import transforms_active
-from ms_kernels.contracts.values import LARGEST, SMALLEST, is_number
+from ms_kernels.contracts.values import MAX_FINITE, MIN_NORMAL, is_number
 from ms_kernels.operators.cross_entropy.contract import classes
 from ms_kernels.operators.linear_cross_entropy.chunked_logits import (
     GradientSums,
@@ -157,8 +157,8 @@ CONTRACT = Contract(
         Option(
             name="temperature",
             default=1.0,
-            holds=lambda value: is_number(value, SMALLEST),
-            fits=f"a number above 0, from {SMALLEST} to {LARGEST}",
+            holds=lambda value: is_number(value, MIN_NORMAL),
+            fits=f"a number above 0, from {MIN_NORMAL} to {MAX_FINITE}",
             trials=(2.0,),
         ),
         ignore_index_option,

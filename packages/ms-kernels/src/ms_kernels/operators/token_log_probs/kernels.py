@@ -5,13 +5,13 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["first", "ignore_index"])
-def chosen_forward(
+def log_probs_forward(
     first,
     LOGITS,
     TOKENS,
     LOG_PROBS,
     ENTROPY,
-    TOTALS,
+    LSE,
     classes,
     stride,
     ignore_index,
@@ -48,15 +48,15 @@ def chosen_forward(
     tl.store(LOG_PROBS + row, tl.where(valid, token_logit - lse, 0.0))
     # H = -Σ p log p = lse - Σ p x
     tl.store(ENTROPY + row, tl.where(valid, lse - px_sum / l_i, 0.0))
-    tl.store(TOTALS + row, lse)
+    tl.store(LSE + row, lse)
 
 
 @triton.jit(do_not_specialize=["first", "ignore_index"])
-def chosen_backward(
+def log_probs_backward(
     first,
     LOGITS,
     TOKENS,
-    TOTALS,
+    LSE,
     ENTROPY,
     DLOGP,
     DENTROPY,
@@ -82,7 +82,7 @@ def chosen_backward(
     # An ignored row is not read: it may contain NaN.
     read = column < tl.where(token == ignore_index, 0, classes)
     x = tl.load(LOGITS + row * stride + column, mask=read, other=0.0).to(tl.float32) * beta
-    log_p = x - tl.load(TOTALS + row)
+    log_p = x - tl.load(LSE + row)
     p = tl.exp(log_p)
     scale = -dlogp - dentropy * (tl.where(p > 0, log_p, 0.0) + tl.load(ENTROPY + row))
     g = p * scale + tl.where(column == token, dlogp, 0.0)

@@ -1,6 +1,7 @@
-"""Log-probabilities of given tokens: half-precision products and fused rows, chunk by chunk.
+"""Log-probabilities of given tokens from half-precision products and fused row kernels.
 
-The backward pass recomputes the logits; three values per row are kept between the passes.
+The logits are computed chunk by chunk, and again in the backward pass; three values per row are
+saved in between.
 """
 
 from collections.abc import Iterator
@@ -22,13 +23,13 @@ from ms_kernels.operators.linear_cross_entropy.triton import MERIT
 from ms_kernels.operators.linear_cross_entropy.triton_logits import (
     TritonGradientSums,
     chunks,
-    normalize_slopes,
+    normalize_row_grads,
     scale_kernel,
 )
 from ms_kernels.operators.token_log_probs.contract import CONTRACT
 
 FORWARD, BACKWARD, SCALE = TUNED = (
-    *class_kernels("token_log_probs", "chosen_forward chosen_backward", hidden=True),
+    *class_kernels("token_log_probs", "log_probs_forward log_probs_backward", hidden=True),
     scale_kernel("token_log_probs"),
 )
 KERNELS = f"{__package__}.kernels"
@@ -48,21 +49,21 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     temperature, ignore_index, _ = options
     rows, token_index = as_rows(hidden), tokens.reshape(-1).contiguous()
-    log_probs, entropy, totals = (empty(tokens, torch.float32) for _ in range(3))
+    log_probs, entropy, lse = (empty(tokens, torch.float32) for _ in range(3))
     for part, logits, _ in chunks(rows, weight):
         launch(
-            f"{KERNELS}.chosen_forward",
+            f"{KERNELS}.log_probs_forward",
             len(logits),
             logits,
             *(
                 logits,
                 token_index[part],
-                *(out.view(-1)[part] for out in (log_probs, entropy, totals)),
+                *(out.view(-1)[part] for out in (log_probs, entropy, lse)),
             ),
             *(logits.shape[1], logits.stride(0), ignore_index, 1 / temperature),
             **row_blocks(FORWARD, key_of(hidden), len(weight)),
         )
-    return log_probs, entropy, totals
+    return log_probs, entropy, lse
 
 
 def _backward(
@@ -71,7 +72,7 @@ def _backward(
     hidden: Tensor,
     weight: Tensor,
     tokens: Tensor,
-    totals: Tensor,
+    lse: Tensor,
     entropies: Tensor,
     grad_mask: int,
     *options: Any,
@@ -81,21 +82,21 @@ def _backward(
     needs_hidden, needs_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
     sums = TritonGradientSums(rows, weight, of_hidden=needs_hidden, of_weight=needs_weight)
     # One scale for both, as their gradients are added in the same buffer.
-    peak, (grads, entropy_grads) = normalize_slopes(
+    peak, (grads, entropy_grads) = normalize_row_grads(
         hidden.dtype, grad.view(-1), grad_entropy.view(-1)
     )
     constants = row_blocks(BACKWARD, key_of(hidden), len(weight))
-    totals, entropy = totals.view(-1), entropies.view(-1)
+    lse, entropy = lse.view(-1), entropies.view(-1)
     for part, logits, gradient in chunks(rows, weight, gradients=True):
         count, classes = logits.shape
         launch(
-            f"{KERNELS}.chosen_backward",
+            f"{KERNELS}.log_probs_backward",
             count * blocks(classes, constants["BLOCK"]),
             logits,
             *(
                 logits,
                 token_index[part],
-                totals[part],
+                lse[part],
                 entropy[part],
                 grads[part],
                 entropy_grads[part],
@@ -112,15 +113,15 @@ _token_log_probs = opaque(
     CONTRACT,
     "triton",
     forward=_forward,
-    intermediates={"totals": "..."},
+    intermediates={"lse": "..."},
     backward=_backward,
-    saves=("hidden", "weight", "tokens", "totals", "entropies"),
+    saves=("hidden", "weight", "tokens", "lse", "entropies"),
 )
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
     """Yield the kernels of an ahead-of-time library."""
-    floats = "LOGITS LOG_PROBS ENTROPY TOTALS DLOGP DENTROPY beta"
+    floats = "LOGITS LOG_PROBS ENTROPY LSE DLOGP DENTROPY beta"
     for kernel in (FORWARD, BACKWARD):
         yield loss_entry(kernel, KERNELS, chip, dtype, flags={}, fp32=floats, i64="TOKENS")
 

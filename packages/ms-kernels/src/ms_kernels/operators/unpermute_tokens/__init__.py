@@ -1,1 +1,1 @@
-"""Weighted sums of each token's rows, from the order of experts back to the order of tokens."""
+"""Sums the expert rows of each token with weights, and restores the order of the tokens."""

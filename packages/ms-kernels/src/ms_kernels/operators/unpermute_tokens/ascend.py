@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ms_kernels.backends.ascend import REALS, on_npu
 from ms_kernels.contracts.call import Call, describe
-from ms_kernels.operators.permute_tokens.ascend import few_choices
+from ms_kernels.operators.permute_tokens.ascend import refuse_many_choices
 from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
 
 
@@ -30,12 +30,12 @@ def _refuses(call: Call) -> str | None:
         if weights.dtype not in REALS:
             fits = ", ".join(describe(dtype) for dtype in REALS)
             return f"needs weights of {fits}, not {describe(weights.dtype)}"
-    return few_choices(call)
+    return refuse_many_choices(call)
 
 
 IMPLEMENTATION = on_npu(
     CONTRACT,
     unpermute_tokens,
-    "npu_moe_token_unpermute: looks up, weighs and sums in one kernel",
+    "npu_moe_token_unpermute: gathers, weights and sums in one kernel",
     refuses=_refuses,
 )

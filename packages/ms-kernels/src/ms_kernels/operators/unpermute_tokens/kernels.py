@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["first"])
-def spread_choice(
+def scatter_choice(
     first,
     DY,
     X,

@@ -16,13 +16,13 @@ from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
 
 SUM, SCATTER = TUNED = tuned_kernels(
     "unpermute_tokens",
-    "sum_choices spread_choice",
+    "sum_choices scatter_choice",
     sizes="H",
     tried_at=({"R": 32768, "T": 16384, "C": 2, "H": 4096},),
     candidates=WALKS,
     defaults=WALK_DEFAULTS,
 )
-SPREAD_CHOICE = f"{__package__}.kernels.spread_choice"
+SPREAD_CHOICE = f"{__package__}.kernels.scatter_choice"
 
 
 def _forward(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
@@ -80,7 +80,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    "weighs and sums in one pass; gradients without atomic additions",
+    "weights and sums in one pass; gradients without atomic additions",
     tuned=TUNED,
     entries=entries,
     forward=_forward,

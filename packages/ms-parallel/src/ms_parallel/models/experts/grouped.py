@@ -54,7 +54,7 @@ Combine = Callable[[Tensor], Tensor]
 
 Dispatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Combine]]
 """Sends rows (T, H), sorted by expert with `counts` (E,), to the processes of their experts;
-returns the rows and counts of the local experts, and the `Back` function."""
+returns the rows and counts of the local experts, and the `Combine` function."""
 
 
 def no_dispatch(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Combine]:

@@ -13,7 +13,7 @@ class UnknownCacheError(ModelError, AttributeError):
 
 
 class BlockCache:
-    """Cache as transformers' blocks see it.
+    """Cache with the interface that transformers' blocks expect.
 
     Args:
         cache: stores the keys and values.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from ms_parallel.optim.optimizer import SMALLEST_DIVISOR, OptimizerConfig, kind_of
+from ms_parallel.optim.optimizer import MIN_DIVISOR, OptimizerConfig, kind_of
 from ms_parallel.optim.rule import LocalParameters, UpdateRule
 from ms_parallel.optim.torch_rule import OwnersRule
 from ms_parallel.settings import number
@@ -27,7 +27,7 @@ class AdafactorConfig(OptimizerConfig):
     decay_power: float = field(default=0.8, validator=number())
     """Decay of the second moment at step t: 1 - t^-power."""
     least_root: float | None = field(
-        default=None, validator=number(minimum=SMALLEST_DIVISOR, optional=True)
+        default=None, validator=number(minimum=MIN_DIVISOR, optional=True)
     )
     """Lower bound of the root of the second moment; None for float32's machine epsilon."""
     least_scale: float = field(default=1e-3, validator=number())

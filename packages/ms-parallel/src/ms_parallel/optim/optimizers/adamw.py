@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from ms_parallel.optim.clipping import UpdateDecision
 from ms_parallel.optim.optimizer import (
-    SMALLEST_DIVISOR,
+    MIN_DIVISOR,
     OptimizerConfig,
     ParameterGroup,
     betas,
@@ -40,7 +40,7 @@ class AdamWConfig(OptimizerConfig):
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
     """Decay of the first and second moment."""
     offloads: ClassVar[bool] = True
-    eps: float = field(default=1e-8, validator=number(minimum=SMALLEST_DIVISOR))
+    eps: float = field(default=1e-8, validator=number(minimum=MIN_DIVISOR))
     """Term added to the root of the second moment."""
 
     def rules(self, params: LocalParameters) -> list[UpdateRule]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.weight_names import Box, slices_of
 from ms_parallel.optim.optimizer import (
-    SMALLEST_DIVISOR,
+    MIN_DIVISOR,
     OptimizerConfig,
     ParameterGroup,
     betas,
@@ -88,7 +88,7 @@ class MuonConfig(OptimizerConfig):
     """Peak learning rate of AdamW; None for `learning_rate`."""
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
     """AdamW's decay of the first and second moment."""
-    eps: float = field(default=1e-8, validator=number(minimum=SMALLEST_DIVISOR))
+    eps: float = field(default=1e-8, validator=number(minimum=MIN_DIVISOR))
     """Term added to the root of AdamW's second moment."""
     fused: Mapping[str, Sequence[int]] = field(factory=dict, validator=_fused)
     """Row counts of the matrices stacked in a fused weight, by name pattern; needed for your own

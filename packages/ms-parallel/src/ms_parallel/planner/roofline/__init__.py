@@ -1,1 +1,1 @@
-"""Predicts the time of a step on devices that are not here, from their rates and few constants."""
+"""Predicts the time of a step on other devices from their rates and a few constants."""

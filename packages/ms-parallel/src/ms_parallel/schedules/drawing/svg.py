@@ -40,13 +40,13 @@ rect[stroke="#d93025"] { stroke: #ff8a80 } text:not([fill]) { fill: #e8eaed }
 text[fill="#5f6368"] { fill: #bdc1c6 } line[stroke="#dadce0"] { stroke: #3c4043 }
 line[stroke="#5f6368"] { stroke: #9aa0a6 } }</style>"""
 """Colors on a dark page; labels in boxes do not change."""
-_CLOSEST_MARKS = 56
+_MIN_MARK_SPACING = 56
 """Minimum distance of tick marks, in pixels."""
-_NARROWEST_LABEL = 14
+_MIN_LABELED_WIDTH = 14
 """Minimum width of a box with a label, in pixels."""
 
 
-_LEAST_WIDTH = 100
+_MIN_WIDTH = 100
 """Minimum width of a picture, in pixels; the labels of a row take 64."""
 
 
@@ -98,7 +98,7 @@ def draw_svg(
         unit: unit of time, such as "ms"; by default "unit of the costs".
     """
     check_lines(lines, titles)
-    check_number("width", width, minimum=_LEAST_WIDTH, error=ScheduleError)
+    check_number("width", width, minimum=_MIN_WIDTH, error=ScheduleError)
     check_type("unit", unit, str, "a string", error=ScheduleError)
     longest = max(float(line.makespan) for line in lines)
     parts, top, page = [], 0, _Page(width)
@@ -160,7 +160,7 @@ def _legend(lines: Sequence[Timeline], top: int, page: _Page) -> tuple[list[str]
 def _axis(longest: float, rows: tuple[int, int], page: _Page, unit: str) -> list[str]:
     """Draw tick marks at round times up to the longest timeline's end, and name the unit."""
     begin, end = rows
-    step = _round_step(longest * _CLOSEST_MARKS / page.plot_width) if longest else 1.0
+    step = _round_step(longest * _MIN_MARK_SPACING / page.plot_width) if longest else 1.0
     marks = []
     # The tolerance keeps a mark at the very end.
     for index in range(int(longest / step * (1 + 1e-9)) + 1):
@@ -218,7 +218,7 @@ def _box(
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BOX}" fill="{color}"{edge}>'
         f"<title>{escape(tooltip)}</title></rect>"
     )
-    if width < _NARROWEST_LABEL:
+    if width < _MIN_LABELED_WIDTH:
         return box
     label = "&amp;".join(str(part.microbatch) for part in span.action.computations)
     return box + (

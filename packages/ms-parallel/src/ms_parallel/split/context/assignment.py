@@ -14,14 +14,14 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from ms_parallel.models.spans import SHORTEST_MEAN
+from ms_parallel.models.spans import MIN_MEAN_LENGTH
 from ms_parallel.split.context.kinds import ContextBalance
 
 MAX_IMBALANCE = 1.02
 """Accepted ratio of the slowest rank's cost to the mean."""
 MAX_QUERIES = 256
 """Maximum queries per range: each computes scores for every key that the last query sees."""
-MAX_MERGED_KEYS = 2 * SHORTEST_MEAN
+MAX_MERGED_KEYS = 2 * MIN_MEAN_LENGTH
 """Maximum keys of a range that merges several short documents."""
 MAX_BLOCKS = 64
 """Maximum blocks per row and rank: each is a separate attention call."""

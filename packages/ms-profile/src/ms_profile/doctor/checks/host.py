@@ -68,7 +68,7 @@ def devices(examined: Examined) -> Iterator[DoctorFinding]:
             "devices",
             what=f"it has {count or 'none'}, and most machines have {majority or 'none'}",
             why="with equal shares, fast devices wait for slow ones",
-            remedy="leave the machine out, or look for a device that has fallen off the bus",
+            remedy="exclude the machine, or look for a device that has fallen off the bus",
         )
 
 
@@ -144,7 +144,7 @@ def tools(examined: Examined) -> Iterator[DoctorFinding]:
 
 @check(
     "limits",
-    "a process may open, lock and start enough (ulimit)",
+    "limits on open files, locked memory and processes are high enough (ulimit)",
     needs=lambda examined: any(
         LIMITS_FILE in recording.files or LIMITS_COMMAND in recording.commands
         for recording in examined.ranks

@@ -36,7 +36,8 @@ def links(examined: Examined) -> Iterator[DoctorFinding]:
     """Compare pairs with their link rate, with similar pairs, and with absolute limits."""
     nodes = [recording.node for recording in examined.ranks]
     pairs = examined.measured.pairs
-    # Pairs within a machine and across machines use different links: compare each with its like.
+    # Pairs within a machine and pairs across machines use different links, so compare them
+    # separately.
     for across_nodes in (False, True):
         similar = [
             pair for pair in pairs if (nodes[pair.first] != nodes[pair.second]) == across_nodes
@@ -129,7 +130,7 @@ def _port_gb_per_s(examined: Examined, rank: int) -> float | None:
 def clocks(examined: Examined) -> Iterator[DoctorFinding]:
     """Check each rank's clock offset, minus the uncertainty of its estimate."""
     for clock in examined.measured.clocks:
-        # A long round trip leaves the offset open; only what it cannot explain is reported.
+        # A long round trip makes the offset uncertain; report only the part beyond the uncertainty.
         excess = abs(clock.offset_s) - clock.uncertainty_s
         if excess < WARNS_S:
             continue
@@ -172,7 +173,7 @@ def _folder_findings(recording: MachineRecording, folder: Folder) -> Iterator[Do
         yield failure(
             recording,
             folder.path,
-            what="this rank does not see what rank 0 has written there",
+            what="this rank does not see the file that rank 0 wrote there",
             why="each rank writes its part of a checkpoint; with separate folders no machine has a"
             " complete one",
             remedy="mount the same network folder on all machines, under the same path",

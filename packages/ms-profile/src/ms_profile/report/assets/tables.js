@@ -1,5 +1,5 @@
 // Tables that sort by any column and filter by text; only the first rows are drawn.
-const MOST_ROWS = 250;
+const MAX_ROWS = 250;
 
 // A column of numbers at a fixed index of each row.
 const numeric = (title, place, text) => ({ title, value: (row) => row[place], text: (row) => text(row[place]), number: true });
@@ -24,8 +24,8 @@ function sortedTable(rows, all, { filter = "", sort = 0, down = true, caption = 
     const { value } = columns[by];
     const kept = rows.filter((row) => !wanted || columns.some((column) => !column.number && String(column.text(row)).toLowerCase().includes(wanted)));
     kept.sort((a, b) => { const left = value(a), right = value(b); return (left === right ? 0 : left === null ? 1 : right === null ? -1 : left < right ? -1 : 1) * (down ? -1 : 1); });
-    body.replaceChildren(...kept.slice(0, MOST_ROWS).map((row) => make("tr", {}, columns.map((column) => make("td", { class: column.class || (column.number ? "n" : null) }, column.text(row))))));
-    note.textContent = [kept.length > MOST_ROWS ? `The first ${MOST_ROWS} of ${count(kept.length)} rows.` : "", unknown.length ? `Not measurable here: ${unknown.map((column) => column.title).join(", ")}.` : ""].join(" ").trim();
+    body.replaceChildren(...kept.slice(0, MAX_ROWS).map((row) => make("tr", {}, columns.map((column) => make("td", { class: column.class || (column.number ? "n" : null) }, column.text(row))))));
+    note.textContent = [kept.length > MAX_ROWS ? `The first ${MAX_ROWS} of ${count(kept.length)} rows.` : "", unknown.length ? `Not measurable here: ${unknown.map((column) => column.title).join(", ")}.` : ""].join(" ").trim();
   }
   fill();
   return { element: make("div", {}, make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, table), note), filter: (text) => { filter = text; fill(); } };

@@ -12,7 +12,7 @@ from typing import IO, Any, NoReturn
 
 from .values import Codec, UnreadableError, error_type
 
-LONGEST_LINE = 16 << 20
+MAX_LINE_BYTES = 16 << 20
 """Size limit of one message in bytes."""
 _MUTABLE = (list, dict, set, bytearray)
 
@@ -119,7 +119,7 @@ class Peer:
             raise PeerExited("the response's process has ended") from None
 
     def _receive(self) -> tuple[str, Any]:
-        line = self._reading.readline(LONGEST_LINE)
+        line = self._reading.readline(MAX_LINE_BYTES)
         if not line:
             raise PeerExited("the response's process has ended")
         try:

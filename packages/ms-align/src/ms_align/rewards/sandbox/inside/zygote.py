@@ -27,7 +27,7 @@ STATUS = struct.Struct("=i")
 """Exit code, or the negative number of a signal."""
 PROTECTIONS = ("seccomp", "landlock", "namespaces", "privileges")
 """Protections; each works without the others."""
-MOST_DESCRIPTORS = 8
+MAX_DESCRIPTORS = 8
 THREADS = 64
 _PR_SET_PDEATHSIG = 1
 _COMMON = (
@@ -151,7 +151,7 @@ class Zygote:
                     _kill(key.data)
 
     def _take_request(self) -> bool:
-        request, descriptors, _, _ = socket.recv_fds(self._control, REQUEST.size, MOST_DESCRIPTORS)
+        request, descriptors, _, _ = socket.recv_fds(self._control, REQUEST.size, MAX_DESCRIPTORS)
         if len(request) < REQUEST.size:
             return False
         socket_fd, *inherited = descriptors
@@ -213,7 +213,7 @@ class Zygote:
 def _assign_descriptors(descriptors: list[int]) -> None:
     """Renumber descriptors to 0, 1, 2 and so on, and close all others."""
     above = [
-        fcntl.fcntl(descriptor, fcntl.F_DUPFD, 2 * MOST_DESCRIPTORS) for descriptor in descriptors
+        fcntl.fcntl(descriptor, fcntl.F_DUPFD, 2 * MAX_DESCRIPTORS) for descriptor in descriptors
     ]
     for index, descriptor in enumerate(above):
         os.dup2(descriptor, index)
