@@ -33,8 +33,8 @@ class Command:
     flags: tuple[str, ...] = field(default=())
     """Settings that a command-line option of the same name sets to true."""
     arguments: tuple[str, ...] = field(default=())
-    """Settings that command-line options of the same name give, so that a model folder can be given
-    in place of a run file."""
+    """Settings that command-line options of the same name also set, so that a model folder can
+    replace the run file."""
     begins_with: tuple[str, ...] = ("dataset",)
     """Optional keys that a new run file sets, as most runs need them."""
 
