@@ -224,7 +224,8 @@ def walk_operator(folder: Path) -> Walk:
 def _model_folder(folder: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    LlamaForCausalLM(LlamaConfig(vocab_size=64, **MODEL)).save_pretrained(folder / "model")
+    config = LlamaConfig.from_dict({"vocab_size": 64, **MODEL})
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
     return folder / "model"
 
 
