@@ -170,12 +170,20 @@ def count_generation_waits(lengths: list[int]) -> dict[str, list[int]]:
     """Waits of the host while it generates responses of these lengths, for each type of model."""
     prompts = [[5, 6, 7, 8], [11], [20, 21]]
     waits: dict[str, list[int]] = {}
-    for name, build, fused in (("fused", llama, True), ("llama", llama, False)):
-        generator = LocalGenerator(build().to(this_device()), fused=fused)
+    for name, build, fused in (
+        ("fused", llama, True),
+        ("llama", llama, False),
+        ("decoder", decoder, False),
+        ("strings", decoder, False),
+    ):
+        decode = ByteTokenizer().decode
+        generator = LocalGenerator(build().to(this_device()), fused=fused, decode=decode)
+        strings = ("never generated",) if name == "strings" else ()
         for length in (2, *lengths):  # the first call also verifies the fused weights
             counter = WaitCounter()
             with counter:
-                responses = generator(prompts, Sampling(max_new_tokens=length), count=2, seed=1)
+                sampling = Sampling(max_new_tokens=length, stop_strings=strings)
+                responses = generator(prompts, sampling, count=2, seed=1)
             assert int(responses.lengths.max()) == length
             waits.setdefault(name, []).append(counter.count)
         del waits[name][0]

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 from small_models import alibi_model, decoder, gpt2, llama
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ms_align import (
     DataError,
@@ -22,8 +23,13 @@ from ms_align import (
 from ms_align.engines.assembly import start_engine
 from ms_align.engines.generator import EngineGenerator
 from ms_align.errors import ConfigError
+from ms_align.generation import static_batch
+from ms_align.generation.cuda_graph import capture
 from ms_align.generation.fused import FusedReader, fused_reader
 from ms_align.generation.reader import RerunReader, reader_of
+from ms_align.generation.response_buffer import ResponseBuffer
+from ms_align.generation.responses import Responses
+from ms_align.generation.static_batch import DecodeCache
 from ms_align.models.language_model import language_model
 from ms_align.rollouts.rows import logprobs_of, sequences
 from ms_align.tokenizer import ByteTokenizer
@@ -102,10 +108,17 @@ STATIC_MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "adapters": (with_adapters, True),
 }
 """Models that decode with static shapes, and whether to fuse their weights."""
+SLOW = pytest.mark.slow
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
-@pytest.mark.parametrize("name", STATIC_MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("qwen3", "window", "adapters") else pytest.param(name, marks=SLOW)
+        for name in STATIC_MODELS
+    ],
+)
 def test_static_shapes_give_the_same_responses(name: str) -> None:
     """Prompts of unequal length, rows that join late, stops: the same tokens and lengths."""
     build, fused = STATIC_MODELS[name]
@@ -117,11 +130,97 @@ def test_static_shapes_give_the_same_responses(name: str) -> None:
         actual = generator(PROMPTS, sampling, count=2, seed=1)
         assert generator.static_shapes
         assert generator.kernels == kernels
-        for column, values in expected.columns.items():
-            if "logprobs" in column:
-                torch.testing.assert_close(actual.columns[column], values, **FLOAT32)
-            else:
-                assert torch.equal(actual.columns[column], values)
+        same_responses(actual, expected)
+
+
+def same_responses(actual: Responses, expected: Responses) -> None:
+    """Compare tokens exactly and log-probabilities within float32."""
+    for column, values in expected.columns.items():
+        if "logprobs" in column:
+            torch.testing.assert_close(actual.columns[column], values, **FLOAT32)
+        else:
+            assert torch.equal(actual.columns[column], values), column
+
+
+@pytest.mark.parametrize(
+    "stops", [pytest.param("tokens", marks=SLOW), pytest.param("strings", marks=SLOW), "both"]
+)
+def test_a_static_batch_grows_is_refilled_and_compacted(
+    stops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In small blocks of positions, with a queue and responses of very different lengths."""
+    monkeypatch.setattr(static_batch, "BLOCK", 4)
+    monkeypatch.setattr(static_batch, "ROOM", 2)
+    monkeypatch.setattr(static_batch, "MIN_COMPACTED_STEPS", 1)
+    counts = {"grow": 0, "select": 0}
+    for name in counts:
+        method = getattr(DecodeCache, name)
+
+        def count(cache: DecodeCache, argument: Any, name: str = name, method: Any = method) -> Any:
+            counts[name] += 1
+            return method(cache, argument)
+
+        monkeypatch.setattr(DecodeCache, name, count)
+    sampling = Sampling(
+        max_new_tokens=40,
+        stop_token_ids=tuple(range(0, 258, 30)) if stops != "strings" else (),
+        stop_strings=("a", "O", "7", "e ") if stops != "tokens" else (),
+    )
+    options: dict[str, Any] = {"max_num_seqs": 4, "decode": ByteTokenizer().decode}
+    expected = LocalGenerator(decoder(), **options)(PROMPTS, sampling, count=3, seed=5)
+    actual = LocalGenerator(decoder(), static_shapes=True, **options)(
+        PROMPTS, sampling, count=3, seed=5
+    )
+    same_responses(actual, expected)
+    assert len(set(expected.lengths.tolist())) > 5
+    assert counts["grow"] >= 2
+    assert counts["select"] >= 1
+
+
+def operators_of_a_step(layers: int) -> int:
+    """Return the number of operators of a decoding step that launch kernels on a GPU."""
+    model = language_model(decoder(num_hidden_layers=layers).requires_grad_(False))
+    reader = fused_reader(model)
+    assert reader is not None
+    sampling = Sampling(max_new_tokens=8, stop_token_ids=(1, 2))
+    buffer = ResponseBuffer.empty(2, sampling, 0, torch.device("cpu"))
+    batch = static_batch.StaticBatch(reader, buffer, 2, 4, use_graph=False, use_kernels=False)
+    with torch.no_grad():
+        batch.prefill([0, 1], [[5, 6, 7]], 2)
+        with OperatorCounter() as counter:
+            batch.run(1)
+    return counter.count
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts operators whose result does not share the memory of an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator."""
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decoding_step_has_few_operators() -> None:
+    """Each one is a kernel on a GPU, except that a CPU computes a norm in six."""
+    two, three = operators_of_a_step(2), operators_of_a_step(3)
+    # Two norms, four products, rotation, two writes, attention, two sums and the gate's two.
+    assert three - two <= 12 + 4 + 1 + 2 + 1 + 2 + 2
+    assert two - 2 * (three - two) <= 60
+
+
+def test_a_step_that_cannot_be_captured_runs_uncaptured(caplog: pytest.LogCaptureFixture) -> None:
+    """One line names the reason, and the step itself is returned."""
+    calls: list[int] = []
+    step = capture(lambda: calls.append(1) if calls else torch.ones(1).item())  # type: ignore[arg-type,func-returns-value]
+    calls.append(0)
+    step()
+    assert calls == [0, 1]
+    assert caplog.text.count("decoding runs without a CUDA graph") == 1
 
 
 def test_training_and_rollout_log_probabilities_agree(model: nn.Module) -> None:

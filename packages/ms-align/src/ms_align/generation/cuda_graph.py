@@ -24,15 +24,19 @@ def capture(function: Callable[[], None]) -> Callable[[], None]:
     capture fails, the reason is logged and the function itself is returned. Nothing runs during the
     capture.
     """
-    stream = torch.cuda.current_stream()
-    graph = torch.cuda.CUDAGraph()
+    stream = None
     try:
+        stream = torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
         # Other threads may allocate memory meanwhile, such as a trainer's.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             function()
-    except Exception as error:
+    except (
+        Exception
+    ) as error:  # of any library that the function calls; the caller runs it again uncaptured
         # A failed capture leaves its own stream current.
-        torch.cuda.set_stream(stream)
+        if stream is not None:
+            torch.cuda.set_stream(stream)
         logger.warning(
             "decoding runs without a CUDA graph, which is slower: %s",
             str(error).partition("\n")[0] or type(error).__name__,

@@ -40,7 +40,10 @@ class BackgroundRollouts:
         for name, parameter in policy.module.named_parameters():
             if not parameter.requires_grad:
                 self.module.get_parameter(name).data = parameter.data
-        self.generator = LocalGenerator(self.module, max_num_seqs=max_num_seqs, decode=decode)
+        # A capture must not meet the training thread's use of the device's random state.
+        self.generator = LocalGenerator(
+            self.module, max_num_seqs=max_num_seqs, decode=decode, cuda_graph=False
+        )
         self.version: int | None = None
         self._weights: Mapping[str, Tensor] | None = None
         """Weights that the next job loads; None if they have not changed since the previous job."""
