@@ -210,7 +210,7 @@ def test_a_decoding_step_has_few_operators() -> None:
     two, three = operators_of_a_step(2), operators_of_a_step(3)
     # Two norms, four products, rotation, two writes, attention, two sums and the gate's two.
     assert three - two <= 12 + 4 + 1 + 2 + 1 + 2 + 2
-    assert two - 2 * (three - two) <= 60
+    assert two - 2 * (three - two) <= 61
 
 
 def test_a_step_that_cannot_be_captured_runs_uncaptured(caplog: pytest.LogCaptureFixture) -> None:
