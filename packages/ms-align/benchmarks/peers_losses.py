@@ -365,7 +365,7 @@ def compare_grpo(case: dict[str, Any], folder: str) -> float:
         clip_low=0.2,
         clip_high=0.28,
         aggregation=aggregation,
-        longest=MAX_TOKENS,
+        max_response_tokens=MAX_TOKENS,
         ratio=lambda ratios, at: at_level(ratios, at, options.importance_sampling_level),
         function=function,
         options=options,

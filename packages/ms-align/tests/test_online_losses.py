@@ -128,7 +128,9 @@ def test_an_unclipped_value_loss_is_half_the_square() -> None:
 )
 def test_grpo_supports_all_aggregations(aggregation: Any, expected: float) -> None:
     """Over tokens, over responses, or over responses times a fixed length."""
-    result = loss_and_statistics(PolicyLoss(aggregation=aggregation, longest=4), FixedOutput(NEW))
+    result = loss_and_statistics(
+        PolicyLoss(aggregation=aggregation, max_response_tokens=4), FixedOutput(NEW)
+    )
     assert result["loss"] == pytest.approx(expected, abs=HAND_TOLERANCE)
 
 
@@ -211,7 +213,11 @@ def policy_loss(**options: Any) -> PolicyLoss:
         return at_level(log_ratios, mask, settings.importance_sampling_level)
 
     return PolicyLoss(
-        function=function, aggregation=aggregation, options=settings, ratio=ratio, longest=4
+        function=function,
+        aggregation=aggregation,
+        options=settings,
+        ratio=ratio,
+        max_response_tokens=4,
     )
 
 

@@ -57,5 +57,5 @@ def key_groups() -> list[KeyGroup]:
 
 
 def template() -> str:
-    """Return a run file that trains a small model once `dataset` is set; all else is default."""
+    """Return a run file that trains a small model once `dataset` is set; the rest are defaults."""
     return template_text("ms-parallel train RUN.toml", key_groups(), STARTER)

@@ -49,7 +49,7 @@ class PolicyLoss:
     aggregation: Aggregation = field(
         default="token", validator=one_of("token", "sequence", "constant", "sum")
     )
-    longest: int | None = field(default=None, validator=integer(optional=True))
+    max_response_tokens: int | None = field(default=None, validator=integer(optional=True))
     """Maximum response length in tokens, for `constant`."""
     ratio: Callable[[Tensor, Tensor], Tensor] = per_token
     """Maps the log-ratios of tokens (B, S), with their mask (B, S), to the surrogate's (B, S)."""
@@ -64,7 +64,7 @@ class PolicyLoss:
 
     def weight(self, batch: Batch) -> float:
         """Return the loss divisor for this batch; see `loss_divisor`."""
-        return loss_divisor(target_mask(batch), self.aggregation, self.longest)
+        return loss_divisor(target_mask(batch), self.aggregation, self.max_response_tokens)
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the weighted sum over response tokens and the sums of the statistics."""
@@ -131,13 +131,13 @@ def token_weights(mask: Tensor, aggregation: str) -> Tensor:
     return weights
 
 
-def loss_divisor(mask: Tensor, aggregation: str, longest: int | None) -> float:
+def loss_divisor(mask: Tensor, aggregation: str, max_response_tokens: int | None) -> float:
     """Return the divisor of the weighted sum of token losses.
 
     Args:
         mask: (B, S).
         aggregation: an `Aggregation`.
-        longest: maximum response length in tokens, for `constant`.
+        max_response_tokens: maximum response length in tokens, for `constant`.
 
     Raises:
         ConfigError: the aggregation is unknown.
@@ -146,8 +146,8 @@ def loss_divisor(mask: Tensor, aggregation: str, longest: int | None) -> float:
         return float(mask.sum())
     if aggregation in ("sequence", "sum"):
         return float(mask.any(1).sum())
-    if aggregation == "constant" and longest:
-        return float(mask.any(1).sum() * longest)
+    if aggregation == "constant" and max_response_tokens:
+        return float(mask.any(1).sum() * max_response_tokens)
     raise ConfigError(
         "aggregation must be 'token', 'sequence', 'constant' or 'sum', got "
         f"{aggregation!r}; use one"

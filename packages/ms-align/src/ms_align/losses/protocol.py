@@ -14,7 +14,7 @@ IGNORED = -100
 
 
 class Output(Protocol):
-    """Interface of losses to the output of a model's last stage, under any layout."""
+    """Output of a model's last stage that a loss receives, under any layout."""
 
     def logits(self, positions: slice = ...) -> Tensor:
         """Return logits (B, S, V) in the model's dtype, of all positions or a slice."""

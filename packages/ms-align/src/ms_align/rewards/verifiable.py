@@ -86,7 +86,7 @@ class Numeric(_BinaryReward):
 class PythonParses(_BinaryReward):
     """Reward for code that parses and is not empty: `reward`, else `otherwise`."""
 
-    least_statements: int = 1
+    min_statements: int = 1
     """Minimum number of statements, as the empty string parses too."""
 
     def passes(self, sample: Sample, index: int) -> bool:
@@ -97,7 +97,7 @@ class PythonParses(_BinaryReward):
                 tree = ast.parse(code_of(sample.response))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return False
-        return len(tree.body) >= self.least_statements
+        return len(tree.body) >= self.min_statements
 
 
 @frozen(kw_only=True)

@@ -451,7 +451,7 @@ class RolloutLearner:
         # Data ranks must agree on the width, but each sees only its local responses.
         longest = max(map(len, all_prompts)) + responses.tokens.shape[1]
         width = longest if ranks > 1 else None
-        rows = sequences(local, responses, longest=width, parts=self.policy.row_parts)
+        rows = sequences(local, responses, min_tokens=width, parts=self.policy.row_parts)
         temperature = options.sampling.policy_temperature
         if options.max_staleness and "old_logprobs" in rows:
             # These come from the earlier weights that sampled the tokens.

@@ -23,7 +23,7 @@ def sequences(
     prompts: Sequence[Sequence[int]],
     responses: Responses,
     *,
-    longest: int | None = None,
+    min_tokens: int | None = None,
     parts: int = 1,
 ) -> dict[str, Tensor]:
     """Build one row per response: prompt, then response tokens, padded on the right.
@@ -31,7 +31,8 @@ def sequences(
     Args:
         prompts: prompt tokens of each response, N lists.
         responses: N responses.
-        longest: width to pad to, as tokens of prompt and response. Default: the longest row.
+        min_tokens: pad rows of prompt and response to at least this length. Default: the longest
+            row.
         parts: S is rounded up to a multiple of this; see `Engine.row_parts`.
 
     Returns:
@@ -45,7 +46,7 @@ def sequences(
         for prompt, length in zip(prompts, responses.lengths.tolist(), strict=True)
     ]
     # One position fewer than tokens: the last token is only a target. Rounded up to `parts`.
-    width = -(-(max(longest or 0, *lengths) - 1) // parts) * parts
+    width = -(-(max(min_tokens or 0, *lengths) - 1) // parts) * parts
     tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
     targets = torch.full((len(prompts), width), IGNORED)
     batch = {"tokens": tokens, "targets": targets}

@@ -202,7 +202,7 @@ class GKDLearner(OfflineLearner):
         responses = generator(prompts, sampling, count=1, seed=seed)
         # Data ranks must agree on the width, but each sees only its own prompts.
         longest = int(self.engine.gather(lengths).max()) + sampling.max_new_tokens
-        batch = sequences(prompts, responses, longest=longest, parts=self.engine.row_parts)
+        batch = sequences(prompts, responses, min_tokens=longest, parts=self.engine.row_parts)
         targets = batch["targets"].masked_fill(~is_target.any(1)[:, None], IGNORED)
         weights = rows["weights"].amax(1, keepdim=True) * (targets != IGNORED)
         return {"tokens": batch["tokens"], "targets": targets, "weights": weights}

@@ -78,7 +78,7 @@ class GRPOTrainer(SurrogateOptions, GroupOptions, OnlineTrainer):
         return PolicyLoss(
             **self.surrogate(kl_coeff),
             aggregation=aggregation,
-            longest=self.max_response_tokens,
+            max_response_tokens=self.max_response_tokens,
             ratio=partial(at_level, level=self.importance_sampling_level),
             function=function,
             options=self.subset(SurrogateOptions),

@@ -48,7 +48,7 @@ def run(options: QatRun) -> Outcome:
                     for_training=True,
                     progress=display.update,
                 )
-        else:  # a saved training already has GPTQ's codes
+        else:  # the weights of a resumed run already have GPTQ's codes
             qat(
                 model,
                 options.scheme,

@@ -148,7 +148,7 @@ class Prepared(nn.Module):
         factor = None if self.factor is None else local_part(self.factor)
         # groups never cross processes
         rounded = fake_weight(weight.to_local(), self.rule, factor, self.mask)
-        return _laid_out(rounded, weight, tuple(weight.shape))
+        return _with_layout_of(rounded, weight, tuple(weight.shape))
 
     def register_parameter(self, name: str, param: Any) -> None:
         """Register a parameter, and reject a split that would cut a weight group in two."""
@@ -230,7 +230,7 @@ def prepare_layer(
     activations: Activations | None = None,
     learned_scales: bool = False,
 ) -> Prepared:
-    """Make a layer compute like a scheme's target, in place; without a scheme, only allow a mask.
+    """Make a layer compute like a scheme's target, in place; without a scheme, only add a mask.
 
     Raises:
         LayerError: the layer's type is not supported, or a group does not divide its rows.
@@ -366,7 +366,7 @@ def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
     if not isinstance(weight, DTensor):
         return nn.Parameter(zeros)
     rows, features = weight.shape
-    return nn.Parameter(_laid_out(zeros, weight, scheme.factor_shape(rows, features)))
+    return nn.Parameter(_with_layout_of(zeros, weight, scheme.factor_shape(rows, features)))
 
 
 def _pattern(name: str) -> str:
@@ -383,7 +383,7 @@ def _part(mask: Tensor, weight: Tensor) -> Tensor:
     return mask[tuple(slice(start, start + size) for start, size in box)].clone()
 
 
-def _laid_out(local: Tensor, like: DTensor, shape: tuple[int, ...]) -> Tensor:
+def _with_layout_of(local: Tensor, like: DTensor, shape: tuple[int, ...]) -> Tensor:
     """Create a 2D DTensor with the layout of `like` from its local part."""
     out: Tensor = DTensor.from_local(
         local,

@@ -484,7 +484,7 @@ def _global_scale(peak: Tensor, high: int) -> Tensor:
 
 
 def _zeros(cells: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """Return the zero points (R, G, 1) as float32, with which the smallest weight has code low."""
+    """Return float32 zero points (R, G, 1); a group's smallest weight gets the lowest code."""
     smallest = cells.amin(-1, keepdim=True).clamp_(max=0)
     return (scheme.low - smallest / scales).clamp_(scheme.low, scheme.high).round_()
 

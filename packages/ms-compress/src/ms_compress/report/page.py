@@ -48,11 +48,11 @@ def _tiles(report: Report) -> str:
             (figure(best.perplexity), f"best compressed perplexity: {best.model}"),
             (
                 f"{figure(base.size_bytes / small.size_bytes, 2)}x",
-                f"smaller at best: {small.model}",
+                f"highest reduction in size: {small.model}",
             ),
             (
                 f"{ratio(fast.decode_ratio)}x",
-                f"the baseline's decode speed at best: {fast.model} in {fast.runtime}",
+                f"highest decode speed, relative to the baseline: {fast.model} in {fast.runtime}",
             ),
         ]
     inner = "".join(

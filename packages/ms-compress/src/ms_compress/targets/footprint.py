@@ -17,7 +17,7 @@ class Footprint(Contents):
     target: str
     """`float`, `ct`, `ort` or `gguf`, as accepted by `open_runtime`."""
     is_plain: bool
-    """Whether the model is as it was trained rather than exported for a target."""
+    """Whether the folder has a model for training, not one exported for a target."""
     size_bytes: int
     """Total size of the weight files."""
 

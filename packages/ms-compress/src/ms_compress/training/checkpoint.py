@@ -42,7 +42,7 @@ MODEL_SUFFIXES = (".json", ".safetensors", ".bin")
 class TrainingHeader(
     msgspec.Struct, frozen=True, kw_only=True, tag="ms-compress-training/3", tag_field="format"
 ):
-    """Settings and progress of a saved training."""
+    """Settings and progress of a saved training run."""
 
     identity: dict[str, str]
     """Settings by name; large values are replaced by digests."""
@@ -120,7 +120,7 @@ class TrainingCheckpoint:
 
 
 def read_header(path: Path) -> TrainingHeader:
-    """Read the settings and progress of a saved training; every byte is checked.
+    """Read the settings and progress of a saved training run, and verify the whole file.
 
     Raises:
         ConfigError: the file is damaged, or of another version.

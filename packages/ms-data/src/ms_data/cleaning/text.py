@@ -73,7 +73,7 @@ class Text:
 def count_sentences(words: list[str]) -> int:
     """Count the sentences in a list of words.
 
-    A sentence ends after a sentence end and the punctuation that follows it.
+    A sentence includes its end mark and all punctuation directly after it.
     """
     sentences, ended = 0, False
     for word in words:

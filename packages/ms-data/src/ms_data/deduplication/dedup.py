@@ -57,7 +57,7 @@ def dedup(
         options: criteria for duplicates and for the document to keep.
         workers: number of processes, or a Ray cluster, `ray` or `ray://HOST:PORT`. None: one
             process per core.
-        shard_size_mib: a file is closed at the first MiB of text past this compressed size.
+        shard_size_mib: approximate maximum size of an output file, compressed.
         text_column: column or JSON key with the text of a row.
         strict: stop at an unreadable document instead of reporting and skipping it.
         document_limit_mib: a longer document (uncompressed) counts as unreadable.

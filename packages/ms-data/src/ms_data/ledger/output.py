@@ -77,12 +77,12 @@ def ledger_run(
 ) -> LedgerRun:
     """Return a run that writes documents and a ledger; see `Run` for most arguments.
 
-    `function` and `setup` define the work of a worker: `function`, a `module:function`, takes what
-    `setup` returns for the work folder, and returns the function that converts an encoded
-    `DocumentBatch` to an encoded `BatchResult`. `setup` may fill the temporary folder `scratch` in
-    the work folder, and write the additional output files `extra`. `workers` is a number of
-    processes, or the address of a Ray cluster; a file is closed at the first MiB of text past
-    `shard_size_mib`.
+    `function` and `setup` define the work of a worker: `function`, a `module:function`, is called
+    with the result of `setup` for the work folder, and returns the function that converts an
+    encoded `DocumentBatch` to an encoded `BatchResult`. `setup` may fill the temporary folder
+    `scratch` in the work folder, and write the additional output files `extra`. `workers` is a
+    number of processes, or the address of a Ray cluster; an output file is closed after the MiB of
+    text that brings its compressed size above `shard_size_mib`.
     """
     work = Work(
         function=function,

@@ -78,7 +78,7 @@ def spectrogram_frames(samples: int, rate_hz: int, settings: AudioSettings) -> i
         )
     if samples > settings.samples:
         raise ValueError(
-            f"{samples / rate_hz:.1f} s of audio, but the model takes at most {settings.chunk_s} "
+            f"{samples / rate_hz:.1f} s of audio, but the model accepts at most {settings.chunk_s} "
             "s; split it"
         )
     frames = -(-samples // settings.hop_samples)

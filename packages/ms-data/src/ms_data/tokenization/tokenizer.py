@@ -183,7 +183,7 @@ class Tokenizer:
         """Encode documents like `encode_documents`, with a word encoder of this tokenizer.
 
         Raises:
-            WordsDifferError: a checked text has other tokens than with the library.
+            WordsDifferError: the word encoder's tokens of a checked text differ from the library's.
             TokenizerError: as in `encode_documents`.
         """
         self._check_growth(texts)

@@ -69,7 +69,7 @@ class WordEncoder:
         """Encode texts, shape (n,) each.
 
         Raises:
-            WordsDifferError: a verified text has other tokens than with the library.
+            WordsDifferError: the tokens of a verified text differ from the library's.
         """
         plain = [self._prepare(text) for text in texts]
         parts: list[list[Tokens]] = [[] for _ in texts]

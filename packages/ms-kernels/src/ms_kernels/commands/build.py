@@ -29,7 +29,7 @@ def build(options: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
     else:
         size = sum(file.size_bytes for file in manifest.files) / 2**20
-        print(f"{folder}: {len(manifest.kernels)} for {manifest.target}, {size:.1f} MiB")
+        print(f"{folder}: {len(manifest.kernels)} kernels for {manifest.target}, {size:.1f} MiB")
     return 0
 
 

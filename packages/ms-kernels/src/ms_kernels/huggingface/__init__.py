@@ -1,1 +1,1 @@
-"""The operators inside models of transformers: `patch`, and attention by name."""
+"""Use the operators in transformers models: `patch`, and attention functions by name."""

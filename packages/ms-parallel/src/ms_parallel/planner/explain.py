@@ -47,7 +47,7 @@ class ScheduleSummary(msgspec.Struct, frozen=True, kw_only=True):
     critical_path: tuple[str, ...]
     """Actions that determine the makespan, in order, as `rank:action`."""
     lower_bound: float | None = None
-    """Lower bound on the makespan of any schedule; only from a search."""
+    """Lower bound on the makespan of any schedule; None unless a search found the schedule."""
     measured_makespan: float | None = None
     """Makespan of a recorded step, in milliseconds."""
     measured_bubble: float | None = None

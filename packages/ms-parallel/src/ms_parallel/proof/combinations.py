@@ -18,7 +18,7 @@ TABLE = "proved_pairs.json"
 
 
 class ProvedPairs(msgspec.Struct, frozen=True, kw_only=True):
-    """Coverage of the oracle."""
+    """Pairs of features that proofs have covered."""
 
     layouts: int
     """Number of layouts, each with a model and options."""

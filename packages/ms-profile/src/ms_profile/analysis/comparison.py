@@ -41,7 +41,7 @@ RUN_STD = 0.025
 `benchmarks/comparing.py`; more steps per run do not reduce it."""
 DRAWS = 20_000  # from Student's distribution, so p-values have steps of 1 / 20,000
 MAX_STEP_S = 1e8
-"""Longer steps (three years) have a damaged time."""
+"""A longer step (three years) is treated as damage in the file."""
 POWER = 0.9
 Times = NDArray[np.float64]
 Runs = Sequence[Times]

@@ -19,9 +19,9 @@ MAX_RESIDUAL = 0.1  # relative error of the line at which small sizes are droppe
 class TransferFit:
     """Transfer time as a function of message size, for one kind of collective and set of ranks.
 
-    The latency includes all crossings of the link by the operation: a ring all-reduce has several,
-    as does a backend that first asks the receiver. The bandwidth is message size divided by
-    the time that it adds.
+    The latency includes every time that the operation crosses the link: several times in a ring
+    all-reduce, or if the backend first asks the receiver whether it is ready. The bandwidth is the
+    message size divided by the time above the latency.
     """
 
     kind: str

@@ -33,12 +33,12 @@ Problem = Callable[[str], None]
 
 @frozen(kw_only=True)
 class EventFilter:
-    """Filter for events; the default passes all."""
+    """Filter for events; the default keeps all."""
 
     kinds: Collection[str] | None = field(default=None)
-    """Kinds to pass. None: all."""
+    """Kinds to keep. None: all."""
     ranks: Collection[int] | None = field(default=None)
-    """Ranks to pass. None: all."""
+    """Ranks to keep. None: all."""
     first_step: int | None = field(default=None)
     """Drop events of earlier steps and events without a step."""
     last_step: int | None = field(default=None)

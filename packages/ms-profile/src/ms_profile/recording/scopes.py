@@ -58,8 +58,8 @@ class ScopeRecorder:
 
     Args:
         ring: destination of the spans.
-        interval_s: shortest time between collections; up to 5 times as long where collecting takes
-            more than 0.04% of the time.
+        interval_s: minimum time between collections; increased up to fivefold if collecting takes
+            more than 0.04% of the run time.
     """
 
     def __init__(self, ring: Ring, *, interval_s: float = 2.0) -> None:

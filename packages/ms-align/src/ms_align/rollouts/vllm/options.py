@@ -97,8 +97,8 @@ class VllmOptions:
     urls: tuple[str, ...] = field(default=(), converter=_as_tuple, validator=_urls)
     """Addresses of several running servers; prompts are spread evenly over them."""
     python: Path | None = field(default=None, converter=as_path, validator=_python)
-    """Python of an environment with vLLM, with which a server is started on this machine, restarted
-    if it fails, and stopped at the end."""
+    """Python of an environment with vLLM. The run starts a server on this machine with it, restarts
+    the server if it fails, and stops it at the end."""
     arguments: tuple[str, ...] = field(default=(), converter=_as_tuple, validator=_arguments)
     """Additional arguments of the started server, such as `["--dtype", "float32"]`."""
     model: str | None = field(default=None, validator=text(optional=True))

@@ -89,7 +89,7 @@ class Server:
         self.name = name
         self.vocabulary = vocabulary
         self.context: int | None = None
-        """Maximum tokens of prompt and response, once `open` has asked for it."""
+        """Maximum tokens of prompt and response; None before `open`."""
         self.version: int | None = None
         """Version of the loaded weights; None for the weights that the server started with."""
         self.newest: int | None = None

@@ -37,7 +37,7 @@ def _refuses(call: Call) -> str | None:
     """Decline options that the fused operator cannot differentiate, and sizes beyond its limit."""
     logits = call.present[0]
     if not LossOptions(*call.options).plain:
-        return "supports no label smoothing, and no z-loss with a gradient"
+        return "does not support label smoothing, or a z-loss with a gradient"
     rows = 1
     for size in logits.shape[:-1]:
         rows *= size

@@ -13,8 +13,8 @@ from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
-FEW = 64
-"""Size up to which conversion to float32 is cheaper than starting a half-precision one."""
+MAX_CONVERTED_SIZE = 64
+"""Smallest size of a product up to which converting it to float32 is faster than half precision."""
 
 
 def _forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def _backward(
 
 def _multiply(x: Tensor, y: Tensor, result: Tensor) -> None:
     """Write the product to `result`, accumulated in float32."""
-    if x.dtype.itemsize == 2 and min(x.shape) <= FEW:
+    if x.dtype.itemsize == 2 and min(x.shape) <= MAX_CONVERTED_SIZE:
         result.copy_(x.float() @ y.float())
     else:
         torch.mm(x, y, out=result)

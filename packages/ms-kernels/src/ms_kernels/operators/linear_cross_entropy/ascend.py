@@ -143,7 +143,7 @@ def large_enough(call: Call) -> str | None:
 def _refuses(call: Call) -> str | None:
     """Decline label smoothing, z-loss and sizes that the fused loss does not support."""
     if not LossOptions(*call.options).plain:
-        return "supports no label smoothing and no z-loss"
+        return "does not support label smoothing or a z-loss"
     return large_enough(call)
 
 

@@ -40,7 +40,7 @@ class GradientSums:
         rows: slice,
         factor: Tensor | None = None,  # (R, 1)
     ) -> None:
-        """Add one chunk's gradients; `factor` scales rows of H columns here, cheaper than of V."""
+        """Add one chunk's gradients, scaled by `factor`; scaling H columns is cheaper than V."""
         if self.hidden is not None:
             grad_rows = self.hidden[rows]
             for columns, tile in _tiles(weight, grad.dtype):

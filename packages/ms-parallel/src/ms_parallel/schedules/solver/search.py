@@ -222,7 +222,7 @@ def _refined(
     budget: int,
     seed: int,
 ) -> Arrangement:
-    """Anneal block delays, then the orders of the best and of the best handcrafted arrangement."""
+    """Anneal the block delays, then the best arrangement and the best handcrafted one."""
     # Worthwhile only if the budget allows a hundred blocks or more.
     if shortest.makespan > lower and 3 * problem.ticks.stages * 100 < budget // 4:
         shortest = anneal_blocks(problem, shortest, budget // 4, seed)
