@@ -47,7 +47,7 @@ LIMITS = [
     ("permute_tokens", {"T": 2**23}, {}, "sorts at most 16777215 choices"),
     ("grouped_matmul", {"T": 0}, {}, "does not support empty tensors"),
     ("quantized_linear", {"G": 4}, {"group_size": 16}, "groups of a multiple of 32"),
-    ("quantized_linear", {"N": 44}, {}, "a multiple of 8 results at 4 bits, not 44"),
+    ("quantized_linear", {"N": 44}, {}, "divisible by 8 at 4 bits, not 44"),
 ]
 
 DEEPSEEK_V3 = [

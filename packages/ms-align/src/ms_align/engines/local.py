@@ -309,7 +309,7 @@ class LocalEngine:
         Raises:
             CheckpointError: names or shapes differ.
         """
-        check_type("state", state, Mapping, "what state_dict() returned", error=CheckpointError)
+        check_type("state", state, Mapping, "a result of state_dict()", error=CheckpointError)
         # All names and shapes are checked before the first tensor is changed.
         current = self.state_dict()
         for name in current.keys() | state.keys():

@@ -112,7 +112,7 @@ def _check_level(instance: Any, attribute: "Attribute[Any]", value: object) -> N
 
 
 def _check_clip(instance: Any, attribute: "Attribute[Any]", value: object) -> None:
-    """Require a bound above 1, and a loss that has it."""
+    """Require a bound of at least 1, and a loss that clips."""
     number(minimum=1.0, optional=True)(instance, attribute, value)
     if value is not None and LOSS_TYPES[instance.loss_type][0] is not clipped:
         raise ConfigError(

@@ -147,5 +147,5 @@ def _scheme_of(model: WholeModel, target: str | Scheme | None) -> Scheme:
         if schemes <= schemes_of_layers(candidate):
             return candidate
     if len(schemes) > 1:
-        raise LayerError(f"layers are of several schemes: {', '.join(sorted(map(str, schemes)))}")
+        raise LayerError(f"layers have several schemes: {', '.join(sorted(map(str, schemes)))}")
     raise LayerError(f"the model is prepared for {schemes.pop()}, not for {requested}")

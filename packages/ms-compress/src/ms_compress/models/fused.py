@@ -20,7 +20,7 @@ Fused = Mapping[str, tuple[str, ...]]
 
 
 def fused_names(config: Any, separate: Collection[str] = ()) -> Fused:
-    """Return the tensors that an ms_parallel model has in parts but its folder has fused.
+    """Return the tensors that are separate in an ms_parallel model but fused in its folder.
 
     Args:
         config: configuration of the model.

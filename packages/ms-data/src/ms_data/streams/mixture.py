@@ -263,7 +263,7 @@ class Mixture:
         Raises:
             StateError: the state belongs to other sources, or is invalid.
         """
-        check_type("state", state, Mapping, "what state_dict() returned", error=StateError)
+        check_type("state", state, Mapping, "a result of state_dict()", error=StateError)
         names = state.get("names")
         if not isinstance(names, list | tuple) or list(names) != list(self.names):
             raise StateError(

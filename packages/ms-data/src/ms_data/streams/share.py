@@ -167,7 +167,7 @@ class BatchStream(Iterator[B]):
         Raises:
             StateError: the state belongs to other data or settings; names the difference.
         """
-        check_type("state", state, Mapping, "what state_dict() returned", error=StateError)
+        check_type("state", state, Mapping, "a result of state_dict()", error=StateError)
         if state.get("version") != STATE_VERSION:
             raise StateError(
                 f"stream state has version {state.get('version')!r}, this ms-data reads "

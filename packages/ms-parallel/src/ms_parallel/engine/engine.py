@@ -512,7 +512,7 @@ class Engine:
         Raises:
             CheckpointError: names or shapes are not this engine's.
         """
-        check_type("state", state, Mapping, "what state_dict() returned", error=CheckpointError)
+        check_type("state", state, Mapping, "a result of state_dict()", error=CheckpointError)
         extra_state = self._extra_state()
         self.step_count = load_state(self.trained, state, extra_state)
         # `load_state` has copied the saved values into these tensors.

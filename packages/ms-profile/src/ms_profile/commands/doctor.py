@@ -64,7 +64,7 @@ def execute(options: argparse.Namespace) -> int:
         return _judge_recording(options)
     if importlib.util.find_spec("torch") is None:
         raise DoctorError(
-            "torch is not installed, which doctor examines machines with; pip install"
+            "doctor needs torch to examine machines; pip install"
             " 'ms-profile[torch]', or judge a recording with --from FOLDER"
         )
     return _examine(options)

@@ -68,7 +68,7 @@ def build(
         if not isinstance(policy, LocalEngine):
             raise ConfigError(
                 f"max_staleness={max_staleness} with generator = 'policy' needs a policy without a "
-                "layout, as a distributed policy is not copied; remove layout, set "
+                "layout, as a distributed policy cannot be copied; remove layout, set "
                 "max_staleness = 0, or use generator = 'vllm'"
             )
         return BackgroundRollouts(policy, max_num_seqs=max_num_seqs, decode=decode)

@@ -80,7 +80,7 @@ class Connection:
             return msgspec.json.decode(content, type=answer)
         except msgspec.ValidationError as error:
             raise ServerError(
-                f"{self.url}{path} must answer as vLLM does, and its answer differs ({error}); "
+                f"{self.url}{path} gave an answer that vLLM would not give ({error}); "
                 "check the address and the server's version"
             ) from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

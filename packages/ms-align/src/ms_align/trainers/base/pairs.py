@@ -18,7 +18,7 @@ from ms_align.trainers.base.offline import OfflineLearner, OfflineTrainer
 
 @frozen(kw_only=True, slots=False)
 class PairTrainer(OfflineTrainer):
-    """Data and length of training."""
+    """Settings for training on pairs; adjacent rows of a batch are a pair."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

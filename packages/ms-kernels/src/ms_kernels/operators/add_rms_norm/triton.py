@@ -1,4 +1,4 @@
-"""A residual sum and its RMSNorm in one pass over memory each way, using RMSNorm's kernels."""
+"""A residual sum and its RMSNorm in one pass over memory per direction, using RMSNorm's kernels."""
 
 from collections.abc import Iterator
 

@@ -102,7 +102,7 @@ def _refuses(call: Call) -> str | None:
     if max(width, count) > MAX_SIZE:
         return f"supports at most {MAX_SIZE} features"
     if bits == 4 and count % 8:
-        return f"needs a multiple of 8 results at 4 bits, not {count}"
+        return f"needs a number of output features divisible by 8 at 4 bits, not {count}"
     return empty(call)
 
 

@@ -58,7 +58,7 @@ class _Packed(torch.autograd.Function):
 def dequantize_weight(
     wide: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
 ) -> Tensor:
-    """Return the dequantized weight in dtype `wide`, computed in the wider of it and scales' dtype.
+    """Return the dequantized weight in dtype `wide`, computed in at least the precision of scales.
 
     `form` is (bits, group_size).
     """

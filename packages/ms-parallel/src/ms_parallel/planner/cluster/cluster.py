@@ -22,7 +22,7 @@ SUBSTITUTES: Final[Mapping[str, tuple[str, ...]]] = {
     "float16": ("float16", "bfloat16", "float32"),
     "float8": ("float8", "bfloat16", "float16", "float32"),
 }
-"""Dtypes whose rate is used for a dtype; the first with a rate counts."""
+"""By dtype, the dtypes whose rate may be used for it, in order of preference."""
 Level = Literal["group", "node", "network"]
 LEVELS: Final[tuple[Level, ...]] = ("group", "node", "network")
 """Levels of links, from the nearest."""

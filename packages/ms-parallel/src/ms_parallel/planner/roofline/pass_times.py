@@ -33,7 +33,7 @@ class RooflineTimes:
     """Indices of the layers with experts."""
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
-        """Seconds of one microbatch."""
+        """Return the predicted times of one microbatch."""
         return _passes(self, split, recompute)
 
     def optimizer_seconds(self, weights: int) -> float:

@@ -143,8 +143,9 @@ def _placements(
         used_ranks = ranks_of(placement)
         if len(placement) != stages or (ranks is not None and ranks != used_ranks):
             raise ScheduleError(
-                f"a placement of {len(placement)} stages on {used_ranks} ranks for costs of"
-                f" {stages} stages on {ranks or used_ranks}; pass the rank of every stage"
+                f"placement must have {stages} stages on {ranks or used_ranks} ranks, as the "
+                f"costs do, got {len(placement)} stages on {used_ranks}; pass the rank of every "
+                "stage"
             )
         return [tuple(placement)]
     ranks = stages if ranks is None else ranks

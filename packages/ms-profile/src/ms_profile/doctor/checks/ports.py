@@ -35,7 +35,7 @@ MIN_ROCE_MTU: Final = 4200
 NOT_PHYSICAL: Final = (
     "lo", "docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "ifb", "tun", "bond-", "ib",
 )  # fmt: skip
-"""Prefixes of virtual interfaces, and of InfiniBand's."""
+"""Prefixes of the names of virtual and InfiniBand interfaces."""
 SOCKET_VARIABLES: Final = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 PEER_MODULES: Final = re.compile(r"^(nvidia_peermem|nv_peer_mem)\s", re.MULTILINE)
 OPEN_DRIVER: Final = "Open Kernel Module"
@@ -210,7 +210,7 @@ def packet_size(examined: Examined) -> Iterator[DoctorFinding]:
                 what=f"its MTU is {mtu} bytes, and {majority} on other ports of {network}",
                 why="larger packets are dropped on the way: small messages arrive and large"
                 " ones hang",
-                remedy=f"set the same on all ports and switches: {port.command} {majority}",
+                remedy=f"set the same value on all ports and switches: {port.command} {majority}",
             )
         for port in members:
             # Such a port has a finding already.
