@@ -273,24 +273,24 @@ FAULTS = {
     "null_logprob": "gave an answer that vLLM would not give",
     "nan_logprob": "must answer in JSON, and the answer is malformed",
     "infinite_logprob": "must answer in JSON, and the answer is malformed",
-    "positive_logprob": "must have finite log-probabilities of at most 0 and has 0.5",
-    "no_logprobs": "must have 5 log-probabilities and has 0",
-    "few_logprobs": "must have 5 log-probabilities and has 4",
+    "positive_logprob": "must have finite log-probabilities of at most 0 but has 0.5",
+    "no_logprobs": "must have 5 log-probabilities but has 0",
+    "few_logprobs": "must have 5 log-probabilities but has 4",
     "other_token_logprob": "has the log-probability of token",
     "raw_logprobs": "max_logprob_difference = 0.2 of the policy's, and they differ by 0.25",
     "foreign_token": "has the token 258 and the policy's vocabulary is 258",
     "negative_token": "has the token -1 and the policy's vocabulary is 258",
-    "many_tokens": "must have 1 to 5 tokens and has 10",
-    "no_tokens": "must have 1 to 5 tokens and has 0",
-    "few_tokens": "must have 5 tokens unless it stops, and has 4",
+    "many_tokens": "must have 1 to 5 tokens but has 10",
+    "no_tokens": "must have 1 to 5 tokens but has 0",
+    "few_tokens": "must have 5 tokens unless it stops but has 4",
     "no_stop": "must stop at the first of stop_token_ids and does not",
-    "beyond_stop": "must end at the first of stop_token_ids and goes beyond it",
-    "few_responses": "must have 4 responses and has 3",
+    "beyond_stop": "must end at its first stop token, but continues after it",
+    "few_responses": "must have 4 responses but has 3",
     "aborted": "ended a response with 'abort'",
-    "other_version": "must be sampled with weights of version 0 and has version 99",
+    "other_version": "must be sampled with weights of version 0 but has version 99",
     "no_versions": "must have the weight version of each token",
     "gap_in_versions": "must have the weight version of each token",
-    "older_version": "must be sampled with weights of version 0 and has version older",
+    "older_version": "must be sampled with weights of version 0 but has version older",
     "closed": "cannot be reached (Remote end closed connection without response)",
     "closed_in_answer": "cannot be reached (the connection closed in the middle of the answer)",
     "not_http": "cannot be reached",
@@ -406,7 +406,7 @@ def test_a_server_that_is_missing_or_of_another_model_ends_the_run(
     for vllm, text in (
         ({"url": closed}, r"cannot be reached \(Connection refused\).*\(attempts: 2\)"),
         ({"url": "http://no-such-host.invalid"}, r"cannot be reached"),
-        ({"model": "gpt"}, r"must offer the model 'gpt' and offers \['policy'\]"),
+        ({"model": "gpt"}, r"must offer the model 'gpt' but offers \['policy'\]"),
     ):
         run = settings(tmp_path, server, vllm=vllm)
         with pytest.raises((ServerError, ConfigError), match=text):
@@ -472,7 +472,7 @@ def test_the_commands_use_a_server(
     server.fail("no_logprobs")
     assert main(["grpo", str(run), *common, f"output_dir={tmp_path}/bad", "progress=false"]) == 1
     error = capsys.readouterr().err
-    assert "must have 4 log-probabilities and has 0" in error
+    assert "must have 4 log-probabilities but has 0" in error
     assert error.count("\n") == 1
 
 

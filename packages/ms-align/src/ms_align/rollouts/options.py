@@ -204,7 +204,7 @@ class GroupOptions:
         """Check that a group has more responses than `pass_at_k`.
 
         Raises:
-            ConfigError: it has not, so all advantages would be 0.
+            ConfigError: it does not, so all advantages would be 0.
         """
         if 1 < self.pass_at_k >= num_generations:
             raise ConfigError(

@@ -114,7 +114,7 @@ class Server:
         served = next((model for model in models if self.name in (None, model.id)), None)
         if served is None:
             raise ConfigError(
-                f"{self} must offer the model {self.name!r} and offers {names}; correct vllm.model "
+                f"{self} must offer the model {self.name!r} but offers {names}; correct vllm.model "
                 "or start a server with it"
             )
         self.name, self.context = served.id, served.max_model_len
@@ -159,7 +159,7 @@ class Server:
         answer = self._generate(prompt, params, limit)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(samples)):
-            raise self._unusable(f"must have {samples} responses and has {len(choices)}")
+            raise self._unusable(f"must have {samples} responses but has {len(choices)}")
         responses = [self._checked(choice, sampling, oldest) for choice in choices]
         return responses * (count // samples)
 
@@ -176,7 +176,7 @@ class Server:
         columns = self._generate(tokens, params, limit).prompt_logprobs or []
         if len(columns) != len(tokens):
             raise self._unusable(
-                f"must have {len(tokens)} prompt log-probabilities and has {len(columns)}"
+                f"must have {len(tokens)} prompt log-probabilities but has {len(columns)}"
             )
         # The first token has no context, so it has no log-probability.
         scores = []
@@ -245,7 +245,7 @@ class Server:
             )
         if not 1 <= len(tokens) <= sampling.max_new_tokens:
             raise self._unusable(
-                f"must have 1 to {sampling.max_new_tokens} tokens and has {len(tokens)}"
+                f"must have 1 to {sampling.max_new_tokens} tokens but has {len(tokens)}"
             )
         # A server with another model, or a padded vocabulary, may return larger ids.
         limit = self.vocabulary or math.inf
@@ -261,10 +261,10 @@ class Server:
         if stopped and stops != [len(tokens) - 1]:
             raise self._unusable("must stop at the first of stop_token_ids and does not")
         if not stopped and stops[:1] not in ([], [len(tokens) - 1]):
-            raise self._unusable("must end at the first of stop_token_ids and goes beyond it")
+            raise self._unusable("must end at its first stop token, but continues after it")
         if not stopped and not stops and len(tokens) < sampling.max_new_tokens:
             raise self._unusable(
-                f"must have {sampling.max_new_tokens} tokens unless it stops, and has {len(tokens)}"
+                f"must have {sampling.max_new_tokens} tokens unless it stops but has {len(tokens)}"
             )
         return SampledResponse(
             tokens=tokens,
@@ -278,7 +278,7 @@ class Server:
         entries = (choice.logprobs.content if choice.logprobs else None) or []
         if len(entries) != len(choice.token_ids):
             raise self._unusable(
-                f"must have {len(choice.token_ids)} log-probabilities and has {len(entries)}"
+                f"must have {len(choice.token_ids)} log-probabilities but has {len(entries)}"
             )
         for token, entry in zip(choice.token_ids, entries, strict=True):
             if entry.token_id not in (None, token):
@@ -287,7 +287,7 @@ class Server:
                 )
             if not -math.inf < entry.logprob <= MAX_LOGPROB:
                 raise self._unusable(
-                    f"must have finite log-probabilities of at most 0 and has {entry.logprob}"
+                    f"must have finite log-probabilities of at most 0 but has {entry.logprob}"
                 )
         return [entry.logprob for entry in entries]
 
@@ -299,7 +299,7 @@ class Server:
         starts = [*(span.start for span in spans), len(choice.token_ids)]
         if starts != ends:
             raise self._unusable(
-                "must have the weight version of each token and lacks some",
+                "must have the weight version of each token, but lacks some",
                 remedy="use vLLM 0.32 or newer",
             )
         # A response may start before an update and end after it, but versions never decrease.
@@ -310,7 +310,7 @@ class Server:
         for span in spans:
             if span.version not in allowed or (versions and int(span.version) < versions[-1]):
                 raise self._unusable(
-                    f"must be sampled with weights of version {expected} and has version "
+                    f"must be sampled with weights of version {expected} but has version "
                     f"{span.version}",
                     remedy="make sure that no other run updates this server",
                 )
