@@ -10,6 +10,7 @@ from .validators import (
     numbers,
     one_of,
     short_repr,
+    store_url,
     text,
     valid_path,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "numbers",
     "one_of",
     "short_repr",
+    "store_url",
     "text",
     "valid_path",
 ]

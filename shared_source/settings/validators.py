@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time
@@ -18,6 +19,7 @@ Check = Callable[[Any, "Attribute[Any]", Any], None]
 MAX_COUNT = 10**12
 """Upper limit for counts of steps, tokens or samples; a larger number is a typo."""
 MAX_CHARACTERS = 200
+STORE_URL = re.compile(r"[a-z][a-z0-9+.-]{0,15}://[^\s@?#]{1,2000}")
 CUTOFF = 0.65
 """Similarity of a suggestion: 'bf16' finds 'bfloat16' (0.67), 'steps' not 'float_steps' (0.63)."""
 FILE_TYPES = (str, bool, int, float, bytes, list, tuple, Mapping, date, time)
@@ -114,6 +116,22 @@ def flag(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         raise ConfigError(f"{attribute.name} must be true or false, got {short_repr(value)}")
 
 
+def store_url() -> Check:
+    """Require None or the URL of a folder in an object store, without credentials."""
+
+    def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+        if value is None:
+            return
+        if not isinstance(value, str) or not STORE_URL.fullmatch(value):
+            shown = without_credentials(value) if isinstance(value, str) else short_repr(value)
+            raise ConfigError(
+                f"{attribute.name} must be a URL such as s3://bucket/run without user, password and"
+                f" query, got {shown}; set credentials in the environment"
+            )
+
+    return check
+
+
 def valid_path(
     *,
     optional: bool = False,
@@ -154,6 +172,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return (
         f"did you mean {by_lowercase[matches[0]]!r}?" if matches else f"known: {', '.join(choices)}"
     )
+
+
+def without_credentials(url: str) -> str:
+    """Format a URL for a message, without user, password and query."""
+    return short_repr(re.sub(r"(?<=://)[^/]*@", "", url).partition("?")[0])
 
 
 def short_repr(value: object) -> str:

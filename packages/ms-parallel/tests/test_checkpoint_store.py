@@ -11,7 +11,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ms_parallel import checkpoint
-from ms_parallel.checkpoint.store import CheckpointStore
+from ms_parallel.checkpoint_store import CheckpointStore
 from ms_parallel.errors import CheckpointError, DamageError
 
 REQUESTS = ("put_file", "pipe_file", "get_file", "cat_file", "rm_file", "info", "ls")
@@ -57,7 +57,7 @@ for _name in REQUESTS:
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An empty bucket."""
     fsspec.register_implementation("faulty", Faulty, clobber=True)
-    monkeypatch.setattr("ms_parallel.checkpoint.store.PAUSE_S", 0.0)
+    monkeypatch.setattr("ms_parallel.checkpoint_store.PAUSE_S", 0.0)
     Faulty.count, Faulty.kill_at, Faulty.fails = 0, -1, False
     yield "faulty://bucket/run"
     Faulty.kill_at, Faulty.fails = -1, False

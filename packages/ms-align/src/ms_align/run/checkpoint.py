@@ -9,7 +9,7 @@ crash never damages earlier checkpoints. Nothing is unpickled, and every byte ha
 
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ms_align import processes
+from ms_align.checkpoint_store import CheckpointStore
 from ms_align.errors import CheckpointError, DamageError
 from ms_align.files.durable import publish, replace_folder, sync_folder, write_synced, writing
 from ms_align.files.run_folder import digest_of
@@ -31,6 +32,12 @@ from ms_align.models.finite import check_tensors
 NAME = "step-{:08d}"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26
+
+
+class RunStore(CheckpointStore):
+    """Checkpoints of a run in an object store."""
+
+    manifest_name = MANIFEST
 
 
 @frozen(kw_only=True)
@@ -139,14 +146,16 @@ def read(folder: Path) -> State:
     return State(tensors=tensors, facts=manifest.facts)
 
 
-def keep_last(root: Path, count: int) -> None:
-    """Delete all but the last `count` complete checkpoints, and partial ones left by a crash."""
+def keep_last(root: Path, count: int, *, pinned: Collection[Path] = ()) -> None:
+    """Delete partial checkpoints left by a crash, and all but the last `count` and the `pinned`."""
     if processes.rank() == 0:
         with writing(root):
             for partial in root.glob("step-*.partial"):
                 shutil.rmtree(partial)
             for step in complete_steps(root)[:-count]:
                 folder = step_folder(root, step)
+                if folder in pinned:
+                    continue
                 partial = folder.with_name(folder.name + ".partial")
                 # Rename first: a partly deleted checkpoint must not look like a complete one.
                 publish(folder, partial)

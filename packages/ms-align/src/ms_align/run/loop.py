@@ -6,6 +6,7 @@ the same command resumes from the last complete checkpoint, bit for bit.
 
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
@@ -17,13 +18,14 @@ from attrs import asdict, define, field, frozen
 from torch import nn
 
 from ms_align import processes
+from ms_align.checkpoint_store import CheckpointUploader
 from ms_align.engines.protocol import StepReport
 from ms_align.errors import CheckpointError, ConfigError, DamageError, NonFiniteError
 from ms_align.events import JsonLines, OnEvent
 from ms_align.processes import StopRequest
 from ms_align.progress import RunDisplay, Throughput, duration
 from ms_align.run import checkpoint
-from ms_align.run.checkpoint import State
+from ms_align.run.checkpoint import RunStore, State
 from ms_align.run.options import RunOptions
 from ms_align.run.ownership import Ownership
 
@@ -134,6 +136,10 @@ class Loop:
     """True if an earlier launch completed all updates and wrote the model."""
     stop: StopRequest = field(factory=StopRequest, init=False)
     display: RunDisplay = field(init=False)
+    uploads: CheckpointUploader | None = field(default=None, init=False)
+    """Uploader to `checkpoint_store`, on rank 0 during the run."""
+    damaged: Counter[int] = field(factory=Counter, init=False)
+    """Number of damaged copies of each step that were found on resuming."""
 
     def __attrs_post_init__(self) -> None:
         if self.steps < 1:
@@ -161,12 +167,15 @@ class Loop:
                 for change in changes:
                     log.note(f"changed: {change}")
                     emit("changed_setting", {"name": change.name, "change": str(change)})
+                self._connect_store()
                 self._resume(log)
                 finished = self._train(log)
                 if finished:
                     self._check_outcome()
                 if finished and self.write is not None and not self.already_done:
                     self.write()
+                # Last: a store that fails must not cost the model.
+                self._finish_uploads(log)
             finally:
                 self.display.close()
             emit(
@@ -227,6 +236,7 @@ class Loop:
                 self.progress.loss = update.loss
             throughput.count(update.tokens)
             self._log_step(update, statistics, throughput, log)
+            self._report_uploads(log)
             # Raises after too many skipped updates in a row, before a checkpoint is saved.
             self._check_finite(update, skipped, log)
             start = monotonic()
@@ -334,12 +344,104 @@ class Loop:
         folder = checkpoint.write(
             self.checkpoints, progress.step, State(tensors=state.tensors, facts=facts)
         )
+        if self.uploads is not None:
+            self.uploads.submit(folder)
         # Older checkpoints are deleted only once the new one is complete.
-        checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints)
+        pinned = self.uploads.pinned if self.uploads is not None else ()
+        checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints, pinned=pinned)
         seconds = round(monotonic() - start, 3)
         log.event("checkpoint", {"step": progress.step, "folder": str(folder), "seconds": seconds})
 
+    def _connect_store(self) -> None:
+        """Create the uploader on rank 0 if `checkpoint_store` is set; collective."""
+        url = self.options.checkpoint_store
+        if url is None:
+            return
+
+        def connect() -> None:
+            keep = self.options.keep_checkpoints
+            self.uploads = CheckpointUploader(RunStore(url), keep=keep)
+
+        self._on_rank_zero(connect)
+
+    def _on_rank_zero(self, action: Callable[[], None]) -> None:
+        """Run an action with the store on rank 0; all ranks fail if it does."""
+        problem: CheckpointError | None = None
+        if processes.rank() == 0:
+            try:
+                action()
+            except CheckpointError as error:
+                problem = error
+        if processes.any_of(problem is not None):
+            raise problem or CheckpointError("the first process cannot use checkpoint_store")
+
+    def _download_newer(self, log: RunLog) -> None:
+        """Download the newest published checkpoint if it is newer than all local ones."""
+        if self.options.checkpoint_store is None or not self.options.resume:
+            return
+
+        def download() -> None:
+            assert self.uploads is not None
+            store = self.uploads.store
+            local = max(checkpoint.complete_steps(self.checkpoints), default=-1)
+            # A step of which two copies were damaged is not fetched a third time.
+            steps = [step for step in store.steps() if self.damaged[step] < 2]
+            while steps and steps[-1] > local:
+                step = steps.pop()
+                log.note(f"downloading the checkpoint of step {step} from {store.url}")
+                try:
+                    store.download(self.checkpoints, step=step)
+                except DamageError as damage:
+                    logger.warning("%s", damage)
+                    log.event("damaged_checkpoint", {"folder": store.url, "problem": str(damage)})
+                    continue
+                log.event("download", {"step": step, "store": store.url})
+                return
+
+        self._on_rank_zero(download)
+
+    def _report_uploads(self, log: RunLog) -> None:
+        """Log the uploads that have ended."""
+        if self.uploads is None:
+            return
+        for upload in self.uploads.outcomes():
+            fields: dict[str, int | float | str] = {"step": upload.step}
+            if upload.problem:
+                logger.warning(
+                    "checkpoint %d is not uploaded, and the next one will be tried: %s",
+                    upload.step,
+                    upload.problem,
+                )
+                log.event("upload_failed", {**fields, "problem": upload.problem})
+            else:
+                sizes = {"size_bytes": upload.size_bytes, "seconds": upload.seconds}
+                log.event("upload", {**fields, **sizes})
+
+    def _finish_uploads(self, log: RunLog) -> None:
+        """Wait until the newest checkpoint is in the store; collective.
+
+        Raises:
+            CheckpointError: it could not be uploaded; it is complete on this machine.
+        """
+        if self.options.checkpoint_store is None:
+            return
+
+        def finish() -> None:
+            assert self.uploads is not None
+            self.uploads.wait()
+            problem = self.uploads.last_problem
+            self._report_uploads(log)
+            if problem:
+                raise CheckpointError(
+                    f"{problem}; the checkpoint is complete in {self.checkpoints}, and the same"
+                    " command uploads it"
+                )
+
+        self._on_rank_zero(finish)
+        checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints)
+
     def _resume(self, log: RunLog) -> None:
+        self._download_newer(log)
         for folder in checkpoint.incomplete(self.checkpoints):
             self._set_aside(folder, f"{folder} has no manifest", log)
         steps = checkpoint.complete_steps(self.checkpoints)
@@ -360,6 +462,7 @@ class Loop:
             return
         assert state is not None
         self._restore(folder, state)
+        self._upload_if_unpublished(folder)
         if self.already_done:
             log.note(
                 f"finished: all {self.steps} steps in {self.folder} are done and {self.result} is "
@@ -368,6 +471,18 @@ class Loop:
             return
         log.note(f"resuming from {folder} (step {self.progress.step} of {self.steps})")
         log.event("resume", {"step": self.progress.step, "checkpoint": str(folder)})
+
+    def _upload_if_unpublished(self, folder: Path) -> None:
+        """Upload the checkpoint that a killed process did not finish uploading; collective."""
+        if self.options.checkpoint_store is None:
+            return
+
+        def upload() -> None:
+            assert self.uploads is not None
+            if self.progress.step not in self.uploads.store.steps():
+                self.uploads.submit(folder)
+
+        self._on_rank_zero(upload)
 
     def _identity(self) -> dict[str, str]:
         return {"kind": self.owner.command, **self.owner.identity}
@@ -398,6 +513,7 @@ class Loop:
         return processes.any_of(processes.rank() == 0 and not self.result.exists())
 
     def _set_aside(self, folder: Path, problem: str, log: RunLog) -> None:
+        self.damaged[int(folder.name.removeprefix("step-"))] += 1
         backup = folder.with_name(folder.name + ".damaged")
         if processes.rank() == 0:
             shutil.rmtree(backup, ignore_errors=True)

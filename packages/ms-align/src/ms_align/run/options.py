@@ -7,7 +7,7 @@ from attrs import field, frozen
 from ms_align.errors import ConfigError
 from ms_align.events import OnEvent
 from ms_align.seeds import MAX_SEED
-from ms_align.settings import as_path, flag, integer, valid_path
+from ms_align.settings import as_path, flag, integer, store_url, valid_path
 
 
 def check_length(steps: int | None, epochs: int | None) -> None:
@@ -38,6 +38,9 @@ class RunOptions:
     """Updates between checkpoints; the last update always saves one."""
     keep_checkpoints: int = field(default=2, validator=integer())
     """Number of recent checkpoints to keep."""
+    checkpoint_store: str | None = field(default=None, validator=store_url())
+    """URL such as `s3://bucket/run`, to which checkpoints are uploaded while training continues,
+    and from which a run without newer local checkpoints resumes. None: local folder only."""
     resume: bool = field(default=True, validator=flag)
     """Resume from the last complete checkpoint. false: fail if the folder has checkpoints."""
     log_every: int = field(default=10, validator=integer())

@@ -19,7 +19,7 @@ UNSAVED_RUN_FILES = {"lock", "run.json", "events.jsonl"}
 """Files in the output folder of a run that ended before saving anything."""
 NOT_SETTINGS = {
     *("output_dir", "resume", "log_every", "progress", "on_event"),
-    *("checkpoint_every", "keep_checkpoints", "eval_every", "eval_samples"),
+    *("checkpoint_every", "keep_checkpoints", "checkpoint_store", "eval_every", "eval_samples"),
 }
 """Settings that do not affect a run's result."""
 

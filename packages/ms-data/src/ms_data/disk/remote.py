@@ -19,8 +19,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+import xxhash
+
 from ms_data.arguments import shown
+from ms_data.disk.format import decode_index
 from ms_data.errors import DamageError, RemoteError, SettingError, printable
+from ms_data.files.durable import write_file, writing
 from ms_data.files.untrusted import check_path
 from ms_data.secret_text import without_secrets
 from ms_data.settings.arguments import check_counts
@@ -35,6 +39,12 @@ TIMEOUT_S = 30.0
 PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
 THREADS = 8
 """Requests in flight per process."""
+INDEX_LIMIT_BYTES = 1 << 28
+"""Enough for more than a million shards."""
+READS = 4
+"""Attempts to read a small file whose bytes do not match its checksum."""
+DESCRIPTION = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "build.json")
+"""Files of a dataset folder next to its index and shards; all but the first are optional."""
 TRIM_DIVISOR = 16
 """A process trims the cache after adding 1 / `TRIM_DIVISOR` of its limit."""
 
@@ -97,24 +107,76 @@ class RemoteShards:
         """Return the URL of a file, for messages."""
         return f"{self.url.rstrip('/')}/{name}"
 
-    def read_index(self, limit_bytes: int) -> bytes:
-        """Read `index.json` by one request.
+    def read_index(self) -> bytes:
+        """Read and check `index.json`, usually by one request.
 
         Raises:
             SettingError: the folder has no index.
+            DamageError: the index is damaged.
             RemoteError: the store does not answer.
         """
-        try:
-            content = self._request("index.json", None, None)
-        except FileNotFoundError as error:
+        content = self.read_index_if_present()
+        if content is None:
             raise SettingError(
                 f"{printable(self.url)} holds no dataset (no index.json); build one and copy it"
-            ) from error
-        if len(content) > limit_bytes:
-            raise DamageError(
-                self.path("index.json"), "file", f"has {len(content)} bytes, too large for an index"
             )
         return content
+
+    def read_index_if_present(self) -> bytes | None:
+        """Read and check `index.json`, usually by one request; None if the folder has none.
+
+        Raises:
+            DamageError: the index is damaged.
+            RemoteError: the store does not answer.
+        """
+        content, problem = b"", ""
+        for _ in range(READS):
+            try:
+                content = self._request("index.json", None, None)
+                if len(content) > INDEX_LIMIT_BYTES:
+                    problem = f"has {len(content)} bytes, too large for an index"
+                    break
+                decode_index(content)  # checks its digest
+                return content
+            except FileNotFoundError:
+                return None
+            except RecursionError:
+                problem = "is nested too deeply"
+            except (ValueError, OverflowError) as error:
+                problem = printable(error)
+        raise DamageError(self.path("index.json"), "index", problem)
+
+    def copy_description(self, folder: str | Path) -> None:
+        """Copy index, tokenizer and build record to a local folder; the shards stay in the store.
+
+        `inspect` and `Tokenizer.load` take the folder; a stream takes this object.
+
+        Raises:
+            SettingError: the URL has no dataset.
+            RemoteError: the store does not answer.
+            WriteError: the folder cannot be written.
+        """
+        check_path("folder", folder, error=SettingError, written="folder")
+        index = self.read_index()
+        expected = decode_index(index).tokenizer
+        with writing(Path(folder)):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        for name in DESCRIPTION:
+            for _ in range(READS):
+                try:
+                    content = self._request(name, None, None)
+                except FileNotFoundError:
+                    content = b""
+                # A wrong tokenizer after the last attempt is reported by whoever loads it.
+                if name != DESCRIPTION[0] or xxhash.xxh3_128_hexdigest(content) == expected:
+                    break
+            if not content:
+                continue
+            with writing(Path(folder) / name):
+                write_file(Path(folder) / name, content)
+        # Last, as the folder is a dataset once it has an index.
+        with writing(Path(folder) / "index.json"):
+            write_file(Path(folder) / "index.json", index)
 
     def open(self, name: str, size_bytes: int, fingerprint: str) -> "RemoteFile":
         """Return a file of a known size; no request is made."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ms_data.arguments import shown
 from ms_data.disk.format import DOCUMENT_KINDS, DocumentKind, Index, decode_index, frame_count
 from ms_data.disk.frame_cache import FrameCache, LRUFrameCache, SharedFrameCache
-from ms_data.disk.remote import RemoteShards
+from ms_data.disk.remote import INDEX_LIMIT_BYTES, RemoteShards
 from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, printable
 from ms_data.files.untrusted import check_path, open_file
@@ -56,7 +56,7 @@ def read_index(folder: Path | RemoteShards) -> Index:
         DamageError: the index is damaged.
     """
     if isinstance(folder, RemoteShards):
-        return _decode_index(folder.path("index.json"), folder.read_index(INDEX_LIMIT_BYTES))
+        return _decode_index(folder.path("index.json"), folder.read_index())
     path = folder / "index.json"
     if not os.path.lexists(path):
         raise SettingError(
@@ -80,10 +80,6 @@ def _decode_index(path: PurePath | str, content: bytes) -> Index:
         raise DamageError(path, "index", "is nested too deeply") from error
     except (ValueError, OverflowError) as error:
         raise DamageError(path, "index", printable(error)) from error
-
-
-INDEX_LIMIT_BYTES = 1 << 28
-"""Enough for more than a million shards."""
 
 
 class Split:

@@ -21,7 +21,7 @@ from ms_parallel.checkpoint.folder import (
 )
 from ms_parallel.checkpoint.manifest import Manifest, read_manifest
 from ms_parallel.checkpoint.state import load, save
-from ms_parallel.checkpoint.store import CheckpointStore
+from ms_parallel.checkpoint_store import CheckpointStore
 
 __all__ = [
     "CheckpointStore",

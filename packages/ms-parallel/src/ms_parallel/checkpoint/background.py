@@ -12,7 +12,7 @@ ranks at the next step, and the folder never gets its final name.
 Memory: one copy of a rank's part of the state, kept from the first save on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -77,10 +77,18 @@ class BackgroundSaver:
         root: folder of the run's checkpoints.
         keep: number of complete checkpoints to keep.
         timeout_s: seconds without progress after which a writing process counts as stuck.
+        pinned: returns folders that must not be deleted now.
     """
 
-    def __init__(self, root: Path, keep: int, timeout_s: float = 600.0) -> None:
-        self.root, self.keep, self.timeout_s = root, keep, timeout_s
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        timeout_s: float = 600.0,
+        *,
+        pinned: Callable[[], Collection[Path]] = tuple,
+    ) -> None:
+        self.root, self.keep, self.timeout_s, self.pinned = root, keep, timeout_s, pinned
         self.memory = SharedMemory()
         self.process: WritingProcess | None = None
         self.rank_plan: RankPlan | None = None
@@ -221,6 +229,8 @@ class BackgroundSaver:
         assert self.rank_plan is not None
         manifest = job.writer.manifest(self.rank_plan.metadata, gathered)
         old = [step_folder(self.root, step) for step in complete_steps(self.root)]
+        pinned = self.pinned()
+        removed = [folder for folder in [*old, job.folder][: -job.keep] if folder not in pinned]
         # The writer does this in order: manifest, rename, `last`, removal of old checkpoints. A
         # crash in between leaves the new checkpoint complete, or absent with the old ones intact.
         self.process.submit(
@@ -230,7 +240,7 @@ class BackgroundSaver:
                 "aside": str(job.writer.partial),
                 "manifest": [MANIFEST, manifest.encode().decode()],
                 "last": [str(self.root / LAST), f"{job.writer.step}\n"],
-                "removed": [str(folder) for folder in [*old, job.folder][: -job.keep]],
+                "removed": [str(folder) for folder in removed],
             }
         )
 

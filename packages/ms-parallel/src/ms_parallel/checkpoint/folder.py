@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from ms_parallel.arguments import check_integer
@@ -58,8 +59,8 @@ def _names(root: str | Path) -> list[str]:
     return os.listdir(folder) if folder.is_dir() else []
 
 
-def keep_last(root: str | Path, count: int) -> None:
-    """Delete all but the last `count` complete checkpoints.
+def keep_last(root: str | Path, count: int, *, pinned: Collection[Path] = ()) -> None:
+    """Delete all but the last `count` complete checkpoints and the `pinned` folders.
 
     Each is renamed before it is deleted, so that a crash leaves no partial checkpoint that looks
     complete.
@@ -70,6 +71,8 @@ def keep_last(root: str | Path, count: int) -> None:
     check_integer("count", count, minimum=1, error=CheckpointError)
     for step in complete_steps(root)[:-count]:
         folder = step_folder(root, step)
+        if folder in pinned:
+            continue
         removed = folder.with_name(folder.name + ".removed")
         with writing(folder):
             # Atomic: from here on it is no longer counted as a checkpoint.

@@ -37,7 +37,8 @@ def run(options: Namespace) -> int:
     from ms_parallel.training.memory import run_memory
     from ms_parallel.training.microbatch_size import predict_microbatch_size
 
-    candidates = (Path(run.dataset), run.options.output_dir / "shards")
+    out = run.options.output_dir
+    candidates = (Path(run.dataset), out / "shards", out / "dataset")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
     layout = layout_of(run.options)
     settings = predict_microbatch_size(

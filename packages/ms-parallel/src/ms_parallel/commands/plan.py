@@ -59,7 +59,8 @@ def run(options: Namespace) -> int:
 
     cluster = read_cluster(options.cluster)
     # The dataset itself, or shards that an earlier launch has built from it.
-    candidates = (Path(run.dataset), run.options.output_dir / "shards")
+    out = run.options.output_dir
+    candidates = (Path(run.dataset), out / "shards", out / "dataset")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
     result = plan(
         run.options, cluster, objective=options.objective, best=options.best, shards=shards

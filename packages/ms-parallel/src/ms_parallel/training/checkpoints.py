@@ -2,18 +2,21 @@
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
 import msgspec
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 
 from ms_parallel import checkpoint
 from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.checkpoint.dcp import Names
 from ms_parallel.checkpoint.manifest import MANIFEST
+from ms_parallel.checkpoint_store import CheckpointStore, CheckpointUploader
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.watch import position
 from ms_parallel.engine.engine import Engine
@@ -97,6 +100,10 @@ class RunCheckpoints:
     emit: OnEvent
     background: BackgroundSaver | None = None
     """Background writer, with `async_checkpoints`."""
+    uploads: CheckpointUploader | None = None
+    """Uploader to `checkpoint_store`, on rank 0."""
+    damaged: Counter[int] = field(factory=Counter)
+    """Number of damaged copies of each step that were found on resuming."""
 
     @property
     def root(self) -> Path:
@@ -113,7 +120,7 @@ class RunCheckpoints:
             CheckpointError: it belongs to another model, all are damaged, or `resume` is False.
         """
         # Rank 0 decides, so that all ranks load the same checkpoint.
-        while newest := run_on_rank_zero(self._newest_complete):
+        while newest := run_on_rank_zero(self._newest_anywhere):
             folder, manifest = newest
             try:
                 self._restore(folder, manifest)
@@ -126,6 +133,7 @@ class RunCheckpoints:
                     f"resuming from {folder} (step {self.engine.step_count} of {self.total})"
                 )
             self.emit("resume", {"step": self.engine.step_count, "checkpoint": str(folder)})
+            run_on_rank_zero(partial(self._upload_if_unpublished, folder))
             return
 
     def start_from(self, folder: str | Path, step: int | None) -> int:
@@ -193,6 +201,38 @@ class RunCheckpoints:
         self.progress.recent = list(metadata.progress.recent)
         return True
 
+    def _newest_anywhere(self) -> tuple[Path, checkpoint.Manifest] | None:
+        """Return the newest complete checkpoint, after a download if the store has a newer one."""
+        if self.uploads is not None and self.options.resume:
+            self._download_newer(self.uploads.store)
+        return self._newest_complete()
+
+    def _download_newer(self, store: CheckpointStore) -> None:
+        local = max(checkpoint.complete_steps(self.root), default=-1)
+        # A step of which two copies were damaged is not fetched a third time.
+        published = [step for step in store.steps() if self.damaged[step] < 2]
+        if not published or published[-1] <= local:
+            return
+        step = published[-1]
+        self.display.note(f"downloading the checkpoint of step {step} from {store.url}")
+        try:
+            store.download(self.root, step=step)
+        except DamageError as damage:
+            self.damaged[step] += 2
+            logger.warning("%s", damage)
+            self.emit("damaged_checkpoint", {"step": step, "problem": str(damage)})
+            self._download_newer(store)
+            return
+        self.emit("download", {"step": step, "store": store.url})
+
+    def _upload_if_unpublished(self, folder: Path) -> None:
+        """Upload the checkpoint that a killed process did not finish uploading."""
+        if self.uploads is None:
+            return
+        step = int(folder.name.removeprefix("step-"))
+        if step not in self.uploads.store.steps():
+            self.uploads.submit(folder)
+
     def _any(self) -> bool:
         return bool(checkpoint.complete_steps(self.root))
 
@@ -213,6 +253,8 @@ class RunCheckpoints:
                 return folder, manifest
             except DamageError as damage:
                 self._set_aside(step, damage)
+                if self.uploads is not None and self.options.resume and self.engine.step_count == 0:
+                    return self._newest_anywhere()  # the store may have an intact copy
         if checkpoint.was_begun(self.root):
             damaged = len(list(self.root.glob("*.damaged-*")))
             raise CheckpointError(
@@ -226,6 +268,7 @@ class RunCheckpoints:
 
     def _set_aside(self, step: int, damage: DamageError) -> None:
         renamed = checkpoint.set_aside(self.root, step)
+        self.damaged[step] += 1
         logger.warning(
             "%s; kept as %s, resuming from the checkpoint before it", damage, renamed.name
         )
@@ -286,6 +329,8 @@ class RunCheckpoints:
         def note() -> None:
             seconds = round(monotonic() - started, 3)
             self.emit("checkpoint", {"step": step, "folder": str(folder), "seconds": seconds})
+            if self.uploads is not None:
+                self.uploads.submit(folder)
 
         state = self.engine.state_dict()
         if self.background is not None:
@@ -303,6 +348,47 @@ class RunCheckpoints:
         """
         if self.background is not None:
             self.background.poll()
+        self._report_uploads()
+
+    def _report_uploads(self) -> None:
+        """Log the uploads that have ended."""
+        if self.uploads is None:
+            return
+        for upload in self.uploads.outcomes():
+            if upload.problem:
+                logger.warning(
+                    "checkpoint %d is not uploaded, and the next one will be tried: %s",
+                    upload.step,
+                    upload.problem,
+                )
+                fields = {"step": upload.step, "problem": upload.problem}
+                self.emit("upload_failed", fields)
+            else:
+                fields = {"step": upload.step, "size_bytes": upload.size_bytes}
+                self.emit("upload", {**fields, "seconds": upload.seconds})
+
+    def finish_uploads(self) -> None:
+        """Wait until the newest checkpoint is in the store; collective.
+
+        Raises:
+            CheckpointError: it could not be uploaded; it is complete on this machine.
+        """
+        if self.options.checkpoint_store is None:
+            return
+        position.activity = "upload of a checkpoint"
+        run_on_rank_zero(self._finish_uploads)
+
+    def _finish_uploads(self) -> None:
+        assert self.uploads is not None
+        self.uploads.wait()
+        problem = self.uploads.last_problem
+        self._report_uploads()
+        checkpoint.keep_last(self.root, self.options.keep_checkpoints)
+        if problem:
+            raise CheckpointError(
+                f"{problem}; the checkpoint is complete in {self.root}, and the same command"
+                " uploads it"
+            )
 
     def finish(self) -> None:
         """Wait for a background save to complete.
@@ -321,7 +407,8 @@ class RunCheckpoints:
 
     def _record_and_prune(self, step: int) -> None:
         checkpoint.note_last(self.root, step)
-        checkpoint.keep_last(self.root, self.options.keep_checkpoints)
+        pinned = self.uploads.pinned if self.uploads is not None else ()
+        checkpoint.keep_last(self.root, self.options.keep_checkpoints, pinned=pinned)
 
 
 def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:

@@ -11,18 +11,26 @@ import msgspec
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.untrusted import read_json
+from ms_parallel.settings.validators import STORE_URL, without_credentials
 from ms_parallel.training.optional import data_package
 from ms_parallel.training.options import Options
 
 SHARDS, SOURCE, TOKENIZER = "shards", "shards-source.json", "tokenizer.json"
+REMOTE, URL_FILE = "dataset", "url.json"
+"""Folder in `output_dir` with the index and tokenizer of a dataset in an object store, and the file
+with its URL."""
 
 
 def prepare(dataset_path: str | Path, options: Options) -> Path:
     """Return the folder of shards to train on; build raw text into `output_dir/shards` once.
 
     Args:
-        dataset_path: folder of shards, file or folder of raw text, or `stdlib`.
+        dataset_path: folder of shards or its URL, file or folder of raw text, or `stdlib`.
         options: options of the run.
+
+    Returns:
+        The folder; for shards in an object store, a local folder without the shards themselves,
+        which `stream_source` finds.
 
     Raises:
         ConfigError: output_dir holds shards built with other settings.
@@ -31,6 +39,13 @@ def prepare(dataset_path: str | Path, options: Options) -> Path:
     """
     if (Path(dataset_path) / "index.json").is_file():
         return Path(dataset_path)
+    if is_url(dataset_path):
+        remote = remote_shards(str(dataset_path), options)
+        if remote.read_index_if_present() is not None:
+            folder = options.output_dir / REMOTE
+            remote.copy_description(folder)
+            write_file(folder / URL_FILE, msgspec.json.encode(str(dataset_path)))
+            return folder
     tokenizer = options.raw_text_tokenizer
     shards, source = options.output_dir / SHARDS, options.output_dir / SOURCE
     expected = _source(dataset_path, options, tokenizer)
@@ -57,6 +72,35 @@ def prepare(dataset_path: str | Path, options: Options) -> Path:
             write_file(source, msgspec.json.encode(expected))
     _build(dataset_path, shards, options, tokenizer, trained_tokenizer)
     return shards
+
+
+def is_url(dataset_path: str | Path) -> bool:
+    """Return True for a URL such as `s3://bucket/shards`."""
+    return "://" in str(dataset_path)
+
+
+def remote_shards(url: str, options: Options) -> Any:
+    """Return the `RemoteShards` of a URL with the run's cache.
+
+    Raises:
+        ConfigError: the URL contains credentials.
+        ms_data.DataError: the client of the store is not installed.
+    """
+    if not STORE_URL.fullmatch(url):
+        raise ConfigError(
+            "dataset must be a URL such as s3://bucket/shards without user, password and query, got"
+            f" {without_credentials(url)}; set credentials in the environment"
+        )
+    return data_package().RemoteShards(
+        url, cache=options.dataset_cache, cache_mib=options.dataset_cache_mib
+    )
+
+
+def stream_source(shards: Path, options: Options) -> Any:
+    """Return the source of a `TokenStream`: the folder, or the object store that it describes."""
+    if not (shards / URL_FILE).is_file():
+        return shards
+    return remote_shards(read_json(shards / URL_FILE, str, error=ConfigError), options)
 
 
 def _build(

@@ -29,6 +29,7 @@ from ms_parallel.planner.searched_schedule import SearchedSchedule
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.split.context.kinds import check_context
+from ms_parallel.training.dataset import stream_source
 from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import AUTO, Options
 from ms_parallel.training.rows_per_rank.assignment import RowAssignment
@@ -145,7 +146,10 @@ def first_documents(options: Options, rows: int, shards: Path | None) -> torch.T
             f" {MAX_TOKENS:,} tokens; lower batch_size, or set microbatch_size"
         )
     stream = data_package().TokenStream(
-        shards, sequence_length=options.sequence_length, batch_size=rows, seed=options.seed
+        stream_source(shards, options),
+        sequence_length=options.sequence_length,
+        batch_size=rows,
+        seed=options.seed,
     )
     return torch.as_tensor(next(stream)["documents"])
 

@@ -22,7 +22,8 @@ Evaluate = Callable[[Mapping[str, Any], Callable[[Output, Batch], Tensor]], Tens
 class HeldOut:
     """Held-out text of a dataset, and the amount that one evaluation reads."""
 
-    shards: Path
+    source: Any
+    """Dataset that a `TokenStream` reads."""
     sequence_length: int
     batch_size: int
     batches: int
@@ -37,6 +38,7 @@ class HeldOut:
         data_place: Place,
         rows: int,
         *,
+        source: Any,
         sequence_length: int,
         batch_size: int,
         batches: int,
@@ -47,6 +49,7 @@ class HeldOut:
             shards: folder of the dataset.
             data_place: this process's data rank and the number of data ranks.
             rows: the batch size is a multiple of this.
+            source: the dataset in the form that `TokenStream` takes.
             sequence_length: tokens per row.
             batch_size: maximum rows per batch.
             batches: maximum batches per evaluation.
@@ -58,7 +61,7 @@ class HeldOut:
         if not size:
             return None
         return cls(
-            shards=shards,
+            source=source,
             sequence_length=sequence_length,
             batch_size=size,
             batches=min(batches, samples // size),
@@ -78,7 +81,7 @@ class HeldOut:
             evaluate: an engine's `evaluate`.
         """
         stream = data_package().TokenStream(
-            self.shards,
+            self.source,
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
             place=self.data_place,

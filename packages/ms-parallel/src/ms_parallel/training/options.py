@@ -36,6 +36,7 @@ from ms_parallel.settings import (
     number,
     one_of,
     short_repr,
+    store_url,
     text,
     valid_path,
 )
@@ -266,6 +267,15 @@ class Options(_Positional):
     """Fraction of documents that is held out for evaluation when raw text is built into shards."""
     text_column: str = field(default="text", validator=text(), metadata=RAW_TEXT)
     """Field of a JSON line that holds the text."""
+    dataset_cache: Path | None = field(
+        default=None,
+        converter=as_path,
+        validator=valid_path(optional=True, written="folder"),
+        metadata=RAW_TEXT,
+    )
+    """Folder of cached blocks of a dataset in an object store. None: in `~/.cache/ms-data`."""
+    dataset_cache_mib: int = field(default=4096, validator=integer(), metadata=RAW_TEXT)
+    """Size of that cache on each machine, in MiB."""
 
     output_dir: Path = field(
         default=Path("runs/train"),
@@ -285,6 +295,9 @@ class Options(_Positional):
     copied."""
     keep_checkpoints: int = field(default=3, validator=integer(), metadata=OUTPUT)
     """Number of checkpoints to keep; with more than one, a damaged one can be passed over."""
+    checkpoint_store: str | None = field(default=None, validator=store_url(), metadata=OUTPUT)
+    """URL such as `s3://bucket/run`, to which checkpoints are uploaded while training continues,
+    and from which a run without newer local checkpoints resumes. None: local folder only."""
     eval_every: int | None = field(default=None, validator=integer(optional=True), metadata=OUTPUT)
     """Steps between evaluations on held-out text. None: only before the first and after the last
     step."""

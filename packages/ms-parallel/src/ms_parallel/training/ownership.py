@@ -15,6 +15,7 @@ from ms_parallel.files.run_folder import SEAL, inside, lock_run_folder, read_sea
 from ms_parallel.files.untrusted import read_bytes
 from ms_parallel.optim.optimizer import named_optimizer
 from ms_parallel.progress import RunDisplay
+from ms_parallel.training.dataset import is_url, remote_shards
 from ms_parallel.training.options import Options
 
 KIND = "ms-parallel train"
@@ -28,6 +29,9 @@ MODEL = "model_config."
 TABLES = ("model_arch", "model_config", "parallel_config", "optimizer")
 NOT_COMPARED = (
     "async_checkpoints",
+    "checkpoint_store",
+    "dataset_cache",
+    "dataset_cache_mib",
     "log_every",
     "on_event",
     "output_dir",
@@ -70,7 +74,7 @@ def output_lock(
                 lock_run_folder(
                     folder,
                     command=KIND,
-                    identity={"model": _model(options), "dataset": _dataset(dataset)},
+                    identity={"model": _model(options), "dataset": _dataset(dataset, options)},
                     settings=settings,
                     fixed=_fixed(folder, settings),
                     writes=WORK,
@@ -123,10 +127,13 @@ def _model(options: Options) -> str:
     return options.model_arch if folder is None else str(folder.resolve())
 
 
-def _dataset(dataset: str | Path) -> str:
+def _dataset(dataset: str | Path, options: Options) -> str:
     """Identify shards by content, so that they may be moved, and raw text by path."""
     path = Path(dataset)
     index = path / "index.json"
-    if index.is_file():
-        return f"shards {blake2b(read_bytes(index, error=ConfigError), digest_size=8).hexdigest()}"
+    content = read_bytes(index, error=ConfigError) if index.is_file() else None
+    if is_url(dataset):
+        content = remote_shards(str(dataset), options).read_index_if_present()
+    if content is not None:
+        return f"shards {blake2b(content, digest_size=8).hexdigest()}"
     return str(path.resolve()) if path.exists() else str(dataset)

@@ -191,7 +191,11 @@ class Run:
             sample = self.generate(options.sample_prompt, max_new_tokens=options.sample_tokens)
             self.display.note(f"sample:\n{printable(options.sample_prompt + sample)}")
         self._show_end(folder, resumed)
-        self._emit_end(finished=finished)
+        # Last: a store that fails must not cost the model.
+        try:
+            self.checkpoints.finish_uploads()
+        finally:
+            self._emit_end(finished=finished)
         return Result(
             step=engine.step_count,
             finished=finished,

@@ -11,6 +11,7 @@ from attrs import asdict, evolve
 from ms_parallel.arguments import check_type
 from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.checkpoint.dcp import Names
+from ms_parallel.checkpoint_store import CheckpointStore, CheckpointUploader
 from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.connection import connect, join
 from ms_parallel.cluster.error_report import install_exception_hook
@@ -37,7 +38,7 @@ from ms_parallel.signature import takes
 from ms_parallel.split.precision_choice import MixedPrecision
 from ms_parallel.training.audits import AuditLog
 from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress
-from ms_parallel.training.dataset import prepare
+from ms_parallel.training.dataset import prepare, stream_source
 from ms_parallel.training.engine_setup import (
     build_engine,
     fit_model,
@@ -117,7 +118,8 @@ class DistributedTrainer:
         """Train to the last step or until SIGTERM, resuming from the newest checkpoint.
 
         Args:
-            dataset_path: folder of shards; or raw text, which is built into shards first.
+            dataset_path: folder of shards, or its URL in an object store; or raw text, which is
+                built into shards first.
             epochs: passes over the training text. Batches may straddle epochs.
             steps: optimizer steps, instead of epochs.
 
@@ -170,7 +172,9 @@ class DistributedTrainer:
         check_path("folder", folder, error=CheckpointError)
         check_path("dataset", dataset_path, error=ConfigError)
         with self._open_run(dataset_path, Length(epochs=epochs, steps=steps)) as (run, _):
-            return run.checkpoints.start_from(folder, step)
+            imported_step = run.checkpoints.start_from(folder, step)
+            run.checkpoints.finish_uploads()
+            return imported_step
 
     def export_checkpoint(
         self,
@@ -276,8 +280,9 @@ class DistributedTrainer:
         options, data = self._resolved, data_package()
         config = fit_model(options, layout, self._shards)
         data_place = layout.place(rank())
+        source = stream_source(self._shards, options)
         stream = data.TokenStream(
-            self._shards,
+            source,
             sequence_length=options.sequence_length,
             batch_size=options.batch_size,
             seed=options.seed,
@@ -306,6 +311,7 @@ class DistributedTrainer:
         display = RunDisplay(
             total=total, every=options.log_every, active=options.progress and is_first()
         )
+        uploads = self._uploader()
         checkpoints = RunCheckpoints(
             engine=engine,
             stream=batches,
@@ -314,7 +320,8 @@ class DistributedTrainer:
             total=total,
             display=display,
             emit=emit,
-            background=self._background_saver(),
+            background=self._background_saver(uploads),
+            uploads=uploads,
         )
         policy = RecoveryPolicy(
             on_nonfinite=options.on_nonfinite,
@@ -335,6 +342,7 @@ class DistributedTrainer:
                 self._shards,
                 data_place,
                 rows,
+                source=source,
                 sequence_length=options.sequence_length,
                 batch_size=options.batch_size,
                 batches=options.eval_batches,
@@ -385,12 +393,28 @@ class DistributedTrainer:
             total=total, every=options.log_every, display=display, emit=emit, audits=audits
         )
 
-    def _background_saver(self) -> BackgroundSaver | None:
-        """Create the background checkpoint writer if `async_checkpoints` is set."""
-        if not self._resolved.async_checkpoints:
+    def _uploader(self) -> CheckpointUploader | None:
+        """Create the uploader on rank 0 if `checkpoint_store` is set."""
+        url = self._resolved.checkpoint_store
+        if url is None:
             return None
-        root = self._resolved.output_dir / "checkpoints"
-        return BackgroundSaver(root, self._resolved.keep_checkpoints, self._resolved.timeout_s)
+        stores: list[CheckpointStore] = []
+        # All ranks get the error of a missing client; the store itself stays on rank 0.
+        run_on_rank_zero(lambda: stores.append(CheckpointStore(url)))
+        keep = self._resolved.keep_checkpoints
+        return CheckpointUploader(stores[0], keep=keep) if stores else None
+
+    def _background_saver(self, uploads: CheckpointUploader | None) -> BackgroundSaver | None:
+        """Create the background checkpoint writer if `async_checkpoints` is set."""
+        options = self._resolved
+        if not options.async_checkpoints:
+            return None
+        return BackgroundSaver(
+            options.output_dir / "checkpoints",
+            options.keep_checkpoints,
+            options.timeout_s,
+            pinned=tuple if uploads is None else lambda: uploads.pinned,
+        )
 
 
 def _find_schedule(options: Options, config: Any, layout: Layout) -> SearchedSchedule | None:

@@ -1,0 +1,1 @@
+../../../../shared_source/checkpoint_store.py
