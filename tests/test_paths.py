@@ -43,6 +43,7 @@ TEXT_ARGUMENTS = {
     "ms-parallel": {
         *("set", "costs", "model", "layout", "sharding", "schedule", "recompute"),
         *("context_attention", "device", "prompt"),
+        *("name", "module", "time", "image", "claim", "resource", "address"),
     },
     "ms-profile": {
         *("metrics", "arguments", "kind", "rank", "title", "backend", "name", "project", "to"),
@@ -88,18 +89,19 @@ TEXT_FIELDS = {
         "stop_words",
     ),
     *("chinese_script", "keep", "action", "mask", "words", "form", "priority"),
+    *("checkpoint_store", "module", "time"),
     *("chip", "peak_tflops", "products", "dtype", "product_dtype", "skip_hint"),
 }
 """Text settings that are not paths."""
 
 INTERNAL = {
     *("RunOutput.folder", "Footprint.folder", "TokenizerFiles.path", "Corpus.files"),
-    *("Corpus.names", "Corpus.named", "HeldOut.shards", "Result.model_folder", "FoundTraces.files"),
+    *("Corpus.names", "Corpus.named", "Result.model_folder", "FoundTraces.files"),
     *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of", "OpenFile.path"),
     *("Run.corpus", "CheckpointJob.folder", "Processor.folder", "ArrayShard.folder"),
     *("_PlanRequest.shards", "StepRecorder.folder", "Run.shards", "VllmOptions.model"),
-    "BlockFiles.folder",
+    *("BlockFiles.folder", "ClusterJob.run_file"),
     *("Scheme.fallback", "Scheme.larger"),
 }
 """Fields that only the package sets, from validated paths, and other fields that share their name

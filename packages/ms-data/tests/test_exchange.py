@@ -340,7 +340,7 @@ def test_existing_files_are_never_overwritten(workspace: Path, tmp_path: Path) -
     path = write_pair(tmp_path / "x", [[[5]]])
     with pytest.raises(OutputError, match="not empty"):
         import_dataset(path, tokenizer=workspace / "tokenizer.json", out=tmp_path / "full")
-    with pytest.raises(SettingError, match="megatron or parquet"):
+    with pytest.raises(SettingError, match="megatron, parquet or datasets"):
         export_dataset(workspace / "shards", out=tmp_path / "b", target="mds")  # type: ignore[arg-type]
 
 

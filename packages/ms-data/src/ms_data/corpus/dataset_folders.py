@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ms_data.corpus.places import CorpusFile, file_info, open_corpus_file
+from ms_data.corpus.readers.lance import newest_manifests
 from ms_data.errors import CorpusError
 
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
@@ -59,7 +60,7 @@ def select_data_files(files: dict[str, CorpusFile], folder: object) -> dict[str,
     Raises:
         CorpusError: a listed shard of a saved dataset is missing, or it has several splits.
     """
-    files = _drop_ledger_files(files)
+    files = _newest_lance_versions(_drop_ledger_files(files))
     if _SPLITS in files:
         # Reading several splits as one corpus would mix training and test data.
         splits = _decode_json(files[_SPLITS], _SplitList).splits
@@ -89,6 +90,16 @@ def select_data_files(files: dict[str, CorpusFile], folder: object) -> dict[str,
     return dict(
         sorted((data_files | others).items(), key=lambda pair: PurePosixPath(pair[0]).parts)
     )
+
+
+def _newest_lance_versions(files: dict[str, CorpusFile]) -> dict[str, CorpusFile]:
+    """Replace the files of each Lance dataset by the manifest of its newest version."""
+    newest = newest_manifests(list(files))
+    return {
+        name: file
+        for name, file in files.items()
+        if name in newest.values() or not any(name.startswith(folder) for folder in newest)
+    }
 
 
 def _drop_ledger_files(files: dict[str, CorpusFile]) -> dict[str, CorpusFile]:

@@ -355,17 +355,17 @@ class RunCheckpoints:
         if self.uploads is None:
             return
         for upload in self.uploads.outcomes():
+            fields: dict[str, int | float | str] = {"step": upload.step}
             if upload.problem:
                 logger.warning(
                     "checkpoint %d is not uploaded, and the next one will be tried: %s",
                     upload.step,
                     upload.problem,
                 )
-                fields = {"step": upload.step, "problem": upload.problem}
-                self.emit("upload_failed", fields)
+                self.emit("upload_failed", {**fields, "problem": upload.problem})
             else:
-                fields = {"step": upload.step, "size_bytes": upload.size_bytes}
-                self.emit("upload", {**fields, "seconds": upload.seconds})
+                sizes = {"size_bytes": upload.size_bytes, "seconds": upload.seconds}
+                self.emit("upload", {**fields, **sizes})
 
     def finish_uploads(self) -> None:
         """Wait until the newest checkpoint is in the store; collective.
