@@ -94,6 +94,9 @@ TEXT_FIELDS = {
 }
 """Text settings that are not paths."""
 
+OPERANDS = {("compare", "after"): ["x"], ("launch", "run_file"): ["slurm"]}
+"""Arguments before those that are tested."""
+
 INTERNAL = {
     *("RunOutput.folder", "Footprint.folder", "TokenizerFiles.path", "Corpus.files"),
     *("Corpus.names", "Corpus.named", "Result.model_folder", "FoundTraces.files"),
@@ -158,7 +161,7 @@ def test_every_bad_path_argument_is_rejected_in_one_line(
         if not is_converted(action):
             continue
         option = next(iter(action.option_strings), None)
-        operands = ["x"] if (command, action.dest) == ("compare", "after") else []
+        operands = OPERANDS.get((command, action.dest), [])
         argument = [BAD_PATHS[case]] if option is None else [f"{option}={BAD_PATHS[case]}"]
         with pytest.raises(SystemExit) as stop:
             main([command, *operands, *argument])

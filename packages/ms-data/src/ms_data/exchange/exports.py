@@ -134,7 +134,7 @@ def _write_datasets(
                     writer.write_table(table)
                     size += table.nbytes
                     table = next(tables, None)
-        state = {
+        state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in names],
             "_fingerprint": source.index.fingerprint[:16],
             "_format_columns": None,

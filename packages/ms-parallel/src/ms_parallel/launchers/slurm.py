@@ -18,7 +18,8 @@ TEMPLATE = """\
 #SBATCH --open-mode=append
 set -euo pipefail
 
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Not `head`, whose early end would fail the pipeline with SIGPIPE.
+head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export OMP_NUM_THREADS={threads}
 requeue=0
 
