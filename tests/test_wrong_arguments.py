@@ -66,6 +66,8 @@ CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "set_masks": ("masks", lambda x: ms_compress.set_masks(MODEL, x)),
     "qat": ("model", lambda x: ms_compress.qat(x, "ct.w8a8")),
     "prune": ("ignore", lambda x: ms_compress.prune(MODEL, "2:4", ignore=x)),
+    "DataRanks": ("count", lambda x: ms_compress.DataRanks(0, x)),
+    "gptq ranks": ("ranks", lambda x: ms_compress.gptq(MODEL, "ct.w8a8", [TOKENS], ranks=x)),
     "gptq": ("batches", lambda x: ms_compress.gptq(MODEL, "ct.w8a8", x)),
     "cut_student": ("teacher", ms_compress.cut_student),
     "perplexity": ("text", lambda x: ms_compress.perplexity(MODEL, x)),

@@ -14,6 +14,7 @@ from .errors import (
 from .evaluation.perplexity import perplexity
 from .methods.awq import awq, smoothquant
 from .methods.calibration import calibrate_inputs
+from .methods.data_ranks import DataRanks
 from .methods.gptq import gptq
 from .methods.importance import input_importance
 from .methods.pruning import (
@@ -46,6 +47,7 @@ __all__ = [
     "CompressError",
     "ConfigError",
     "DataError",
+    "DataRanks",
     "ExportError",
     "FloatThenQuantized",
     "GradualPruning",

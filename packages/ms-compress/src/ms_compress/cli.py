@@ -1,6 +1,7 @@
 """The command `ms-compress`, also `python -m ms_compress`: a thin layer over public functions."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +10,17 @@ import msgspec
 
 from ms_compress import __version__
 from ms_compress.commands import COMMANDS, Command
-from ms_compress.entry import CommandParser, file_argument, folder_argument, path_argument, perform
+from ms_compress.entry import (
+    CommandParser,
+    exit_code,
+    file_argument,
+    folder_argument,
+    path_argument,
+    perform,
+)
 from ms_compress.errors import ConfigError
 from ms_compress.files.model_name import missing_dataset, missing_model
+from ms_compress.interruption import end_with_launcher
 from ms_compress.options import QuantizeRun
 from ms_compress.run.outcome import Outcome
 from ms_compress.settings.run_file import add_run_file, build, override, read_settings
@@ -32,11 +41,23 @@ FLAGS = {name: f"--{name}" for name in ARGUMENT_TYPES} | {"output_dir": "--out"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0 (done), 1 (failed), 2 (bad input) or 130 (interrupted)."""
     options = _parser().parse_args(arguments)
-    return perform(PROG, lambda: int(options.handler(options)))
+    end_with_launcher()  # do not outlive torchrun
+    return perform(PROG, lambda: int(options.handler(options)), report=_report)
+
+
+def _report(error: BaseException) -> int | None:
+    """Return the exit code of an error that the first process prints; None: print it here."""
+    return None if _is_first() else exit_code(error)
+
+
+def _is_first() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def _run(options: argparse.Namespace) -> int:
     command: Command = options.command
+    if not command.by_torchrun:
+        _check_one_process(command.name)
     if command.arguments and options.run_file.is_dir():
         settings: dict[str, Any] = {"model": str(options.run_file)}
         for text in options.set:
@@ -54,7 +75,14 @@ def _run(options: argparse.Namespace) -> int:
     return _write(command.run(run), as_json=options.json)
 
 
+def _check_one_process(name: str) -> None:
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count != "1":
+        raise ConfigError(f"{name} must run in one process, got {count}; start it without torchrun")
+
+
 def _export(options: argparse.Namespace) -> int:
+    _check_one_process("export")
     run = QuantizeRun(
         model=options.model,
         scheme=options.scheme,
@@ -84,6 +112,8 @@ def _check_inputs(run: Any) -> None:
 
 
 def _write(outcome: Outcome, *, as_json: bool) -> int:
+    if not _is_first():
+        return 0
     if as_json:
         sys.stdout.write(msgspec.json.encode(outcome.facts).decode() + "\n")
     else:
@@ -148,6 +178,7 @@ def _add_command(commands: Any, command: Command) -> None:
 def _import(options: argparse.Namespace) -> int:
     from ms_compress.commands.import_gguf import run
 
+    _check_one_process("import")
     return _write(run(options.file, options.out, options.dtype), as_json=options.json)
 
 

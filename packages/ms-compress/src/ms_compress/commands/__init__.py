@@ -35,6 +35,8 @@ class Command:
     arguments: tuple[str, ...] = field(default=())
     """Settings that command-line options of the same name also set, so that a model folder can
     replace the run file."""
+    by_torchrun: bool = field(default=False)
+    """Several processes may share its work."""
     begins_with: tuple[str, ...] = ("dataset",)
     """Optional keys that a new run file sets, as most runs need them."""
 
@@ -95,6 +97,7 @@ COMMANDS: tuple[Command, ...] = (
         options=QuantizeRun,
         flags=("verify",),
         arguments=("scheme", "method", "output_dir", "dataset"),
+        by_torchrun=True,
     ),
     Command(
         name="compare-schemes",

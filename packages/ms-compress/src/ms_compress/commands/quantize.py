@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ms_compress.methods.awq import Rounding, awq, smoothquant
 from ms_compress.methods.calibration import calibrate_inputs
+from ms_compress.methods.data_ranks import ONE_PROCESS, DataRanks
 from ms_compress.methods.gptq import gptq
 from ms_compress.methods.importance import input_importance
 from ms_compress.methods.qat import fit_scales, qat
@@ -23,14 +24,17 @@ from ms_compress.run.quality import QualityTest
 
 def run(options: QuantizeRun) -> Outcome:
     """Round, export, and measure the quality."""
-    with run_output("quantize", options) as output:
+    with DataRanks.of_launch() as ranks, run_output("quantize", options, ranks) as output:
         if output.finished:
             return output.already_finished()
         check_tokenizers(options)
         model = separate_experts(load(options.model))
         check_exportable(model, options)
         test = QualityTest.of(model, options)
-        quantize(model, options, output)
+        quantize(model, options, output, ranks)
+        ranks.leave()
+        if not ranks.is_first:  # the first process measures and writes
+            return Outcome(lines=(), facts={})
         quality = test.measure(model)
         outcome = export_run(model, options, output, quality=quality)
         return outcome.with_line(
@@ -42,7 +46,12 @@ def run(options: QuantizeRun) -> Outcome:
         )
 
 
-def quantize(model: nn.Module, options: QuantizeRun, output: RunOutput | None = None) -> None:
+def quantize(
+    model: nn.Module,
+    options: QuantizeRun,
+    output: RunOutput | None = None,
+    ranks: DataRanks = ONE_PROCESS,
+) -> None:
     """Prepare a model for the run's scheme and round it with the run's method, in place.
 
     Args:
@@ -50,12 +59,16 @@ def quantize(model: nn.Module, options: QuantizeRun, output: RunOutput | None = 
         options: settings of the run.
         output: run output, next to which finished decoder layers are stored, so that a killed run
             resumes. None: nothing is stored.
+        ranks: processes that share the calibration batches.
     """
     batches: Sequence[Tensor] = ()
     if options.method != "rtn" or options.needs_dataset:
         batches = calibration_batches(options, model)
+    checkpoint = None if output is None else output.layer_checkpoint(batches, ranks.count)
+    if batches:
+        batches = ranks.share(batches)
     if options.method == "rtn":
-        _round_to_nearest(model, options, batches)
+        _round_to_nearest(model, options, batches, ranks)
         return
     # In `a+b`, a scales features and b rounds.
     rounding: Rounding = "gptq" if options.method.endswith("+gptq") else "rtn"
@@ -64,9 +77,10 @@ def quantize(model: nn.Module, options: QuantizeRun, output: RunOutput | None = 
         "activations": options.activations,
         "act_order": options.act_order,
         "by_loss": options.by_loss,
-        "checkpoint": None if output is None else output.layer_checkpoint(batches),
+        "checkpoint": checkpoint,
+        "ranks": ranks,
     }
-    with ProgressDisplay("layer") as display:
+    with ProgressDisplay("layer", active=ranks.is_first) as display:
         settings["progress"] = display.update
         if options.method == "gptq":
             gptq(model, options.scheme, batches, fit_scales=options.fit_scales, **settings)
@@ -77,14 +91,16 @@ def quantize(model: nn.Module, options: QuantizeRun, output: RunOutput | None = 
             smoothquant(model, options.scheme, batches, rounding=rounding, **settings)
 
 
-def _round_to_nearest(model: nn.Module, options: QuantizeRun, batches: Sequence[Tensor]) -> None:
+def _round_to_nearest(
+    model: nn.Module, options: QuantizeRun, batches: Sequence[Tensor], ranks: DataRanks
+) -> None:
     # K-quants always search for their scales, as in llama.cpp.
     fits = options.fit_scales or options.importance or options.scheme.super_block is not None
     importance: dict[str, Tensor] = {}
     if options.importance:
-        with ProgressDisplay("layer") as display:
+        with ProgressDisplay("layer", active=ranks.is_first) as display:
             importance = input_importance(
-                model, batches, ignore=options.ignore, progress=display.update
+                model, batches, ignore=options.ignore, progress=display.update, ranks=ranks
             )
     qat(
         model,
@@ -96,6 +112,6 @@ def _round_to_nearest(model: nn.Module, options: QuantizeRun, batches: Sequence[
         learned_scales=fits,
     )
     if options.has_calibrated_inputs:
-        calibrate_inputs(model, batches)
+        calibrate_inputs(model, batches, ranks=ranks)
     if fits:
         fit_scales(model, importance)

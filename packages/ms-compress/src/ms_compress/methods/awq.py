@@ -28,6 +28,7 @@ from ms_compress.methods.calibration import (
     check_calibration,
     walk,
 )
+from ms_compress.methods.data_ranks import ONE_PROCESS, DataRanks, check_ranks
 from ms_compress.methods.folding import Fold, find_folds
 from ms_compress.methods.gptq import GPTQRounding
 from ms_compress.methods.qat import qat
@@ -60,6 +61,7 @@ def awq(
     by_loss: bool = False,
     checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
+    ranks: DataRanks = ONE_PROCESS,
 ) -> None:
     """Prepare a model for a scheme, with feature scales that minimize the output error, in place.
 
@@ -75,6 +77,7 @@ def awq(
         by_loss: GPTQ weights errors by their effect on the model's predictions.
         checkpoint: storage of finished decoder layers, to resume from.
         progress: called with the number of finished decoder layers, from 0, and their total.
+        ranks: processes that have the other batches.
 
     Raises:
         ConfigError: an exception matches nothing, or the rounding is unknown.
@@ -96,6 +99,7 @@ def awq(
         norms_only=False,
         checkpoint=checkpoint,
         progress=progress,
+        ranks=ranks,
     )
 
 
@@ -113,6 +117,7 @@ def smoothquant(
     by_loss: bool = False,
     checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
+    ranks: DataRanks = ONE_PROCESS,
 ) -> None:
     """Prepare a model for a scheme that rounds inputs and move outliers into weights, in place.
 
@@ -130,6 +135,7 @@ def smoothquant(
         by_loss: GPTQ weights errors by their effect on the model's predictions.
         checkpoint: storage of finished decoder layers, to resume from.
         progress: called with the number of finished decoder layers, from 0, and their total.
+        ranks: processes that have the other batches.
 
     Raises:
         ConfigError, LayerError, CalibrationError: as in `awq`.
@@ -158,6 +164,7 @@ def smoothquant(
         norms_only=True,
         checkpoint=checkpoint,
         progress=progress,
+        ranks=ranks,
     )
 
 
@@ -197,7 +204,8 @@ def add_inputs(total: InputStatistics | None, inputs: Tensor) -> InputStatistics
         return InputStatistics(
             hessian=inputs.t() @ inputs,
             magnitudes=magnitudes.sum(0),
-            largest=magnitudes.amax(0),
+            # Without inputs, such as those of an expert without tokens: zeros.
+            largest=magnitudes.amax(0) if len(inputs) else magnitudes.sum(0),
             samples=[sample],
         )
     total.hessian.addmm_(inputs.t(), inputs)
@@ -205,6 +213,16 @@ def add_inputs(total: InputStatistics | None, inputs: Tensor) -> InputStatistics
     total.largest = torch.maximum(total.largest, magnitudes.amax(0))
     total.samples.append(sample)
     return total
+
+
+def combine_inputs(ranks: DataRanks, local: InputStatistics) -> InputStatistics:
+    """Return the statistics of the inputs of all processes. Collective."""
+    return InputStatistics(
+        hessian=ranks.sum(local.hessian),
+        magnitudes=ranks.sum(local.magnitudes),
+        largest=ranks.max(local.largest),
+        samples=[ranks.concatenate(torch.cat(local.samples))],
+    )
 
 
 ScaleRule = Callable[[Fold, InputStatistics, Mapping[str, Prepared]], Tensor]
@@ -226,6 +244,7 @@ def _scale_and_round(
     norms_only: bool,
     checkpoint: BlockCheckpoint | None,
     progress: Callable[[int, int], object] | None,
+    ranks: DataRanks,
 ) -> None:
     check_flags(
         activations=activations,
@@ -234,6 +253,7 @@ def _scale_and_round(
         fit_scales=fit_scales,
         error=ConfigError,
     )
+    check_ranks(ranks, by_loss=by_loss)
     if not isinstance(rounding, str) or rounding not in ("rtn", "gptq"):
         choice = nearest(str(rounding), ("rtn", "gptq"))
         raise ConfigError(f"rounding must be 'rtn' or 'gptq', got {shown(rounding)}; {choice}")
@@ -283,6 +303,8 @@ def _scale_and_round(
         in_float=True,
         checkpoint=checkpoint,
         progress=progress,
+        ranks=ranks,
+        combine=combine_inputs,
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ms_compress.arguments import check_callable, check_items, check_type, shown
 from ms_compress.errors import CalibrationError, LayerError
+from ms_compress.methods.data_ranks import ONE_PROCESS, DataRanks, check_ranks
 from ms_compress.models.experts import separated
 from ms_compress.models.logits import check_tokens, evaluating, next_token_logits
 from ms_compress.models.selection import blocks_of
@@ -79,6 +80,8 @@ def walk(
     in_float: bool = False,
     checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
+    ranks: DataRanks = ONE_PROCESS,
+    combine: Callable[[DataRanks, S], S] | None = None,
 ) -> None:
     """Visit decoder layers in order, with statistics of their linear layers' inputs.
 
@@ -93,6 +96,8 @@ def walk(
         in_float: switch off a decoder layer's quantization while observing and visiting it.
         checkpoint: storage of finished decoder layers, which are loaded instead of visited.
         progress: called with the number of finished decoder layers, from 0, and their total.
+        ranks: processes that have the other batches.
+        combine: combines the statistics of all processes; needed for more than one.
 
     Raises:
         LayerError: the model's architecture is not supported.
@@ -115,7 +120,8 @@ def walk(
                 for name, layer in block.named_modules()
                 if isinstance(layer, nn.Linear) and f"{prefix}.{name}" in targets
             }
-            if layers and not (checkpoint is not None and checkpoint.load(prefix, block)):
+            stored = ranks.is_first and checkpoint is not None and checkpoint.load(prefix, block)
+            if layers and not ranks.any(stored):
                 with float_layers(block) if in_float else ExitStack():
                     # First pass, before any change: all layers see their unchanged siblings.
                     visit(
@@ -123,14 +129,18 @@ def walk(
                             name=prefix,
                             module=block,
                             layers=layers,
-                            statistics=_gather(block, layers, hidden, layer_calls, statistic),
+                            statistics=_gather(
+                                block, layers, hidden, layer_calls, statistic, ranks, combine
+                            ),
                             run=lambda block=block, x=hidden[0], call=layer_calls[0]: (  # type: ignore[misc]
                                 _run(block, x, call)
                             ),
                         )
                     )
-                if checkpoint is not None:
+                if checkpoint is not None and ranks.is_first:
                     checkpoint.save(prefix, block)
+            # All processes compute the same, except where their processors round differently.
+            ranks.copy_from_first(block)
             # Second pass with the changed weights: the next layer sees the compressed inputs.
             # Layers loaded from the checkpoint only take this pass.
             for index, call in enumerate(layer_calls):
@@ -156,7 +166,9 @@ def float_layers(block: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def calibrate_inputs(model: nn.Module, batches: Sequence[Tensor]) -> None:
+def calibrate_inputs(
+    model: nn.Module, batches: Sequence[Tensor], *, ranks: DataRanks = ONE_PROCESS
+) -> None:
     """Set the input scales of prepared layers from their largest inputs in the float model.
 
     Only schemes with static inputs, such as `ct.fp8` and `ct.nvfp4`, have such scales; for others
@@ -166,12 +178,14 @@ def calibrate_inputs(model: nn.Module, batches: Sequence[Tensor]) -> None:
     Args:
         model: a complete prepared decoder from ms-parallel or transformers.
         batches: tokens, (B, S) int64 each.
+        ranks: processes that have the other batches.
 
     Raises:
         CalibrationError: no tokens are given, or an input is NaN or infinite.
         DataError: a token is outside the model's vocabulary.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module", error=LayerError)
+    check_ranks(ranks)
     layers = {name: layer for name, layer in prepared_layers(model) if layer.input_peak is not None}
     if not layers:
         return
@@ -188,6 +202,8 @@ def calibrate_inputs(model: nn.Module, batches: Sequence[Tensor]) -> None:
             layer.quantizing, layer.calibrating = True, False
     for name, layer in layers.items():
         peak = layer.input_peak
+        if peak is not None:
+            peak.copy_(ranks.max(peak))
         if peak is not None and not bool(torch.isfinite(peak)):
             peak.zero_()
             raise CalibrationError(
@@ -284,12 +300,23 @@ def _gather(
     hidden: Sequence[Tensor],
     calls: Sequence[_Call],
     statistic: Statistic[S],
+    ranks: DataRanks,
+    combine: Callable[[DataRanks, S], S] | None,
 ) -> dict[str, S]:
-    """Return the statistic of each layer's inputs over all batches."""
+    """Return the statistic of each layer's inputs over all batches of all processes."""
     statistics: dict[str, S] = {}
     with _observing(layers, statistics, statistic):
         for x, call in zip(hidden, calls, strict=True):
             _run(block, x, call)
+    if ranks.count > 1:
+        assert combine is not None
+        # An expert may have tokens on some processes only; its statistic is empty on the others.
+        seen = ranks.max(torch.tensor([name in statistics for name in layers], dtype=torch.int32))
+        for (name, layer), is_seen in zip(layers.items(), seen.tolist(), strict=True):
+            if is_seen:
+                empty = hidden[0].new_zeros((0, layer.in_features), dtype=torch.float32)
+                local = statistics[name] if name in statistics else statistic(None, empty)
+                statistics[name] = combine(ranks, local)
     _share_statistics(block, layers, statistics)
     for name in layers:
         if name not in statistics:

@@ -24,6 +24,7 @@ from ms_compress.methods.calibration import (
     check_calibration,
     walk,
 )
+from ms_compress.methods.data_ranks import ONE_PROCESS, DataRanks, check_ranks
 from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
 from ms_compress.methods.qat import qat
 from ms_compress.models.selection import select
@@ -58,6 +59,7 @@ def gptq(
     for_training: bool = False,
     checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
+    ranks: DataRanks = ONE_PROCESS,
 ) -> None:
     """Prepare a model for a scheme and round its weights with GPTQ, in place.
 
@@ -78,6 +80,7 @@ def gptq(
             of at the code itself, from which a small learning rate would hardly move it.
         checkpoint: storage of finished decoder layers, to resume from.
         progress: called with the number of finished decoder layers, from 0, and their total.
+        ranks: processes that have the other batches.
 
     Raises:
         ConfigError: damping is not above 0, or an exception matches nothing.
@@ -93,6 +96,7 @@ def gptq(
         for_training=for_training,
         error=ConfigError,
     )
+    check_ranks(ranks, by_loss=by_loss)
     rounding = GPTQRounding(
         model=model,
         batches=batches,
@@ -104,13 +108,23 @@ def gptq(
     )
     check_calibration(model, batches, {name for name, _ in select(model, ignore)})
     qat(model, scheme_name, ignore=ignore, activations=activations, learned_scales=True)
-    calibrate_inputs(model, batches)
+    calibrate_inputs(model, batches, ranks=ranks)
     targets = {name for name, layer in prepared_layers(model) if layer.scheme is not None}
 
     def visit(block: CalibratedBlock[Tensor]) -> None:
         rounding.round_layers(block.layers, block.statistics)
 
-    walk(model, batches, _add_outer, visit, targets, checkpoint=checkpoint, progress=progress)
+    walk(
+        model,
+        batches,
+        _add_outer,
+        visit,
+        targets,
+        checkpoint=checkpoint,
+        progress=progress,
+        ranks=ranks,
+        combine=DataRanks.sum,
+    )
 
 
 @frozen(kw_only=True, eq=False)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ms_compress.arguments import check_items
 from ms_compress.errors import CalibrationError
 from ms_compress.methods.calibration import CalibratedBlock, walk
+from ms_compress.methods.data_ranks import ONE_PROCESS, DataRanks, check_ranks
 from ms_compress.models.selection import select
 
 
@@ -17,6 +18,7 @@ def input_importance(
     *,
     ignore: Sequence[str] = (),
     progress: Callable[[int, int], object] | None = None,
+    ranks: DataRanks = ONE_PROCESS,
 ) -> dict[str, Tensor]:
     """Return the mean square of each input feature of the linear layers, (K,) float32 by name.
 
@@ -28,12 +30,14 @@ def input_importance(
         batches: calibration tokens, (B, S) int64 each.
         ignore: name patterns of layers to leave out.
         progress: called with the number of finished decoder layers, from 0, and their total.
+        ranks: processes that have the other batches.
 
     Raises:
         LayerError: the model's architecture is not supported.
         CalibrationError: no tokens are given, or a weight or a layer's input is not finite.
         DataError: a token is outside the model's vocabulary.
     """
+    check_ranks(ranks)
     check_items("batches", batches, Tensor, "tensors of tokens", error=CalibrationError)
     importance: dict[str, Tensor] = {}
 
@@ -43,7 +47,16 @@ def input_importance(
             importance[name] = squares / count
 
     targets = {name for name, layer in select(model, ignore) if isinstance(layer, nn.Linear)}
-    walk(model, batches, _add_squares, visit, targets, progress=progress)
+    walk(
+        model,
+        batches,
+        _add_squares,
+        visit,
+        targets,
+        progress=progress,
+        ranks=ranks,
+        combine=DataRanks.sum,
+    )
     return importance
 
 

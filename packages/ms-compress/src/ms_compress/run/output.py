@@ -6,7 +6,7 @@ text and settings. Running the same command again finds it finished.
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ms_compress.errors import ConfigError, FolderError
 from ms_compress.files.run_folder import RunSeal, changes_between, read_seal, write_seal
+from ms_compress.methods.data_ranks import ONE_PROCESS, DataRanks
 from ms_compress.options import ModelRun
 from ms_compress.output_lock import output_lock
 from ms_compress.run.outcome import Outcome
@@ -52,11 +53,16 @@ class RunOutput:
         """File with the state of the run's training, until the folder exists."""
         return self.folder.with_name(f"{self.folder.name}.training")
 
-    def layer_checkpoint(self, batches: Sequence[Tensor]) -> BlockFiles:
-        """Return the storage of calibrated decoder layers, until the folder exists."""
-        return BlockFiles(
-            folder=self._calibration, identity=calibration_identity(self.identity, batches)
-        )
+    def layer_checkpoint(self, batches: Sequence[Tensor], processes: int = 1) -> BlockFiles:
+        """Return the storage of calibrated decoder layers, until the folder exists.
+
+        Args:
+            batches: the calibration batches of all processes.
+            processes: number of processes, on which the rounding of the statistics' sums depends.
+        """
+        count = {"processes": str(processes)} if processes > 1 else {}
+        identity = calibration_identity({**self.identity, **count}, batches)
+        return BlockFiles(folder=self._calibration, identity=identity)
 
     @property
     def _calibration(self) -> Path:
@@ -102,8 +108,10 @@ class RunOutput:
 
 
 @contextmanager
-def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
-    """Lock a run's output folder for the duration of the block.
+def run_output(
+    command: str, options: ModelRun, ranks: DataRanks = ONE_PROCESS
+) -> Iterator[RunOutput]:
+    """Lock a run's output folder for the duration of the block; the first process has the lock.
 
     Raises:
         ConfigError: the folder exists and was not written by a run, or the checkpoint of its
@@ -112,16 +120,16 @@ def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
     """
     run = _run(command, options)
     folder = options.output_dir
-    with output_lock(folder):
+    with output_lock(folder) if ranks.is_first else nullcontext():
         output = RunOutput(folder=folder, run=run, steps=options.tuning.steps, finished=False)
         if output.checkpoint.is_file():
             read_header(output.checkpoint)  # reports damage before a model is loaded
-        if os.path.lexists(folder):
+        if ranks.is_first and os.path.lexists(folder):
             _check_owner(output)
             if output.saved_steps() in (None, output.steps):  # killed after its folder was written
                 output.end()
             output = attrs.evolve(output, finished=True)
-        yield output
+        yield attrs.evolve(output, finished=ranks.any(output.finished))
 
 
 def _check_owner(output: RunOutput) -> None:

@@ -16,11 +16,12 @@ class ProgressDisplay:
     Args:
         unit: name of a unit, such as `step`.
         tokens: tokens per unit; the rate is then shown in tokens.
+        active: False prints nothing, for processes other than the first.
     """
 
-    def __init__(self, unit: str, *, tokens: int | None = None) -> None:
+    def __init__(self, unit: str, *, tokens: int | None = None, active: bool = True) -> None:
         self._unit, self._tokens = unit, tokens
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not active)
         columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
         self._task = self._bar.add_task(unit, total=None)
