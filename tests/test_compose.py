@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_command
 
 from packages import ROOT
 
@@ -22,15 +21,7 @@ def run(folder: Path, *launcher: str, **variables: str) -> str:
     """Output of a launch; its last line has the step and the loss."""
     sources = os.pathsep.join(str(path) for path in ROOT.glob("packages/*/src"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": sources, **variables}
-    result = subprocess.run(
-        [sys.executable, *launcher, "loop.py"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    result = run_command([*launcher, "loop.py"], folder=folder, environment=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

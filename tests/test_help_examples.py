@@ -41,9 +41,8 @@ NEEDS = {
 QUICK = {
     *("ms-data tokenizer", "ms-data inspect", "ms-data verify", "ms-data clean", "ms-data dedup"),
     *("ms-data import", "ms-data export", "ms-data stats", "ms-data init"),
-    *("ms-kernels list", "ms-kernels explain", "ms-align init", "ms-compress init"),
-    *("ms-parallel init", "ms-parallel generate", "ms-parallel schedule"),
-    *("ms-profile report", "ms-profile compare", "ms-profile logs", "ms-profile memory"),
+    *("ms-kernels list", "ms-align init", "ms-compress init"),
+    *("ms-parallel init", "ms-parallel schedule", "ms-profile memory"),
 }
 """Commands whose examples take seconds and run in the default tests."""
 SMALL = {

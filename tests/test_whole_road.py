@@ -8,13 +8,12 @@ answers through its chat template, and stops at the end token.
 import json
 import os
 import random
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_command
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -33,6 +32,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 END = "<|endoftext|>"
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+IMPORTS = ("ms_parallel.training.trainer", "ms_align.trainers.ppo", "ms_data", "transformers")
+"""Modules that the fork server imports once for all commands; `nox -s road` starts new ones."""
 MAX_ANSWER_TOKENS = 40
 """Token limit of an answer; the longest correct one has fewer than ten."""
 
@@ -113,14 +115,11 @@ def chat(thing: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question(thing)}]
 
 
-def run(workspace: Path, *arguments: str, processes: int = 1) -> str:
-    """Run one of our commands in a subprocess and return its output."""
-    command = [sys.executable, "-m", *arguments]
-    if processes > 1:
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-        command = [sys.executable, "-m", *launcher, *arguments]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, env=environment)
+def run(workspace: Path, *arguments: str) -> str:
+    """Run one of our commands in a forked process and return its output."""
+    result = run_command(
+        ["-m", *arguments], folder=workspace, environment=ENVIRONMENT, imports=IMPORTS
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -385,9 +384,8 @@ def run_script(workspace: Path, name: str, text: str, *, processes: int = 1) -> 
     """Run a user's script directly or under torchrun."""
     (workspace / name).write_text(text)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(launcher if processes > 1 else ()), name]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, env=environment)
+    words = [*(launcher if processes > 1 else ()), name]
+    result = run_command(words, folder=workspace, environment=ENVIRONMENT, imports=IMPORTS)
     assert result.returncode == 0, result.stderr[-3000:]
 
 

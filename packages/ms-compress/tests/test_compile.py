@@ -1,6 +1,6 @@
 """Under torch.compile a prepared model is one graph and rounds like its target."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -22,19 +22,14 @@ def _reset_compiled_graphs() -> Iterator[None]:
     torch.compiler.reset()
 
 
-VARIANTS = {
-    *("ct.mxfp8a16", "ct.mxfp4a16", "ct.nvfp4a16", "ct.w4a8_g128", "ct.w4afp8_g128"),
-    *("gguf.mxfp4", "gguf.iq4_nl"),
-}
-"""Schemes with the arithmetic of two other schemes, except for a table of values."""
+SAMPLE = {"ct.int4_g32", "ct.w4a16_asym_g32", "ct.fp8_block", "ct.nvfp4", "gguf.q4_0"}
+"""Schemes that inductor compiles by default: symmetric, with zero points, in blocks of float8, with
+two levels of scales, and with float16 scales. Slow tests compile all."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ())
-        for name in SINGLE_LEVEL
-    ],
+    [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in SINGLE_LEVEL],
 )
 def test_inductor_rounds_bit_for_bit(name: str) -> None:
     """Also for zeros, ties and scales below float16's normal range: inductor elides no cast."""
@@ -52,8 +47,8 @@ def test_inductor_rounds_bit_for_bit(name: str) -> None:
         assert torch.equal(compiled, eager)
 
 
-FAST_CASES = {("ct.int4_g32", False), ("ct.w8a8", False), ("gguf.q4_0", True)}
-"""Scales per group, per row and per input, and learned ones."""
+FAST_CASES = {("ct.w8a8", False), ("gguf.q4_0", True)}
+"""Scales per row and per input, and learned ones per group."""
 
 
 @pytest.mark.parametrize(
@@ -116,15 +111,21 @@ def two_layers() -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [two_layers, pytest.param(lambda: (decoder(1), tokens()), marks=pytest.mark.slow)],
-    ids=["layers", "decoder"],
+    ("make", "names"),
+    [
+        (two_layers, sorted(SAMPLE)),
+        pytest.param(two_layers, SINGLE_LEVEL, marks=pytest.mark.slow),
+        pytest.param(lambda: (decoder(1), tokens()), SINGLE_LEVEL, marks=pytest.mark.slow),
+    ],
+    ids=["sample", "layers", "decoder"],
 )
-def test_all_schemes_in_one_process(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+def test_all_schemes_in_one_process(
+    make: Callable[[], tuple[nn.Module, Tensor]], names: Sequence[str]
+) -> None:
     """A scheme's numbers do not become graph inputs when another scheme follows."""
     # The same functions are compiled once per scheme.
     with torch._dynamo.config.patch(recompile_limit=2 * len(SINGLE_LEVEL)):
-        for name in SINGLE_LEVEL:
+        for name in names:
             model, inputs = make()
             qat(model, name)
             model.compile(fullgraph=True, backend="aot_eager")

@@ -81,8 +81,9 @@ def test_tied_heads_train_as_in_a_single_process(layout: dict[str, int], tmp_pat
 @pytest.mark.parametrize(
     ("scheme", "family"),
     [
-        *((name, "llama") for name in ("ct.int4_g32", "ct.w8a8", "gguf.q4_0", "ort.matmulnbits")),
-        ("ct.int4_g32", "phi3"),
+        *(("ct.w8a8", "llama"), ("ort.matmulnbits", "llama"), ("ct.int4_g32", "phi3")),
+        pytest.param("ct.int4_g32", "llama", marks=pytest.mark.slow),
+        pytest.param("gguf.q4_0", "llama", marks=pytest.mark.slow),
     ],
 )
 def test_files_from_shards_equal_a_single_process(scheme: str, family: str, tmp_path: Path) -> None:

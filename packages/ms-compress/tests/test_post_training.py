@@ -110,8 +110,16 @@ def test_gptq_results_are_on_the_exported_grid(name: str, by_loss: bool) -> None
         torch.testing.assert_close(stored, layer.weight.detach(), rtol=1e-6, atol=1e-9)
 
 
+WITH_ZERO = [name for name in SINGLE_LEVEL if scheme(name).has_zero]
+GPTQ_SAMPLE = {"gguf.q4_0", "ct.w8a8", "ct.w4a16_asym_g32", "ct.fp8_block", "ct.nvfp4"}
+"""Schemes of the default tests: scales per group, row and block, zero points, and two levels."""
+
+
 @pytest.mark.parametrize("by_loss", [False, True])
-@pytest.mark.parametrize("name", [name for name in SINGLE_LEVEL if scheme(name).has_zero])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in GPTQ_SAMPLE else pytest.mark.slow) for n in WITH_ZERO],
+)
 def test_gptq_for_training_gives_the_same_codes_with_closer_weights(
     name: str, by_loss: bool
 ) -> None:
