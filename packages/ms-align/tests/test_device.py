@@ -57,7 +57,9 @@ def reference(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return run_here(sets, tmp_path_factory.mktemp("alone"), None)
 
 
-@pytest.mark.parametrize("axis", ["one", *AXES])
+@pytest.mark.parametrize(
+    "axis", ["one", "data", *(pytest.param(a, marks=pytest.mark.slow) for a in AXES[1:])]
+)
 def test_sft_and_dpo_losses_equal_those_on_the_cpu(
     sets: Path, tmp_path: Path, reference: dict[str, list[float]], axis: str
 ) -> None:
@@ -85,7 +87,14 @@ def on_layout(sets: Path, folder: Path, layout: dict[str, int]) -> Any:
     return on_rig(count, "run_online_layouts", folder=str(folder), layout=layout)
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize(
+    "axis",
+    [
+        pytest.param("data", marks=pytest.mark.slow),
+        pytest.param("tensor", marks=pytest.mark.slow),
+        "pipeline",
+    ],
+)
 def test_two_processes_give_the_losses_of_a_single_process(
     sets: Path, tmp_path: Path, rollouts: Any, axis: str
 ) -> None:

@@ -39,7 +39,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "axis", ["data", pytest.param("tensor", marks=pytest.mark.slow), "pipeline"]
+)
 def test_layouts_give_the_losses_of_a_single_process(results: Path, axis: str) -> None:
     """Losses, norms, KL and entropies of four updates: float32 sums in another order, 1e-5."""
     launch(results, axis)

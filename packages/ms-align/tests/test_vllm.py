@@ -341,7 +341,13 @@ def test_a_server_that_fails_ends_the_run_in_one_line(
 
 @pytest.mark.parametrize(
     "fault",
-    ["malformed", "empty", "closed", "closed_in_answer", "failed", "overloaded", "too_many"],
+    [
+        *("malformed", "closed_in_answer", "overloaded"),
+        *(
+            pytest.param(fault, marks=pytest.mark.slow)
+            for fault in ("empty", "closed", "failed", "too_many")
+        ),
+    ],
 )
 def test_a_request_that_failed_once_is_repeated(
     tmp_path: Path, server: FakeServer, fault: str
