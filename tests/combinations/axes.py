@@ -63,7 +63,13 @@ VALUES: dict[str, dict[str, list[Any]]] = {
     "ms-align": {
         "model": ["@llama", "@qwen3_moe", "@gpt2"],
         "layout": [{"data": 1}, UNSET, {"data": 2}, {"tensor": 2}, {"pipeline": 2}],
-        "lora": [UNSET, {"rank": 2}, {"rank": 2, "quantize_base": "nf4"}],
+        "lora": [
+            UNSET,
+            {"rank": 2},
+            {"rank": 2, "quantize_base": "nf4"},
+            {"rank": 2, "use_dora": True, "dropout": 0.1},
+            {"rank": 2, "init_lora_weights": "pissa", "target_parameters": ["experts.down_proj"]},
+        ],
         "microbatch_size": [UNSET, 1],
         "reference_model": [UNSET, "@llama"],
         "dataset": [UNSET],

@@ -51,17 +51,16 @@ def run(sets: Path, folder: Path, layout: dict[str, int] | None) -> dict[str, li
             sets / "pairs", batch_size=4, split="held_out", epochs=1, **sizes
         ),
     )
-    if layout is None or "tensor" not in layout:
-        # The same settings through the trainer's keys, as in a run file.
-        DPOTrainer(
-            model=str(sets / "model"),
-            layout=layout,
-            lora=LoraOptions(rank=4),
-            learning_rate=OPTIMIZER.learning_rate,
-            warmup_steps=OPTIMIZER.warmup_steps,
-            microbatch_size=2,
-            **quiet(folder / "lora", metrics),
-        ).train(PreferenceStream(sets / "pairs", batch_size=4, **sizes))
+    # The same settings through the trainer's keys, as in a run file.
+    DPOTrainer(
+        model=str(sets / "model"),
+        layout=layout,
+        lora=LoraOptions(rank=4),
+        learning_rate=OPTIMIZER.learning_rate,
+        warmup_steps=OPTIMIZER.warmup_steps,
+        microbatch_size=2,
+        **quiet(folder / "lora", metrics),
+    ).train(PreferenceStream(sets / "pairs", batch_size=4, **sizes))
     return metrics
 
 

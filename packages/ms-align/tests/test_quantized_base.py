@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ms_align.engines.assembly import open_model, start_engine
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.engines.options import EngineOptions
 from ms_align.errors import ConfigError
 from ms_align.lora.adapters import add_lora
 from ms_align.lora.layers import LoraLinear
@@ -138,7 +139,10 @@ def test_what_does_not_work_is_refused_in_one_line(tmp_path: Path) -> None:
         LoraLinear(layer, LoraOptions(rank=2, quantize_base="int8"))
     save_model(decoder(), tmp_path / "model")
     lora: Any = {"quantize_base": "nf4"}
-    with pytest.raises(ConfigError, match="needs a single process; remove layout"):
-        start_engine(tmp_path / "model", layout={"data": 1}, lora=lora)
+    options = EngineOptions(mixed_precision=True)
+    with pytest.raises(ConfigError, match=r"needs unsplit float32 .* mixed_precision is True"):
+        start_engine(tmp_path / "model", layout={"data": 1}, lora=lora, options=options)
+    with pytest.raises(ConfigError, match="tensor is 2; leave tensor at its default"):
+        start_engine(tmp_path / "model", layout={"tensor": 2}, lora=lora)
     with pytest.raises(ConfigError, match=r"quantize_base .*'nf5'.*'nf4'"):
         LoraOptions(quantize_base="nf5")

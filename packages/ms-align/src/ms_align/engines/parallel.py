@@ -1,7 +1,7 @@
 """Starts ms-parallel's engine, with LoRA adapters in its pipeline stages.
 
 The frozen base weights stay sharded. Adapters are small, so every data rank holds the adapters of
-its stages in full.
+its stages in full, but for the experts of other ranks. Tensor ranks split A or B with the weight.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,10 @@ from ms_align.engines.layout import layout_of
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.options import ComputeOptions, EngineOptions
 from ms_align.errors import ConfigError
-from ms_align.lora.adapters import add_lora, save_adapters
+from ms_align.lora.adapters import adapt_stage, ends_with, save_adapters
+from ms_align.lora.layers import LoraLinear
 from ms_align.lora.options import LoraOptions
+from ms_align.lora.tensor_parallel import adapter_styles, split_products
 
 if TYPE_CHECKING:
     from ms_parallel import Engine, Layout
@@ -49,12 +51,12 @@ def start_parallel(
         raise ConfigError(
             f"lora.dropout = {lora.dropout} needs a single process; remove layout or lora.dropout"
         )
-    if lora is not None and lora.quantize_base != "none":
-        raise ConfigError(
-            f"lora.quantize_base = {lora.quantize_base!r} needs a single process; remove layout, or"
-            " set lora.quantize_base to 'none'"
-        )
     ranks = layout_of(layout)
+    if lora is not None and lora.use_dora and ranks.tensor > 1:
+        raise ConfigError(
+            "lora.use_dora needs whole rows of the weights, which tensor=2 or more splits; set "
+            "tensor=1, or lora.use_dora to false"
+        )
     # `layout_of` has checked that ms-parallel is installed.
     from ms_parallel import AdamWConfig, Engine
 
@@ -76,6 +78,10 @@ def start_parallel(
             "balance_coefficient",
         )
         training = {name: getattr(options, name) for name in names}
+    if lora is not None and lora.quantize_base != "none":
+        _check_quantized(lora.quantize_base, ranks, options, training)
+        # FSDP shards parameters, and a quantized weight is none: every rank stores it in full.
+        training["sharding"] = "replicate"
 
     decay = optimizer.decay_steps
     engine = Engine(
@@ -96,8 +102,34 @@ def start_parallel(
         microbatch_size=microbatch_size,
     )
     if lora is not None:
-        engine.adapt(partial(StageAdapters, options=lora, seed=seed, base_name=str(model)))
+        settings: dict[str, Any] = {"options": lora, "seed": seed, "base_name": str(model)}
+        engine.adapt(partial(StageAdapters, engine=engine, **settings))
     return engine
+
+
+def _check_quantized(
+    base_format: str, layout: "Layout", options: ComputeOptions, training: Mapping[str, Any]
+) -> None:
+    """Check that a layout and its settings support quantized weights.
+
+    Raises:
+        ConfigError: weights are split, sharded or cast.
+    """
+    unsupported: dict[str, Any] = {
+        name: getattr(layout, name) for name in ("tensor", "expert") if getattr(layout, name) > 1
+    }
+    if options.mixed_precision:
+        unsupported["mixed_precision"] = options.mixed_precision
+    unsupported |= {
+        name: training[name]
+        for name, values in {"sharding": ("auto", "replicate"), "float8": ("none",)}.items()
+        if training.get(name, values[0]) not in values
+    }
+    for name, value in unsupported.items():
+        raise ConfigError(
+            f"lora.quantize_base = {base_format!r} needs unsplit float32 weights in a layout, and "
+            f"{name} is {value!r}; leave {name} at its default, or set lora.quantize_base to 'none'"
+        )
 
 
 def _operators(name: str) -> Any:
@@ -123,6 +155,7 @@ class StageAdapters:
 
     Args:
         stages: stages of this process by number, with frozen weights.
+        engine: engine of the stages.
         options: LoRA settings.
         seed: seed of the initial values of A; the same values as in one process.
         base_name: name or folder of the base model, for `adapter_config.json`.
@@ -132,12 +165,35 @@ class StageAdapters:
         self,
         stages: Mapping[int, nn.Module],
         *,
+        engine: "Engine",
         options: LoraOptions,
         seed: int,
         base_name: str,
     ) -> None:
         self.options, self.base_name = options, base_name
-        self.models = [add_lora(stage, options, seed=seed) for stage in stages.values()]
+        self.models = [adapt_stage(stage, options, seed=seed) for stage in stages.values()]
+        names = {name: layer for model in self.models for name, layer in model.adapters().items()}
+        if processes.any_of(not all(model.adapters() for model in self.models)):
+            raise ConfigError(
+                "lora must adapt a layer of every pipeline stage, and a stage of this layout has "
+                "none of its targets; add a target, or lower pipeline"
+            )
+        # A stage may have no layer of some target, but some stage must.
+        if options.target_modules and not processes.any_of(
+            any(isinstance(layer, LoraLinear) for layer in names.values())
+        ):
+            raise ConfigError(f"no linear layer matches target_modules {options.target_modules!r}")
+        for target in options.target_parameters:
+            if not processes.any_of(any(ends_with(name, (target,)) for name in names)):
+                raise ConfigError(f"target_parameters must name expert weights, got {target!r}")
+        self.styles: dict[str, Any] = {}
+        """Style of each adapter tensor, by name in its stage, if the layout splits weights."""
+        layout = engine.groups.layout
+        for model in self.models if max(layout.tensor, layout.expert) > 1 else ():
+            adapters = model.adapters()
+            self.styles |= adapter_styles(adapters, engine.plan)
+            if layout.tensor > 1:
+                split_products(adapters, engine.plan, engine.groups.mesh["tensor"])
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

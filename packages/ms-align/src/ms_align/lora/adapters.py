@@ -220,7 +220,11 @@ def save_adapters(
 
 
 def add_lora(
-    model: nn.Module, options: LoraOptions | None = None, *, seed: int = 0, base_name: str = ""
+    model: nn.Module,
+    options: LoraOptions | None = None,
+    *,
+    seed: int = 0,
+    base_name: str = "",
 ) -> AdaptedModel:
     """Freeze a model and add adapters to its linear layers and experts, in place.
 
@@ -236,8 +240,21 @@ def add_lora(
     options = lora_options(options) or LoraOptions()
     check_type("model", model, nn.Module, "a torch.nn.Module", error=ConfigError)
     check_type("base_name", base_name, str, "a string", error=ConfigError)
-    names = [*_matching(model, options.target_modules), *_experts(model, options)]
-    _check_rank(model, names, options)
+    return _add(model, options, seed, base_name, complete=True)
+
+
+def adapt_stage(stage: nn.Module, options: LoraOptions, *, seed: int) -> AdaptedModel:
+    """Freeze a pipeline stage and add adapters to its layers, if it has some of the targets."""
+    return _add(stage, options, seed, "", complete=False)
+
+
+def _add(
+    model: nn.Module, options: LoraOptions, seed: int, base_name: str, *, complete: bool
+) -> AdaptedModel:
+    linear = _matching(model, options.target_modules, complete)
+    names = [*linear, *_experts(model, options, complete)]
+    if names:
+        _check_rank(model, names, options)
     adapted = adapt(model, names, options, base_name)
     for name, layer in adapted.adapters().items():
         # The seed depends on the layer's name, so that pipeline stages get the same values.
@@ -292,12 +309,12 @@ def adapt(model: nn.Module, names: Iterable[str], options: LoraOptions, base: st
     return AdaptedModel(model, options, base)
 
 
-def _experts(model: nn.Module, options: LoraOptions) -> list[str]:
+def _experts(model: nn.Module, options: LoraOptions, complete: bool) -> list[str]:
     """List the names of the expert weights that match `target_parameters`, in the model's order."""
     targets = options.target_parameters
     weights = expert_weights(model) if targets else {}
     for target in targets:
-        if not any(ends_with(name, (target,)) for name in weights):
+        if complete and not any(ends_with(name, (target,)) for name in weights):
             available = ", ".join(sorted({".".join(n.split(".")[-2:]) for n in weights})) or "none"
             raise ConfigError(
                 f"target_parameters must name expert weights, got {target!r}; the model has: "
@@ -306,7 +323,7 @@ def _experts(model: nn.Module, options: LoraOptions) -> list[str]:
     return [name for name in weights if ends_with(name, targets)]
 
 
-def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
+def _matching(model: nn.Module, targets: str | tuple[str, ...], complete: bool) -> list[str]:
     """List the names of the linear layers that match, in the model's order."""
     linear = list(linear_layers(model))
     if not targets:
@@ -318,7 +335,7 @@ def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
         matches = [name for name in linear if re.fullmatch(targets, name)]
     else:
         matches = [name for name in linear if ends_with(name, targets)]
-    if not matches:
+    if not matches and complete:
         available = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
         if any(type(module).__name__ == "Conv1D" for module in model.modules()):
             raise ConfigError(

@@ -219,11 +219,11 @@ class LoraLinear(AdaptedLayer):
         inputs = self._dropout(x)
         # FSDP casts only the base layer under mixed precision; the adapter stays in float32.
         dtype = x.dtype
-        a, b = self.lora_A.to(dtype), (self.scale * self.lora_B).to(dtype)  # (r, I), (O, r)
+        a, b = local(self.lora_A).to(dtype), (self.scale * local(self.lora_B)).to(dtype)
         update = self.product(inputs, a, b)
         if self.initial_A is not None:
-            a_0, b_0 = self.initial_A.to(dtype), (self.scale * self.initial_B).to(dtype)
-            update = update - self.product(inputs, a_0, b_0)
+            a, b = local(self.initial_A).to(dtype), (self.scale * local(self.initial_B)).to(dtype)
+            update = update - self.product(inputs, a, b)
         if self.lora_magnitude_vector is None:
             return y + update
         # Section 4.3 of the paper: the norm is a constant in the backward pass.

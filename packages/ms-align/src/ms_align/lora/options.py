@@ -80,7 +80,7 @@ class LoraOptions:
         default="none", validator=one_of("none", "nf4", "int8", "fp8")
     )
     """Store the frozen weights of adapted layers in 4 (`nf4`) or 8 bits (`int8`, `fp8`), as in
-    QLoRA. Not with `layout`."""
+    QLoRA. With `layout`, over data, context and pipeline only."""
 
     def __attrs_post_init__(self) -> None:
         if not self.target_modules and not self.target_parameters:

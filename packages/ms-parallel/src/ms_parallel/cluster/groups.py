@@ -78,6 +78,7 @@ class Groups:
             other_axes = tuple(axis for axis in AXES if axis != "pipeline")
             return self.mesh[other_axes]._flatten("stage").get_group()
         joined_meshes = {"rows": self.rows, "tokens": self.tokens, "shards": self.shards}
+        joined_meshes["expert_shards"] = self.expert_shards
         joined_meshes |= {} if self.replicas is None else {"replicas": self.replicas}
         return (
             joined_meshes[axis].get_group() if axis in joined_meshes else self.mesh.get_group(axis)

@@ -117,6 +117,7 @@ class Auditor:
         exact = reduce_gradients(
             {name: parameters[name] for name in trained.parameters},
             trained.replicated,
+            trained.unsharded,
             trained.plan.tied,
             trained.placement,
             groups,

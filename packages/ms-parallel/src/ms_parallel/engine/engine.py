@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor, nn
 
 from ms_parallel import operators
@@ -15,7 +16,12 @@ from ms_parallel.arguments import check_callable, check_type, shown
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import create_groups
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.adapters import Adapters, check_adaptable
+from ms_parallel.engine.adapters import (
+    Adapters,
+    SplitAdapters,
+    check_adaptable,
+    split_adapters,
+)
 from ms_parallel.engine.assembly import (
     EngineArguments,
     ModelSource,
@@ -453,12 +459,17 @@ class Engine:
                 adapters in place and returns them. Extra heads stay trainable.
 
         Raises:
-            ConfigError: the layout has tensor, context or expert ranks, or several stages per rank.
+            ConfigError: a rank has several stages, or the layout splits weights and the adapters
+                are not `SplitAdapters`.
         """
         check_callable("make", make, error=ConfigError)
         check_audit(self.options, "adapters, which a second model would lack")
-        check_adaptable(self.groups.layout, self.placement)
         self.adapters = make(self.stages)
+        check_adaptable(self.groups.layout, self.placement, self.adapters)
+        if isinstance(self.adapters, SplitAdapters):
+            styles = self.adapters.styles
+            self.plan = evolve(self.plan, tensor={**styles, **self.plan.tensor})
+            split_adapters(self.stages, styles, self.plan, self.groups)
         for stage in self.stages.values():
             # Heads were frozen with the rest of the model.
             thaw_heads(stage, self.options.heads)
@@ -560,7 +571,6 @@ class Engine:
             weights=self._weight_rules,
             include_frozen=include_frozen,
             offload=self.options.offload in MOMENTS,
-            summed=not self.options.reproducible,
         )
 
     def _reduction(self) -> Reduction:

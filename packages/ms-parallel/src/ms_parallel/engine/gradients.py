@@ -18,23 +18,28 @@ BUCKET_BYTES = 32 << 20
 def reduce_gradients(
     parameters: Mapping[str, Tensor],
     replicated: Collection[str],
+    unsharded: Mapping[str, str],
     tied: Sequence[tuple[str, str]],
     placement: Sequence[int],
     groups: Groups,
 ) -> dict[str, Tensor]:
     """Reduce the gradients of the global batch and return this process's shards by name.
 
-    FSDP has already summed over the ranks that shard weights. This sums over replicas of shards,
-    over tensor ranks for parameters replicated there, and over the two stages of tied weights.
+    FSDP has already summed over the ranks that shard weights. This sums over these ranks for
+    parameters that FSDP does not manage, over replicas of shards, over tensor ranks for parameters
+    replicated there, and over the two stages of tied weights.
 
     Args:
         parameters: parameters of this process's stages.
         replicated: names of the parameters that are replicated over tensor ranks.
+        unsharded: axis to sum over, by name, of the parameters that FSDP does not manage.
         tied: pairs (owner, copy) of names of the same weight.
         placement: pipeline rank of each stage.
         groups: process groups of the layout.
     """
     gradients = {name: local_gradient(parameter) for name, parameter in parameters.items()}
+    for axis in sorted(set(unsharded.values())):
+        sum_over(axis, [gradients[name] for name in unsharded if unsharded[name] == axis], groups)
     if groups.replicas is not None:
         sum_over("replicas", list(gradients.values()), groups)
     sum_over_tensor([gradients[name] for name in replicated], groups)

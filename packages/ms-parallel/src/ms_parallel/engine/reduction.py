@@ -108,6 +108,7 @@ class SummedReduction:
         return reduce_gradients(
             trained.parameters,
             trained.replicated,
+            trained.unsharded,
             trained.plan.tied,
             trained.placement,
             self.groups,

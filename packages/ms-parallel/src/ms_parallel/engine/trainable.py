@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.gradients import is_counted, scale, squared_norm
@@ -13,7 +14,6 @@ from ms_parallel.optim.clipping import CLIP_EPSILON, StepLimits, UpdateDecision
 from ms_parallel.optim.grouped import GroupedOptimizer
 from ms_parallel.optim.optimizer import OptimizerConfig
 from ms_parallel.optim.rule import LocalParameters
-from ms_parallel.split.part import is_plain_tensor
 from ms_parallel.split.tensor_parallel import has_partial_gradient
 
 
@@ -32,7 +32,6 @@ class Trainable:
         weights: returns the weight rules of the model.
         include_frozen: include parameters without gradients.
         offload: keep optimizer moments in host memory.
-        summed: sum gradients over processes in the backward pass; False leaves it to the caller.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Trainable:
         weights: Callable[[], WeightRules],
         include_frozen: bool,
         offload: bool = False,
-        summed: bool = True,
     ) -> None:
         self.plan, self.placement, self.groups = plan, placement, groups
         self.parameters: dict[str, Tensor] = {
@@ -61,22 +59,15 @@ class Trainable:
             for name in self.parameters
             if groups.layout.tensor > 1 and has_partial_gradient(name, plan)
         ]
-        unsharded = {
-            name: parameter
-            for name, parameter in self.parameters.items()
-            if groups.layout.shards > 1 and is_plain_tensor(parameter)
-        }
-        # FSDP does not manage plain parameters, so their gradients are summed over its ranks
-        # here.
-        for parameter in unsharded.values() if summed else ():
-            parameter.register_hook(self._sum_over_shards)  # type: ignore[no-untyped-call]
+        self.unsharded = unsharded_axes(self.parameters, groups)
+        """Axis to sum over, by name: parameters whose gradients FSDP does not sum."""
         # Each element of each parameter counts on exactly one process.
         self.counted = [
             name
             for name in self.parameters
             if groups.is_first_replica
             and is_counted(name, plan, placement, groups)
-            and (name not in unsharded or groups.token_rank == 0)
+            and _is_first(self.unsharded.get(name), groups)
         ]
         all_parameters = [
             parameter for stage in stages.values() for parameter in stage.parameters()
@@ -85,10 +76,6 @@ class Trainable:
             parameters=self.parameters, plan=plan, groups=groups, weights=weights, offload=offload
         )
         self.optimizer = GroupedOptimizer(params, config, all_parameters)
-
-    def _sum_over_shards(self, gradient: Tensor) -> Tensor:
-        # Cloned, because a hook must not change its argument.
-        return self.groups.all_reduce(gradient.contiguous().clone(), "shards")
 
     def squared_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the sum of squares of the locally counted gradients, a float32 scalar."""
@@ -132,3 +119,28 @@ class Trainable:
         """Drop all gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
+
+
+def unsharded_axes(parameters: Mapping[str, Tensor], groups: Groups) -> dict[str, str]:
+    """Return the axis over which to sum each gradient that FSDP does not, by parameter name.
+
+    FSDP manages no parameter that was added after it wrapped the model, such as an adapter: these
+    are plain tensors, or split over the tensor and expert axes only.
+    """
+    axes = {}
+    for name, parameter in parameters.items() if groups.layout.shards > 1 else ():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        dims = set((mesh and mesh.mesh_dim_names) or ())
+        if dims <= {"tensor", "expert"}:
+            # Experts are equal on part of the processes only.
+            axes[name] = "expert_shards" if "expert" in dims else "shards"
+    return axes
+
+
+def _is_first(axis: str | None, groups: Groups) -> bool:
+    """Whether this process is the first that has this part of an unsharded parameter."""
+    if axis is None:
+        return True
+    return (
+        groups.token_rank == 0 if axis == "shards" else groups.expert_shards.get_local_rank() == 0
+    )

@@ -14,6 +14,7 @@ from ms_parallel.settings import nearest
 Style = Literal[
     "column",
     "column_to_whole",
+    "expert",
     "expert_column",
     "expert_row",
     "gathering_column",
@@ -42,6 +43,8 @@ Style = Literal[
 - `expert_column`: splits the rows of expert weights (experts, matrices, rows, columns) and of
   biases (experts, matrices, rows).
 - `expert_row`: splits the columns of expert weights (experts, rows, columns), not the bias.
+- `expert`: replicated; one part per expert (dim 0), applied like its neighbor `expert_column` or
+  `expert_row`, so each rank has a partial sum of its gradient. For adapters.
 - `column_to_whole`: like `column`, with the output gathered on each rank.
 - `row_of_whole`: like `row`, for an input that is replicated on each rank.
 - `replicated`: replicated; applied to full hidden states, so each rank has the full gradient.

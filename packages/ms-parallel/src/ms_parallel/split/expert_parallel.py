@@ -38,7 +38,10 @@ def split_experts(model: nn.Module, groups: Groups) -> None:
     for experts in [module for module in model.modules() if isinstance(module, Experts)]:
         for linear in (experts.gate_up_proj, experts.down_proj):
             for name, parameter in list(linear.named_parameters(recurse=False)):
-                linear.register_parameter(name, _local_experts(parameter, mesh))
+                split = local_experts(parameter.detach(), mesh)
+                linear.register_parameter(
+                    name, nn.Parameter(split, requires_grad=parameter.requires_grad)
+                )
         experts.dispatch = lambda rows, counts: _dispatch(rows, counts, group)
         experts.register_forward_hook(_no_view)
 
@@ -70,24 +73,24 @@ def shard_dim(parameter: Tensor, parts: int) -> int:
     return fits[0] if fits else 0
 
 
-def _local_experts(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return a DTensor of a parameter (experts, ...) that stores only this process's experts."""
-    local: Tensor = parameter.detach()
+def local_experts(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a DTensor of a tensor (experts, ...) that stores only this process's experts."""
+    local = tensor
     meshes, placements = [mesh], list[Placement]([Shard(0)])
     # Already split over tensor ranks: a DTensor over both meshes.
     if isinstance(local, DTensor):
         meshes.append(local.device_mesh)
         placements += local.placements
         local = local.to_local()
-    share = DTensor.from_local(
+    share: Tensor = DTensor.from_local(
         local.chunk(mesh.size())[mesh.get_local_rank()],
         mesh if len(meshes) == 1 else DeviceMesh._concatenate(meshes),
         placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
-    return nn.Parameter(share, requires_grad=parameter.requires_grad)
+    return share
 
 
 @frozen(kw_only=True, eq=False)

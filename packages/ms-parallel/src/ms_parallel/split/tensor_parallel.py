@@ -107,7 +107,7 @@ def _full_sequence_style(plan: ModelPlan, name: str) -> dict[str, ParallelStyle]
 SEQUENCE_STYLES = tuple(
     style
     for style in get_args(Style)
-    if style not in ("column_to_whole", "replicated", "row_of_whole", "summed")
+    if style not in ("column_to_whole", "expert", "replicated", "row_of_whole", "summed")
 )
 """Styles with sequence parallelism: each rank has a slice of the sequence between blocks."""
 FULL_SEQUENCE_STYLES = (
@@ -134,7 +134,7 @@ def _unsupported_style(name: str, style: str, plan: ModelPlan) -> ModelError:
 def has_partial_gradient(name: str, plan: ModelPlan) -> bool:
     """Whether tensor ranks have the full parameter but only a partial sum of its gradient."""
     style = plan.style(name)
-    return style in ("sequence", "heads", "router") or (
+    return style in ("sequence", "heads", "router", "expert") or (
         style == "expert_row" and name.endswith(".bias")
     )
 
