@@ -9,6 +9,8 @@ POST /stepwise {"delay_s": S} makes it sample one token at a time, so that weigh
 middle of a response; GET /served returns the number of requests by endpoint.
 """
 
+import base64
+import io
 import json
 import os
 import sys
@@ -21,9 +23,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from ms_align import LocalGenerator, Sampling
+from ms_align import LocalGenerator, Responses, Sampling
 from ms_align.generation.drawing import sample_tokens
 from ms_align.models.folder import load_model
 from ms_align.seeds import position_seed
@@ -61,7 +64,8 @@ class Model:
         if keeps_head:
             old = self.generate.model.module.state_dict()["lm_head.weight"]
             new.load_state_dict({"lm_head.weight": old}, strict=False)
-        self.generate = LocalGenerator(new, fused=False)
+        self.has_experts = getattr(new.config, "mixture", None) is not None
+        self.generate = LocalGenerator(new, fused=False, records_experts=self.has_experts)
 
     @torch.no_grad()
     def score(self, tokens: list[int]) -> list[dict[str, Any] | None]:
@@ -93,6 +97,7 @@ class Model:
             seed = params.get("seed", 0) + index
             if self.delay_s is not None:
                 tokens, logprobs, versions = self.sample_stepwise(prompt, sampling, seed)
+                experts = None
                 stopped = tokens[-1] in sampling.stop_token_ids
             else:
                 with self.lock:
@@ -101,6 +106,7 @@ class Model:
                 assert sample.sampling_logprobs is not None
                 tokens, stopped = sample.row(0), bool(sample.stopped[0])
                 logprobs = sample.sampling_logprobs[0, : len(tokens)].tolist()
+                experts = self.experts(sample)
             content = [
                 {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
                 for token, logprob in zip(tokens, logprobs, strict=True)
@@ -112,10 +118,22 @@ class Model:
                     "token_ids": tokens,
                     "weight_versions": spans(versions),
                     "logprobs": {"content": content},
+                    "routed_experts": experts,
                 }
             )
         scores = self.score(prompt) if params.get("prompt_logprobs") is not None else None
         return {"request_id": "generate-tokens-1", "choices": choices, "prompt_logprobs": scores}
+
+    def experts(self, sample: Responses) -> str | None:
+        """Base64 of a .npy file with the experts of all layers, 0 in dense ones, as in vLLM."""
+        if not self.has_experts:
+            return None
+        assert sample.routed_experts is not None
+        config: Any = self.generate.model.module.config
+        recorded = sample.routed_experts[0].numpy()
+        experts = np.zeros((len(recorded), config.num_hidden_layers, recorded.shape[2]), np.uint8)
+        experts[:, list(config.mixture.layers)] = recorded
+        return experts_file(experts)
 
     @torch.no_grad()
     def sample_stepwise(
@@ -154,6 +172,13 @@ def spans(versions: list[str]) -> list[dict[str, Any]]:
         {"version": versions[start], "start": start, "end": end}
         for start, end in zip(starts, ends, strict=True)
     ]
+
+
+def experts_file(experts: Any) -> str:
+    """Base64 of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, experts)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def spoil(fault: str, answer: dict[str, Any], body: dict[str, Any]) -> None:
@@ -206,6 +231,15 @@ def spoil(fault: str, answer: dict[str, Any], body: dict[str, Any]) -> None:
         choice["weight_versions"] = None
     elif fault == "gap_in_versions":
         choice["weight_versions"][0]["start"] = 1
+    elif fault == "no_experts":
+        choice["routed_experts"] = None
+    elif fault == "malformed_experts":
+        choice["routed_experts"] = choice["routed_experts"][:40]
+    elif fault == "few_experts":
+        choice["routed_experts"] = experts_file(np.zeros((1, 3, 2), np.uint8))
+    elif fault == "foreign_expert":
+        tokens = len(body["token_ids"]) + len(choice["token_ids"])
+        choice["routed_experts"] = experts_file(np.full((tokens - 1, 3, 2), 99))
     elif fault == "other_shape":
         answer["choices"] = 3
 

@@ -40,6 +40,8 @@ def broadcast(values: torch.Tensor) -> torch.Tensor:
     """Return the first process's tensor; all processes pass the same shape. Collective."""
     if count() == 1:
         return values
+    if values.dtype == torch.int16:  # gloo has no int16
+        return broadcast(values.view(torch.uint8)).view(torch.int16)
     sent = values.to(exchange_device())
     dist.broadcast(sent, src=0)
     return sent.cpu()

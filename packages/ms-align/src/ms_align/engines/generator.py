@@ -16,7 +16,11 @@ from ms_align.generation.stops import Decode, first_stop
 
 
 def generator_of(
-    engine: Engine, *, max_num_seqs: int = 64, decode: Decode | None = None
+    engine: Engine,
+    *,
+    max_num_seqs: int = 64,
+    decode: Decode | None = None,
+    records_experts: bool = False,
 ) -> Generator:
     """Build a `LocalGenerator` for an engine of one process, an `EngineGenerator` for others.
 
@@ -24,12 +28,18 @@ def generator_of(
         engine: engine of the policy.
         max_num_seqs: rows generated at the same time, in one process.
         decode: converts tokens to text; needed for stop strings only.
+        records_experts: return the experts of each token; in one process only.
 
     Raises:
         ModelError: the model does not support a KV cache.
     """
     if isinstance(engine, LocalEngine):
-        return LocalGenerator(engine.module, max_num_seqs=max_num_seqs, decode=decode)
+        return LocalGenerator(
+            engine.module,
+            max_num_seqs=max_num_seqs,
+            decode=decode,
+            records_experts=records_experts,
+        )
     return EngineGenerator(engine, decode)
 
 

@@ -1,8 +1,8 @@
 """Engine for a single process: a causal language model with optimizer and extra heads."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -121,6 +121,9 @@ class LocalEngine:
         }
         self._optimizer: torch.optim.AdamW | None = None
         self._scratch = Scratch()
+        self._replayed = self._differing = 0
+        """Replayed selections of experts in the current step, and those that the router differs
+        in."""
         model.eval()
 
     def _build_heads(self, widths: dict[str, int], bias: bool) -> dict[str, nn.Module]:
@@ -197,6 +200,7 @@ class LocalEngine:
         optimizer = self.optimizer
         optimizer.zero_grad(set_to_none=True)
         total, statistics = 0.0, torch.zeros(len(names), device=self.device)
+        self._replayed = self._differing = 0
         with self._dropout():
             for microbatch in map(_trim, microbatches):
                 value, sums = loss(self._forward(microbatch), microbatch)
@@ -223,7 +227,14 @@ class LocalEngine:
             learning_rate=rate,
             tokens=tokens,
             skipped=None if finite else "nonfinite",
-            statistics=dict(zip(names, (statistics / weight).tolist(), strict=True)),
+            statistics={
+                **dict(zip(names, (statistics / weight).tolist(), strict=True)),
+                **(
+                    {"router_difference": self._differing / self._replayed}
+                    if self._replayed
+                    else {}
+                ),
+            },
         )
 
     @torch.no_grad()
@@ -324,7 +335,10 @@ class LocalEngine:
         self.step_count = int(state["engine.step"])
 
     def _forward(self, batch: Batch) -> LocalOutput:
-        hidden = self.model.hidden(batch["tokens"], batch.get("positions"), batch.get("documents"))
+        with self._replay(batch.get("routed_experts")):
+            hidden = self.model.hidden(
+                batch["tokens"], batch.get("positions"), batch.get("documents")
+            )
         heads = {name: self.heads[name] for name in self.heads}
         return LocalOutput(hidden, self.model, heads, self._scratch)
 
@@ -333,6 +347,20 @@ class LocalEngine:
         if isinstance(self.module, AdaptedModel):
             return self.module.dropout(self.step_count)
         return nullcontext()
+
+    @contextmanager
+    def _replay(self, experts: Tensor | None) -> Iterator[None]:
+        """Route tokens to recorded experts (B, S, L, k), and count differing selections."""
+        if experts is None:
+            yield
+            return
+        from ms_parallel.models import replay_experts
+
+        with replay_experts(self.module, experts) as counts:
+            yield
+        count, differing = counts()
+        self._replayed += count
+        self._differing += differing
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
         check_type("batch", batch, Mapping, "columns by name", error=DataError)

@@ -5,14 +5,55 @@ token, L layers with experts, k experts per token.
 """
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
-from ms_align.errors import ModelError
+from ms_align.errors import ConfigError, ModelError
 
 FREE = -1
 """Replaces the experts of a position to let the router select."""
+
+
+@frozen(kw_only=True)
+class RoutedLayers:
+    """Layers with experts of a model."""
+
+    layers: tuple[int, ...]
+    """Their indices."""
+    depth: int
+    """Number of all layers."""
+    experts: int
+    """Number of experts per layer."""
+    experts_per_token: int
+    """k."""
+
+    @classmethod
+    def of(cls, engine: Any) -> "RoutedLayers":
+        """Return the layers of an engine's model.
+
+        Raises:
+            ConfigError: the model is dense, or not a decoder of ms-parallel.
+        """
+        module: Any = getattr(engine, "module", None)
+        base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+        # Engines with a layout have a config, and no complete module.
+        config: Any = getattr(engine if base is None else base, "config", None)
+        mixture = getattr(config, "mixture", None)
+        if mixture is None or not mixture.layers:
+            name = getattr(config, "model_type", type(base or engine).__name__)
+            raise ConfigError(
+                f"router_replay needs a model of ms-parallel with experts, and {name} has none; "
+                "remove router_replay"
+            )
+        return cls(
+            layers=tuple(sorted(mixture.layers)),
+            depth=config.num_hidden_layers,
+            experts=mixture.choice.num_experts,
+            experts_per_token=mixture.choice.num_experts_per_tok,
+        )
 
 
 class ExpertRecorder:

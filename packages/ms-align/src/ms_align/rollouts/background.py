@@ -28,12 +28,20 @@ class BackgroundRollouts:
         policy: engine of the policy.
         max_num_seqs: maximum number of rows generated at the same time.
         decode: converts tokens to text; only needed for stop strings.
+        records_experts: return the experts of each token.
 
     Raises:
         ModelError: the model does not support a KV cache.
     """
 
-    def __init__(self, policy: LocalEngine, *, max_num_seqs: int, decode: Decode | None) -> None:
+    def __init__(
+        self,
+        policy: LocalEngine,
+        *,
+        max_num_seqs: int,
+        decode: Decode | None,
+        records_experts: bool = False,
+    ) -> None:
         self.policy = policy
         self.module = copy_of(policy.module).requires_grad_(False)
         # Frozen weights never change, so the copy can point to the policy's storage.
@@ -42,7 +50,11 @@ class BackgroundRollouts:
                 self.module.get_parameter(name).data = parameter.data
         # A capture must not meet the training thread's use of the device's random state.
         self.generator = LocalGenerator(
-            self.module, max_num_seqs=max_num_seqs, decode=decode, cuda_graph=False
+            self.module,
+            max_num_seqs=max_num_seqs,
+            decode=decode,
+            cuda_graph=False,
+            records_experts=records_experts,
         )
         self.version: int | None = None
         self._weights: Mapping[str, Tensor] | None = None

@@ -129,6 +129,7 @@ class RolloutLearner:
             statistics = {**self.metrics, **update.statistics}
             value_loss = self.algorithm.value_loss()
             if value_loss is not None and self.value is not None:
+                batch.pop("routed_experts", None)  # another model has other routers
                 value_update = self.value.step(batch, value_loss)
                 statistics |= {"value_loss": value_update.loss, **value_update.statistics}
         self._log_spans(log)
@@ -463,11 +464,15 @@ class RolloutLearner:
         # Log-probabilities of the generator may differ by rounding from the training forward pass.
         if "old_logprobs" not in rows or options.recompute_logprobs:
             rows["old_logprobs"] = logprobs_of(self.policy, rows, temperature)
+        # Other models have other routers.
+        shared = {name: value for name, value in rows.items() if name != "routed_experts"}
         if self.reference is not None:
             with self.reference.activate():
-                rows["reference_logprobs"] = logprobs_of(self.reference.engine, rows, temperature)
+                rows["reference_logprobs"] = logprobs_of(self.reference.engine, shared, temperature)
         if self.value is not None:
-            rows["old_values"] = values_of(self.value, rows)
+            rows["old_values"] = values_of(
+                self.value, rows if self.value is self.policy else shared
+            )
         return gather_rows(self.policy, rows)
 
     def _check_sampler(self, rows: Mapping[str, Tensor], sampling_logprobs: Tensor | None) -> None:

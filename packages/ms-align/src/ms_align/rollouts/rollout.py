@@ -10,8 +10,12 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from ms_align.generation.responses import Responses
+from ms_align.generation.routing import FREE
 from ms_align.losses.protocol import IGNORED
 from ms_align.rewards.scoring import BatchRewards, Sample
+
+PADDING = {"targets": IGNORED, "routed_experts": FREE}
+"""Values after the end of a row, other than 0."""
 
 
 @frozen(kw_only=True)
@@ -50,17 +54,17 @@ class Rollout:
         index[replaced] = size + (usable[:count, None] * num_generations + members).flatten()
 
         def select(first: Tensor, second: Tensor, padding: int = 0) -> Tensor:
-            if first.ndim == 2:  # the rollouts may differ in their longest rows
-                width = max(first.shape[1], second.shape[1])
+            if first.ndim > 1:  # the rollouts may differ in their longest rows
+                width, later = max(first.shape[1], second.shape[1]), 2 * (first.ndim - 2)
                 first, second = (
-                    torch.nn.functional.pad(x, (0, width - x.shape[1]), value=padding)
+                    torch.nn.functional.pad(x, (*[0] * later, 0, width - x.shape[1]), value=padding)
                     for x in (first, second)
                 )
             return torch.cat((first, second))[index]
 
         rollout = Rollout(
             rows={
-                name: select(column, other.rows[name], IGNORED if name == "targets" else 0)
+                name: select(column, other.rows[name], PADDING.get(name, 0))
                 for name, column in self.rows.items()
             },
             responses=evolve(

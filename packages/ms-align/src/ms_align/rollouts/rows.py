@@ -13,6 +13,7 @@ from torch import Tensor
 from ms_align import processes
 from ms_align.engines.protocol import Engine
 from ms_align.generation.responses import Responses
+from ms_align.generation.routing import FREE
 from ms_align.losses.protocol import IGNORED, Batch, Output
 from ms_align.rewards.scoring import BatchRewards, Failure, Reward, Sample, score
 from ms_align.rollouts.prompts import Prompt
@@ -37,7 +38,8 @@ def sequences(
 
     Returns:
         `tokens` and `targets` (N, S) int64, with targets -100 except at response tokens;
-        `versions` (N, S) int64 if the generator returned those of the weights; and
+        `versions` (N, S) int64 if the generator returned those of the weights;
+        `routed_experts` (N, S, L, k) int16, -1 after the end of a row, if it returned experts; and
         `old_logprobs` (N, S) float32 if the generator returned the policy's log-probabilities, or
         `sampling_logprobs` if it only returned those of its own model.
     """
@@ -53,6 +55,9 @@ def sequences(
     # A server's log-probabilities may differ from the policy's by rounding: use another name.
     if responses.versions is not None:
         batch["versions"] = torch.zeros(len(prompts), width, dtype=torch.int64)
+    if responses.routed_experts is not None:
+        shape = len(prompts), width, *responses.routed_experts.shape[2:]
+        batch["routed_experts"] = torch.full(shape, FREE, dtype=torch.int16)
     source = responses.logprobs if responses.logprobs is not None else responses.sampling_logprobs
     if source is not None:
         name = "sampling_logprobs" if responses.logprobs is None else "old_logprobs"
@@ -66,6 +71,9 @@ def sequences(
         if responses.versions is not None:
             versions = responses.versions[row, :count]
             batch["versions"][row, prompt_length - 1 : prompt_length - 1 + count] = versions
+        if responses.routed_experts is not None:
+            positions = len(sequence) - 1
+            batch["routed_experts"][row, :positions] = responses.routed_experts[row, :positions]
         if responses.tool_mask is not None:
             # The policy did not sample these tokens, so they must not contribute to the loss.
             is_tool = ~responses.tool_mask[row, :count]
@@ -126,7 +134,8 @@ def _by_length(
     engine: Engine, batch: Mapping[str, Tensor], function: Callable[[Output, Batch], Tensor]
 ) -> Tensor:
     """Evaluate with the rows sorted by length, so that microbatches need less padding."""
-    columns = {name: batch[name] for name in ("tokens", "targets")}
+    names = ("tokens", "targets", "routed_experts")
+    columns = {name: batch[name] for name in names if name in batch}
     # Distance of the last target from the right edge, so shortest padding (longest rows) first.
     order = (columns["targets"] != IGNORED).flip(1).int().argmax(1).argsort(stable=True)
     in_order = engine.evaluate(
@@ -141,7 +150,13 @@ def gather_rows(engine: Engine, rows: Mapping[str, Tensor]) -> dict[str, Tensor]
     """Gather rows of all data ranks on every process; all ranks pass the same shapes."""
     if engine.data_ranks == 1:
         return dict(rows)
-    return {name: engine.gather(value) for name, value in rows.items()}
+    return {
+        # Gloo has no int16, so bytes are exchanged.
+        name: engine.gather(value.view(torch.uint8)).view(torch.int16)
+        if value.dtype == torch.int16
+        else engine.gather(value)
+        for name, value in rows.items()
+    }
 
 
 def gather_responses(engine: Engine, responses: Responses) -> Responses:

@@ -1,7 +1,7 @@
 """Rollout engines; the name of each module here is a value of the setting `generator`.
 
-A module defines `build(policy, *, max_num_seqs, decode, vllm, folder, max_staleness)`, which
-returns a `RolloutEngine`.
+A module defines `build(policy, *, max_num_seqs, decode, vllm, folder, max_staleness,
+routed_layers)`, which returns a `RolloutEngine`.
 """
 
 import importlib

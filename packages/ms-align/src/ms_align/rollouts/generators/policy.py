@@ -11,6 +11,7 @@ from ms_align.engines.local import LocalEngine
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
 from ms_align.generation.responses import Generator, Responses, RolloutEngine, TimedResponses
+from ms_align.generation.routing import RoutedLayers
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode
 from ms_align.rollouts.background import BackgroundRollouts
@@ -57,13 +58,25 @@ def build(
     max_num_seqs: int,
     decode: Decode | None,
     max_staleness: int = 0,
+    routed_layers: RoutedLayers | None = None,
     **unused: Any,
 ) -> RolloutEngine:
     """Generate with the policy's engine or, to run ahead of training, with a copy of the policy.
 
     Raises:
-        ConfigError: generation cannot run ahead because the policy has a layout.
+        ConfigError: generation cannot run ahead or record experts because the policy has a layout.
     """
+    options: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "decode": decode,
+        "records_experts": routed_layers is not None,
+    }
+    if routed_layers is not None and not isinstance(policy, LocalEngine):
+        raise ConfigError(
+            "router_replay with generator = 'policy' needs a policy without a layout, as a "
+            "distributed policy does not record experts; remove layout or router_replay, or use "
+            "generator = 'vllm'"
+        )
     if max_staleness:
         if not isinstance(policy, LocalEngine):
             raise ConfigError(
@@ -71,5 +84,5 @@ def build(
                 "layout, as a distributed policy cannot be copied; remove layout, set "
                 "max_staleness = 0, or use generator = 'vllm'"
             )
-        return BackgroundRollouts(policy, max_num_seqs=max_num_seqs, decode=decode)
-    return PolicyRollouts(generator_of(policy, max_num_seqs=max_num_seqs, decode=decode))
+        return BackgroundRollouts(policy, **options)
+    return PolicyRollouts(generator_of(policy, **options))

@@ -21,6 +21,7 @@ from ms_align.engines.protocol import Engine
 from ms_align.errors import ServerError
 from ms_align.files.durable import writing
 from ms_align.generation.responses import Responses, Span, TimedResponses
+from ms_align.generation.routing import RoutedLayers
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode
 from ms_align.rollouts.rows import logprobs_of
@@ -41,6 +42,7 @@ class VllmRollouts:
         weights_dir: folder for new weights, which the servers read.
         max_staleness: updates by which generation may run ahead of training.
         in_flight: load new weights in the middle of responses.
+        routed_layers: layers whose experts the servers return; None without router replay.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class VllmRollouts:
         weights_dir: Path,
         max_staleness: int = 0,
         in_flight: bool = False,
+        routed_layers: RoutedLayers | None = None,
     ) -> None:
         self.policy = policy
         self.client = client
         self.weights_dir = weights_dir
+        self.routed_layers = routed_layers
         self.runs_ahead = max_staleness > 0
         self.version: int | None = None
         """Version of the weights that the next responses start with."""
@@ -108,6 +112,10 @@ class VllmRollouts:
             "lengths": torch.zeros(rows, dtype=torch.int64),
             "stopped": torch.zeros(rows, dtype=torch.int64),
         }
+        if (routed := self.routed_layers) is not None:
+            positions = max(len(prompt) for prompt in all_prompts) + width - 1
+            shape = rows, positions, len(routed.layers), routed.experts_per_token
+            columns["routed_experts"] = torch.zeros(shape, dtype=torch.int16)
         times_s = torch.zeros(2, dtype=torch.float64)  # began, ended
         spans: list[Span] = []  # on the first process, which logs them
 
@@ -248,6 +256,7 @@ def build(
     vllm: VllmOptions,
     folder: Path,
     max_staleness: int = 0,
+    routed_layers: RoutedLayers | None = None,
 ) -> VllmRollouts:
     """Generate with vLLM servers.
 
@@ -258,6 +267,7 @@ def build(
         vllm: servers and weight updates.
         folder: the run's output folder.
         max_staleness: updates by which generation may run ahead of training.
+        routed_layers: layers whose experts the servers return; None without router replay.
     """
     weights_dir = vllm.weights_dir or folder / "vllm"
     client = VllmClient(
@@ -266,6 +276,7 @@ def build(
         max_num_seqs=max_num_seqs,
         log_path=folder / "vllm-server.log",
         decode=decode,
+        routed_layers=routed_layers,
     )
     return VllmRollouts(
         policy,
@@ -273,6 +284,7 @@ def build(
         weights_dir=weights_dir.absolute(),
         max_staleness=max_staleness,
         in_flight=vllm.in_flight_weight_updates,
+        routed_layers=routed_layers,
     )
 
 

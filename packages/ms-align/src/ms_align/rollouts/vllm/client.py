@@ -9,10 +9,12 @@ from time import monotonic
 from typing import TypeVar
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
+from torch import Tensor
 
 from ms_align.errors import DataError, ServerError
 from ms_align.generation.responses import Responses, Span, TimedResponses
+from ms_align.generation.routing import FREE, RoutedLayers
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, first_stop
 from ms_align.rollouts.vllm.connection import Connection, ConnectionLostError
@@ -48,6 +50,7 @@ class VllmClient:
         max_num_seqs: responses generated at the same time, over all servers.
         log_path: file for the output of a server that is started here.
         decode: converts tokens to text; needed for stop strings only.
+        routed_layers: layers whose experts the servers return; None to ask for none.
     """
 
     def __init__(
@@ -58,11 +61,13 @@ class VllmClient:
         max_num_seqs: int,
         log_path: Path,
         decode: Decode | None = None,
+        routed_layers: RoutedLayers | None = None,
     ) -> None:
         self.options = options
         self.vocabulary = vocabulary
         self.max_num_seqs = max_num_seqs
         self.decode = decode
+        self.routed_layers = routed_layers
         self._closing = threading.Event()
         self.servers: list[Server] = [
             Server(
@@ -76,6 +81,7 @@ class VllmClient:
             self.servers = [LocalServer(options, vocabulary=vocabulary, log_path=log_path)]
         for server in self.servers:
             server.in_flight = options.in_flight_weight_updates
+            server.routed_layers = routed_layers
 
     def open(self, model_folder: Path | None = None) -> None:
         """Connect to the servers, or start one with the model in a folder.
@@ -145,6 +151,12 @@ class VllmClient:
                 raise failure
         answers = [future.result() for future in futures]
         responses = self._responses([r for answer in answers for r in answer.responses], sampling)
+        if self.routed_layers is not None:
+            lengths = torch.tensor([len(prompt) for prompt in prompts for _ in range(count)])
+            rows = [r.experts for answer in answers for r in answer.responses]
+            positions = int(lengths.max()) + sampling.max_new_tokens - 1
+            experts = _padded_experts(rows, lengths + responses.lengths - 1, positions)
+            responses = evolve(responses, routed_experts=experts)
         spans = []
         for number in sorted({answer.server for answer in answers}):
             times = [(a.began_s, a.ended_s) for a in answers if a.server == number]
@@ -247,6 +259,17 @@ class VllmClient:
             stopped=torch.tensor(stopped),
             versions=versions if sampled[0].versions else None,
         )
+
+
+def _padded_experts(rows: Sequence[Tensor | None], lengths: Tensor, positions: int) -> Tensor:
+    """Pad the experts of rows, (S, L, k) each, to `positions` after their `lengths` (N,)."""
+    first = rows[0]
+    assert first is not None  # every answer was checked
+    padded = torch.full((len(rows), positions, *first.shape[1:]), FREE, dtype=torch.int16)
+    for target, row, length in zip(padded, rows, lengths.tolist(), strict=True):
+        assert row is not None
+        target[:length] = row[:length]  # a stop string may cut a response
+    return padded
 
 
 def _request_seed(seed: int, index: int) -> int:

@@ -86,6 +86,7 @@ class LocalServer(Server):
             *("--enable-scale-out", "--skip-tokenizer-init"),
             # Log-probabilities at the sampling temperature rather than at temperature 1.
             *("--logprobs-mode", "processed_logprobs"),
+            *(["--enable-return-routed-experts"] if self.routed_layers is not None else []),
             *self.options.arguments,
         ]
         with writing(self.log_path):

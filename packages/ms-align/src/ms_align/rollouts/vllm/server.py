@@ -4,15 +4,21 @@ Every answer is checked before it is used, as a response with a foreign token or
 log-probability would be trained on without any other sign.
 """
 
+import base64
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 from attrs import frozen
+from torch import Tensor
 
 from ms_align.errors import ConfigError, ServerError
+from ms_align.generation.routing import RoutedLayers
 from ms_align.generation.sampling import Sampling
 from ms_align.rollouts.vllm.connection import Connection, ConnectionLostError
 
@@ -21,6 +27,8 @@ ANSWER_BYTES = 1 << 16
 """Bytes of an answer besides its tokens."""
 TOKEN_BYTES = 1 << 10
 """Upper bound of the bytes per token in an answer; vLLM 0.32 needs about 200."""
+EXPERT_BYTES = 16
+"""Upper bound of the bytes per expert of a token; base64 of int64 needs 11."""
 MAX_LOGPROB = 1e-3
 """Largest log-probability that rounding explains."""
 
@@ -55,6 +63,8 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_VersionSpan] | None = None
+    routed_experts: str | None = None
+    """Base64 of a .npy file with (tokens of prompt and response - 1, layers, k) integers."""
 
 
 class _Generated(msgspec.Struct):
@@ -73,6 +83,8 @@ class SampledResponse:
     """Ended by a stop token rather than at the maximum length."""
     versions: list[int]
     """Version of the weights that sampled each token; empty if the server was not updated."""
+    experts: Tensor | None = None
+    """(S, L, k) int16, experts of all tokens but the last; None if they are not needed."""
 
 
 class Server:
@@ -96,6 +108,8 @@ class Server:
         """Version of the weights that are loaded or being loaded."""
         self.in_flight = False
         """True if weights may change in the middle of a response."""
+        self.routed_layers: RoutedLayers | None = None
+        """Layers whose experts every answer must contain."""
 
     def __str__(self) -> str:
         return self.connection.url
@@ -154,13 +168,17 @@ class Server:
             "logprobs": 0,  # of the sampled tokens only
             "detokenize": False,
         }
-        limit = ANSWER_BYTES + TOKEN_BYTES * (count * sampling.max_new_tokens + len(prompt))
+        tokens = count * sampling.max_new_tokens + len(prompt)
+        limit = ANSWER_BYTES + TOKEN_BYTES * tokens
+        if (routed := self.routed_layers) is not None:
+            tokens += (count - 1) * len(prompt)  # every response has the experts of its prompt
+            limit += tokens * EXPERT_BYTES * routed.depth * routed.experts_per_token
         oldest = self.version
         answer = self._generate(prompt, params, limit)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(samples)):
             raise self._unusable(f"must have {samples} responses but has {len(choices)}")
-        responses = [self._checked(choice, sampling, oldest) for choice in choices]
+        responses = [self._checked(choice, sampling, oldest, len(prompt)) for choice in choices]
         return responses * (count // samples)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
@@ -234,7 +252,9 @@ class Server:
                 ) from error
             raise
 
-    def _checked(self, choice: _Choice, sampling: Sampling, oldest: int | None) -> SampledResponse:
+    def _checked(
+        self, choice: _Choice, sampling: Sampling, oldest: int | None, prompt_length: int
+    ) -> SampledResponse:
         """Check one response to a request sent at weight version `oldest`."""
         tokens = choice.token_ids
         if choice.finish_reason not in ("stop", "length"):
@@ -271,7 +291,41 @@ class Server:
             logprobs=self._logprobs(choice),
             stopped=stopped or bool(stops),
             versions=[] if oldest is None else self._versions(choice, oldest),
+            experts=self._experts(choice, prompt_length + len(tokens) - 1),
         )
+
+    def _experts(self, choice: _Choice, positions: int) -> Tensor | None:
+        """Return the experts of a response's tokens, (S, L, k) int16."""
+        routed = self.routed_layers
+        if routed is None:
+            return None
+        if choice.routed_experts is None:
+            raise self._unusable(
+                "must have the experts of each token but has none",
+                remedy="start the server with --enable-return-routed-experts",
+            )
+        try:
+            content = base64.b64decode(choice.routed_experts, validate=True)
+            experts = np.load(io.BytesIO(content), allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise self._unusable(f"has experts that are not a .npy file ({error})") from error
+        layers = experts.shape[1] if experts.ndim == 3 else 0
+        expected = positions, layers, routed.experts_per_token
+        if experts.shape != expected or layers not in (routed.depth, len(routed.layers)):
+            raise self._unusable(
+                f"must have the experts of {positions} tokens, {len(routed.layers)} layers and "
+                f"{routed.experts_per_token} experts per token but has {experts.shape}",
+                remedy="start the server with the policy's model",
+            )
+        # Servers may also return rows for layers without experts.
+        if layers == routed.depth:
+            experts = experts[:, list(routed.layers)]
+        if experts.dtype.kind not in "iu" or experts.min() < 0 or experts.max() >= routed.experts:
+            raise self._unusable(
+                f"must have experts below {routed.experts} but has others",
+                remedy="start the server with the policy's model",
+            )
+        return torch.from_numpy(experts.astype(np.int16))
 
     def _logprobs(self, choice: _Choice) -> list[float]:
         # One entry per token, which names its token in newer versions of vLLM.

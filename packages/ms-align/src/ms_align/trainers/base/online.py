@@ -27,6 +27,7 @@ from ms_align.environments.pool import ToolPool
 from ms_align.environments.tools import schemas_of, target_of
 from ms_align.errors import ConfigError, ModelError
 from ms_align.generation.responses import Generator, RolloutEngine
+from ms_align.generation.routing import RoutedLayers
 from ms_align.generation.sampling import token_ids
 from ms_align.generation.stops import resolve_tokenizer, with_stops
 from ms_align.losses.protocol import Loss
@@ -98,6 +99,11 @@ class OnlineTrainer(RolloutOptions, EpisodeOptions, Trainer):
                 "max_staleness > 0 with generator = 'vllm' needs top_k, top_p and min_p at their "
                 "defaults, as log-probabilities of truncated distributions cannot be corrected; "
                 "remove them or set max_staleness = 0"
+            )
+        if self.router_replay and (self.has_episodes or not isinstance(self.generator, str)):
+            raise ConfigError(
+                "router_replay needs responses of one turn from generator = 'policy' or 'vllm'; "
+                "remove router_replay, or tools, environment and agent, or your own generator"
             )
         names = ("rollout_rs", "off_policy_mask_threshold", "bypass_mode")
         corrections = [name for name in names if getattr(self, name) not in (None, False)]
@@ -377,6 +383,7 @@ class OnlineTrainer(RolloutOptions, EpisodeOptions, Trainer):
                 vllm=self.vllm,
                 folder=self.run_dir,
                 max_staleness=self.max_staleness,
+                routed_layers=RoutedLayers.of(policy) if self.router_replay else None,
             )
         if not callable(self.generator):
             raise ConfigError(
