@@ -278,10 +278,12 @@ def readme(session: nox.Session) -> None:
     shutil.rmtree(folders, ignore_errors=True)
     plugin = {"PYTHONPATH": str(ROOT / "tests"), "README_FOLDERS": str(folders), **ONE_THREAD}
     pages_apart = ("-n", "2", "--dist", "loadfile", "-p", "readme_code", *pages)
-    for _ in range(1 if EVERY_SESSION else 2):  # readers repeat commands, so a second run must work
+    runs = 1 if EVERY_SESSION else 2  # readers repeat commands, so a second run must work
+    for _ in range(runs):
         run_shared(session, "pytest", *pages_apart, *session.posargs, env=plugin)
     two = ("-n", "2", "tests/readme_torchrun.py")
-    run_shared(session, "pytest", *two, *session.posargs, env=ONE_THREAD)
+    environment = {**ONE_THREAD, "README_RUNS": str(runs)}
+    run_shared(session, "pytest", *two, *session.posargs, env=environment)
     if not EVERY_SESSION:  # minutes
         lines = ("-n", "2", "tests/test_help_examples.py", "-m", "slow")
         run_shared(session, "pytest", *lines, *session.posargs, env=ONE_THREAD)

@@ -1,4 +1,7 @@
-"""READMEs' scripts run under the recommended torchrun, twice. Run by `nox -s readme`."""
+"""READMEs' scripts run under the recommended torchrun, `README_RUNS` times (2).
+
+Run by `nox -s readme`.
+"""
 
 import os
 import re
@@ -33,10 +36,10 @@ def run(folder: Path, *launcher: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_script_of_a_page_runs_under_torchrun(page: str, tmp_path: Path) -> None:
-    """Twice, with the number of processes on the page."""
+    """With the number of processes on the page."""
     text = (ROOT / page).read_text()
     launch = re.search(r"torchrun --standalone --nproc-per-node (\d+) train\.py", text)
     assert launch, f"{page} must show how to start its script in several processes"
     (tmp_path / "train.py").write_text(blocks(page)[0])
-    for _ in range(2):
+    for _ in range(int(os.environ.get("README_RUNS", "2"))):
         run(tmp_path, *TORCHRUN, launch[1])

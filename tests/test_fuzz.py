@@ -97,10 +97,10 @@ def trains(steps: int, step_s: float, then: str = "") -> int:
     ("run", "failure"),
     [
         (lambda: trains(2**32, 0.01), ""),  # large settings are not a fault
-        (lambda: trains(2**32, 0.3), ""),
+        pytest.param(lambda: trains(2**32, 0.3), "", marks=pytest.mark.slow),
         (lambda: trains(3, 0.01), ""),
         (lambda: trains(0, 0.0, "hangs"), "hang"),
-        (lambda: trains(1, 0.01, "hangs"), "hang"),
+        pytest.param(lambda: trains(1, 0.01, "hangs"), "hang", marks=pytest.mark.slow),
         (lambda: trains(3, 0.1, "hangs"), "hang"),
     ],
 )

@@ -54,11 +54,12 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [*PAGES, "no mistake"])
 def test_a_page_with_a_mistake_stops_the_build(tmp_path: Path, name: str) -> None:
     """With the settings of mkdocs.yml, each mistake gives a nonzero exit code."""
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n{PAGES[name]}\n")
+    text = PAGES.get(name, "[here](#page)")
+    (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n{text}\n")
     config = tmp_path / "mkdocs.yml"
     extension = ROOT / "docs" / "extensions" / "attrs_classes.py"
     config.write_text(
@@ -68,9 +69,7 @@ def test_a_page_with_a_mistake_stops_the_build(tmp_path: Path, name: str) -> Non
         f"          paths: [{ROOT / 'packages/ms-data/src'}]\n"
         f"          options: {{extensions: [{extension}]}}\n"
     )
-    assert build_site(config, tmp_path / "site").returncode != 0
-    (tmp_path / "docs" / "index.md").write_text("# Page\n\n[here](#page)\n")
-    assert build_site(config, tmp_path / "site").returncode == 0
+    assert bool(build_site(config, tmp_path / "site").returncode) == (name in PAGES)
 
 
 def test_a_trainers_page_shows_its_parameters_with_types_and_defaults(site: Path) -> None:

@@ -181,7 +181,7 @@ def one_process(sets: Path, teacher: Path, tmp_path_factory: pytest.TempPathFact
     [
         ["layout.data=2"],
         pytest.param(["layout.tensor=2"], marks=pytest.mark.slow),
-        ["layout.pipeline=2"],
+        pytest.param(["layout.pipeline=2"], marks=pytest.mark.slow),
         ["layout.tensor=2", "teacher_layout.pipeline=2"],
     ],
     ids="-".join,

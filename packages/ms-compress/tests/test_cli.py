@@ -43,10 +43,35 @@ def test_qat_trains_exports_and_verifies(
 def test_quantize_exports(method: str, fitted: str, run_file: Path) -> None:
     """Without training."""
     arguments = ["--set", "scheme=ct.int4_g32", "--set", f"method={method}"]
-    arguments += ["--set", f"fit_scales={fitted}", "--set", f"act_order={fitted}"]
-    arguments += ["--set", f"by_loss={fitted}"]
+    arguments += ["--set", f"fit_scales={fitted}"]
+    if method == "gptq":
+        arguments += ["--set", f"act_order={fitted}", "--set", f"by_loss={fitted}"]
     assert main(["quantize", str(run_file), *arguments]) == 0
     assert (run_file.parent / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "message"),
+    [
+        ("quantize", "act_order=true", "act_order=true is only used by GPTQ, got method='rtn'"),
+        ("quantize", "by_loss=true method=awq", "by_loss=true is only used by GPTQ"),
+        ("qat", "tuning.hidden_weight=20", "tuning.hidden_weight is only used with a teacher"),
+        ("qat", "learned_scales=false tuning.scale_rate=2", "only used with learned_scales=true"),
+        ("prune", "method=gradual retrain=false", "so retrain must be true, got false"),
+        ("prune", "method=reap pattern=0.5 ignore=['*.up_proj']", "ignore is only used by methods"),
+        ("prune", "tuning.distill_weight=0.5", "tuning.distill_weight is only used with a teacher"),
+        ("prune", "tuning.scale_rate=2", "tuning.scale_rate is only used with learned scales"),
+    ],
+)
+def test_a_setting_that_another_one_makes_useless_is_refused(
+    command: str, settings: str, message: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, before anything is read."""
+    required = "pattern=2:4" if command == "prune" else "scheme=ct.int4_g32"
+    words = [word for setting in [required, *settings.split()] for word in ("--set", setting)]
+    assert main([command, str(run_file), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_prune_then_sparse_qat_keeps_zeros(run_file: Path) -> None:

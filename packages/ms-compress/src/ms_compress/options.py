@@ -1,5 +1,6 @@
 """Settings of each command; importing them does not import torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,21 @@ class SchemeRun(ModelRun):
     """tokenizer.json or its folder, to export with the model; default: the model folder's."""
 
 
+def check_used(tuning: Tuning, names: Sequence[str], condition: str) -> None:
+    """Refuse a tuning setting that a run does not use, unless it has its default value."""
+    default = Tuning()
+    for name in names:
+        if getattr(tuning, name) != getattr(default, name):
+            raise ConfigError(
+                f"tuning.{name} is only used {condition}, got {getattr(tuning, name)!r} without;"
+                f" leave tuning.{name} out"
+            )
+
+
+DISTILLATION = ("divergence", "distill_weight", "hidden_weight")
+"""Tuning settings that need a teacher."""
+
+
 @frozen(kw_only=True)
 class QatRun(SchemeRun):
     """Settings of `ms-compress qat`."""
@@ -109,6 +125,10 @@ class QatRun(SchemeRun):
     """Model folder of a teacher for logit distillation."""
 
     def __attrs_post_init__(self) -> None:
+        if self.teacher is None:
+            check_used(self.tuning, DISTILLATION, "with a teacher")
+        if not self.learned_scales:
+            check_used(self.tuning, ["scale_rate"], "with learned_scales=true")
         learns_layer_scales = self.learned_scales and not (self.embeddings or self.head)
         if self.start == "gptq" and not learns_layer_scales:
             raise ConfigError(
@@ -166,6 +186,12 @@ class QuantizeRun(SchemeRun):
                 "importance=true needs a dataset and method='rtn' (GPTQ weights errors by itself),"
                 f" got dataset {self.dataset} and method {self.method!r}; set dataset, or leave"
                 " importance out"
+            )
+        unused = [name for name in ("act_order", "by_loss") if getattr(self, name)]
+        if unused and "gptq" not in self.method:
+            raise ConfigError(
+                f"{unused[0]}=true is only used by GPTQ, got method={self.method!r}; set"
+                f" method='gptq', 'awq+gptq' or 'smoothquant+gptq', or leave {unused[0]} out"
             )
         if self.method != "rtn" and (self.embeddings or self.head):
             raise ConfigError(
@@ -249,6 +275,18 @@ class PruneRun(ModelRun):
                 "method='reap' removes experts, so pattern must be their fraction, got"
                 f" {self.pattern}; use 0.25"
             )
+        if self.method == "reap" and self.ignore:
+            raise ConfigError(
+                "ignore is only used by methods that prune weights, got method='reap', which takes"
+                " experts from all layers; leave ignore out"
+            )
+        if self.method == "gradual" and not self.retrain:
+            raise ConfigError(
+                "method='gradual' prunes during training, so retrain must be true, got false; set"
+                " retrain=true, or use method='magnitude'"
+            )
+        check_used(self.tuning, DISTILLATION, "with a teacher, by qat and distill")
+        check_used(self.tuning, ["scale_rate"], "with learned scales, by qat")
 
 
 @frozen(kw_only=True)
