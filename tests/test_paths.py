@@ -65,7 +65,7 @@ TEXT_FIELDS = {
         "tests_key",
     ),
     *("offload", "sharding", "save_dtype", "schemes", "methods", "float8", "quantize_base"),
-    *("target_parameters", "init_lora_weights"),
+    *("target_parameters", "init_lora_weights", "expert_files"),
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "ignore"),
     *("start", "method", "title", "name", "target", "scale_dtype", "format", "text_column"),
     *("decay",),

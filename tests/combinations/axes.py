@@ -182,7 +182,8 @@ FIXED = {
     " uncertainty_rate importance_sampling_clip_min importance_sampling_clip_max"
     " max_logprob_difference tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"
     " lora.rank lora.alpha lora.target_modules lora.use_rslora lora.quantize_base"
-    " lora.use_dora lora.target_parameters lora.dropout lora.init_lora_weights tasks.* layout.*",
+    " lora.use_dora lora.target_parameters lora.dropout lora.init_lora_weights lora.expert_files"
+    " tasks.* layout.*",
     "only how much is saved or shown": "keep_checkpoints sample_tokens eval_samples eval_batches",
     "a file or table with its own tests": "model_config cluster devices text_column"
     " task_weights held_out response_dataset stop_token_ids tuning",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ms_align import ConfigError, LoraOptions, ModelError, add_lora, load_lora
@@ -65,24 +66,25 @@ def adapted_mixture(family: str = "qwen3_moe", *targets: str, **options: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "targets"),
+    ("family", "targets", "expert_files"),
     [
-        ("qwen3_moe", (GATE_UP, DOWN)),
-        *(pytest.param(family, (GATE_UP, DOWN), marks=slow) for family in [*FAMILIES][1:]),
-        pytest.param("mixtral", (GATE_UP,), marks=slow),
-        pytest.param("mixtral", (DOWN,), marks=slow),
-        pytest.param("gpt_oss", (GATE_UP,), marks=slow),
-        pytest.param("gpt_oss", (DOWN,), marks=slow),
+        ("qwen3_moe", (GATE_UP, DOWN), "per_expert"),
+        *(
+            pytest.param(family, targets, expert_files, marks=slow)
+            for family in FAMILIES
+            for targets in ((GATE_UP, DOWN), (GATE_UP,), (DOWN,))
+            for expert_files in ("per_expert", "stacked")
+        ),
     ],
 )
 def test_expert_adapters_give_the_same_logits_in_peft_and_merged(
-    family: str, targets: tuple[str, ...], tmp_path: Path
+    family: str, targets: tuple[str, ...], expert_files: str, tmp_path: Path
 ) -> None:
     """Ours, ours reloaded, merged, transformers' model with ours, and peft with the same file."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    model = adapted_mixture(family, *targets)
+    model = adapted_mixture(family, *targets, expert_files=expert_files, use_rslora=True)
     expected = logits(model)
     with model.disable_adapter():
         assert torch.equal(logits(model), logits(mixture(family)))
@@ -104,6 +106,50 @@ def test_expert_adapters_give_the_same_logits_in_peft_and_merged(
         save_model(plain, tmp_path / "merged")
     torch.testing.assert_close(logits(load_model(tmp_path / "merged")), expected, **close)
     assert torch.equal(logits(model), expected)
+
+
+def test_experts_have_the_names_of_the_checkpoint_in_files(tmp_path: Path) -> None:
+    """Gate and up share A and have half of B each; Mixtral's and gpt-oss' names differ."""
+    model = adapted_mixture()
+    model.save_pretrained(tmp_path / "qwen")
+    tensors = load_file(tmp_path / "qwen/adapter_model.safetensors")
+    layer = model.adapters()["model.layers.1.mlp.experts.gate_up_proj"]
+    prefix = "base_model.model.model.layers.1.mlp.experts.3"
+    for index, matrix in enumerate(("gate_proj", "up_proj")):
+        assert torch.equal(tensors[f"{prefix}.{matrix}.lora_A.weight"], layer.lora_A[3])
+        assert torch.equal(tensors[f"{prefix}.{matrix}.lora_B.weight"], layer.lora_B[3, index])
+    for family, name in (
+        ("mixtral", "layers.0.block_sparse_moe.experts.0.w2.lora_A.weight"),
+        ("gpt_oss", "layers.0.mlp.experts.base_layer.lora_A.weight"),
+    ):
+        adapted_mixture(family).save_pretrained(tmp_path / family)
+        names = load_file(tmp_path / family / "adapter_model.safetensors")
+        assert f"base_model.model.model.{name}" in names
+
+
+@slow
+def test_gate_and_up_that_were_adapted_apart_are_fused(tmp_path: Path) -> None:
+    """Files of earlier versions of transformers: each matrix has its own A; peft agrees."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    save_model(mixture("mixtral"), tmp_path / "base")  # type: ignore[arg-type]
+    adapted_mixture("mixtral").save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = load_file(path)
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if ".w3.lora_A" in name:
+            tensor.normal_(std=0.2, generator=generator)
+    save_file(tensors, path, {"format": "pt"})
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    expected = logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    loaded = load_lora(mixture("mixtral"), tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded), expected, rtol=0.0, atol=1e-5)
+    with pytest.raises(ModelError, match="different ranks"):
+        loaded.save_pretrained(tmp_path / "again")
+    merged = loaded.merged_model()
+    torch.testing.assert_close(logits(merged), expected, rtol=0.0, atol=1e-5)
 
 
 @slow
@@ -191,8 +237,11 @@ def test_unknown_expert_weights_and_unsupported_settings_are_rejected(tmp_path: 
         with pytest.raises(ConfigError, match="does not support experts"):
             LoraOptions(target_parameters=(DOWN,), **setting)  # type: ignore[arg-type]
     adapted_mixture("qwen3_moe", DOWN).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="names no expert weights of the model"):
+    with pytest.raises(ModelError, match=r"has no linear layer .*experts\.0\.down_proj"):
         load_lora(decoder(), tmp_path)
+    adapted_mixture("qwen3_moe", DOWN, expert_files="stacked").save_pretrained(tmp_path / "stacked")
+    with pytest.raises(ModelError, match="names no expert weights of the model"):
+        load_lora(decoder(), tmp_path / "stacked")
     narrow = {**FAMILIES["qwen3_moe"], "moe_intermediate_size": 16}
     with pytest.raises(ModelError, match="has 4 experts of"):
         load_lora(decoder("qwen3_moe", **narrow), tmp_path)

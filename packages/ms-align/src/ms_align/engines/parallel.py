@@ -171,6 +171,7 @@ class StageAdapters:
         base_name: str,
     ) -> None:
         self.options, self.base_name = options, base_name
+        self.model_type: str = getattr(engine.config, "model_type", "")
         self.models = [adapt_stage(stage, options, seed=seed) for stage in stages.values()]
         names = {name: layer for model in self.models for name, layer in model.adapters().items()}
         if processes.any_of(not all(model.adapters() for model in self.models)):
@@ -231,5 +232,5 @@ class StageAdapters:
             dist.all_gather_object(gathered, local)
         if processes.rank() == 0:
             merged = {name: pair for tensors in gathered for name, pair in tensors.items()}
-            save_adapters(folder, self.options, merged, self.base_name)
+            save_adapters(folder, self.options, merged, self.base_name, self.model_type)
         processes.barrier()

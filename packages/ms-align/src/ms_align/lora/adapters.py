@@ -3,7 +3,7 @@
 import copy
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from ms_align.arguments import check_type
 from ms_align.errors import ConfigError, ModelError, WriteError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import AdapterConfig, Weights, write_adapter
+from ms_align.lora.expert_files import PER_EXPERT, split_by_expert
 from ms_align.lora.layers import (
     AdaptedLayer,
     ExpertWeight,
@@ -156,7 +157,8 @@ class AdaptedModel(nn.Module):
         """
         check_path("folder", folder, error=WriteError, written="folder")
         weights = {name: layer.tensors() for name, layer in self.adapters().items()}
-        save_adapters(Path(folder), self.options, weights, self.base_name)
+        model_type = getattr(getattr(self.base, "config", None), "model_type", "")
+        save_adapters(Path(folder), self.options, weights, self.base_name, model_type)
 
 
 @contextmanager
@@ -183,7 +185,11 @@ def merged_copy(module: nn.Module) -> nn.Module:
 
 
 def save_adapters(
-    folder: Path, options: LoraOptions, weights: Weights, base_name: str = ""
+    folder: Path,
+    options: LoraOptions,
+    weights: Weights,
+    base_name: str = "",
+    model_type: str = "",
 ) -> None:
     """Write the two adapter files of peft.
 
@@ -192,9 +198,11 @@ def save_adapters(
         options: settings of the adapters.
         weights: tensors by layer name, in the model's order.
         base_name: name or folder of the base model.
+        model_type: `model_type` of the base model's config.json; it names the experts in files.
 
     Raises:
         CheckpointError: the folder cannot be written.
+        ModelError: layers have different ranks.
     """
     linear = [name for name, adapter in weights.items() if adapter.a.ndim == 2]
     experts = [name for name in weights if name not in linear]
@@ -206,13 +214,28 @@ def save_adapters(
     )
     # The factors of PiSSA and OLoRA double the rank, see `AdaptedLayer.tensors`.
     rank = options.rank * (1 if options.init_lora_weights == "default" else 2)
+    if any(adapter.a.shape[-2] != rank for adapter in weights.values()):
+        raise ModelError(
+            "layers of this adapter have different ranks, which its files cannot hold; merge it"
+        )
+    parameters = {name.split(".layers.")[-1].split(".", 1)[-1] for name in experts}
+    alpha = options.scale * (rank**0.5 if options.use_rslora else rank)
+    names = PER_EXPERT.get(model_type) if options.expert_files == "per_expert" else None
+    use_rslora = options.use_rslora
+    # peft expects gate and up to be the inner of two adapted weights.
+    has_down = all(f"{name.rpartition('.')[0]}.down_proj" in weights for name in experts)
+    if experts and has_down and names is not None:
+        weights = split_by_expert(weights, names)
+        # Full names, as the last parts may also be those of other layers.
+        targets = list(weights)
+        # peft doubles rank and alpha of gate and up, which keeps alpha / rank only.
+        use_rslora, alpha, parameters = False, options.scale * rank, set()
     config = AdapterConfig(
         r=rank,
-        lora_alpha=options.scale * (rank**0.5 if options.use_rslora else rank),
+        lora_alpha=alpha,
         target_modules=targets,
-        target_parameters=sorted({name.split(".layers.")[-1].split(".", 1)[-1] for name in experts})
-        or None,
-        use_rslora=options.use_rslora,
+        target_parameters=sorted(parameters) or None,
+        use_rslora=use_rslora,
         use_dora=options.use_dora,
         base_model_name_or_path=base_name or None,
     )
@@ -289,22 +312,37 @@ def ends_with(name: str, targets: Iterable[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def adapt(model: nn.Module, names: Iterable[str], options: LoraOptions, base: str) -> AdaptedModel:
-    """Freeze a model and add adapters to the named layers and expert weights, in place."""
+def adapt(
+    model: nn.Module,
+    names: Iterable[str],
+    options: LoraOptions,
+    base: str,
+    own_options: Mapping[str, LoraOptions] | None = None,
+) -> AdaptedModel:
+    """Freeze a model and add adapters to the named layers and expert weights, in place.
+
+    Args:
+        model: base model.
+        names: layers to adapt.
+        options: adapter settings.
+        base: name or folder of the base model.
+        own_options: settings of some layers, by name, instead of `options`.
+    """
     model.requires_grad_(False)
     linear = linear_layers(model)
     for name in names:
         parent_name, _, last = name.rpartition(".")
         parent = model.get_submodule(parent_name)
+        settings = (own_options or {}).get(name, options)
         if name in linear:
-            layer: nn.Module = LoraLinear(linear[name], options)
+            layer: nn.Module = LoraLinear(linear[name], settings)
         elif not stacked_weights(parent) and not isinstance(parent, LoraExperts):
-            layer = LoraGroupedLinear(model.get_submodule(name), options)
+            layer = LoraGroupedLinear(model.get_submodule(name), settings)
         else:
             if not isinstance(parent, LoraExperts):
                 parent = LoraExperts(parent)
                 _replace(model, parent_name, parent)
-            layer = LoraGroupedLinear(parent.get_submodule(last), options)
+            layer = LoraGroupedLinear(parent.get_submodule(last), settings)
         _replace(model, name, layer)
     return AdaptedModel(model, options, base)
 

@@ -19,6 +19,7 @@ from ms_align.lora.adapter_file import (
     read_adapter,
 )
 from ms_align.lora.adapters import AdaptedModel, adapt, ends_with, expert_weights, linear_layers
+from ms_align.lora.expert_files import EXPERT, PER_EXPERT, ExpertNames, stack_experts
 from ms_align.lora.initialization import INITIAL_ADAPTERS
 from ms_align.lora.layers import AdapterTensors
 from ms_align.lora.options import LoraOptions
@@ -62,8 +63,14 @@ def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
         # The scale alpha / rank (or alpha / √rank) must not change with the doubled rank.
         factor = math.sqrt(2) if options.use_rslora else 2.0
         options = evolve(options, rank=2 * options.rank, alpha=options.alpha * factor)
-    names = [*weights, *experts]
-    adapted = adapt(model, names, options, config.base_model_name_or_path or "")
+    # Adapters of gate and up matrices that were trained apart are fused to twice the rank.
+    fused = {
+        name: evolve(options, rank=adapter.a.shape[1], alpha=options.scale * adapter.a.shape[1])
+        for name, adapter in experts.items()
+        if adapter.a.shape[1] != options.rank
+    }
+    base = config.base_model_name_or_path or ""
+    adapted = adapt(model, [*weights, *experts], options, base, fused)
     for name, layer in adapted.adapters().items():
         layer.load(experts[name] if name in experts else weights[name])
     return adapted
@@ -73,6 +80,9 @@ def _split_experts(
     folder: str | Path, config: AdapterConfig, stored: Weights, model: nn.Module
 ) -> tuple[dict[str, AdapterTensors], dict[str, AdapterTensors]]:
     """Return the adapters of linear layers, and those of expert weights by the model's names."""
+    names_on_disk = PER_EXPERT.get(getattr(getattr(model, "config", None), "model_type", ""))
+    if names_on_disk is not None and any(EXPERT.fullmatch(name) for name in stored):
+        return _split_per_expert(folder, stored, model, names_on_disk)
     targets = config.target_parameters or []
     stacked = expert_weights(model) if targets else {}
     names = expert_modules(name for name in stacked if ends_with(name, targets))
@@ -99,6 +109,27 @@ def _split_experts(
             )
         experts[name] = expert_tensors(stored[key], count)
     linear = {name: stored[name] for name in stored if name not in names.values()}
+    return linear, experts
+
+
+def _split_per_expert(
+    folder: str | Path, stored: Weights, model: nn.Module, names: ExpertNames
+) -> tuple[dict[str, AdapterTensors], dict[str, AdapterTensors]]:
+    linear, experts = stack_experts(folder, stored, names)
+    weights = expert_weights(model)
+    for name, (a, b, _) in experts.items():
+        if name not in weights:
+            raise ModelError(
+                f"{folder}: the model has no experts {name!r}; load it into the model it was "
+                "trained for"
+            )
+        count, *outputs, inputs = weights[name].shape
+        if (len(a), b.shape[1], a.shape[2]) != (count, math.prod(outputs), inputs):
+            raise ModelError(
+                f"{folder}: the adapter of {name!r} has {len(a)} experts of "
+                f"{(b.shape[1], a.shape[2])}, and the model's weight has {count} experts of "
+                f"{(math.prod(outputs), inputs)}; load it into the model it was trained for"
+            )
     return linear, experts
 
 

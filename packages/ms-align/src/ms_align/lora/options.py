@@ -20,6 +20,7 @@ DEFAULT_TARGETS: Final = (
 MAX_ALPHA: Final = 1e6
 """Upper bound for alpha; beyond it the update would lose precision in float32."""
 Initialization = Literal["default", "pissa", "olora"]
+ExpertFiles = Literal["per_expert", "stacked"]
 
 
 def _targets(value: Any) -> Any:
@@ -76,6 +77,11 @@ class LoraOptions:
     """Initial adapters: `default` is random A and zero B; `pissa` takes the largest singular values
     of the weight, `olora` its QR factors. Their files have twice the rank, so that they apply to
     the unchanged base model."""
+    expert_files: ExpertFiles = field(
+        default="per_expert", validator=one_of("per_expert", "stacked")
+    )
+    """Format of saved adapters on experts: `per_expert` has one per expert and matrix, if the
+    model's checkpoints do, which vLLM and peft load; `stacked` is peft's `target_parameters`."""
     quantize_base: BaseFormat = field(
         default="none", validator=one_of("none", "nf4", "int8", "fp8")
     )
