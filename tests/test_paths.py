@@ -67,6 +67,7 @@ TEXT_FIELDS = {
     *("offload", "sharding", "save_dtype", "schemes", "methods", "float8", "quantize_base"),
     *("target_parameters", "init_lora_weights", "expert_files"),
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "ignore"),
+    "kv_cache",
     *("start", "method", "title", "name", "target", "scale_dtype", "format", "text_column"),
     *("decay",),
     *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),

@@ -17,6 +17,7 @@ from .methods.calibration import calibrate_inputs
 from .methods.data_ranks import DataRanks
 from .methods.gptq import gptq
 from .methods.importance import input_importance
+from .methods.kv_cache import calibrate_kv_cache
 from .methods.pruning import (
     GradualPruning,
     keep_zeros,
@@ -60,6 +61,7 @@ __all__ = [
     "__version__",
     "awq",
     "calibrate_inputs",
+    "calibrate_kv_cache",
     "cut_student",
     "distillation_loss",
     "export",

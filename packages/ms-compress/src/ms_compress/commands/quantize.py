@@ -10,6 +10,7 @@ from ms_compress.methods.calibration import calibrate_inputs
 from ms_compress.methods.data_ranks import ONE_PROCESS, DataRanks
 from ms_compress.methods.gptq import gptq
 from ms_compress.methods.importance import input_importance
+from ms_compress.methods.kv_cache import calibrate_kv_cache
 from ms_compress.methods.qat import fit_scales, qat
 from ms_compress.models.experts import separate_experts
 from ms_compress.options import QuantizeRun
@@ -20,6 +21,7 @@ from ms_compress.run.outcome import Outcome
 from ms_compress.run.output import RunOutput, run_output
 from ms_compress.run.progress import ProgressDisplay
 from ms_compress.run.quality import QualityTest
+from ms_compress.training.checkpoint import BlockFiles
 
 
 def run(options: QuantizeRun) -> Outcome:
@@ -69,7 +71,19 @@ def quantize(
         batches = ranks.share(batches)
     if options.method == "rtn":
         _round_to_nearest(model, options, batches, ranks)
-        return
+    else:
+        _calibrate(model, options, batches, ranks, checkpoint)
+    if options.kv_cache == "fp8":  # last, as the quantized model computes keys and values
+        calibrate_kv_cache(model, batches, ranks=ranks)
+
+
+def _calibrate(
+    model: nn.Module,
+    options: QuantizeRun,
+    batches: Sequence[Tensor],
+    ranks: DataRanks,
+    checkpoint: BlockFiles | None,
+) -> None:
     # In `a+b`, a scales features and b rounds.
     rounding: Rounding = "gptq" if options.method.endswith("+gptq") else "rtn"
     settings: dict[str, Any] = {

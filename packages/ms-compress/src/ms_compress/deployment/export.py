@@ -19,7 +19,7 @@ from ms_compress.output_lock import new_folder
 from ms_compress.quantization.scheme import Scheme
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.rules import scheme, schemes_of_layers
-from ms_compress.targets.target import Target, find_target
+from ms_compress.targets.target import Target, find_target, has_kv_cache_scales
 
 
 def export(
@@ -74,6 +74,11 @@ def export(
     with whole_model.collective:
         whole_model.round_to_stored()
         export_target = find_target(_scheme_of(whole_model, target).target)
+        if has_kv_cache_scales(whole_model) and not export_target.reads_kv_cache_scales:
+            raise LayerError(
+                f"{export_target.runtime} reads no scales of a key-value cache; export for a ct.*"
+                " scheme, or without calibrate_kv_cache"
+            )
         assets = read_assets(whole_model.config, tokenizer)
         export_target.check(whole_model, assets)
         to_verify = _in_one_process(model) if verify else None

@@ -31,6 +31,8 @@ FACTOR = "scale_factor"
 
 INPUT_PEAK = "input_amax"
 """Buffer () with the largest magnitude of a layer's inputs, if their scales are calibrated."""
+K_SCALE, V_SCALE = "k_scale", "v_scale"
+"""Buffers (1,) of an attention: scales of its cached keys and values, if these are calibrated."""
 
 
 class Prepared(nn.Module):

@@ -177,6 +177,10 @@ class Activations:
         return (self.high - self.low) / 2  # not a field: compilers treat integers as constants
 
 
+KV_CACHE = Activations(num_bits=8, type="float", strategy="tensor", dynamic=False)
+"""Rounding of cached keys and values: one E4M3 scale per decoder layer for each."""
+
+
 @frozen(kw_only=True)
 class Scheme:
     """Storage of weights by a target, and rounding of activations at run time."""

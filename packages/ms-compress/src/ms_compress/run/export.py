@@ -13,6 +13,7 @@ from ms_compress.deployment.export import check_export, export
 from ms_compress.errors import ExportError
 from ms_compress.figures import figure
 from ms_compress.files.durable import write_file
+from ms_compress.methods.kv_cache import check_kv_cache
 from ms_compress.options import QuantizeRun, SchemeRun
 from ms_compress.quantization.scheme import Activations, Scheme
 from ms_compress.run.outcome import Outcome
@@ -43,6 +44,13 @@ def check_exportable(model: nn.Module, options: SchemeRun) -> None:
         )
     tokenizer = tokenizer_of(options)
     check_export(model, options.scheme, tokenizer=tokenizer)
+    if isinstance(options, QuantizeRun) and options.kv_cache != "float":
+        if not target.reads_kv_cache_scales:
+            raise ExportError(
+                f"kv_cache={options.kv_cache!r} needs a ct.* scheme, which vLLM reads, got"
+                f" {options.scheme}; use one such as ct.fp8_dynamic, or leave kv_cache out"
+            )
+        check_kv_cache(model)
     if target.needs_tokenizer and tokenizer is None:
         raise ExportError(
             f"{options.model} has no tokenizer.json, which {target.runtime} needs to read text; set"

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from ms_compress.errors import ExportError
 from ms_compress.files.untrusted import check_file, decoding
 from ms_compress.models.config_file import read_config, whole_or_none
+from ms_compress.quantization.layers import K_SCALE, V_SCALE
 from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.target import Contents
 
@@ -22,8 +23,10 @@ NOT_WEIGHTS = (
     ".weight_global_scale",
     ".input_scale",
     ".input_global_scale",
+    f".{K_SCALE}",
+    f".{V_SCALE}",
 )
-"""Tensors of compressed-tensors that describe a weight and are not weights themselves."""
+"""Tensors of compressed-tensors that describe weights, inputs or caches, and are not weights."""
 
 
 def holds_safetensors(folder: Path) -> bool:

@@ -18,6 +18,7 @@ from ms_compress.errors import ExportError
 from ms_compress.files.tokenizer_source import TokenizerSource
 from ms_compress.files.untrusted import check_path
 from ms_compress.models.whole_model import WholeModel
+from ms_compress.quantization.layers import K_SCALE
 from ms_compress.settings import nearest
 from ms_compress.targets.rules import TARGETS
 from ms_compress.text_ends import TextEnds
@@ -150,10 +151,17 @@ class Target(Format):
     """Store tensors that are not quantized in the dtypes of the base folder, instead of float32."""
     fuses_experts: bool = False
     """Whether the runtime fuses experts into one module, which does not round their inputs."""
+    reads_kv_cache_scales: bool = False
+    """Whether a runtime reads the scales of an FP8 key-value cache."""
     needs_tokenizer: bool = False
     """Whether the runtime needs an exported tokenizer to read text."""
     tolerance: float = field(default=1e-4)
     """Largest mean error of the runtime's logits, in units of their standard deviation."""
+
+
+def has_kv_cache_scales(model: WholeModel) -> bool:
+    """Return whether a model has scales for an FP8 key-value cache."""
+    return any(name.endswith(f".{K_SCALE}") for name in model.tensors)
 
 
 F = TypeVar("F", bound=Format)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ms_compress.errors import CompressError, ExportError
 from ms_compress.models.config_file import quantization, read_config
+from ms_compress.quantization.layers import K_SCALE, V_SCALE
 from ms_compress.targets.ct.cpu import warn_without_vnni
 from ms_compress.targets.ct.write import BFLOAT16_FORMATS
 from ms_compress.targets.libraries import import_library, library_errors
@@ -36,10 +37,16 @@ class TransformersRuntime:
         # Exact in bfloat16, these weights are computed in float32 here, as all others are.
         is_bfloat16 = settings.get("format") in BFLOAT16_FORMATS
         dtype = torch.float32 if is_bfloat16 else _dtype(folder)
-        options = {}
+        options: dict[str, Any] = {}
         if not _is_symmetric(settings):
             # The library cannot load packed zero points into a model, but dequantizes them.
             options["quantization_config"] = self._library.CompressedTensorsConfig(dequantize=True)
+        if settings.get("kv_cache_scheme") is not None:
+            # Computed with a float cache, as in training; only vLLM reads its scales.
+            options["config"] = self._library.AutoConfig.from_pretrained(
+                folder, local_files_only=True
+            )
+            options["config"].quantization_config["kv_cache_scheme"] = None
         with library_errors(folder, "transformers"), _quiet():
             self.model, loading_info = self._library.AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -144,6 +151,7 @@ def _check_loaded(folder: Path, loading_info: Mapping[str, Any], strict: bool) -
         names = sorted(
             key if isinstance(key, str) else key[0] for key in loading_info[f"{problem}_keys"]
         )
+        names = [name for name in names if not name.endswith((f".{K_SCALE}", f".{V_SCALE}"))]
         if names:
             others = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
             raise ExportError(f"{folder}: {names[0]}{others} {problem}; export it again")

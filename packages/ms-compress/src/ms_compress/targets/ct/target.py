@@ -30,5 +30,6 @@ inputs = tokenizer("Hello", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))""",
     keeps_stored_dtypes=True,
     fuses_experts=True,
+    reads_kv_cache_scales=True,
     opens_cheaply=False,  # transformers loads the whole model into memory
 )

@@ -27,10 +27,10 @@ from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantization.layers import prepared_layers
 from ms_compress.quantization.rounding import QuantizedWeight, calibrated_scale
-from ms_compress.quantization.scheme import E2M1, Activations, Scheme
+from ms_compress.quantization.scheme import E2M1, KV_CACHE, Activations, Scheme
 from ms_compress.targets.ct import llama4_experts
 from ms_compress.targets.ct.cpu import warn_without_vnni
-from ms_compress.targets.target import Assets
+from ms_compress.targets.target import Assets, has_kv_cache_scales
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ def _quantization(model: WholeModel) -> dict[str, Any]:
         "format": storage,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": _arguments(KV_CACHE) if has_kv_cache_scales(model) else None,
         "ignore": ignored,
         "config_groups": {"group_0": group},
     }
