@@ -1,4 +1,4 @@
-"""Low-precision exports from several processes equal those of one process."""
+"""Low-precision exports from several processes equal single-process exports."""
 
 from pathlib import Path
 

@@ -53,7 +53,7 @@ def torchtitan(folder: Path, first: int, last: int) -> list[float]:
 
 
 def test_losses_agree_from_torchtitan_to_ms_parallel_and_back(tmp_path: Path) -> None:
-    """ms-parallel trains steps 11 to 20; the losses equal those of torchtitan alone."""
+    """ms-parallel trains steps 11 to 20; all losses equal a run of torchtitan alone."""
     expected = torchtitan(tmp_path / "titan", 0, STEPS)
     config = architecture(
         "llama",
