@@ -59,7 +59,7 @@ class Walk:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> None:
         code = frame.f_code
@@ -141,6 +141,7 @@ def walk_ppo(folder: Path) -> Walk:
         reward_model=lambda samples: [float(index) for index, _ in enumerate(samples)],
         kl_coeff=0.1,
         batch_size=4,
+        epochs=1,  # a rollout for each update
         max_new_tokens=4,
         stop_token_ids=[2],
         steps=WARM_CALLS + 2,
@@ -160,6 +161,7 @@ def walk_build(folder: Path) -> Walk:
 
     (folder / "corpus.txt").write_text(TEXT)
     tokenizer = ms_data.train_tokenizer(folder / "corpus.txt", vocab_size=300)
+    ms_data.build(folder / "corpus.txt", tokenizer=tokenizer, out=folder / "warm")
     walk = Walk("ms_data")
     with walk.recording():
         ms_data.build(folder / "corpus.txt", tokenizer=tokenizer, out=folder / "shards")
@@ -187,6 +189,7 @@ def walk_export(folder: Path) -> Walk:
 
     model = load_model(_model_folder(folder))
     qat(model, "ct.int4_g32")
+    export(model, folder / "warm")
     walk = Walk("ms_compress")
     with walk.recording():
         export(model, folder / "exported")
@@ -202,6 +205,7 @@ def walk_report(folder: Path) -> Walk:
             torch.ones(64, 64) @ torch.ones(64, 64)
             profiler.step()
     profiler.export_chrome_trace(str(folder / "rank0.json"))
+    analyse(folder / "rank0.json")
     walk = Walk("ms_profile")
     with walk.recording():
         write_report(analyse(folder / "rank0.json"), folder / "report.html")

@@ -140,10 +140,10 @@ def test_the_state_survives_json() -> None:
     for step in range(7):
         sampler.observe([1.0 + step, None if step < 3 else 0.2])
     restored = TaskSampler(["a", "b"], TaskOptions(warmup_steps=1), seed=3)
-    restored.load(json.loads(json.dumps(sampler.state())))
+    restored.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
     assert restored.draw(16) == sampler.draw(16)
     with pytest.raises(CheckpointError, match="has the tasks"):
-        TaskSampler(["a", "c"], TaskOptions()).load(sampler.state())
+        TaskSampler(["a", "c"], TaskOptions()).load_state_dict(sampler.state_dict())
 
 
 @pytest.mark.parametrize(

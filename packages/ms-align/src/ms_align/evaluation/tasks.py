@@ -6,6 +6,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from ms_align.entry import one_line
 from ms_align.errors import AlignError, ConfigError, DataError
 
 Results = dict[str, dict[str, float]]
@@ -120,4 +121,4 @@ def _numeric_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return one_line(f"{type(error).__name__}: {error}")[:300]

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ms_align import processes
+from ms_align.entry import one_line
 from ms_align.errors import ConfigError, ModelError, NonFiniteError
 from ms_align.files.durable import write_file, writing
 from ms_align.files.model_name import missing_model
@@ -170,7 +171,7 @@ def _from_transformers(path: Path) -> nn.Module:
             path, output_loading_info=True, dtype=torch.float32
         )
     except Exception as error:  # transformers raises many types for damaged files
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(str(error))[:200]
         raise ModelError(f"{path} cannot be read: {reason}; check that it is complete") from error
     model, info = loaded
     for problem in ("missing_keys", "mismatched_keys"):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ms_align.entry import one_line
 from ms_align.errors import ConfigError, ModelError
 from ms_align.files.untrusted import check_parts
 from ms_align.models.finite import check_module
@@ -102,7 +103,7 @@ def _from_folder(folder: Path) -> nn.Module:
             folder, output_loading_info=True
         )
     except Exception as error:  # transformers raises many types for damaged files
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(str(error))[:200]
         raise ModelError(f"{folder} cannot be read as a reward model: {reason}") from error
     model, info = loaded
     missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))

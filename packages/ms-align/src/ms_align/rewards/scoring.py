@@ -13,8 +13,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
+from ms_align.entry import one_line
 from ms_align.errors import ConfigError, RewardError
-from ms_align.secret_text import without_secrets
 
 Failure = Literal["stop", "skip", "penalize"]
 """Handling of a failed reward: stop the run, skip the sample, or assign a fixed reward."""
@@ -276,7 +276,7 @@ def _shorten(result: Any) -> str:
 
 def _exception_text(error: Exception) -> str:
     # HTTP clients put URLs with API keys into their messages, and this goes into events.jsonl.
-    text = without_secrets(" ".join(str(error).split()))
+    text = one_line(str(error))
     return f"raised {type(error).__name__}: {text[:120]}"
 
 

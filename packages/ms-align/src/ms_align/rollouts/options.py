@@ -1,6 +1,7 @@
 """Settings of rollouts and of the policy updates."""
 
 import math
+from functools import cached_property
 from typing import Any, Literal
 
 from attrs import Attribute, field, fields, frozen
@@ -177,7 +178,7 @@ class RolloutOptions(Sampling):
         """Maximum length of a response; trainers with tools count all turns of an episode."""
         return self.max_new_tokens
 
-    @property
+    @cached_property
     def sampling(self) -> Sampling:
         """Sampling settings."""
         settings = {item.name: getattr(self, item.name) for item in fields(Sampling)}

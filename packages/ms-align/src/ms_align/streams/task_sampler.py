@@ -151,7 +151,7 @@ class TaskSampler:
                     )
         self.step += 1
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state as JSON values."""
         return {
             "names": list(self.names),
@@ -160,7 +160,7 @@ class TaskSampler:
             "slow": list(self.slow),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state.
 
         Raises:

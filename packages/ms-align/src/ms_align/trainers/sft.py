@@ -253,14 +253,14 @@ class SFTLearner(OfflineLearner):
     def extra_state(self) -> dict[str, Any]:
         """Return the state of task sampling and task weights."""
         return {
-            "sampler": self.sampler.state() if self.sampler else None,
+            "sampler": self.sampler.state_dict() if self.sampler else None,
             "log_variances": self.uncertainty.log_variances if self.uncertainty else None,
         }
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of task sampling and task weights."""
         if self.sampler:
-            self.sampler.load(state["sampler"])
+            self.sampler.load_state_dict(state["sampler"])
         if self.uncertainty:
             self.uncertainty.log_variances = list(state["log_variances"])
 

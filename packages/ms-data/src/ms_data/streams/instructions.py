@@ -238,7 +238,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
     def _position(self) -> dict[str, Any]:
         return {
             **self._mixture_state(),
-            "sources": [source.state() for source in self._sources],
+            "sources": [source.state_dict() for source in self._sources],
             # Only the segments: the tokens are read again from disk.
             "ready": [[task, [list(segment) for segment in row]] for task, row in self._ready_rows],
             "rows": self._rows,
@@ -248,7 +248,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
 
     def _restore_position(self, position: Mapping[str, Any]) -> None:
         for source, state in zip(self._sources, position["sources"], strict=True):
-            source.restore(state)
+            source.load_state_dict(state)
         self._ready_rows = deque(
             (read_count(task), tuple(self._sources[task].segment(values) for values in row))
             for task, row in position["ready"]

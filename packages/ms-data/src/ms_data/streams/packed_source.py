@@ -117,7 +117,7 @@ class PackedSource:
             targets = max(1, int(np.count_nonzero(sample.loss_mask[1:stop])))
         return RowPart.of(sample, segment.start, segment.stop, sample.weight / targets)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values, for `restore`."""
         rows = [
             [row.number, [list(segment) for segment in row.segments]]
@@ -125,7 +125,7 @@ class PackedSource:
         ]
         return {**self.counters, "opened": self._packer.opened, "open": rows}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state.
 
         Raises:

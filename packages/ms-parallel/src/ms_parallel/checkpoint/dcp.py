@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from ms_parallel.checkpoint.dcp_metadata import METADATA, DcpChunk, DcpIndex, read_dcp_index
 from ms_parallel.checkpoint.state import without_warning
 from ms_parallel.checkpoint.torchtitan import EMBEDDING, torchtitan_rules
+from ms_parallel.entry import one_line
 from ms_parallel.errors import CheckpointError, DamageError
 from ms_parallel.files.durable import publish, sync_folder, writing
 from ms_parallel.files.untrusted import check_path, open_file
@@ -201,7 +202,7 @@ class DcpFolder:
             raise
         # torch.load raises many exception types for a damaged archive.
         except Exception as error:
-            reason = " ".join(str(error).split())[:120] or type(error).__name__
+            reason = one_line(str(error))[:120] or type(error).__name__
             raise DamageError(
                 f"{path}: {name} is damaged ({reason}); copy the folder again"
             ) from None

@@ -86,9 +86,9 @@ def _exit_code_and_line(error: BaseException) -> tuple[int, str] | None:
         return INTERRUPTED, f"interrupted; {RESUMES}"
     code = exit_code(error)
     if code is not None:
-        return code, " ".join(str(error).split())
+        return code, one_line(str(error))
     if _is_lost_peer(error):
-        reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).split(". ")[0][:160]
+        reason = re.sub(r"^\[\S+\] ", "", one_line(str(error))).split(". ")[0][:160]
         return FAILED, f"rank {rank()} lost another process ({reason}); {RESUMES}"
     return None
 

@@ -3,19 +3,50 @@
 Shapes: H hidden, V vocabulary, N rows. Losses are computed in float32 (float64 for float64).
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ms_parallel.operators.cpu import widen
-from ms_parallel.operators.fused import fused
+from ms_parallel.operators.cpu import has_no_values, widen
 from ms_parallel.operators.protocol import Reduction
+from ms_parallel.torch_private import has_triton
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _CHUNK_BYTES = 1 << 28
 """Logits per chunk of `linear_cross_entropy`; up to this size they are saved, not recomputed."""
+
+
+def _fused(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile `function` at its first call with CUDA tensors; otherwise run it eagerly.
+
+    On a GPU, unfused pointwise operators are bound by memory traffic. The first argument of
+    `function` must be a tensor.
+    """
+    compiled: Callable[P, R] | None = None
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal compiled
+        first: Any = args[0]
+        assert isinstance(first, Tensor)
+        if (
+            first.device.type != "cuda"
+            or has_no_values(first)
+            or torch.compiler.is_compiling()
+            or not has_triton()
+        ):
+            return function(*args, **kwargs)
+        compiled = compiled or torch.compile(function)
+        return compiled(*args, **kwargs)
+
+    return run
 
 
 def capped(x: Tensor, softcap: float) -> Tensor:
@@ -197,7 +228,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-@fused
+@_fused
 def _loss_and_gradient(
     logits: Tensor, classes: Tensor, scale: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor]:

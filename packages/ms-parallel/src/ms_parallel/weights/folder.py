@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ms_parallel.entry import one_line
 from ms_parallel.errors import ModelError
 from ms_parallel.files.untrusted import check_file, read_json
 
@@ -106,7 +107,7 @@ class WeightFolder:
         return self._open[file]
 
     def _damaged(self, file: str, error: Exception) -> ModelError:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(str(error))[:200] or type(error).__name__
         return ModelError(f"{_short(self.folder / file)} is damaged ({reason}); copy it again")
 
     def _read_index(self) -> dict[str, str]:

@@ -4,6 +4,10 @@ The format is a few protocol buffer messages in checksummed records:
 `Event {double wall_time = 1; int64 step = 2; string file_version = 3; Summary summary = 5;
 SessionLog session_log = 7}`, `Summary {repeated Value value = 1}` and `Value {string tag = 1;
 float simple_value = 2; TensorProto tensor = 8; SummaryMetadata metadata = 9}`.
+
+Written by hand, because the package tensorboard requires a web server, grpcio and protobuf in the
+environment of each training run, and its writer and tensorboardX's buffer records in a thread, so a
+killed run would lose its last ones.
 """
 
 import struct

@@ -12,6 +12,7 @@ from typing import Any, cast
 from attrs import field, frozen
 
 from ms_parallel.cluster.layout import ModelShape
+from ms_parallel.entry import one_line
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import SIZE_LIMITS, TOKENS, TokenId, token_ids
@@ -255,7 +256,7 @@ def settings_of(document: str) -> Any:
     try:
         return package.AutoConfig.for_model(model_type, **content).get_text_config()
     except Exception as error:  # its checks raise many types for a damaged file
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(str(error))[:200]
         raise ModelError(f"transformers rejects this config.json ({reason})") from error
 
 

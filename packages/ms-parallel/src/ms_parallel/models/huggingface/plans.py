@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ms_parallel import operators
+from ms_parallel.entry import one_line
 from ms_parallel.errors import ModelError
 from ms_parallel.models.huggingface.attention import registered
 from ms_parallel.models.huggingface.config import TransformersModel, transformers
@@ -62,7 +63,7 @@ def build_on_meta(config: TransformersModel, ops: Ops | None = None) -> Any:
                 f"{config.model_type} does not use transformers' attention interface, so attention"
                 " would cross packed documents; train this model with transformers"
             ) from error
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(str(error))[:200]
         raise ModelError(
             f"transformers cannot build this {config.model_type} ({reason})"
         ) from error

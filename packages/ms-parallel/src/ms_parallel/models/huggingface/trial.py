@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ms_parallel import operators
+from ms_parallel.entry import one_line
 from ms_parallel.errors import ModelError
 from ms_parallel.models.huggingface.config import TransformersModel, transformers
 from ms_parallel.models.huggingface.plans import build_on_meta, plan_of
@@ -70,7 +71,7 @@ def check_runs(small: TransformersModel) -> None:
             tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
             reference_model(small)(tokens, use_cache=False)
         except Exception as error:  # transformers rejects settings in many ways
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(str(error))[:160]
             raise ModelError(
                 f"transformers cannot run a small {small.model_type} ({reason}); use a folder whose"
                 " config.json has the missing settings"
@@ -130,7 +131,7 @@ def _stage_logits(
         except ModelError:
             raise
         except Exception as error:
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(str(error))[:160]
             part, remedy = "our attention", "train this model with transformers"
             if len(layers) > 1:
                 part, remedy = "pipeline stages", "set pipeline=1"
