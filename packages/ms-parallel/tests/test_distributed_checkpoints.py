@@ -53,6 +53,8 @@ NAMES = {
     "model.layers": "layers",
 }
 QKV = "attention.qkv_linear.w"
+OTHER = ("optimizer.", "engine.")
+"""Beginnings of the names in an engine's state that are not weights."""
 
 
 def engine(family: str = "llama", **settings: Any) -> Engine:
@@ -173,6 +175,97 @@ def test_separate_projections_tied_embeddings_and_qwen_load(
     target = engine(family, tie_word_embeddings=tied)
     load(tmp_path / "s", target)
     assert all(torch.equal(target.state_dict()[n], tensor) for n, tensor in state.items())
+
+
+def megatron(tensors: Mapping[str, Tensor], *, stacked: bool, fused_norms: bool) -> dict[str, Any]:
+    """Rename, fuse and stack weights as Megatron-Core does, with four padded rows of vocabulary."""
+    layers: dict[str, list[Tensor]] = {}
+    saved: dict[str, Any] = {"decoder.layers.self_attention.core_attention._extra_state": b"state"}
+    norm_names = {
+        True: ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
+        False: ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
+    }[fused_norms]
+    for layer in range(2):
+        block = {
+            name.removeprefix(f"model.layers.{layer}."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"model.layers.{layer}.")
+        }
+        for kind in ("weight", "bias"):
+            if f"self_attn.q_proj.{kind}" in block:
+                q, k, v = (block.pop(f"self_attn.{c}_proj.{kind}") for c in "qkv")
+                groups = [part.view(GROUPS, -1, *part.shape[1:]) for part in (q, k, v)]
+                fused = torch.cat(groups, 1).reshape(-1, *q.shape[1:])
+                block[f"self_attention.linear_qkv.{kind}"] = fused
+        block["mlp.linear_fc1.weight"] = torch.cat(
+            [block.pop("mlp.gate_proj.weight"), block.pop("mlp.up_proj.weight")]
+        )
+        renames = {
+            "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+            "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+            "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+            "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+            "input_layernorm.weight": norm_names[0],
+            "post_attention_layernorm.weight": norm_names[1],
+        }
+        for name, tensor in block.items():
+            layers.setdefault(renames.get(name, name), []).append(tensor)
+    for name, parts in layers.items():
+        if stacked:
+            saved[f"decoder.layers.{name}"] = torch.stack(parts)
+        else:
+            saved |= {f"decoder.layers.{n}.{name}": part.clone() for n, part in enumerate(parts)}
+    ends = {
+        "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+        "model.norm.weight": "decoder.final_layernorm.weight",
+        "lm_head.weight": "output_layer.weight",
+    }
+    for ours, theirs in ends.items():
+        if ours in tensors:
+            padding = torch.full((4 * (ours != "model.norm.weight"), 32), 9.0)
+            tensor = tensors[ours]
+            saved[theirs] = torch.cat([tensor, padding]) if len(padding) else tensor.clone()
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("family", "stacked", "fused_norms", "tied"),
+    [("llama", True, True, False), ("qwen3", False, False, True), ("qwen2", True, False, True)],
+)
+def test_weights_of_a_megatron_folder_load(
+    tmp_path: Path, family: str, stacked: bool, fused_norms: bool, tied: bool
+) -> None:
+    """Stacked or separate layers, fused projections and norms, biases and a padded vocabulary."""
+    extra = {"attention_bias": True} if family == "qwen2" else {}
+    source = engine(family, tie_word_embeddings=tied, **extra)
+    step(source, 0)
+    weights = {n: t for n, t in source.state_dict().items() if not n.startswith(OTHER)}
+    saved = megatron(weights, stacked=stacked, fused_norms=fused_norms)
+    dcp.save(saved, checkpoint_id=tmp_path / "iter_0000100", no_dist=True)
+    # Never opened: it would create a file.
+    (tmp_path / "iter_0000100" / "common.pt").write_bytes(pickle.dumps(Trap(tmp_path / "ran")))
+    target = engine(family, tie_word_embeddings=tied, num_hidden_layers=2, **extra)
+    before = {n: t.clone() for n, t in target.state_dict().items() if n.startswith("optimizer.")}
+    loaded = load(tmp_path / "iter_0000100", target)
+    assert (loaded.step, loaded.tokens) == (0, None)
+    state = target.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(CheckpointError, match=r"but this run's .* needs"):
+        load(tmp_path / "iter_0000100", engine(family, intermediate_size=64, **extra))
+    with pytest.raises(CheckpointError, match="Megatron's names are known for llama"):
+        load(tmp_path / "iter_0000100", engine("gemma2"))
+
+
+class Trap:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize("names", ["torchtitan", "huggingface"])

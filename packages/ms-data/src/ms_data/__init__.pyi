@@ -29,6 +29,7 @@ from .exchange.imports import Imported, import_dataset
 from .ledger.page import draw_stats
 from .ledger.record import LedgerSummary
 from .media.processor import Processor
+from .media.video import Video, VideoLimits, decode_video
 from .streams.batch import Batch
 from .streams.instructions import InstructionBatch, InstructionStream
 from .streams.mixture import Mixture, Phase
@@ -88,9 +89,12 @@ __all__ = [
     "UnpairedBatch",
     "UnpairedSample",
     "UnpairedStream",
+    "Video",
+    "VideoLimits",
     "__version__",
     "build",
     "clean",
+    "decode_video",
     "dedup",
     "draw_stats",
     "export_dataset",

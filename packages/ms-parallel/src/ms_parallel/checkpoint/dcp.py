@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP): torchtitan's and any script's.
+"""Checkpoints of torch.distributed.checkpoint (DCP): torchtitan's, Megatron's and any script's.
 
 `load_distributed` fills an engine's state from a DCP folder under any layout: each process reads
 only its own boxes. `save_distributed` writes a folder that `torch.distributed.checkpoint.load`
@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ms_parallel.checkpoint.dcp_metadata import METADATA, DcpChunk, DcpIndex, read_dcp_index
+from ms_parallel.checkpoint.megatron import EMBEDDING as MEGATRON_EMBEDDING
+from ms_parallel.checkpoint.megatron import megatron_rules
 from ms_parallel.checkpoint.state import without_warning
 from ms_parallel.checkpoint.torchtitan import EMBEDDING, torchtitan_rules
 from ms_parallel.entry import one_line
@@ -67,9 +69,12 @@ def load_distributed(
 ) -> RunPosition:
     """Load weights, AdamW moments and the step of a DCP folder into an engine's state, in place.
 
+    Of Megatron-Core's `torch_dist` folders only the weights are loaded: the optimizer keeps its
+    initial state, and the step is 0 or `step`.
+
     Args:
-        folder: folder with `.metadata`: torchtitan's `checkpoint/step-N`, or a folder of your own
-            script with Hugging Face names and an AdamW state by parameter name.
+        folder: folder with `.metadata`: torchtitan's `checkpoint/step-N`, Megatron's `iter_N`, or a
+            folder of your own script with Hugging Face names and an AdamW state by parameter name.
         config: configuration of the model.
         state: result of `Engine.state_dict`; pass it to `Engine.load_state_dict` afterwards.
         step: number of steps taken, if the folder does not record it.
@@ -92,6 +97,12 @@ def load_distributed(
             " optimizer to AdamW"
         )
     counts = set()
+    if tensors.weights_only:
+        for name in tensors.shapes.keys() & state.keys():
+            tensors.fill(name, state[name], tensors.weights(name))
+        if STEP in state:
+            state[STEP].fill_(step or 0)
+        return RunPosition(step=step or 0, tokens=None)
     for name, tensor in state.items():
         if name in tensors.shapes:
             tensors.fill(name, tensor, tensors.weights(name))
@@ -226,6 +237,12 @@ class _Tensors:
         self.shapes = weight_shapes(config)
         names = source.index.tensors
         self.prefix, self.optimizer = "", "optimizer.state."
+        self.weights_only = MEGATRON_EMBEDDING in names
+        """Whether only weights are known, as in Megatron's folders."""
+        if self.weights_only:
+            shapes = {name: tensor.shape for name, tensor in names.items()}
+            self.weight_rules = self.moment_rules = megatron_rules(config, shapes)
+            return
         if EMBEDDING in names:
             # torchtitan: weights of q, k and v are always saved separately, moments may be fused.
             fused = any(".wqkv.weight.exp_avg" in name for name in names)
@@ -243,7 +260,8 @@ class _Tensors:
         if not prefixes:
             raise CheckpointError(
                 f"{source.folder} has neither {EMBEDDING!r} (torchtitan) nor {HF_EMBEDDING!r}"
-                " (Hugging Face), so its names are unknown; save it with either"
+                f" (Hugging Face) nor {MEGATRON_EMBEDDING!r} (Megatron), so its names are unknown;"
+                " save it with one of them"
             )
         # The shortest prefix, as a folder may also hold other weights, such as an average.
         self.prefix = min(prefixes, key=len)

@@ -44,6 +44,11 @@ RECORDS = {
         )
     ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    # Megatron-Core keeps the plans of all ranks in its metadata.
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    ),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),

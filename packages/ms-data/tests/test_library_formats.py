@@ -1,4 +1,4 @@
-"""Lance datasets as a corpus, and folders for Hugging Face `datasets`."""
+"""Formats of Lance, WebDataset and Hugging Face `datasets`, written and read by these libraries."""
 
 import shutil
 from pathlib import Path
@@ -83,3 +83,18 @@ def test_datasets_opens_an_export_which_builds_the_same_shards(datasets_folder: 
     assert sum(map(len, rows["tokens"])) == exported.tokens
     expected = ms_data.inspect(datasets_folder / "shards").fingerprint
     assert build(out, datasets_folder / "again") == expected
+
+
+@pytest.mark.slow
+def test_shards_of_webdataset_give_the_same_shards(datasets_folder: Path) -> None:
+    """Samples with text and other members, in several tar files of `ShardWriter`."""
+    webdataset = pytest.importorskip("webdataset")
+    corpus = datasets_folder / "wds"
+    corpus.mkdir()
+    with webdataset.ShardWriter(str(corpus / "part-%05d.tar"), maxcount=700, verbose=0) as writer:
+        for number, row in enumerate(ms_data.read_rows(datasets_folder / "rows.jsonl")):
+            sample = {"__key__": f"{number:06d}", "txt": row["text"], "cls": row["n"]}
+            writer.write(sample)
+    assert len(list(corpus.iterdir())) == 5
+    expected = ms_data.inspect(datasets_folder / "shards").fingerprint
+    assert build(corpus, datasets_folder / "from-wds") == expected
