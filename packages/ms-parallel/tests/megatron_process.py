@@ -34,10 +34,8 @@ def main(folder: Path) -> None:
     cuda: Any = torch.cuda
     cuda.synchronize, cuda.current_device = lambda *_: None, lambda: "cpu"
     random.get_cuda_rng_tracker().fork = lambda *_, **__: contextlib.nullcontext()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(1, 1)
     config = TransformerConfig(
         **SIZES,
