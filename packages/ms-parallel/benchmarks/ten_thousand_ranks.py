@@ -1,11 +1,11 @@
-"""Costs per rank of a run with 10,240 ranks, computed in one process without any of them.
+"""Costs per rank of a run with 10,240 ranks, computed in a single process.
 
     python benchmarks/ten_thousand_ranks.py
 
 Assumptions: Llama 3 70B (80 layers, hidden size 8,192) on 1,280 nodes of 8 H100; the layout is
-data=320, tensor=8, pipeline=4 with weights sharded in groups of 64 ranks or over all ranks. What a
-rank does alone (place, stream, manifest) is run for sampled ranks and timed here. What rank 0 does
-for all ranks (merging save plans into a manifest) is run for fewer ranks and is linear in chunks.
+data=320, tensor=8, pipeline=4 with weights sharded in groups of 64 ranks or over all ranks. The
+local work of a rank (place, stream, manifest) runs here for sampled ranks and is timed. The work of
+rank 0 for all ranks (building the manifest) runs for fewer ranks and is linear in chunks.
 Communication and disks are not simulated.
 """
 
@@ -126,7 +126,7 @@ def planner() -> None:
 
 
 def loader(folder: Path) -> None:
-    """Streams of sampled data ranks; their rows must equal those of one reader of all rows."""
+    """Streams of sampled data ranks; their rows must equal a single reader's."""
     corpus = folder / "corpus.jsonl"
     with corpus.open("w") as file:
         for n in range(20_000):

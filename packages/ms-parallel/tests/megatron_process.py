@@ -2,8 +2,8 @@
 
     python megatron_process.py FOLDER
 
-Megatron-Core saves on a GPU only. Here it has none, so the script replaces the calls of its own
-process that ask for the GPU's number, synchronize it or fork its random numbers.
+Megatron-Core needs a GPU to save. To run without one, the script replaces three functions in its
+process: the number of the current GPU, its synchronization and the fork of its random state.
 """
 
 import contextlib

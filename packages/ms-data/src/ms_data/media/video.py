@@ -1,8 +1,8 @@
 """Decodes the frames of a video at a sampling rate, through PyAV, within stated limits.
 
 The container is chosen by the first bytes and not probed, so that no playlist or reference can name
-another file. Limits hold for what is decoded and not for what a header claims: the size of each
-frame is checked before its pixels are converted, and decoding ends at the limit of frames.
+another file. The limits apply to decoded data, as headers may be wrong: the size of each frame is
+checked before its pixels are converted, and decoding ends at the limit of frames.
 """
 
 import io
@@ -67,7 +67,7 @@ def decode_video(
 ) -> Video:
     """Decode an MP4 or WebM file and sample its frames at equal distances in time.
 
-    Frame k is the first one that is shown at or after k / frames_per_s seconds. Frames are decoded
+    Frame k is the first frame shown at or after k / frames_per_s seconds. Frames are decoded
     by one thread, so results do not depend on the machine's cores.
 
     Args:

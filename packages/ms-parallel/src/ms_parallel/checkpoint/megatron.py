@@ -98,9 +98,9 @@ def megatron_rules(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
         ),
     }
     for letter, rows_of in {"q": query, "k": key, "v": value}.items():
-        for kind in ("weight", "bias"):
-            blocks[f"self_attn.{letter}_proj.{kind}"] = in_layers(
-                f"{attention}linear_qkv.{kind}", rows_of, total=qkv
+        for suffix in ("weight", "bias"):
+            blocks[f"self_attn.{letter}_proj.{suffix}"] = in_layers(
+                f"{attention}linear_qkv.{suffix}", rows_of, total=qkv
             )
     return rules | {f"model.layers.*.{name}": rule for name, rule in blocks.items()}
 

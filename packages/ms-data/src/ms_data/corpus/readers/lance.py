@@ -1,7 +1,7 @@
 """Reads Lance datasets, one batch of rows at a time.
 
-A Lance dataset is a folder with data files, indexes, deleted rows and one manifest per version. Of
-all these files, the corpus lists the newest manifest, which stands for the whole dataset.
+A Lance dataset is a folder with data files, indexes, deleted rows and one manifest per version. The
+corpus lists only the newest manifest, through which this reader opens the dataset.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ BATCH_ROWS = 1024
 
 
 class _LanceReader:
-    """Reader of Lance manifests, which are told from texts by their NUL bytes."""
+    """Reader of Lance manifests; unlike texts, they have NUL bytes."""
 
     def claims(self, name: str, head: bytes, /) -> bool:
         return name.endswith(SUFFIX) and b"\0" in head
