@@ -74,7 +74,7 @@ class ClusterJob:
         if layout.world_size != processes:
             raise ConfigError(
                 f"nodes x devices must be {layout.world_size}, the processes of the layout"
-                f" {layout}, got {self.nodes} x {self.devices} = {processes}; change the layout or the options"
+                f" {layout}, got {self.nodes} x {self.devices} = {processes}; change either"
             )
 
 
