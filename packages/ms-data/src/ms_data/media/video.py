@@ -96,7 +96,7 @@ def decode_video(
     try:
         with av.open(io.BytesIO(content), format=container_name) as container:
             return _sample(container, frames_per_s, height, width, limits)
-    except (av.error.FFmpegError, EOFError) as error:
+    except (av.error.FFmpegError, EOFError, UnicodeError) as error:
         raise ValueError(f"a broken video: {' '.join(str(error).split())[:200]}") from error
     except MemoryError as error:
         raise ValueError("a video that needs more memory than available") from error
@@ -108,6 +108,8 @@ def _sample(
     if not container.streams.video:
         raise ValueError("a file without a video stream")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise ValueError("a video in an unknown codec; convert it to H.264, VP9 or AV1")
     stream.thread_type = "NONE"
     stream.codec_context.thread_count = 1
     _check_pixels(stream.codec_context, limits)
