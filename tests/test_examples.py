@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ PATHS = sorted(path for folder in FOLDERS for path in (EXAMPLES / folder).glob("
 NAMES = [str(path.relative_to(EXAMPLES)) for path in PATHS]
 MAX_LINES, MAX_FILES_PER_FOLDER = 150, 14
 NEEDS = {
+    "align/calculator_tool.py": ("transformers", "tokenizers"),
     "align/evaluate.py": ("lm_eval", "onnxruntime", "onnx"),
     "compress/qat_to_gguf.py": ("gguf",),
     "data/transformers_trainer.py": ("transformers", "accelerate"),
@@ -139,3 +141,29 @@ def test_the_command_in_an_examples_docstring_runs(name: str, tmp_path: Path) ->
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     assert run.stdout.strip()
+
+
+@pytest.fixture
+def calculator(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example as a module that the process of its tool can import, too."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(EXAMPLES / "align")
+    return importlib.import_module("calculator_tool")
+
+
+def test_the_calculator_example_draws_both_curves(tmp_path: Path, calculator: Any) -> None:
+    """Two updates of each run, after one step of the format."""
+    options = ["--format-steps", "1", "--steps", "2", "--batch-size", "16"]
+    curves = calculator.main(["--folder", str(tmp_path), *options])
+    assert [len(curve) for curve in curves.values()] == [2, 2]
+    assert (tmp_path / "learning.svg").read_text().count("<polyline") == 2
+
+
+@pytest.mark.slow
+def test_the_calculator_is_learned_from_the_rewards_alone(tmp_path: Path, calculator: Any) -> None:
+    """Right answers become frequent, and not with the same rewards in random order."""
+    curves = calculator.main(["--folder", str(tmp_path)])
+    learned, control = (sum(curve[-10:]) / 10 for curve in curves.values())
+    assert all(len(curve) == 60 and curve[0] < 0.4 for curve in curves.values())
+    assert learned > 0.7
+    assert learned > control + 0.4
