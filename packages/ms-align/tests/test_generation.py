@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from small_models import alibi_model, decoder, gpt2, llama
+from small_models import SIZES, alibi_model, decoder, gpt2, llama
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +23,7 @@ from ms_align import (
 from ms_align.engines.assembly import start_engine
 from ms_align.engines.generator import EngineGenerator
 from ms_align.errors import ConfigError
-from ms_align.generation import static_batch
+from ms_align.generation import fused, static_batch
 from ms_align.generation.cuda_graph import capture
 from ms_align.generation.fused import FusedReader, fused_reader
 from ms_align.generation.reader import RerunReader, reader_of
@@ -670,6 +670,32 @@ def test_bfloat16_models_run_unfused(build: Callable[[], nn.Module]) -> None:
         expected = table.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         actual = responses.logprobs[row, : len(tokens)]
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=2**-6)
+
+
+def test_mixed_precision_casts_fused_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator, the fused weights have the compute dtype and pass the comparison."""
+    from ms_parallel import Engine
+    from ms_parallel.models import architecture
+
+    precision = torch.bfloat16
+    monkeypatch.setattr(fused, "CPU_DTYPES", (precision,))
+    engine = Engine(architecture("qwen3", SIZES), device="cpu", mixed_precision=True, compile=True)
+    assert engine.module is not None
+    generator = LocalGenerator(engine.module, static_shapes=True)
+    responses = generator(PROMPTS, SAMPLING, seed=1)
+    reader = generator._reader()
+    assert isinstance(reader, FusedReader)
+    assert {weight.dtype for weight in (reader._embedding, reader._head, reader._norm)} == {
+        precision
+    }
+    assert {layer.qkv.dtype for layer in reader._layers} == {precision}
+    rows = sequences(PROMPTS, responses)
+    rescored = engine.evaluate(rows, lambda out, batch: -out.token_losses(batch["targets"]))
+    assert responses.logprobs is not None
+    for row, length in enumerate(responses.lengths.tolist()):
+        start = len(PROMPTS[row]) - 1
+        actual, expected = responses.logprobs[row, :length], rescored[row, start : start + length]
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=2**-5)
 
 
 def test_prompts_that_cannot_be_continued_are_rejected() -> None:

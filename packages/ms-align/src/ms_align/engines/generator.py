@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from attrs import asdict
+from attrs import asdict, evolve
 from attrs.filters import exclude
 
 from ms_align.engines.local import LocalEngine
@@ -13,6 +13,7 @@ from ms_align.generation.generator import LocalGenerator
 from ms_align.generation.responses import Generator, Responses
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, first_stop
+from ms_align.models.language_model import StagedLanguageModel, language_model
 
 
 def generator_of(
@@ -22,7 +23,10 @@ def generator_of(
     decode: Decode | None = None,
     records_experts: bool = False,
 ) -> Generator:
-    """Build a `LocalGenerator` for an engine of one process, an `EngineGenerator` for others.
+    """Build the fastest generator that an engine supports.
+
+    A `LocalGenerator` for the single-process engine, and on an accelerator for a complete decoder
+    in any engine; an `EngineGenerator` for others.
 
     Args:
         engine: engine of the policy.
@@ -40,7 +44,31 @@ def generator_of(
             decode=decode,
             records_experts=records_experts,
         )
+    module = engine.module
+    if module is not None and next(module.parameters()).device.type != "cpu":
+        model = language_model(module)
+        if isinstance(model, StagedLanguageModel):
+            generator = LocalGenerator(module, max_num_seqs=max_num_seqs, decode=decode)
+            return WithoutLogprobs(generator)
     return EngineGenerator(engine, decode)
+
+
+class WithoutLogprobs:
+    """A generator whose log-probabilities the trainer computes again, as under other layouts.
+
+    Args:
+        generator: generator of responses.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int = 1, seed: int = 0
+    ) -> Responses:
+        """Generate `count` responses per prompt; responses to a prompt are adjacent."""
+        responses = self.generator(prompts, sampling, count=count, seed=seed)
+        return evolve(responses, logprobs=None, sampling_logprobs=None)
 
 
 class EngineGenerator:

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 TOLERANCE = 1e-4
 """Maximum difference of logits from the model's, relative to the largest logit."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-CPU_DTYPES = ({torch.float32}, {torch.float64})
-"""Dtypes of all weights on a CPU, where half precision is faster unfused."""
+CPU_DTYPES = (torch.float32, torch.float64)
+"""Supported dtypes on a CPU, where half precision is faster unfused."""
 ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 """Model types of ms-parallel's decoders whose blocks can be fused."""
@@ -74,9 +74,10 @@ def fused_reader(model: LanguageModel, *, verified: bool = False) -> "FusedReade
 def _is_supported(model: LanguageModel) -> bool:
     """Return True if all parts of the model are the standard ones of its architecture."""
     module: Any = model.module
-    dtypes = {weight.dtype for weight in module.parameters()}
+    if len({weight.dtype for weight in module.parameters()}) > 1:
+        return False
     on_cpu = next(module.parameters()).device.type == "cpu"
-    if len(dtypes) > 1 or (on_cpu and dtypes not in CPU_DTYPES):
+    if on_cpu and _compute_dtype(module) not in CPU_DTYPES:
         return False
     if isinstance(model, HuggingFaceModel):
         if type(module).__name__ not in ARCHITECTURES or module.config.hidden_act not in (
@@ -115,7 +116,11 @@ def _is_standard_block(layer: Any) -> bool:
 
 
 class FusedReader:
-    """Runs a decoder with fused weights, a copy of the model's at construction."""
+    """Runs a decoder with fused weights, as they are when it is built.
+
+    With mixed precision, weights are cast once, and not at each token. On an accelerator, weights
+    that are neither joined nor cast are the model's own.
+    """
 
     def __init__(self, model: LanguageModel) -> None:
         module: Any = model.module
@@ -125,40 +130,49 @@ class FusedReader:
         self.q_heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
         self.epsilon = _epsilon(module)
-        self.half = attention.q_proj.weight.dtype.itemsize <= 2
+        self.dtype = _compute_dtype(module)
+        self.half = self.dtype.itemsize <= 2
         self._pairs = _pair_order(self.head_dim).to(attention.q_proj.weight.device)
         self._layers = [self._rewrite(layer) for layer in _layers(module)]
-        self._embedding: Tensor = module.model.embed_tokens.weight
-        self._norm: Tensor = module.model.norm.weight
-        self._head = _transposed(_head(model))
+        self._embedding: Tensor = module.model.embed_tokens.weight.to(self.dtype)
+        self._norm: Tensor = module.model.norm.weight.to(self.dtype)
+        self._head = _transposed(_head(model).to(self.dtype))
         self._rotation_table: Tensor | None = None
 
     def _rewrite(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
+
+        def cast(parameters: list[Any]) -> list[Tensor]:
+            return [parameter.to(self.dtype) for parameter in parameters]
+
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        weights = [projection.weight for projection in projections]
-        biases = [projection.bias for projection in projections]
+        weights = cast([projection.weight for projection in projections])
+        biased = projections[0].bias is not None
+        biases = cast([projection.bias for projection in projections]) if biased else []
         # q and k only: v is not rotated.
         for index in (0, 1):
             weights[index] = self._pair_rows(weights[index])
-            if biases[index] is not None:
+            if biased:
                 biases[index] = self._pair_rows(biases[index])
         qk_norms = None
         if hasattr(attention, "q_norm"):
-            qk_norms = (
-                attention.q_norm.weight[self._pairs],
-                attention.k_norm.weight[self._pairs],
-            )
+            q_norm, k_norm = cast([attention.q_norm.weight, attention.k_norm.weight])
+            qk_norms = (q_norm[self._pairs], k_norm[self._pairs])
+        norms = cast([layer.input_layernorm.weight, layer.post_attention_layernorm.weight])
+        out, gate, up, down = cast(
+            [part.weight for part in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+        )
+        out_bias = attention.o_proj.bias
         return _Layer(
-            attn_norm=layer.input_layernorm.weight,
+            attn_norm=norms[0],
             qkv=_transposed(torch.cat(weights)),
-            qkv_bias=None if biases[0] is None else torch.cat(biases),
+            qkv_bias=torch.cat(biases) if biased else None,
             qk_norms=qk_norms,
-            out=_transposed(attention.o_proj.weight),
-            out_bias=attention.o_proj.bias,
-            mlp_norm=layer.post_attention_layernorm.weight,
-            gate_up=_transposed(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))),
-            down=_transposed(mlp.down_proj.weight),
+            out=_transposed(out),
+            out_bias=None if out_bias is None else out_bias.to(self.dtype),
+            mlp_norm=norms[1],
+            gate_up=_transposed(torch.cat((gate, up))),
+            down=_transposed(down),
         )
 
     def _pair_rows(self, rows: Tensor) -> Tensor:
@@ -313,6 +327,12 @@ class FusedReader:
         if self._rotation_table is None or self._rotation_table.shape[0] < count:
             self._rotation_table = _rotations(self._model, max(256, 2 * count), positions.device)
         return self._rotation_table[positions]
+
+
+def _compute_dtype(module: Any) -> torch.dtype:
+    """Return the dtype of products: with mixed precision, not that of the weights."""
+    dtype: torch.dtype | None = getattr(module, "compute_dtype", None)
+    return next(module.parameters()).dtype if dtype is None else dtype
 
 
 def _transposed(weight: Tensor) -> Tensor:

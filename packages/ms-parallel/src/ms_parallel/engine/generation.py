@@ -222,15 +222,15 @@ def _forward(
 def sample_tokens(
     logits: Tensor, sampling: Sampling, index: int, part: int = 0, parts: int = 1
 ) -> Tensor:
-    """Sample one token per row, (B,) int64 on the CPU, from logits (B, V).
+    """Sample one token per row, (B,) int64 on the CPU, from logits (B, V) on their device.
 
     Inverse transform sampling in float64: one uniform number per row is looked up in the cumulative
     distribution. Rounding differences between layouts change a token only if its boundary crosses
     that number.
     """
-    scores = logits.cpu().double()
+    scores = logits.double()
     if sampling.temperature == 0.0:
-        return scores.argmax(dim=1)
+        return scores.argmax(dim=1).cpu()
     scores = _filter_logits(scores / sampling.temperature, sampling)
     generator = torch.Generator().manual_seed(_seed_at(sampling.seed, index))
     rows = scores.shape[0]
@@ -239,8 +239,9 @@ def sample_tokens(
     cumulative = scores.softmax(dim=1).cumsum(dim=1)  # (B, V)
     # Scaled by the total, which is not exactly 1 after rounding. With right=True, tokens of
     # probability 0 are never chosen.
-    targets = uniform[part * rows : (part + 1) * rows, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp(max=scores.shape[1] - 1)
+    uniforms = uniform[part * rows : (part + 1) * rows, None].to(scores.device)
+    tokens = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)[:, 0]
+    return tokens.clamp(max=scores.shape[1] - 1).cpu()
 
 
 def _seed_at(seed: int, index: int) -> int:
