@@ -672,6 +672,7 @@ def test_bfloat16_models_run_unfused(build: Callable[[], nn.Module]) -> None:
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=2**-6)
 
 
+@pytest.mark.slow
 def test_mixed_precision_casts_fused_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator, the fused weights have the compute dtype and pass the comparison."""
     from ms_parallel import Engine
