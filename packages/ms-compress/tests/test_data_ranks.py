@@ -117,7 +117,7 @@ def test_a_killed_calibration_of_two_processes_resumes_with_the_same_result(
 
 @pytest.mark.slow
 def test_an_error_on_one_process_ends_all() -> None:
-    """The others stop where they would exchange sums, with the reason of the one that failed."""
+    """The other processes stop at their next exchange and report the reason."""
     first, second = run_processes(2, HERE, "failure")
     assert second.startswith("the calibration text: tokens must be 0 to 191")
     assert first.startswith(f"process 1 failed, and so nothing is exported: {second[:40]}")

@@ -23,12 +23,11 @@ T = TypeVar("T")
 class DataRanks:
     """Processes that share calibration batches, as a `with` block.
 
-    An error on one process ends the block on all of them, as every exchange begins with one of
-    errors. The block uses the default process group,
-    which it creates if there is none.
+    If a process fails, the block ends on all processes: every collective first exchanges errors.
+    The block uses the default process group and creates it if necessary.
 
     Args:
-        rank: number of this process.
+        rank: rank of this process.
         count: number of processes.
 
     Raises:
@@ -78,7 +77,7 @@ class DataRanks:
     def __exit__(
         self, error_type: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After Ctrl-C the others may be in any exchange, so there is none to meet them in.
+        # After Ctrl-C the other processes may be in any collective.
         if self._work is not None and (error is None or isinstance(error, Exception)):
             self._work.__exit__(error_type, error, trace)
         self._destroy_group()
@@ -94,7 +93,7 @@ class DataRanks:
             dist.destroy_process_group()
 
     def synchronize(self) -> None:
-        """Wait for all processes; raise if one of them failed. Collective."""
+        """Wait for all processes; raise if any process failed. Collective."""
         if self._work is not None:
             self._work.synchronize()
 
@@ -152,7 +151,7 @@ class DataRanks:
         return torch.cat(parts)
 
     def any(self, flag: bool) -> bool:
-        """Return True on all processes if `flag` is true on one of them. Collective."""
+        """Return True on every process if `flag` is true on any process. Collective."""
         return bool(self.max(torch.tensor(int(flag), device=self._device)))
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
 """Scales of an FP8 key-value cache, as vLLM reads them from compressed-tensors folders.
 
-The scale of a layer's keys, and that of its values, is their largest magnitude on calibration
-tokens divided by 448, the largest E4M3 value. Keys are observed as they are cached, after the
-rotary embedding. Larger keys and values saturate.
+A layer's key scale is the largest magnitude of its keys on calibration tokens, after the rotary
+embedding, divided by 448, the largest E4M3 value; the value scale is computed in the same way from
+its values. Larger keys and values saturate.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from ms_compress.quantization.rounding import calibrated_scale
 from ms_compress.quantization.scheme import KV_CACHE
 
 PROJECTIONS = ("k_proj", "qkv_proj")
-"""Layers of an attention whose cache has keys and values; that of MLA has neither."""
+"""Layers of an attention with a cache of keys and values, unlike MLA."""
 
 Observe = Callable[[int, Tensor, Tensor], None]
 
@@ -93,7 +93,7 @@ def calibrate_kv_cache(
 
 
 def _run(model: Any, tokens: Tensor, observe: Observe) -> None:
-    """Run tokens (B, S) through a model with an empty cache that observes what it is given."""
+    """Run tokens (B, S) and call `observe` with each layer's keys and values for the cache."""
     if hasattr(model.config, "to_dict"):
         from transformers import DynamicCache
 
