@@ -305,15 +305,14 @@ def test_a_rank_that_loses_rank_0_and_its_store_prints_one_line(
         )
         for rank in range(2)
     ]
-    try:
-        first, second = ranks
-        wait_for(lambda: checkpoints(run), first)  # type: ignore[arg-type]
-        first.kill()
-        _, stderr = second.communicate(timeout=120)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(timeout=60)
+    with ranks[0] as first, ranks[1] as second:  # closes their pipes
+        try:
+            wait_for(lambda: checkpoints(run), first)  # type: ignore[arg-type]
+            first.kill()
+            _, stderr = second.communicate(timeout=120)
+        finally:
+            for process in ranks:
+                process.kill()
     assert second.returncode == 1
     lines = [line for line in stderr.splitlines() if line.startswith("ms-parallel: ")]
     assert len(lines) == 1, stderr
