@@ -40,7 +40,7 @@ LIMITS = [
     ("cross_entropy", {"...": 200_001}, {}, "at most 200000 rows, not 200001"),
     ("linear_cross_entropy", {"V": 127}, {}, "needs at least 128 classes, not 127"),
     ("linear_cross_entropy", {"H": 65_535}, {}, "up to 65534 features, not 65535"),
-    ("linear_cross_entropy", {}, {"label_smoothing": 0.1}, "not support label smoothing or a z-loss"),
+    ("linear_cross_entropy", {}, {"label_smoothing": 0.1}, "label smoothing or a z-loss"),
     ("token_log_probs", {}, {"temperature": 2.0}, "supports only temperature 1, not 2.0"),
     ("token_log_probs", {}, {"entropy": True}, "does not compute entropies"),
     ("permute_tokens", {"C": 513}, {}, "at most 512 choices per token, not 513"),
