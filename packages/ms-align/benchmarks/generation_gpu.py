@@ -5,9 +5,9 @@
 
 64 responses of 256 tokens to prompts of 128 tokens, sampled at temperature 1 from a Llama of 1B
 random bfloat16 weights (`llama-1b` of packages/ms-parallel/benchmarks/gpu.py). Each variant runs in
-a separate process: one call to warm up, then as many as fit, at most three; the fastest counts. A
-row is printed when a variant finishes. A variant that does not finish within `--seconds` prints how
-far its first calls came. Needs torch, transformers, msgspec, attrs and lazy_loader; no network.
+a separate process: one warmup call, then up to three calls within the time limit; the fastest
+counts. A row is printed when a variant finishes, or reaches `--seconds`. Needs torch, transformers,
+msgspec, attrs and lazy_loader, and no network.
 
 Variants:
     graph               static shapes, CUDA graph, ms_kernels.decode_attention (the default)
@@ -158,7 +158,7 @@ def run(variant: str, *, tiny: bool, seconds: float) -> dict[str, Any]:
         "build_s": round(built - began, 2),
         "first_call_s": round(calls[0], 3),
     }
-    # The first call also compiles and verifies, so it only counts if there is no time for another.
+    # The first call also compiles and verifies; it counts only if a second one would not fit.
     measured: list[float] = []
     tokens = rows * new
     while len(measured) < 3 and time.monotonic() - began + min(calls) < seconds:

@@ -187,7 +187,7 @@ class StaticBatch:
 
     Args:
         reader: runs the model.
-        buffer: all responses, of which the batch decodes R at a time.
+        buffer: all responses; the batch decodes R at a time.
         rows: R.
         longest_prompt: tokens of the longest prompt of all responses.
         use_graph: capture the step in a CUDA graph.
@@ -229,7 +229,7 @@ class StaticBatch:
         self.logprobs = torch.zeros(shape, device=device)
         self.sampling_logprobs = torch.zeros(shape, device=device)
         self.uniforms = torch.zeros(shape, dtype=buffer.uniforms.dtype, device=device)
-        # What the host knows without asking the device.
+        # Host state, which needs no wait for the device.
         self.responses: list[int | None] = [None] * rows
         """Response in each row; None for a free row."""
         self._ends = [0] * rows
