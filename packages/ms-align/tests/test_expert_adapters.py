@@ -10,13 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ms_align import ConfigError, LoraOptions, ModelError, add_lora, load_lora
+from ms_align.engines.assembly import start_engine
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.lora.quantized_base import FORMATS, QuantizedExperts
+from ms_align.lora.tensor_parallel import adapter_styles
 from ms_align.losses.sft import SFTLoss
+from ms_align.run.saving import write_result
 from ms_parallel import load_model, save_model
 
-from .small_models import decoder
+from .small_models import SIZES, decoder
 from .test_lora import TOKENS, logits
 
 SMALL = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -225,6 +228,30 @@ def test_experts_are_quantized_one_by_one_under_their_adapters(name: str, family
     torch.testing.assert_close(logits(model), trained, rtol=0.0, atol=1e-5)
     model.unmerge()
     assert torch.equal(logits(model), trained)
+
+
+@slow
+def test_quantized_experts_of_a_transformers_model_merge_into_its_folder(tmp_path: Path) -> None:
+    """ms-parallel stores their gate and up matrices in separate dims."""
+    from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {**SIZES, **SMALL, "num_experts": 4}
+    config = Qwen2MoeConfig(**sizes, shared_expert_intermediate_size=24)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    lora = {"quantize_base": "nf4", "target_parameters": [GATE_UP, DOWN]}
+    engine: Any = start_engine(tmp_path / "base", layout={"data": 1}, lora=lora)
+    write_result(engine, tmp_path / "run", None)
+    loaded = load_lora(load_model(tmp_path / "base"), tmp_path / "run/adapter")
+    assert len(loaded.adapters()) == len(engine.adapters.models[0].adapters())
+    merged, base = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("run/model", "base")
+    )
+    # NF4's largest error is 0.152 of the largest weight in a block of 64.
+    assert 0 < (logits(merged) - logits(base)).abs().max() < 0.1
+    experts = {name: layer for name, layer in loaded.adapters().items() if ".experts." in name}
+    with pytest.raises(ConfigError, match="the experts of a transformers model"):
+        adapter_styles(experts, None)
 
 
 def test_unknown_expert_weights_and_unsupported_settings_are_rejected(tmp_path: Path) -> None:

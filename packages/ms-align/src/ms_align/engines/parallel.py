@@ -172,7 +172,10 @@ class StageAdapters:
     ) -> None:
         self.options, self.base_name = options, base_name
         self.model_type: str = getattr(engine.config, "model_type", "")
-        self.models = [adapt_stage(stage, options, seed=seed) for stage in stages.values()]
+        complete = engine.groups.layout.pipeline == 1
+        self.models = [
+            adapt_stage(stage, options, seed=seed, complete=complete) for stage in stages.values()
+        ]
         names = {name: layer for model in self.models for name, layer in model.adapters().items()}
         if processes.any_of(not all(model.adapters() for model in self.models)):
             raise ConfigError(

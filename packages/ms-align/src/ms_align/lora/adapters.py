@@ -266,9 +266,18 @@ def add_lora(
     return _add(model, options, seed, base_name, complete=True)
 
 
-def adapt_stage(stage: nn.Module, options: LoraOptions, *, seed: int) -> AdaptedModel:
-    """Freeze a pipeline stage and add adapters to its layers, if it has some of the targets."""
-    return _add(stage, options, seed, "", complete=False)
+def adapt_stage(
+    stage: nn.Module, options: LoraOptions, *, seed: int, complete: bool
+) -> AdaptedModel:
+    """Freeze a pipeline stage and add adapters to its layers.
+
+    Args:
+        stage: stage to adapt, in place.
+        options: adapter settings.
+        seed: seed of the initial values of A.
+        complete: the stage is the complete model, so it must have all targets.
+    """
+    return _add(stage, options, seed, "", complete=complete)
 
 
 def _add(

@@ -306,6 +306,7 @@ class ExpertWeight(nn.Module):
     def __init__(self, experts: nn.Module, name: str) -> None:
         super().__init__()
         self.__dict__["experts"], self.name = experts, name
+        self.shape = cast(Tensor, experts._parameters[name]).shape
 
     @property
     def weight(self) -> Tensor:
@@ -318,6 +319,8 @@ class ExpertWeight(nn.Module):
     def set_weight(self, value: Tensor) -> None:
         """Replace the weight by one of shape (E, O, I)."""
         stacked = value.transpose(1, 2) if self.experts.is_transposed else value
+        if stacked.numel() == self.shape.numel():
+            stacked = stacked.reshape(self.shape)
         self.experts._parameters[self.name] = nn.Parameter(stacked, requires_grad=False)
 
     @property

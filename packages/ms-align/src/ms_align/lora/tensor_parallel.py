@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ms_align.errors import ConfigError
-from ms_align.lora.layers import LoraGroupedLinear, LoraLinear, linear_product
+from ms_align.lora.layers import ExpertWeight, LoraGroupedLinear, LoraLinear, linear_product
 
 
 def _column(x: Tensor, a: Tensor, b: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -133,6 +133,11 @@ def _on_mesh(
 
 
 def _split_of(name: str, layer: LoraLinear | LoraGroupedLinear, plan: Any) -> AdapterSplit:
+    if isinstance(layer.base_layer, ExpertWeight):
+        raise ConfigError(
+            f"adapters on the experts of a transformers model, such as {name!r}, cannot be split "
+            "over tensor or expert ranks; set both to 1, or remove target_parameters"
+        )
     style = plan.style(f"{name}.weight")
     linear = SPLIT_SEQUENCE if plan.split_sequence else FULL_SEQUENCE
     splits = EXPERTS if isinstance(layer, LoraGroupedLinear) else linear
