@@ -51,6 +51,7 @@ TRANSFORMERS_TESTS = {
 }
 """Tests that run transformers' own models, by package."""
 TRL = os.environ.get("MS_TRL", "trl==1.16.0")
+REASONING_GYM = os.environ.get("MS_REASONING_GYM", "reasoning-gym==0.1.25")
 TRITON_ASCEND = "triton-ascend==3.2.0"
 TORCH_NPU = os.environ.get("MS_TORCH_NPU", "torch_npu==2.13.0")
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
@@ -542,6 +543,20 @@ def trl(session: nox.Session) -> None:
     env = {**ONE_THREAD, "MS_TRL_PYTHON": str(python)}
     test = "packages/ms-align/tests/test_trl_rewards.py"
     run_shared(session, "pytest", test, "-m", "slow", *session.posargs, env=env)
+
+
+@shared_job
+def reasoning_gym(session: nox.Session) -> None:
+    """Score answers of reasoning-gym's tasks and train on one; 2 minutes."""
+    shared = shared_environment()
+    folder = ROOT / ".nox" / "reasoning-gym"
+    python = separate_environment(folder, REASONING_GYM)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (shared_site,) = shared.parent.glob("lib/python*/site-packages")
+    (site / "shared.pth").write_text(f"{shared_site}\n")
+    test = "packages/ms-align/tests/test_reasoning_gym.py"
+    command = (str(python), "-m", "pytest", test, *session.posargs)
+    session.run(*command, env={**ONE_THREAD, **SOURCES}, external=True)
 
 
 @shared_job
