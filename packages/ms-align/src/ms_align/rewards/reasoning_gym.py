@@ -78,7 +78,7 @@ def from_reasoning_gym(
     except (ValueError, TypeError, AssertionError) as error:
         problem = " ".join(str(error).split())
         raise ConfigError(
-            f"{name!r} must be a dataset of reasoning-gym with valid settings: {problem}; see "
-            "reasoning_gym.factory.DATASETS for all names"
+            f"{name!r} must be a dataset of reasoning-gym with valid settings: {problem}; "
+            "correct them by the gallery of its documentation"
         ) from error
     return ReasoningTask(dataset)
