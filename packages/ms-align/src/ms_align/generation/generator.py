@@ -14,7 +14,7 @@ import torch
 from attrs import define, evolve
 from torch import Tensor, nn
 
-from ms_align.arguments import check_integer, check_type, shown
+from ms_align.arguments import check_flags, check_integer, check_type, shown
 from ms_align.errors import ConfigError, DataError, ModelError
 from ms_align.generation.columns import Columns
 from ms_align.generation.fused import FusedReader, fused_reader
@@ -75,6 +75,9 @@ class LocalGenerator:
         check_integer("max_num_seqs", max_num_seqs, minimum=1, error=ConfigError)
         if decode is not None and not callable(decode):
             raise ConfigError(f"decode must be a function of token ids, got {shown(decode)}")
+        options = {"static_shapes": static_shapes, "cuda_graph": cuda_graph, "kernels": kernels}
+        flags = {name: value for name, value in options.items() if value is not None}
+        check_flags(error=ConfigError, fused=fused, records_experts=records_experts, **flags)
         self.max_num_seqs = max_num_seqs
         self.decode = decode
         self.fused = fused
