@@ -52,7 +52,7 @@ def experts_of(model: nn.Module, tokens: list[int]) -> Tensor:
 
 
 def test_a_generator_records_the_experts_of_prompts_and_responses() -> None:
-    """They are those of a forward pass over the entire row; rows wait for one another."""
+    """A forward pass over the entire row selects the same experts; rows wait for free slots."""
     model = mixture()
     prompts = [[5, 6, 7, 8, 9], [11], [20, 22, 24]]
     generator = LocalGenerator(model, max_num_seqs=4, records_experts=True)
@@ -121,7 +121,7 @@ def test_trainers_replay_the_experts_of_their_generator(tmp_path: Path, trainer:
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"max_staleness": 2, "max_resample_times": 1}])
 def test_a_run_with_replay_resumes_bit_for_bit(tmp_path: Path, overrides: dict[str, Any]) -> None:
-    """Checkpoints contain the experts of rollouts in use, and of those that wait."""
+    """Checkpoints contain the experts of the current rollout and of pending rollouts."""
     for folder, stops in (("single", [4]), ("split", [3, 4])):
         for steps in stops:
             options = local_settings(

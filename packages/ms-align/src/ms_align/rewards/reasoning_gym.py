@@ -36,7 +36,7 @@ class ReasoningTask:
         """Score responses with the task's own rules, 0 to 1 each.
 
         Raises:
-            RewardError: a sample's prompt is not one of this task.
+            RewardError: a sample's prompt is not from this task.
         """
         scores = []
         for sample in samples:
@@ -46,7 +46,7 @@ class ReasoningTask:
                     f"task_index must be below {len(self)}, got {index!r}; train on the rows of "
                     "this task"
                 )
-            # The dataset is a function of its seed, so the entry is the one of the prompt.
+            # The dataset is a function of its seed, so this entry has the sample's prompt.
             score = self.dataset.score_answer(sample.response.strip(), self.dataset[index])
             scores.append(float(score))
         return scores

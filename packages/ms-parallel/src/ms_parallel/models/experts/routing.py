@@ -23,7 +23,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def routers_of(model: nn.Module) -> dict[int, Router]:
-    """Return the routers of a model or stage by layer, without those of MTP layers."""
+    """Return the routers of a model or stage by layer; MTP layers are left out."""
     routers = {}
     for name, module in model.named_modules():
         layer = _LAYER.search(name)
