@@ -123,7 +123,7 @@ def test_full_backward_passes_are_not_split():
         ({"memory_cap": [4, 4, 4]}, "3 memory caps for 2 ranks"),
         ({"microbatches": 0}, "0 microbatches"),
         ({"ranks": 3}, "4 stages do not divide evenly over 3 ranks"),
-        ({"placement": (0, 1)}, "placement of 2 stages"),
+        ({"placement": (0, 1)}, "placement must have 4 stages on 2 ranks"),
         ({"placement": (0, 2, 2, 0)}, "leaves some of its 3 ranks unused"),
     ],
 )
