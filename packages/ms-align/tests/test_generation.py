@@ -150,7 +150,7 @@ def test_a_static_batch_grows_is_refilled_and_compacted(
 ) -> None:
     """In small blocks of positions, with a queue and responses of very different lengths."""
     monkeypatch.setattr(static_batch, "BLOCK", 4)
-    monkeypatch.setattr(static_batch, "ROOM", 2)
+    monkeypatch.setattr(static_batch, "INITIAL_POSITIONS", 2)
     monkeypatch.setattr(static_batch, "MIN_COMPACTED_STEPS", 1)
     counts = {"grow": 0, "select": 0}
     for name in counts:

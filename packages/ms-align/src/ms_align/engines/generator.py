@@ -54,7 +54,7 @@ def generator_of(
 
 
 class WithoutLogprobs:
-    """A generator whose log-probabilities the trainer computes again, as under other layouts.
+    """Generator without log-probabilities: the trainer recomputes them, as under other layouts.
 
     Args:
         generator: generator of responses.

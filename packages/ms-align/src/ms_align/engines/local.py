@@ -122,8 +122,7 @@ class LocalEngine:
         self._optimizer: torch.optim.AdamW | None = None
         self._scratch = Scratch()
         self._replayed = self._differing = 0
-        """Replayed selections of experts in the current step, and those that the router differs
-        in."""
+        """Replayed expert selections in the current step, and how many differ from the router's."""
         model.eval()
 
     def _build_heads(self, widths: dict[str, int], bias: bool) -> dict[str, nn.Module]:

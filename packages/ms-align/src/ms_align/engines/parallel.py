@@ -1,7 +1,8 @@
 """Starts ms-parallel's engine, with LoRA adapters in its pipeline stages.
 
 The frozen base weights stay sharded. Adapters are small, so every data rank holds the adapters of
-its stages in full, but for the experts of other ranks. Tensor ranks split A or B with the weight.
+its stages in full, except those of experts on other ranks. Tensor ranks split A or B as they
+split the weight.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,8 +55,8 @@ def start_parallel(
     ranks = layout_of(layout)
     if lora is not None and lora.use_dora and ranks.tensor > 1:
         raise ConfigError(
-            "lora.use_dora needs whole rows of the weights, which tensor=2 or more splits; set "
-            "tensor=1, or lora.use_dora to false"
+            "lora.use_dora needs whole rows of the weights, which tensor > 1 splits; set "
+            "tensor=1 or lora.use_dora=false"
         )
     # `layout_of` has checked that ms-parallel is installed.
     from ms_parallel import AdamWConfig, Engine
@@ -80,7 +81,7 @@ def start_parallel(
         training = {name: getattr(options, name) for name in names}
     if lora is not None and lora.quantize_base != "none":
         _check_quantized(lora.quantize_base, ranks, options, training)
-        # FSDP shards parameters, and a quantized weight is none: every rank stores it in full.
+        # FSDP shards only parameters; a quantized weight is a buffer, complete on every rank.
         training["sharding"] = "replicate"
 
     decay = optimizer.decay_steps
@@ -179,10 +180,10 @@ class StageAdapters:
         names = {name: layer for model in self.models for name, layer in model.adapters().items()}
         if processes.any_of(not all(model.adapters() for model in self.models)):
             raise ConfigError(
-                "lora must adapt a layer of every pipeline stage, and a stage of this layout has "
-                "none of its targets; add a target, or lower pipeline"
+                "lora must adapt a layer of every pipeline stage, and one stage of this layout "
+                "has no target; add a target or lower pipeline"
             )
-        # A stage may have no layer of some target, but some stage must.
+        # Every target must match a layer of at least one stage.
         if options.target_modules and not processes.any_of(
             any(isinstance(layer, LoraLinear) for layer in names.values())
         ):

@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 def warm_up(function: Callable[[], None]) -> None:
-    """Run a function on a side stream, so that libraries allocate and kernels compile."""
+    """Run a function on a side stream: allocate workspaces and compile kernels before a capture."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -21,14 +21,14 @@ def capture(function: Callable[[], None]) -> Callable[[], None]:
     """Capture a function after a warm-up; the result replays its kernels.
 
     The function must read and write the same tensors in every call and must not synchronize. If the
-    capture fails, the reason is logged and the function itself is returned. Nothing runs during the
-    capture.
+    capture fails, the reason is logged and the function itself is returned. Capturing executes no
+    kernels.
     """
     stream = None
     try:
         stream = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate memory meanwhile, such as a trainer's.
+        # Other threads, such as a trainer's, may allocate memory during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             function()
     except (

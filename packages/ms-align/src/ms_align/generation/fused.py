@@ -64,7 +64,7 @@ def fused_reader(model: LanguageModel, *, verified: bool = False) -> "FusedReade
     reader = FusedReader(model)
     if not verified and not _matches(reader, model):
         logger.warning(
-            "%s: fused weights give other logits than the model; it runs unfused",
+            "%s: logits with fused weights differ from the model's; generating without fusion",
             type(model.module),
         )
         return None
@@ -116,10 +116,10 @@ def _is_standard_block(layer: Any) -> bool:
 
 
 class FusedReader:
-    """Runs a decoder with fused weights, as they are when it is built.
+    """Runs a decoder whose weights are fused when the reader is built.
 
-    With mixed precision, weights are cast once, and not at each token. On an accelerator, weights
-    that are neither joined nor cast are the model's own.
+    Under mixed precision, weights are cast once instead of at every token. On an accelerator,
+    weights that need neither fusion nor a cast are shared with the model.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -238,7 +238,7 @@ class FusedReader:
         cos, sin = rotation.real.contiguous(), rotation.imag.contiguous()
         hidden = F.embedding(tokens, self._embedding)
         normed = self._attn_norm(hidden, self._layers[0])
-        # Each sum with the residual is normalized at once, for the next part of the model.
+        # Adding the residual and the norm of the next block are one operation.
         norms = [*(layer.attn_norm for layer in self._layers[1:]), self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
             if with_kernels:

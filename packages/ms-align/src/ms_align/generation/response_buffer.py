@@ -20,15 +20,21 @@ class ResponseBuffer:
 
     sampling: Sampling
     uniforms: Tensor
-    """(N, T) float64 from [0, 1): the random number that samples each token."""
+    """(N, T) float64 in [0, 1): random number for sampling each token."""
     tokens: Tensor
+    """(N, T) int64."""
     logprobs: Tensor
+    """(N, T) float32 log-probabilities of the policy."""
     sampling_logprobs: Tensor
+    """(N, T) float32 log-probabilities of the distribution that was sampled."""
     lengths: Tensor
+    """(N,) int64 number of sampled tokens."""
     stopped: Tensor
+    """(N,) bool: ended by a stop token or stop string."""
     finished: Tensor
     """(N,) bool: stopped, or at the maximum length."""
     stops: Tensor
+    """(number of stop tokens,) int64."""
 
     @classmethod
     def empty(
@@ -75,7 +81,7 @@ class ResponseBuffer:
         self.lengths[rows] += unfinished
 
     def update_finished(self, rows: Tensor, newest: Tensor, decode: Decode | None) -> Tensor:
-        """Mark the rows that their newest token finishes; return all finished ones, (B,) bool."""
+        """Mark rows that end with their newest token; return all finished rows, (B,) bool."""
         unfinished = ~self.finished[rows]
         # A stop token counts as part of the response, so it is checked after the append.
         # Not torch.isin, which synchronizes if there are many stop tokens.
@@ -89,7 +95,7 @@ class ResponseBuffer:
         return self.finished[rows]
 
     def _has_stop_string(self, rows: list[int], decode: Decode) -> Tensor:
-        """Return which rows' newest token completed a stop string, (B,) bool."""
+        """Return True for rows whose newest token completed a stop string, (B,) bool."""
         strings = self.sampling.stop_strings
         # Only the last tokens can contain a string that the newest token completes.
         lookback, results = max_stop_tokens(strings), []

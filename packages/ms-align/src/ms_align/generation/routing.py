@@ -1,4 +1,4 @@
-"""Records the experts that sampled each token, for replay in training.
+"""Records the experts selected for each token during generation, for replay in training.
 
 Shapes: N responses, B rows of a forward pass, S positions of prompt and response without the last
 token, L layers with experts, k experts per token.
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from ms_align.errors import ConfigError, ModelError
 
 FREE = -1
-"""Replaces the experts of a position to let the router select."""
+"""Expert index at positions where the router selects the experts."""
 
 
 @frozen(kw_only=True)
 class RoutedLayers:
-    """Layers with experts of a model."""
+    """MoE layers of a model."""
 
     layers: tuple[int, ...]
-    """Their indices."""
+    """Indices of the MoE layers."""
     depth: int
-    """Number of all layers."""
+    """Total number of layers."""
     experts: int
     """Number of experts per layer."""
     experts_per_token: int
@@ -32,7 +32,7 @@ class RoutedLayers:
 
     @classmethod
     def of(cls, engine: Any) -> "RoutedLayers":
-        """Return the layers of an engine's model.
+        """Return the MoE layers of an engine's model.
 
         Raises:
             ConfigError: the model is dense, or not a decoder of ms-parallel.
@@ -57,7 +57,7 @@ class RoutedLayers:
 
 
 class ExpertRecorder:
-    """Collects the experts of all responses from the forward passes of a generator.
+    """Collects the selected experts of all responses from the forward passes of a generator.
 
     Args:
         module: model of ms-parallel with experts.

@@ -1,10 +1,11 @@
 """Decoding with static shapes, for accelerators.
 
-A decoding step reads and writes the same tensors every time and never waits for the device: the KV
-cache is preallocated, each row writes at its own position, and tokens are sampled and stop tokens
-detected on the device. On a CUDA device, all kernels of a step are one graph. The host only reads
-which rows are finished, once in several steps. Shapes:
-R rows, C capacity of the cache in positions, Hq query heads, Hk KV heads, D head dim, V vocabulary.
+Every decoding step reads and writes the same tensors and never synchronizes: the KV cache is
+preallocated, each row writes at its own position, and sampling and stop-token detection run on the
+device. On CUDA, a step is captured as one graph. Every `CHECK_EVERY` steps, the host reads which
+rows have finished.
+Shapes: R rows, C capacity of the cache in positions, Hq query heads, Hk KV heads, D head dim,
+V vocabulary.
 """
 
 import importlib.util
@@ -24,11 +25,11 @@ CHECK_EVERY = 8
 """Steps between checks for finished rows; each check synchronizes."""
 BLOCK = 256
 """The capacity of the cache is a multiple of this."""
-ROOM = 768
-"""Positions after the longest prompt for which memory is allocated at first."""
+INITIAL_POSITIONS = 768
+"""Initial cache capacity in positions, beyond the longest prompt."""
 MIN_COMPACTED_STEPS = 64
-"""Remaining steps for which a batch is compacted, as a smaller batch needs another graph."""
-MAX_HEAD_WIDTH = 256
+"""Minimum remaining steps to compact a batch: a smaller batch needs a new graph."""
+MAX_HEAD_DIM = 256
 """Maximum head dim of `ms_kernels.decode_attention` on a GPU."""
 
 
@@ -43,14 +44,14 @@ class StaticReader(Protocol):
 
 
 class DecodeCache:
-    """KV cache of a fixed number of rows; the position p of a row is in column p.
+    """KV cache with a fixed number of rows; position p of a row is in column p.
 
     Args:
         rows: R.
         capacity: C.
         device: device of the cache.
-        use_kernels: attend with `ms_kernels.decode_attention`, which reads only the positions in
-            use. False: with torch's fused attention, which reads and masks all C.
+        use_kernels: use `ms_kernels.decode_attention`, which reads only the positions in use.
+            False: use torch's fused attention, which reads all C positions under a mask.
     """
 
     def __init__(
@@ -107,19 +108,19 @@ class DecodeCache:
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Compute attention of queries (R, Hq, D) to all positions up to the newest, (R, Hq, D).
+        """Return the attention output (R, Hq, D) over all positions up to the newest.
 
         Args:
-            layer: index of the layer, in the order of the model.
-            q: queries.
+            layer: layer index.
+            q: queries (R, Hq, D).
             window: number of most recent positions to attend to. None: all.
             scale: factor on the scores. None: 1/√D.
-            sinks: (Hq,) extra score per head, without a value.
+            sinks: (Hq,) sink logit per head; it is part of the softmax but has no value.
             softcap: soft cap on the scores. None: no cap.
         """
         keys, values = self.layers[layer]  # (R, C, Hk, D) each
         plain = sinks is None and softcap is None
-        if self.use_kernels and plain and keys.shape[-1] <= MAX_HEAD_WIDTH:
+        if self.use_kernels and plain and keys.shape[-1] <= MAX_HEAD_DIM:
             from ms_kernels import decode_attention
 
             return decode_attention(
@@ -132,22 +133,24 @@ class DecodeCache:
         if plain:
             attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)
             return attended.reshape(q.shape)
-        wide = torch.promote_types(q.dtype, torch.float32)
+        compute_dtype = torch.promote_types(q.dtype, torch.float32)
         factor = q.shape[-1] ** -0.5 if scale is None else scale
-        scores = (grouped * factor).to(wide) @ k.to(wide).transpose(2, 3)  # (R, Hk, Hq/Hk, C)
+        scores = (grouped * factor).to(compute_dtype) @ k.to(compute_dtype).transpose(
+            2, 3
+        )  # (R, Hk, Hq/Hk, C)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores + bias
         if sinks is not None:
-            column = sinks.to(wide).view(1, k.shape[1], -1, 1).expand(*scores.shape[:3], 1)
-            probabilities = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+            sink = sinks.to(compute_dtype).view(1, k.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+            probabilities = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
         else:
             probabilities = scores.softmax(-1)
-        mixed: Tensor = probabilities @ v.to(wide)
-        return mixed.to(q.dtype).reshape(q.shape)
+        out: Tensor = probabilities @ v.to(compute_dtype)
+        return out.to(q.dtype).reshape(q.shape)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask of columns, (R, C)."""
+        """Return the additive attention mask, (R, C): 0 or -inf."""
         if window not in self._biases:
             columns = torch.arange(self.capacity, device=self.positions.device)
             newest = self.positions[:, None]
@@ -159,13 +162,13 @@ class DecodeCache:
         return self._biases[window]
 
     def select(self, rows: Tensor) -> None:
-        """Keep only some rows, (n,) int64."""
+        """Keep only the rows with these indices, (n,) int64."""
         self.layers = [layer[:, rows] for layer in self.layers]
         self._rows = self._rows[: len(rows)].clone()
         self._page_table = self._rows.to(torch.int32)[:, None]
 
     def grow(self, capacity: int) -> None:
-        """Move the keys and values to larger memory."""
+        """Copy keys and values to larger tensors."""
         for index, layer in enumerate(self.layers):
             grown = layer.new_zeros(*layer.shape[:2], capacity, *layer.shape[3:])
             grown[:, :, : self.capacity] = layer
@@ -174,7 +177,7 @@ class DecodeCache:
 
 
 def kernels_available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if `ms_kernels.decode_attention` has a fused implementation here."""
+    """Return True if `ms_kernels.decode_attention` has a fused implementation for this device."""
     return (
         device.type == "cuda"
         and dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -183,13 +186,13 @@ def kernels_available(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class StaticBatch:
-    """Rows that are decoded together; a finished row keeps its place until it is replaced.
+    """Rows decoded together; a finished row stays in the batch until a new response replaces it.
 
     Args:
         reader: runs the model.
         buffer: all responses; the batch decodes R at a time.
         rows: R.
-        longest_prompt: tokens of the longest prompt of all responses.
+        longest_prompt: length of the longest prompt, in tokens.
         use_graph: capture the step in a CUDA graph.
         use_kernels: see `DecodeCache`.
     """
@@ -210,9 +213,9 @@ class StaticBatch:
     ) -> None:
         device, self.longest = buffer.tokens.device, buffer.tokens.shape[1]
         self.reader, self.buffer, self.use_graph = reader, buffer, use_graph
-        self.limit = _rounded(longest_prompt + self.longest)
-        """Capacity that every response fits in."""
-        capacity = min(self.limit, _rounded(longest_prompt + ROOM))
+        self.limit = _round_up(longest_prompt + self.longest)
+        """Cache capacity that is enough for every response."""
+        capacity = min(self.limit, _round_up(longest_prompt + INITIAL_POSITIONS))
         self.cache = DecodeCache(rows, capacity, device, use_kernels=use_kernels)
         # The tensors that a step reads and writes.
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -229,15 +232,15 @@ class StaticBatch:
         self.logprobs = torch.zeros(shape, device=device)
         self.sampling_logprobs = torch.zeros(shape, device=device)
         self.uniforms = torch.zeros(shape, dtype=buffer.uniforms.dtype, device=device)
-        # Host state, which needs no wait for the device.
+        # Host copies, so that scheduling never synchronizes.
         self.responses: list[int | None] = [None] * rows
         """Response in each row; None for a free row."""
         self._ends = [0] * rows
         """Position of each row's newest token, unless it stopped since the last check."""
         self._lengths = [0] * rows
-        """Sampled tokens of each row, unless it stopped since the last check."""
+        """Number of sampled tokens per row, unless it stopped since the last check."""
         self._checked = [0] * rows
-        """Sampled tokens of each row that were searched for stop strings."""
+        """Number of tokens per row already searched for stop strings."""
         self._replay: Callable[[], None] | None = None
         self._warm = False
 
@@ -252,7 +255,7 @@ class StaticBatch:
         return self.responses.count(None)
 
     def prefill(self, new: Sequence[int], prompts: Sequence[Sequence[int]], count: int) -> None:
-        """Prefill the distinct prompts of new responses, and sample the first tokens.
+        """Prefill the distinct prompts of new responses, and sample their first tokens.
 
         Args:
             new: indices of the responses, at most `free`.
@@ -277,9 +280,9 @@ class StaticBatch:
         # In place, as a graph reads these tensors.
         self.uniforms[rows, : self.longest] = uniforms
         self.tokens[rows], self.positions[rows] = sampled.tokens, device_lengths[copies]
-        for column, first in self._columns(sampled):
-            column[rows] = 0
-            column[rows, 0] = first
+        for output, first in self._outputs(sampled):
+            output[rows] = 0
+            output[rows, 0] = first
         self.counts[rows] = 1
         self.active[rows] = ~self._is_stop(sampled.tokens) & (self.longest > 1)
         for row, response in zip(free, new, strict=False):
@@ -287,8 +290,8 @@ class StaticBatch:
             self._ends[row] = len(prompts[response // count])
             self._lengths[row], self._checked[row] = 1, 0
 
-    def _columns(self, sampled: SampledTokens) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return the columns of the responses, each with its part of new tokens."""
+    def _outputs(self, sampled: SampledTokens) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Pair each output tensor with its newly sampled values."""
         return (
             (self.out_tokens, sampled.tokens),
             (self.logprobs, sampled.logprobs),
@@ -300,17 +303,17 @@ class StaticBatch:
         return (tokens[:, None] == self.buffer.stops).any(1)
 
     def steps_left(self) -> int:
-        """Return the number of steps until the last row has its maximum length."""
+        """Return the number of steps until the last row reaches its maximum length."""
         lengths = [self._lengths[row] for row in self.busy]
         return self.longest - min(lengths) if lengths else 0
 
     def run(self, steps: int) -> None:
-        """Decode a number of tokens per row, without waiting for the device."""
+        """Decode `steps` tokens per row without synchronizing."""
         if not steps:
             return
         needed = max(self._ends[row] for row in self.busy) + steps
         if needed > self.cache.capacity:
-            self.cache.grow(min(self.limit, max(_rounded(needed), 2 * self.cache.capacity)))
+            self.cache.grow(min(self.limit, max(_round_up(needed), 2 * self.cache.capacity)))
             self._forget_graph()
         for _ in range(steps):
             self._run_step()
@@ -319,7 +322,7 @@ class StaticBatch:
             self._lengths[row] += steps
 
     def release_finished(self, decode: Decode | None) -> None:
-        """Move finished responses to the buffer and free their rows; waits for the device.
+        """Move finished responses to the buffer and free their rows; synchronizes.
 
         Args:
             decode: converts tokens to text, to find stop strings.
@@ -349,7 +352,7 @@ class StaticBatch:
         """End rows at their first stop string and discard later tokens.
 
         Returns:
-            New length of each row that has one.
+            New length of each truncated row.
         """
         strings, cut = self.buffer.sampling.stop_strings, {}
         lookback = max_stop_tokens(strings)
@@ -403,8 +406,8 @@ class StaticBatch:
         uniforms = self.uniforms.gather(1, self.counts[:, None])[:, 0]
         sampled = sample_tokens(logits, self.buffer.sampling, uniforms)
         column = torch.where(self.active, self.counts, self.longest)[:, None]
-        for values, new in self._columns(sampled):
-            values.scatter_(1, column, new[:, None])
+        for output, new in self._outputs(sampled):
+            output.scatter_(1, column, new[:, None])
         self.counts += self.active
         self.active &= self.counts < self.longest
         if len(self.buffer.stops):
@@ -414,7 +417,8 @@ class StaticBatch:
         self.positions += 1
 
 
-def _rounded(positions: int) -> int:
+def _round_up(positions: int) -> int:
+    """Round up to a multiple of `BLOCK`."""
     return -(-positions // BLOCK) * BLOCK
 
 

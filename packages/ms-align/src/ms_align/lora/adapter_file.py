@@ -132,7 +132,7 @@ def expert_modules(names: Iterable[str]) -> dict[str, str]:
 def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
     """Read the adapter in a folder.
 
-    Adapters of experts have the names of peft's modules and 2-D tensors; see `expert_tensors`.
+    Adapters of experts have peft's module names and 2-D tensors; see `expert_tensors`.
 
     Raises:
         ModelError: a file is missing or damaged, or the adapter uses an unsupported feature.
@@ -152,7 +152,7 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
 
 
 def expert_tensors(tensors: AdapterTensors, experts: int) -> AdapterTensors:
-    """Return the tensors (E, r, I) and (E, O, r) of a file's (E·r, I) and (O, r·E)."""
+    """Reshape a file's A (E·r, I) and B (O, r·E) to (E, r, I) and (E, O, r)."""
     a, b, _ = tensors
     return AdapterTensors(
         a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
@@ -215,7 +215,7 @@ def _adapters(
             )
         adapter = adapters[name] = AdapterTensors(*(matrices[suffix] for suffix in expected))
         rank, remainder = divmod(adapter.a.shape[0], config.r)
-        # A of experts has the rank times the number of experts.
+        # Dim 0 of A is the rank; for experts, the rank times the number of experts.
         if remainder or rank == 0 or (rank > 1 and not config.target_parameters):
             raise _wrong_shape(path, f"{PREFIX}{name}.lora_A.weight", adapter.a, config.r)
         if adapter.b.shape[1] != adapter.a.shape[0]:

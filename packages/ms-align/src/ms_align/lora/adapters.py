@@ -140,8 +140,8 @@ class AdaptedModel(nn.Module):
 
     def _wrappers(self) -> dict[str, Any]:
         """Return the outermost modules that adapters have added, by name."""
-        kinds = (AdaptedLayer, LoraExperts)
-        names = [name for name, module in self.base.named_modules() if isinstance(module, kinds)]
+        types = (AdaptedLayer, LoraExperts)
+        names = [name for name, module in self.base.named_modules() if isinstance(module, types)]
         # The adapted weights of `LoraExperts` are inside it.
         return {
             name: self.base.get_submodule(name)
@@ -209,24 +209,25 @@ def save_adapters(
     targets: str | list[str] = (
         options.target_modules
         if isinstance(options.target_modules, str)
-        # Only names of adapted layers, since peft takes some others for those of experts.
+        # Only names of adapted layers: peft would match other names to experts.
         else sorted(t for t in options.target_modules if any(ends_with(n, [t]) for n in linear))
     )
     # The factors of PiSSA and OLoRA double the rank, see `AdaptedLayer.tensors`.
     rank = options.rank * (1 if options.init_lora_weights == "default" else 2)
     if any(adapter.a.shape[-2] != rank for adapter in weights.values()):
         raise ModelError(
-            "layers of this adapter have different ranks, which its files cannot hold; merge it"
+            "layers of this adapter have different ranks, which an adapter file cannot store; "
+            "save the merged model"
         )
     parameters = {name.split(".layers.")[-1].split(".", 1)[-1] for name in experts}
     alpha = options.scale * (rank**0.5 if options.use_rslora else rank)
     names = PER_EXPERT.get(model_type) if options.expert_files == "per_expert" else None
     use_rslora = options.use_rslora
-    # peft expects gate and up to be the inner of two adapted weights.
+    # In peft, gate and up must be the inner of two adapted weights.
     has_down = all(f"{name.rpartition('.')[0]}.down_proj" in weights for name in experts)
     if experts and has_down and names is not None:
         weights = split_by_expert(weights, names)
-        # Full names, as the last parts may also be those of other layers.
+        # Full names, as other layers may end with the same last parts.
         targets = list(weights)
         # peft doubles rank and alpha of gate and up, which keeps alpha / rank only.
         use_rslora, alpha, parameters = False, options.scale * rank, set()
@@ -301,7 +302,7 @@ def _seed(seed: int, name: str) -> int:
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers of a model without adapters, by name."""
     if any(isinstance(module, AdaptedLayer) for module in model.modules()):
-        raise ConfigError("the model already has adapters; merge them, or train these")
+        raise ConfigError("the model already has adapters; merge them, or train the existing ones")
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 

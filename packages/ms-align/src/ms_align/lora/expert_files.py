@@ -47,7 +47,7 @@ def split_by_expert(
 ) -> dict[str, AdapterTensors]:
     """Return adapters with one A (r, I) and B (O, r) per expert and matrix.
 
-    Gate and up have the A of their stacked weight, and half of the rows of its B.
+    Gate and up share the A of the stacked weight, and each gets half the rows of its B.
 
     Args:
         weights: adapters by layer name, of experts with a leading dim.
@@ -95,8 +95,8 @@ def stack_experts(
             for expert in range(count):
                 if (matrix, expert) not in adapters:
                     raise ModelError(
-                        f"{folder}: it lacks the adapter of expert {expert}'s {matrix} of {name!r};"
-                        " copy it again"
+                        f"{folder}: it lacks the adapter of {matrix} of expert {expert} in "
+                        f"{name!r}; copy it again"
                     )
         stacked[name] = _fuse(
             [[adapters[matrix, expert] for expert in range(count)] for matrix in matrices]

@@ -73,10 +73,10 @@ class AdaptedLayer(nn.Module):
         """Random numbers of dropout during a training pass; None elsewhere."""
         self._original_weight: Tensor | None = None
         self._quantized: list[Any] = []
-        """The quantized layer while its weight is merged; in a list, so that it is no submodule."""
+        """The quantized layer while its weight is merged; in a list, to stay unregistered."""
 
     expert_dims = 0
-    """Leading dims of the weight that count experts."""
+    """Number of leading expert dims of the weight."""
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -130,7 +130,7 @@ class AdaptedLayer(nn.Module):
         return self.scale * difference
 
     def tensors(self) -> AdapterTensors:
-        """Return the adapter as one product of matrices, as files hold it.
+        """Return the adapter as one product of matrices, as stored in files.
 
         PiSSA's and OLoRA's factors are included, which doubles the rank:
         [B, -B₀]·[A; A₀] = B·A - B₀·A₀.
@@ -144,7 +144,7 @@ class AdaptedLayer(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: AdapterTensors) -> None:
-        """Copy the tensors of a file, of this layer's rank."""
+        """Copy tensors of this layer's rank, such as those of a file."""
         self.lora_A.copy_(tensors.a)
         self.lora_B.copy_(tensors.b.reshape(self.lora_B.shape))
         if self.lora_magnitude_vector is not None and tensors.magnitude is not None:
@@ -166,7 +166,7 @@ class AdaptedLayer(nn.Module):
         merged = full(weight) + self.delta()
         if self.lora_magnitude_vector is not None:
             merged *= (full(self.lora_magnitude_vector) / row_norms(merged))[:, None]
-        # Kept, as subtracting the delta again would not restore every bit.
+        # A copy, as subtracting the delta would not restore every bit.
         original = weight.clone()
         if isinstance(weight, DTensor):
             # Every rank computes the same weight and takes its shard without communication.
@@ -245,7 +245,7 @@ class LoraLinear(AdaptedLayer):
 
 
 class LoraGroupedLinear(AdaptedLayer):
-    """One linear map per expert, each with an adapter of its own.
+    """One linear map per expert, each with its own adapter.
 
     Args:
         base: grouped linear map of ms-parallel, or an `ExpertWeight`; it is frozen.
@@ -286,7 +286,7 @@ class LoraGroupedLinear(AdaptedLayer):
         return AdapterTensors(a, b)
 
     def load(self, tensors: AdapterTensors) -> None:
-        """Copy the tensors of a file, of this layer's rank."""
+        """Copy tensors of this layer's rank, such as those of a file."""
         a, b, _ = tensors
         if self.interleaved:
             b = b.reshape(len(b), -1, 2, b.shape[2]).transpose(1, 2).flatten(1, 2)

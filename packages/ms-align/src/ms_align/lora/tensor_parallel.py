@@ -1,8 +1,8 @@
 """Products of adapters on layers that tensor parallelism splits.
 
-A linear layer's style in ms-parallel's plan says how its weight is split; A or B is split with it,
-and the other is replicated. What crosses processes is never wider than the rank. Experts need no
-communication of their own: the sum over ranks of the experts' output includes the adapters' parts.
+A linear layer's style in ms-parallel's plan defines how its weight is split; A or B is split with
+it, and the other is replicated. Communicated tensors are never wider than the rank r. Adapters of
+experts need no extra communication: they are part of the expert outputs that are summed over ranks.
 Shapes: B rows, S positions, I inputs, O outputs, r rank, t tensor ranks.
 """
 
@@ -76,7 +76,7 @@ SPLIT_SEQUENCE: Mapping[str, AdapterSplit] = {
     "row": AdapterSplit("row", "sequence", _row),
     "sequence": AdapterSplit("sequence", "sequence"),
 }
-"""By style of the layer, where each rank has a slice of the sequence between layers."""
+"""Splits by layer style, if each rank has a slice of the sequence between layers."""
 FULL_SEQUENCE: Mapping[str, AdapterSplit] = {
     "column": AdapterSplit("heads", "column", _column),
     "column_to_whole": AdapterSplit("heads", "column", _column_to_whole),
@@ -84,7 +84,7 @@ FULL_SEQUENCE: Mapping[str, AdapterSplit] = {
     "row_of_whole": AdapterSplit("replicated", "replicated"),
     "replicated": AdapterSplit("replicated", "replicated"),
 }
-"""By style of the layer, where each rank has the full sequence between layers."""
+"""Splits by layer style, if each rank has the full sequence between layers."""
 EXPERTS: Mapping[str, AdapterSplit] = {
     "expert_column": AdapterSplit("expert", "expert_column"),
     "expert_row": AdapterSplit("expert_row", "expert"),
@@ -114,7 +114,7 @@ def adapter_styles(
 def split_products(
     adapters: Mapping[str, LoraLinear | LoraGroupedLinear], plan: Any, mesh: DeviceMesh
 ) -> None:
-    """Let linear layers compute with their split adapters, in place.
+    """Make linear layers compute with split adapters, in place.
 
     Args:
         adapters: adapted layers by name.

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym as prompts with a reward."""
+"""Prompts and rewards from reasoning-gym."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,10 @@ __all__ = ["ReasoningTask", "from_reasoning_gym"]
 class ReasoningTask:
     """Questions of a reasoning-gym dataset, and the reward that scores their answers.
 
-    Iterate over it for the prompts, and pass it as `reward_model`.
+    Iterating yields the prompts; pass the task as `reward_model`.
 
     Args:
-        dataset: dataset of reasoning-gym.
+        dataset: reasoning-gym dataset.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -26,14 +26,14 @@ class ReasoningTask:
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield rows with `prompt`, `task_index` and, if there is a single one, `answer`."""
+        """Yield rows with `prompt`, `task_index` and, if it is unique, `answer`."""
         for index in range(len(self)):
             entry = self.dataset[index]
             row = {"prompt": entry["question"], "task_index": index}
             yield row if entry["answer"] is None else {**row, "answer": str(entry["answer"])}
 
     def __call__(self, samples: Sequence[Sample], /) -> list[float]:
-        """Score responses with the task's own rules, 0 to 1 each.
+        """Score each response from 0 to 1 with the task's own rules.
 
         Raises:
             RewardError: a sample's prompt is not from this task.
@@ -46,7 +46,7 @@ class ReasoningTask:
                     f"task_index must be below {len(self)}, got {index!r}; train on the rows of "
                     "this task"
                 )
-            # The dataset is a function of its seed, so this entry has the sample's prompt.
+            # The dataset is deterministic, so this is the entry of the sample's prompt.
             score = self.dataset.score_answer(sample.response.strip(), self.dataset[index])
             scores.append(float(score))
         return scores
@@ -55,7 +55,7 @@ class ReasoningTask:
 def from_reasoning_gym(
     name: str, *, size: int = 1000, seed: int = 0, **config: Any
 ) -> ReasoningTask:
-    """Create a task of reasoning-gym.
+    """Create a reasoning-gym task.
 
     Args:
         name: name of a dataset, such as `"chain_sum"`.
@@ -79,6 +79,6 @@ def from_reasoning_gym(
         problem = " ".join(str(error).split())
         raise ConfigError(
             f"{name!r} must be a dataset of reasoning-gym with valid settings: {problem}; "
-            "correct them by the gallery of its documentation"
+            "see the gallery in its documentation"
         ) from error
     return ReasoningTask(dataset)

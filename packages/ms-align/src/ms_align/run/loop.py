@@ -174,7 +174,7 @@ class Loop:
                     self._check_outcome()
                 if finished and self.write is not None and not self.already_done:
                     self.write()
-                # Last: a store that fails must not cost the model.
+                # Last, so that the model is saved even if the store fails.
                 self._finish_uploads(log)
             finally:
                 self.display.close()
@@ -373,7 +373,7 @@ class Loop:
             except CheckpointError as error:
                 problem = error
         if processes.any_of(problem is not None):
-            raise problem or CheckpointError("the first process cannot use checkpoint_store")
+            raise problem or CheckpointError("rank 0 cannot use checkpoint_store; see its error")
 
     def _download_newer(self, log: RunLog) -> None:
         """Download the newest published checkpoint if it is newer than all local ones."""
@@ -384,7 +384,7 @@ class Loop:
             assert self.uploads is not None
             store = self.uploads.store
             local = max(checkpoint.complete_steps(self.checkpoints), default=-1)
-            # A step of which two copies were damaged is not fetched a third time.
+            # After two damaged copies of a step, older steps are tried.
             steps = [step for step in store.steps() if self.damaged[step] < 2]
             while steps and steps[-1] > local:
                 step = steps.pop()
@@ -408,7 +408,8 @@ class Loop:
             fields: dict[str, int | float | str] = {"step": upload.step}
             if upload.problem:
                 logger.warning(
-                    "checkpoint %d is not uploaded, and the next one will be tried: %s",
+                    "failed to upload checkpoint %d; training continues, and the next one will be "
+                    "uploaded: %s",
                     upload.step,
                     upload.problem,
                 )

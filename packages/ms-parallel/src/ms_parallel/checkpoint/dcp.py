@@ -238,7 +238,7 @@ class _Tensors:
         names = source.index.tensors
         self.prefix, self.optimizer = "", "optimizer.state."
         self.weights_only = MEGATRON_EMBEDDING in names
-        """Whether only weights are known, as in Megatron's folders."""
+        """True if only weights are loaded, as from Megatron's folders."""
         if self.weights_only:
             shapes = {name: tensor.shape for name, tensor in names.items()}
             self.weight_rules = self.moment_rules = megatron_rules(config, shapes)

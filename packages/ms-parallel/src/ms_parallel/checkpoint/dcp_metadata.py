@@ -44,7 +44,7 @@ RECORDS = {
         )
     ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    # Megatron-Core keeps the plans of all ranks in its metadata.
+    # Megatron-Core stores the save plans of all ranks in its metadata.
     *(
         ("torch.distributed.checkpoint.planner", name)
         for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")

@@ -1,13 +1,13 @@
-"""Names and layouts of Megatron-Core's `torch_dist` checkpoints, as rules over our parameters.
+"""Names and layouts of Megatron-Core's `torch_dist` checkpoints, as rules for our parameters.
 
 Megatron differs from Hugging Face in four ways:
 1. Names, such as `decoder.layers.mlp.linear_fc2.weight` for `model.layers.*.mlp.down_proj.weight`.
 2. The layers of a tensor are stacked in dim 0, unless the layers differ (`decoder.layers.0....`).
-3. q, k and v are one matrix: for each key-value head its query heads, its key head and its value
-   head. The gate and up projections are one matrix, one after the other.
+3. q, k and v are one matrix: the query heads, key head and value head of each key-value group.
+   The gate and up projections are concatenated.
 4. The vocabulary is padded, so that tensor ranks divide it.
 
-Only tensors are read, by `.metadata`: the pickles of a folder (`common.pt`) are never opened.
+Only the tensors listed in `.metadata` are read; pickles (`common.pt`) are never opened.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +41,7 @@ def megatron_rules(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
         )
     layers = config.num_hidden_layers
     stacked = not any(name.startswith(f"{LAYERS}0.") for name in shapes)
-    # Transformer Engine keeps the norm in the projection that follows it.
+    # Transformer Engine stores the norm in the projection that follows it.
     fused_norms = any("linear_qkv.layer_norm_weight" in name for name in shapes)
     heads, groups, head_dim = (
         config.num_attention_heads,

@@ -1,4 +1,4 @@
-"""`ms-parallel launch`: write the files that start a run on a cluster, or start it on Ray."""
+"""`ms-parallel launch`: write a job script for Slurm or Kubernetes, or run a job on Ray."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "run_file",
         type=path_argument,
         metavar="RUN.toml",
-        help="run file, at its path on the machines",
+        help="path of the run file on the machines",
     )
     parser.add_argument("--nodes", type=int, required=True, help="number of machines")
     parser.add_argument("--devices", type=int, required=True, help="processes per machine")
@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--module",
         default="ms_parallel train",
         metavar="'MODULE COMMAND'",
-        help="what to run, such as 'ms_align grpo' (default 'ms_parallel train')",
+        help="module and command to run, such as 'ms_align grpo' (default 'ms_parallel train')",
     )
     parser.add_argument("--time", default="24:00:00", help="Slurm: time limit (default 24:00:00)")
     parser.add_argument(
@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=int,
         default=180,
         metavar="S",
-        help="seconds before the end for a checkpoint (default 180)",
+        help="seconds for a checkpoint before the job is killed (default 180)",
     )
     parser.add_argument("--image", help="Kubernetes: container image")
     parser.add_argument("--claim", help="Kubernetes: persistent volume claim, mounted at /data")
@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Write the files, or run on Ray and return the run's exit code."""
+    """Write the job script, or run on Ray and return the run's exit code."""
     from ms_parallel.errors import ConfigError
     from ms_parallel.launchers.job import ClusterJob, read_job_layout
 
@@ -70,7 +70,7 @@ def run(options: Namespace) -> int:
         cpus=options.cpus,
         grace_s=options.grace_s,
     )
-    # The file may exist on the machines only; if it is here, its layout is checked.
+    # The run file may exist only on the cluster; check its layout if it is here.
     path = Path(job.run_file)
     if job.module == "ms_parallel train" and path.is_file():
         layout = read_job_layout(path)

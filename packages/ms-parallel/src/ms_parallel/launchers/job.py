@@ -57,7 +57,7 @@ class ClusterJob:
     cpus: int = field(default=64, validator=integer(maximum=4096))
     """CPU cores per machine."""
     grace_s: int = field(default=180, validator=integer(minimum=30, maximum=3600))
-    """Seconds between the stop signal and the end, in which a checkpoint is written."""
+    """Seconds between the stop signal and the kill, for writing a checkpoint."""
 
     @property
     def threads(self) -> int:
@@ -74,12 +74,12 @@ class ClusterJob:
         if layout.world_size != processes:
             raise ConfigError(
                 f"nodes x devices must be {layout.world_size}, the processes of the layout"
-                f" {layout}, got {self.nodes} x {self.devices} = {processes}; change either"
+                f" {layout}, got {self.nodes} x {self.devices} = {processes}; change one of them"
             )
 
 
 def read_job_layout(run_file: Path) -> Layout | None:
-    """Return the fixed layout of a run file of `ms-parallel train`; None if it adapts.
+    """Return the layout in a run file of `ms-parallel train`; None if it is chosen at startup.
 
     Raises:
         ConfigError: the run file is invalid.

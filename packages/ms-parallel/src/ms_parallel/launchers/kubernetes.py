@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes: an indexed Job whose first pod is the rendezvous, and its Service."""
+"""Kubernetes manifests: an indexed Job whose first pod hosts the rendezvous, and its Service."""
 
 from ms_parallel.launchers.job import ClusterJob
 

@@ -1,4 +1,4 @@
-"""Placement of a run by Ray: one torchrun agent per node, restarted together after a failure.
+"""Runs a job on Ray: one torchrun agent per node, all restarted after a failure.
 
 The driver reserves a placement group with one bundle per node, starts an actor in each bundle, and
 each actor starts torchrun. If an agent fails or its node is lost, all agents are stopped, Ray
@@ -30,7 +30,7 @@ END_WITH_PARENT = (
     "ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0);"  # PR_SET_PDEATHSIG
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Program that runs its arguments and is killed with its parent, such as a killed Ray worker."""
+"""Python program that executes its arguments and dies with its parent, the Ray worker."""
 
 
 class Agent:
@@ -48,7 +48,7 @@ class Agent:
             return address, port
 
     def start(self, command: list[str], folder: str) -> None:
-        """Start a command of this Python in a folder."""
+        """Start this Python interpreter with arguments in a folder."""
         words = [sys.executable, "-c", END_WITH_PARENT, sys.executable, *command]
         self.process = subprocess.Popen(words, cwd=folder)
 
@@ -109,7 +109,9 @@ def launch_on_ray(
             code = _attempt(ray, job, group, bundle, folder, stopped)
             if code == 0 or stopped:
                 return code
-            logger.warning("attempt %d of %d ended with %d", attempt + 1, max_restarts + 1, code)
+            logger.warning(
+                "attempt %d of %d ended with exit code %d", attempt + 1, max_restarts + 1, code
+            )
         return 1
     finally:
         for number, handler in previous.items():
@@ -157,16 +159,16 @@ def _attempt(
             failed = [code for code in codes if code]
             if failed and not stopped:
                 return int(failed[0])
-            if len(stopped) > forwarded:  # agents write a checkpoint and end
+            if len(stopped) > forwarded:  # the ranks write a checkpoint and exit
                 forwarded = len(stopped)
                 ray.get([agent.stop.remote(int(signal.SIGTERM)) for agent in agents])
             time.sleep(POLL_S)
     except ray.exceptions.RayError as error:
-        logger.warning("an agent or its node is lost: %s", str(error).splitlines()[0])
+        logger.warning("lost an agent or its node: %s", str(error).splitlines()[0])
         return 1
     finally:
         for agent in agents:
-            ray.kill(agent)  # and with it torchrun and its ranks
+            ray.kill(agent)  # also kills torchrun and its ranks
 
 
 def _command(job: ClusterJob, rank: int, host: str, port: int) -> list[str]:

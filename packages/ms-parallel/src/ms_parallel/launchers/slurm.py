@@ -23,13 +23,13 @@ head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export OMP_NUM_THREADS={threads}
 requeue=0
 
-# SIGTERM makes the trainer write a checkpoint and end.
+# On SIGTERM, the trainer writes a checkpoint and exits.
 stop() {{
   scancel --signal=TERM "$SLURM_JOB_ID.0" || true
 }}
-# Before the time limit: the same job goes back into the queue and resumes from its checkpoint.
+# Before the time limit: requeue this job, which then resumes from its checkpoint.
 trap 'requeue=1; stop' USR1
-# Preemption: Slurm requeues the job itself, as --requeue allows.
+# On preemption, Slurm requeues the job itself because of --requeue.
 trap stop TERM
 
 srun --kill-on-bad-exit=1 torchrun \\

@@ -358,7 +358,8 @@ class RunCheckpoints:
             fields: dict[str, int | float | str] = {"step": upload.step}
             if upload.problem:
                 logger.warning(
-                    "checkpoint %d is not uploaded, and the next one will be tried: %s",
+                    "failed to upload checkpoint %d; training continues, and the next one will be "
+                    "uploaded: %s",
                     upload.step,
                     upload.problem,
                 )
