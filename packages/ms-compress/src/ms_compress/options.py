@@ -164,7 +164,7 @@ class QuantizeRun(SchemeRun):
     by_loss: bool = field(default=False, validator=flag)
     """GPTQ weights errors by their effect on the model's predictions."""
 
-    kv_cache: str = field(default="float", validator=one_of("float", "fp8"))
+    kv_cache: str = field(default="none", validator=one_of("none", "fp8"))
     """Store scales for an FP8 key-value cache in vLLM (fp8), calibrated on the dataset; for ct.*
     schemes."""
 
@@ -177,7 +177,7 @@ class QuantizeRun(SchemeRun):
     @property
     def needs_dataset(self) -> bool:
         """True if the method reads the dataset although it rounds to nearest."""
-        return self.importance or self.has_calibrated_inputs or self.kv_cache != "float"
+        return self.importance or self.has_calibrated_inputs or self.kv_cache != "none"
 
     def __attrs_post_init__(self) -> None:
         if self.has_calibrated_inputs and self.dataset is None:
@@ -185,7 +185,7 @@ class QuantizeRun(SchemeRun):
                 f"scheme {self.scheme} needs calibration tokens for its input scales; set dataset,"
                 " or use a scheme without calibration such as ct.fp8_dynamic or ct.nvfp4a16"
             )
-        if self.kv_cache != "float" and self.dataset is None:
+        if self.kv_cache != "none" and self.dataset is None:
             raise ConfigError(
                 f"kv_cache={self.kv_cache!r} needs calibration tokens for the scales of keys and"
                 " values; set dataset, or leave kv_cache out"

@@ -44,7 +44,7 @@ def check_exportable(model: nn.Module, options: SchemeRun) -> None:
         )
     tokenizer = tokenizer_of(options)
     check_export(model, options.scheme, tokenizer=tokenizer)
-    if isinstance(options, QuantizeRun) and options.kv_cache != "float":
+    if isinstance(options, QuantizeRun) and options.kv_cache != "none":
         if not target.reads_kv_cache_scales:
             raise ExportError(
                 f"kv_cache={options.kv_cache!r} needs a ct.* scheme, which vLLM reads, got"
