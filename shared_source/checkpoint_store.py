@@ -139,7 +139,7 @@ class CheckpointStore:
             sha256=digests,
         )
         content = msgspec.json.encode(publication)
-        # One small object, written last: stores show an object completely or not at all.
+        # One small object, written last: writing an object is atomic in a store.
         name = f"{self._root}/step-{step:08d}.json"
         self._retry(lambda: self._filesystem.pipe_file(name, content))
         if keep is not None:
@@ -172,7 +172,7 @@ class CheckpointStore:
         folder = Path(root) / f"step-{publication.step:08d}"
         if (folder / self.manifest_name).is_file():
             return folder
-        # A killed download leaves this folder, and the next one continues in it.
+        # A killed download leaves this folder, and the next one resumes it.
         incomplete = folder.with_name(folder.name + ".download")
         with writing(folder):
             incomplete.mkdir(parents=True, exist_ok=True)
@@ -236,7 +236,7 @@ class CheckpointStore:
                 self._retry(partial(self._remove_prefix, name))
 
     def _remove_prefix(self, name: str) -> None:
-        """Delete a prefix with all its files, unless it is gone already."""
+        """Delete a prefix with all its files, unless it is already gone."""
         try:
             self._filesystem.rm(f"{self._root}/{name}", recursive=True)
         except FileNotFoundError:
@@ -268,9 +268,9 @@ class CheckpointStore:
     def _get(self, name: str, target: Path, size: int, digest: str) -> None:
         self._filesystem.get_file(f"{self._root}/{name}", str(target))
         if target.stat().st_size != size:
-            raise OSError(f"sent {target.stat().st_size} of {size} bytes")
+            raise OSError(f"the store sent {target.stat().st_size} of {size} bytes")
         if not _is_copy(target, size, digest):
-            raise OSError("sent bytes that differ from the published checksum")
+            raise OSError("the store sent bytes that do not match the published checksum")
 
     def _retry(self, request: Callable[[], T]) -> T:
         problem = ""
@@ -317,9 +317,9 @@ class Upload:
 class CheckpointUploader:
     """Uploads complete checkpoints in a thread, one at a time. Used on rank 0 only.
 
-    If checkpoints complete faster than the store takes them, those in between are not uploaded: a
-    new one replaces the one that waits. A failed upload is reported, and the next checkpoint is the
-    next attempt. If the process is killed, the store keeps its earlier checkpoints.
+    If checkpoints complete faster than they upload, a new one replaces the pending one, so some
+    are skipped. A failed upload is reported, and the next checkpoint is uploaded as usual. If the
+    process is killed, the store keeps its earlier checkpoints.
 
     Args:
         store: store of the run.
@@ -341,7 +341,7 @@ class CheckpointUploader:
         with self._changed:
             self._waiting = folder
             if self._thread is None:
-                # A daemon: a process that fails must not wait for a store that does not answer.
+                # A daemon, so that a failing process does not hang on an unresponsive store.
                 self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -353,7 +353,7 @@ class CheckpointUploader:
             return {folder for folder in (self._waiting, self._running) if folder is not None}
 
     def outcomes(self) -> list[Upload]:
-        """Return the uploads that ended since the last call."""
+        """Return the uploads that finished or failed since the last call."""
         with self._changed:
             outcomes, self._outcomes = self._outcomes, []
         return outcomes

@@ -3,9 +3,9 @@
     python examples/align/calculator_tool.py
 
 The task: sums, differences and products of two numbers. A model with a million weights learns the
-format from demonstrations, most of which guess the answer or give the tool a random operator. GRPO
-then learns from rewards for right answers to call the tool, and with the right operator. A control
-run gets the same rewards in random order and must not improve. `learning.svg` shows both.
+format from demonstrations, most of which guess the answer or call the tool with a random operator.
+GRPO then rewards right answers, and the model learns to call the tool with the right operator. A
+control run gets the same rewards in random order and must not improve. `learning.svg` shows both.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def question(rng: random.Random) -> dict[str, str]:
 
 
 def demonstration(rng: random.Random) -> str:
-    """Return a conversation: 60% guess, and half of the others choose a random operator."""
+    """Return a conversation: 60% guess, half of the others call with a random operator."""
     prompt = question(rng)["prompt"]
     if rng.random() < 0.6:
         return f"{prompt}={rng.randint(-89, 9801)}."
@@ -54,7 +54,7 @@ def demonstration(rng: random.Random) -> str:
 
 
 def save_tokenizer(folder: Path) -> Any:
-    """Save a tokenizer with a token per character and per fixed part of a call."""
+    """Save a tokenizer with one token per character and per fixed part of a tool call."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

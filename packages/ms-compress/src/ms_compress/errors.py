@@ -45,7 +45,7 @@ class DivergedError(CompressError, RuntimeError):
 
 
 class StoppedError(CompressError, RuntimeError):
-    """A signal stopped a training, whose state is saved; the same command resumes."""
+    """A signal stopped a training run; its state is saved, and the same command resumes it."""
 
     exit_code: ClassVar[int] = 1
 

@@ -33,12 +33,12 @@ class Command:
     flags: tuple[str, ...] = field(default=())
     """Settings that a command-line option of the same name sets to true."""
     arguments: tuple[str, ...] = field(default=())
-    """Settings that command-line options of the same name also set, so that a model folder can
-    replace the run file."""
+    """Settings that are also command-line options, for use with a model folder instead of a run
+    file."""
     by_torchrun: bool = field(default=False)
-    """Several processes may share its work."""
+    """True if torchrun may start it in several processes."""
     begins_with: tuple[str, ...] = ("dataset",)
-    """Optional keys that a new run file sets, as most runs need them."""
+    """Optional keys that a new run file includes, because most runs need them."""
 
     def groups(self) -> list[KeyGroup]:
         """Return the keys of its run files: required ones first, then the others by class."""

@@ -84,7 +84,7 @@ def _calibrate(
     ranks: DataRanks,
     checkpoint: BlockFiles | None,
 ) -> None:
-    # In `a+b`, a scales features and b rounds.
+    # In `a+b`, method a scales the features and method b rounds.
     rounding: Rounding = "gptq" if options.method.endswith("+gptq") else "rtn"
     settings: dict[str, Any] = {
         "ignore": options.ignore,
@@ -109,7 +109,9 @@ def _round_to_nearest(
     model: nn.Module, options: QuantizeRun, batches: Sequence[Tensor], ranks: DataRanks
 ) -> None:
     # K-quants always search for their scales, as in llama.cpp.
-    fits = options.fit_scales or options.importance or options.scheme.super_block is not None
+    searches_scales = (
+        options.fit_scales or options.importance or options.scheme.super_block is not None
+    )
     importance: dict[str, Tensor] = {}
     if options.importance:
         with ProgressDisplay("layer", active=ranks.is_first) as display:
@@ -123,9 +125,9 @@ def _round_to_nearest(
         embeddings=options.embeddings,
         head=options.head,
         activations=options.activations,
-        learned_scales=fits,
+        learned_scales=searches_scales,
     )
     if options.has_calibrated_inputs:
         calibrate_inputs(model, batches, ranks=ranks)
-    if fits:
+    if searches_scales:
         fit_scales(model, importance)

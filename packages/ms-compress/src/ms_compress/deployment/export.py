@@ -76,7 +76,7 @@ def export(
         export_target = find_target(_scheme_of(whole_model, target).target)
         if has_kv_cache_scales(whole_model) and not export_target.reads_kv_cache_scales:
             raise LayerError(
-                f"{export_target.runtime} reads no scales of a key-value cache; export for a ct.*"
+                f"{export_target.runtime} does not read key-value cache scales; export for a ct.*"
                 " scheme, or without calibrate_kv_cache"
             )
         assets = read_assets(whole_model.config, tokenizer)

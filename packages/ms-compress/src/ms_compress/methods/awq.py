@@ -77,7 +77,7 @@ def awq(
         by_loss: GPTQ weights errors by their effect on the model's predictions.
         checkpoint: storage of finished decoder layers, to resume from.
         progress: called with the number of finished decoder layers, from 0, and their total.
-        ranks: processes that have the other batches.
+        ranks: processes that calibrate on the other batches.
 
     Raises:
         ConfigError: an exception matches nothing, or the rounding is unknown.
@@ -135,7 +135,7 @@ def smoothquant(
         by_loss: GPTQ weights errors by their effect on the model's predictions.
         checkpoint: storage of finished decoder layers, to resume from.
         progress: called with the number of finished decoder layers, from 0, and their total.
-        ranks: processes that have the other batches.
+        ranks: processes that calibrate on the other batches.
 
     Raises:
         ConfigError, LayerError, CalibrationError: as in `awq`.

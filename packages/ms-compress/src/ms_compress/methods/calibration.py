@@ -96,7 +96,7 @@ def walk(
         in_float: switch off a decoder layer's quantization while observing and visiting it.
         checkpoint: storage of finished decoder layers, which are loaded instead of visited.
         progress: called with the number of finished decoder layers, from 0, and their total.
-        ranks: processes that have the other batches.
+        ranks: processes that calibrate on the other batches.
         combine: combines the statistics of all processes; needed for more than one.
 
     Raises:
@@ -139,7 +139,7 @@ def walk(
                     )
                 if checkpoint is not None and ranks.is_first:
                     checkpoint.save(prefix, block)
-            # All processes compute the same, except where their processors round differently.
+            # The same on all processes, unless their processors round differently.
             ranks.copy_from_first(block)
             # Second pass with the changed weights: the next layer sees the compressed inputs.
             # Layers loaded from the checkpoint only take this pass.
@@ -178,7 +178,7 @@ def calibrate_inputs(
     Args:
         model: a complete prepared decoder from ms-parallel or transformers.
         batches: tokens, (B, S) int64 each.
-        ranks: processes that have the other batches.
+        ranks: processes that calibrate on the other batches.
 
     Raises:
         CalibrationError: no tokens are given, or an input is NaN or infinite.
@@ -310,7 +310,7 @@ def _gather(
             _run(block, x, call)
     if ranks.count > 1:
         assert combine is not None
-        # An expert may have tokens on some processes only; its statistic is empty on the others.
+        # An expert may get tokens on only some processes; on the others its statistic is empty.
         seen = ranks.max(torch.tensor([name in statistics for name in layers], dtype=torch.int32))
         for (name, layer), is_seen in zip(layers.items(), seen.tolist(), strict=True):
             if is_seen:

@@ -1,6 +1,6 @@
-"""Calibration over several processes: each observes its share of the batches.
+"""Calibration over several processes, each on its share of the batches.
 
-Every process holds the whole model. Statistics are summed in the order of the ranks, so the same
+Every process holds the full model. Statistics are summed in the order of the ranks, so the same
 number of processes gives the same bits, and another number the same result up to float32 rounding.
 """
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class DataRanks:
-    """Processes that share calibration batches, as a `with` block.
+    """Processes that share calibration batches; a context manager.
 
     If a process fails, the block ends on all processes: every collective first exchanges errors.
     The block uses the default process group and creates it if necessary.
@@ -46,7 +46,7 @@ class DataRanks:
 
     @classmethod
     def of_launch(cls) -> Self:
-        """Return the processes that torchrun started; this one alone without torchrun."""
+        """Return the processes that torchrun started; only this one without torchrun."""
         count = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(int(os.environ.get("RANK", "0")) if count > 1 else 0, count)
 
@@ -83,7 +83,7 @@ class DataRanks:
         self._destroy_group()
 
     def leave(self) -> None:
-        """End the common work: the rest of the block needs no other process. Collective."""
+        """Leave the group, so that the rest of the block runs alone. Collective."""
         self.synchronize()
         self._work = None
         self._destroy_group()
@@ -98,7 +98,7 @@ class DataRanks:
             self._work.synchronize()
 
     def share(self, batches: Sequence[T]) -> Sequence[T]:
-        """Return this process's batches: contiguous, so that the ranks' order is the batches'.
+        """Return this process's batches: contiguous, so that rank order is batch order.
 
         Raises:
             ConfigError: there are fewer batches than processes.
@@ -156,7 +156,7 @@ class DataRanks:
 
     @torch.no_grad()
     def copy_from_first(self, module: nn.Module) -> None:
-        """Give a module the first process's parameters and buffers. Collective."""
+        """Overwrite parameters and buffers with those of the first process. Collective."""
         if self.count > 1:
             self.synchronize()
             for tensor in module.state_dict().values():
@@ -172,8 +172,8 @@ def check_ranks(ranks: object, *, by_loss: bool = False) -> None:
     """Check the argument `ranks` of a calibration method.
 
     Raises:
-        ConfigError: it is not DataRanks; or there are several processes for GPTQ by the loss, which
-            samples targets for all batches with one generator.
+        ConfigError: it is not DataRanks, or by_loss is set with several processes: it samples the
+            targets of all batches with one generator.
     """
     check_type("ranks", ranks, DataRanks, "DataRanks", error=ConfigError)
     if by_loss and isinstance(ranks, DataRanks) and ranks.count > 1:

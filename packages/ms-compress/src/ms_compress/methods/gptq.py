@@ -80,7 +80,7 @@ def gptq(
             of at the code itself, from which a small learning rate would hardly move it.
         checkpoint: storage of finished decoder layers, to resume from.
         progress: called with the number of finished decoder layers, from 0, and their total.
-        ranks: processes that have the other batches.
+        ranks: processes that calibrate on the other batches.
 
     Raises:
         ConfigError: damping is not above 0, or an exception matches nothing.

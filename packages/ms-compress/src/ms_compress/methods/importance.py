@@ -30,7 +30,7 @@ def input_importance(
         batches: calibration tokens, (B, S) int64 each.
         ignore: name patterns of layers to leave out.
         progress: called with the number of finished decoder layers, from 0, and their total.
-        ranks: processes that have the other batches.
+        ranks: processes that calibrate on the other batches.
 
     Raises:
         LayerError: the model's architecture is not supported.

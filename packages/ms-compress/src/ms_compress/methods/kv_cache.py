@@ -1,4 +1,4 @@
-"""Scales of an FP8 key-value cache, as vLLM reads them from compressed-tensors folders.
+"""Scales of an FP8 key-value cache, which vLLM reads from compressed-tensors folders.
 
 A layer's key scale is the largest magnitude of its keys on calibration tokens, after the rotary
 embedding, divided by 448, the largest E4M3 value; the value scale is computed in the same way from
@@ -23,16 +23,16 @@ from ms_compress.quantization.rounding import calibrated_scale
 from ms_compress.quantization.scheme import KV_CACHE
 
 PROJECTIONS = ("k_proj", "qkv_proj")
-"""Layers of an attention with a cache of keys and values, unlike MLA."""
+"""Projections of attention layers that cache keys and values; MLA has neither."""
 
 Observe = Callable[[int, Tensor, Tensor], None]
 
 
 def check_kv_cache(model: nn.Module) -> None:
-    """Check that every decoder layer's attention has a cache of keys and values.
+    """Check that the attention of every decoder layer caches keys and values.
 
     Raises:
-        LayerError: the first layer that has none, such as MLA or linear attention.
+        LayerError: a layer does not, such as MLA or linear attention; the first is named.
     """
     for name, block in blocks_of(model):
         attention = getattr(block, "self_attn", None)
@@ -47,15 +47,15 @@ def check_kv_cache(model: nn.Module) -> None:
 def calibrate_kv_cache(
     model: nn.Module, batches: Sequence[Tensor], *, ranks: DataRanks = ONE_PROCESS
 ) -> None:
-    """Add the scales of an FP8 key-value cache to a model, as the model now computes.
+    """Calibrate an FP8 key-value cache and add its scales to a model, in place.
 
-    They are buffers `k_scale` and `v_scale`, (1,) float32, of each decoder layer's attention;
+    The scales are buffers `k_scale` and `v_scale`, (1,) float32, of each layer's attention;
     `export` writes them, and `kv_cache_scheme`, for `ct.*` schemes.
 
     Args:
         model: a complete decoder from ms-parallel or transformers, quantized or not.
         batches: tokens, (B, S) int64 each.
-        ranks: processes that have the other batches.
+        ranks: processes that calibrate on the other batches.
 
     Raises:
         LayerError: a decoder layer has no keys and values.
@@ -83,8 +83,8 @@ def calibrate_kv_cache(
             continue
         if not bool(layer_peaks.isfinite().all()):
             raise CalibrationError(
-                f"{name}: its keys or values of the calibration tokens are NaN or infinite; check"
-                " the weights before it, and the tokens"
+                f"{name}: keys or values are NaN or infinite on the calibration tokens; check the"
+                " tokens, and the weights up to this layer"
             )
         for buffer, peak in zip((K_SCALE, V_SCALE), layer_peaks, strict=True):
             block.get_submodule("self_attn").register_buffer(

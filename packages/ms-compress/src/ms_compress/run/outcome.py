@@ -22,7 +22,7 @@ class Outcome:
     def of_folder(
         cls, folder: Path, result: str, losses: Sequence[float] = (), **facts: Any
     ) -> Self:
-        """Describe a folder that a command wrote, and the training that led to it, if any.
+        """Describe a folder that a command wrote, and the training before it, if any.
 
         Args:
             folder: the written folder.

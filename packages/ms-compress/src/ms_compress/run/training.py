@@ -1,4 +1,4 @@
-"""Training of a command: progress display, stopping at a signal, and resuming."""
+"""Runs the training of a command, with progress, a stop at a signal, and resuming."""
 
 from collections.abc import Callable, Mapping
 
@@ -25,7 +25,7 @@ def train(
 ) -> list[float]:
     """Train with `tune` on the rows from `training_rows`; return the loss of each step.
 
-    Until the run's folder exists, a file next to it stores the state; `output.end` removes it.
+    The state is saved in a file next to the output folder until `output.end` removes it.
     SIGTERM or a first Ctrl-C stops after the current step, with its state saved; a second Ctrl-C
     stops at once.
 
@@ -52,7 +52,7 @@ def train(
         return losses
     message = (
         f"stopped by {stop.signal_name} at step {len(losses)} of {tuning.steps}; the state is saved"
-        f" in {output.checkpoint}, the same command resumes"
+        f" in {output.checkpoint}; the same command resumes it"
     )
     if stop.signal_name == "SIGINT":
         display.note(message)

@@ -1,10 +1,9 @@
-"""Checkpoints: a training in one sealed file, a calibration in one sealed file per decoder layer.
+"""Checkpoints of training (one sealed file) and calibration (one sealed file per decoder layer).
 
-A run that is killed resumes from them exactly. They record the settings that its steps depend on; a
-run with other settings is refused with a message that names the differences, as its weights would
-match neither run. A sealed file has a digest over every byte, which is checked before the content
-is used: the first line is the BLAKE2b hash of everything after it, the second a header of one line
-of JSON, and the rest the tensors.
+A killed run resumes from them exactly. They record the settings that its steps depend on, and a run
+with other settings is rejected with the names of these settings. The digest of a sealed file is
+checked before its content is used: line 1 is the BLAKE2b hash of everything after it, line 2 a JSON
+header, and the rest the tensors.
 """
 
 import hashlib
@@ -235,7 +234,7 @@ def calibration_identity(settings: Mapping[str, str], batches: Sequence[Tensor])
 def identity_of(
     model: nn.Module, tokens: Mapping[str, Tensor], options: Any, extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the settings that the steps of a training depend on.
+    """Return the settings that the steps of a training run depend on.
 
     Args:
         model: the prepared model.

@@ -6,7 +6,7 @@ matched with the teacher's layers that they were cut from).
 
 With ms-parallel's engine, neither model's full logits ever exist: the teacher's hidden states are
 computed once, the logits of both models exist for a chunk of positions at a time, and the student's
-are recomputed in the backward.
+are recomputed in the backward pass.
 Shapes: B rows, S positions, H hidden size, V vocabulary.
 """
 
@@ -137,7 +137,7 @@ def _without_nan(
 
 
 class HiddenStates:
-    """Outputs of both models' layers in the last forward, (B, S, H) each."""
+    """Outputs of both models' layers in the last forward pass, (B, S, H) each."""
 
     def __init__(self) -> None:
         self.student: list[Tensor] = []
@@ -149,7 +149,7 @@ class HiddenStates:
         """Record the outputs of both models' layers inside the `with` block.
 
         Raises:
-            LayerError: the architecture of one is not supported.
+            LayerError: an architecture is not supported.
             ConfigError: the student has more layers than the teacher.
         """
         states = cls()
@@ -170,7 +170,7 @@ class HiddenStates:
             yield states
 
     def distance(self) -> Tensor:
-        """Return `hidden_distance` of the last forward, and clear its outputs."""
+        """Return `hidden_distance` of the last forward pass, and clear its outputs."""
         distance = hidden_distance(self.student, self.teacher)
         self.student.clear()
         self.teacher.clear()
@@ -238,7 +238,7 @@ class DistillationLoss:
         total = torch.zeros((), device=targets.device)
         for first in range(0, targets.shape[1], self.chunk):
             part = slice(first, min(first + self.chunk, targets.shape[1]))
-            # Checkpointed, so that the backward has the logits of one chunk at a time as well.
+            # Checkpointed, so that the backward pass holds the logits of one chunk at a time too.
             total = total + checkpoint(self._sum, output, head, targets, part, use_reentrant=False)
         return total
 

@@ -108,7 +108,7 @@ class RemoteShards:
         return f"{self.url.rstrip('/')}/{name}"
 
     def read_index(self) -> bytes:
-        """Read and check `index.json`, usually by one request.
+        """Read and check `index.json`, usually with one request.
 
         Raises:
             SettingError: the folder has no index.
@@ -123,7 +123,7 @@ class RemoteShards:
         return content
 
     def read_index_if_present(self) -> bytes | None:
-        """Read and check `index.json`, usually by one request; None if the folder has none.
+        """Read and check `index.json`, usually with one request; None if the folder has none.
 
         Raises:
             DamageError: the index is damaged.
@@ -167,7 +167,7 @@ class RemoteShards:
                     content = self._request(name, None, None)
                 except FileNotFoundError:
                     content = b""
-                # A wrong tokenizer after the last attempt is reported by whoever loads it.
+                # A tokenizer still wrong after the last attempt is reported when it is loaded.
                 if name != DESCRIPTION[0] or xxhash.xxh3_128_hexdigest(content) == expected:
                     break
             if not content:

@@ -24,12 +24,12 @@ Format = Literal["megatron", "parquet", "datasets"]
 _ROWS_BYTES = 16 << 20
 """Size of a table in memory: tokens and text."""
 _ARROW_BYTES = 500 << 20
-"""Size of a file of `datasets`."""
+"""Approximate size of an Arrow file in a folder of `datasets`."""
 _FEATURES = {
     "text": {"dtype": "large_string", "_type": "Value"},
     "tokens": {"feature": {"dtype": "uint32", "_type": "Value"}, "_type": "LargeList"},
 }
-"""Columns of a folder for `datasets`."""
+"""Column types in `dataset_info.json` of `datasets`."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +167,7 @@ def _schema(arrow: Any) -> Any:
 def _tables(
     arrow: Any, source: Split, ends: NDArray[np.int64], tokenizer: Tokenizer
 ) -> Iterator[Any]:
-    """Yield the documents as tables of about `_ROWS_BYTES`; an empty one without documents."""
+    """Yield the documents as tables of about `_ROWS_BYTES`; an empty table if there are none."""
     texts: list[str] = []
     tokens: list[NDArray[np.unsignedinteger]] = []
     size = 0

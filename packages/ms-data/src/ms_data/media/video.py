@@ -1,8 +1,8 @@
-"""Decodes the frames of a video at a sampling rate, through PyAV, within stated limits.
+"""Decodes video with PyAV and samples frames at a fixed rate, within limits.
 
-The container is chosen by the first bytes and not probed, so that no playlist or reference can name
-another file. The limits apply to decoded data, as headers may be wrong: the size of each frame is
-checked before its pixels are converted, and decoding ends at the limit of frames.
+The container format is selected by magic bytes instead of probing, so that a playlist or reference
+cannot open another file. Limits apply to decoded data, as headers may be wrong: the size of each
+frame is checked before its pixels are converted, and decoding ends at the maximum frame count.
 """
 
 import io
@@ -20,8 +20,8 @@ from ms_data.settings.arguments import check_counts
 
 CONTAINERS = {(4, b"ftyp"): "mp4", (0, b"\x1aE\xdf\xa3"): "matroska"}
 """Formats of FFmpeg by (offset, magic bytes); matroska includes WebM."""
-HIGHEST_RATE = 240
-"""Frames per second that are decoded at most, to bound the time of a video."""
+MAX_FRAME_RATE = 240
+"""Maximum frames per second, which bounds the decoding time."""
 
 
 @frozen(kw_only=True)
@@ -33,13 +33,13 @@ class VideoLimits:
     """
 
     seconds: int = 600
-    """Longest video."""
+    """Maximum duration in seconds."""
     frames: int = 768
-    """Most sampled frames."""
+    """Maximum number of sampled frames."""
     pixels: int = 4096 * 2304
-    """Most pixels of an encoded frame."""
+    """Maximum number of pixels per encoded frame."""
     size_mib: int = 512
-    """Largest result, in MiB."""
+    """Maximum size of the sampled frames, in MiB."""
 
     def __attrs_post_init__(self) -> None:
         check_counts(
@@ -65,7 +65,7 @@ def decode_video(
     width: int | None = None,
     limits: VideoLimits | None = None,
 ) -> Video:
-    """Decode an MP4 or WebM file and sample its frames at equal distances in time.
+    """Decode an MP4 or WebM file and sample its frames at a fixed rate.
 
     Frame k is the first frame shown at or after k / frames_per_s seconds. Frames are decoded
     by one thread, so results do not depend on the machine's cores.
@@ -82,13 +82,18 @@ def decode_video(
         SettingError: PyAV is not installed, or an argument is out of range.
     """
     limits = limits or VideoLimits()
-    if not (isinstance(frames_per_s, int | float) and 0 < frames_per_s <= HIGHEST_RATE):
+    if not (isinstance(frames_per_s, int | float) and 0 < frames_per_s <= MAX_FRAME_RATE):
         raise SettingError(
-            f"frames_per_s must be above 0 and at most {HIGHEST_RATE}, got {frames_per_s!r}"
+            f"frames_per_s must be above 0 and at most {MAX_FRAME_RATE}, got {frames_per_s!r}"
         )
     check_counts(height=height or 1, width=width or 1)
     container_name = next(
-        (name for (at, magic), name in CONTAINERS.items() if content[at:].startswith(magic)), None
+        (
+            name
+            for (offset, magic), name in CONTAINERS.items()
+            if content[offset:].startswith(magic)
+        ),
+        None,
     )
     if container_name is None:
         raise ValueError("not an MP4 or WebM file; convert it to one of these")
@@ -118,7 +123,7 @@ def _sample(
     first_s: float | None = None
     shape = (height or stream.codec_context.height, width or stream.codec_context.width)
     for number, frame in enumerate(container.decode(stream)):
-        if number >= limits.seconds * HIGHEST_RATE:
+        if number >= limits.seconds * MAX_FRAME_RATE:
             raise ValueError(f"a video of more than {number} frames")
         if frame.pts is None:
             raise ValueError("a frame without a time stamp")
@@ -126,7 +131,7 @@ def _sample(
         first_s = time_s if first_s is None else first_s
         if time_s - first_s > limits.seconds:
             raise ValueError(f"a video of more than {limits.seconds} seconds")
-        # A stream may change its size in the middle.
+        # The frame size may change within a stream.
         _check_pixels(frame, limits)
         due_s = len(frames) / frames_per_s
         if time_s - first_s + 1e-9 < due_s:

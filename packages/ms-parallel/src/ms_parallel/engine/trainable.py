@@ -132,13 +132,13 @@ def unsharded_axes(parameters: Mapping[str, Tensor], groups: Groups) -> dict[str
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         dims = set((mesh and mesh.mesh_dim_names) or ())
         if dims <= {"tensor", "expert"}:
-            # Experts are equal on part of the processes only.
+            # Expert weights are replicated only over this part of the processes.
             axes[name] = "expert_shards" if "expert" in dims else "shards"
     return axes
 
 
 def _is_first(axis: str | None, groups: Groups) -> bool:
-    """Whether this process is the first that has this part of an unsharded parameter."""
+    """Return True if this process is the first with this part of an unsharded parameter."""
     if axis is None:
         return True
     return (

@@ -209,7 +209,7 @@ class RunCheckpoints:
 
     def _download_newer(self, store: CheckpointStore) -> None:
         local = max(checkpoint.complete_steps(self.root), default=-1)
-        # A step of which two copies were damaged is not fetched a third time.
+        # After two damaged copies of a step, older steps are tried.
         published = [step for step in store.steps() if self.damaged[step] < 2]
         if not published or published[-1] <= local:
             return

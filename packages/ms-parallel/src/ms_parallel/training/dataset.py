@@ -54,7 +54,7 @@ def prepare(dataset_path: str | Path, options: Options) -> Path:
     if shards.exists():
         changes = [key for key in expected if recorded.get(key) != expected[key]]
         if changes == ["files"]:
-            # Names, sizes or times changed. ms-data compares the content, and refuses another.
+            # Names, sizes or times changed. ms-data compares the contents and rejects other text.
             _build(dataset_path, shards, options, tokenizer, trained_tokenizer)
             with writing(source):
                 write_file(source, msgspec.json.encode(expected))

@@ -191,7 +191,7 @@ class Run:
             sample = self.generate(options.sample_prompt, max_new_tokens=options.sample_tokens)
             self.display.note(f"sample:\n{printable(options.sample_prompt + sample)}")
         self._show_end(folder, resumed)
-        # Last: a store that fails must not cost the model.
+        # Last, so that the model is saved even if the store fails.
         try:
             self.checkpoints.finish_uploads()
         finally:

@@ -399,7 +399,7 @@ class DistributedTrainer:
         if url is None:
             return None
         stores: list[CheckpointStore] = []
-        # All ranks get the error of a missing client; the store itself stays on rank 0.
+        # A missing client is an error on all ranks; only rank 0 uses the store.
         run_on_rank_zero(lambda: stores.append(CheckpointStore(url)))
         keep = self._resolved.keep_checkpoints
         return CheckpointUploader(stores[0], keep=keep) if stores else None

@@ -16,7 +16,7 @@ BATCH_ROWS = 1024
 
 
 class _LanceReader:
-    """Reader of Lance manifests; unlike texts, they have NUL bytes."""
+    """Reader of Lance manifests, which contain NUL bytes, unlike text."""
 
     def claims(self, name: str, head: bytes, /) -> bool:
         return name.endswith(SUFFIX) and b"\0" in head
@@ -26,8 +26,8 @@ class _LanceReader:
     ) -> Iterator[ReadResult]:
         if not isinstance(file.path, Path) or file.path.parent.name != VERSIONS:
             raise CorpusError(
-                f"{file.path}: a Lance manifest, which is read from the folder of its dataset on"
-                " this machine; copy the folder and pass it"
+                f"{file.path}: a Lance manifest must be in its dataset's folder on this machine;"
+                " copy the folder and pass it"
             )
         folder = file.path.parent.parent
         lance = import_library("lance", "lance", file)
@@ -38,7 +38,7 @@ class _LanceReader:
                 yield Invalid(f"{folder}: {problem}")
                 return
             total = max(1, dataset.count_rows())
-            # In the order of storage, so that `start` means the same rows in every run.
+            # In storage order, so that `start` refers to the same row in every run.
             batches = dataset.scanner(
                 columns=None if options.rows else [options.text_column],
                 batch_size=BATCH_ROWS,
@@ -55,8 +55,8 @@ class _LanceReader:
 def newest_manifests(names: list[str]) -> dict[str, str]:
     """Return the newest manifest of each Lance dataset, by the dataset's folder.
 
-    A version is numbered by `N.manifest`, or in newer datasets by 2^64 - 1 - N with 20 digits, so
-    that the newest is listed first.
+    The manifest of version N is `N.manifest`, or in newer datasets 2^64 - 1 - N with 20 digits, so
+    that the newest sorts first.
     """
     newest: dict[str, tuple[int, str]] = {}
     for name in names:

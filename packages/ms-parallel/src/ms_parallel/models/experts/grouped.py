@@ -34,7 +34,7 @@ class GroupedLinear(nn.Module):
         self.share = 1.0
         """Fraction of the bias to add on this process if the output is summed over processes."""
         self.interleaved = False
-        """Whether the rows of several maps alternate in checkpoints, as in gpt-oss."""
+        """True if gate and up rows alternate in checkpoints, as in gpt-oss."""
         self.ops = ops
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:

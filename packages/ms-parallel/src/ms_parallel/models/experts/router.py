@@ -29,7 +29,7 @@ class Replay:
         self.experts = experts
         zero = torch.zeros((), dtype=torch.int64, device=experts.device)
         self.count, self.differing = zero, zero
-        """Replayed tokens, and those for which the router selects other experts."""
+        """Number of replayed tokens, and of those for which the router selects other experts."""
 
     def replace(self, selected: Tensor, part: int) -> Tensor:
         """Replace the selected experts (B, S, k) of slice `part` of the positions."""
@@ -67,7 +67,7 @@ class Router(nn.Module, RouterWithStats):
         self.part = 0
         """Index of this rank's slice of the positions."""
         self.replay: Replay | None = None
-        """Recorded experts of the current forward pass; None to select them."""
+        """Recorded experts of the current forward pass. None: the router selects."""
         self.on_selection: Callable[[Tensor], None] | None = None
         """Called with the experts (B, S, k) of each forward pass."""
 

@@ -1,9 +1,9 @@
-"""Experts that routers select, recorded while sampling and replayed in training.
+"""Records the experts that routers select during sampling, and replays them in training.
 
-In reinforcement learning the sampler and the learner may route a token to other experts, as they
-round differently or their weights differ, and the ratio of their probabilities is then far from 1
-(Ma et al., 2025, arXiv:2510.11370). A replayed router uses the recorded experts, and computes their
-weights from its own scores, so it still learns.
+In reinforcement learning, the sampler and the learner may route a token to different experts,
+because of rounding or different weights; the ratio of their probabilities is then far from 1
+(Ma et al., 2025, arXiv:2510.11370). A replaying router uses the recorded experts but computes their
+weights from its own scores, so it is still trained.
 
 Shapes: B rows, S positions, L layers with experts, k experts per token.
 """
@@ -23,7 +23,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def routers_of(model: nn.Module) -> dict[int, Router]:
-    """Return the routers of a model or stage by layer; MTP layers are left out."""
+    """Return the routers of a model or stage by layer index, without those of MTP layers."""
     routers = {}
     for name, module in model.named_modules():
         layer = _LAYER.search(name)
@@ -34,7 +34,7 @@ def routers_of(model: nn.Module) -> dict[int, Router]:
 
 
 def _layers(model: nn.Module) -> tuple[int, ...]:
-    """Return the layers with experts of the full model; none of a dense model."""
+    """Return the indices of the full model's MoE layers; empty for a dense model."""
     # The model may be wrapped by adapters.
     staged = next((part for part in model.modules() if isinstance(part, StagedModel)), None)
     mixture = None if staged is None else staged.config.mixture
@@ -54,7 +54,7 @@ def record_experts(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
     routers = routers_of(model)
     if not routers:
         raise ConfigError(
-            "the model must have routers of ms-parallel to record experts, and has none"
+            "recording experts needs a model with routers of ms-parallel, and this one has none"
         )
     selected: dict[int, Tensor] = {}
     for layer, router in routers.items():
@@ -70,9 +70,9 @@ def record_experts(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
 def replay_experts(
     model: nn.Module, experts: Tensor, row_split: RowSplit | None = None
 ) -> Iterator[Callable[[], tuple[int, int]]]:
-    """Route the tokens of a forward pass to recorded experts; their weights stay the router's.
+    """Route the tokens of a forward pass to recorded experts; routers still compute the weights.
 
-    Activation checkpointing repeats the same experts after this context has ended.
+    Recomputation under activation checkpointing uses the same experts, also after this block.
 
     Args:
         model: model or pipeline stage.
@@ -81,8 +81,8 @@ def replay_experts(
         row_split: split of positions under context parallelism.
 
     Yields:
-        A function that returns the numbers of replayed selections (of a token in a layer), and of
-        those in which the router itself would have selected other experts.
+        A function that returns the number of replayed selections (one per token and layer), and
+        the number of them in which the router would have selected other experts.
 
     Raises:
         ConfigError: the experts do not match the model.
