@@ -570,7 +570,7 @@ def msprof(session: nox.Session) -> None:
 
 @job
 def formats(session: nox.Session) -> None:
-    """Read what pylance, webdataset, datasets and PyAV write, and go back; 1 minute."""
+    """Round trips with files of pylance, webdataset, datasets and PyAV; 1 minute."""
     install_all(session, "pylance", "webdataset", "datasets", "av", "-r", "tests/requirements.txt")
     tests_folder = Path("packages/ms-data/tests")
     files = [str(tests_folder / name) for name in ("test_library_formats.py", "test_video.py")]

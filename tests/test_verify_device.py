@@ -220,8 +220,8 @@ def test_checks_run_side_by_side_and_measurements_alone(tmp_path: Path) -> None:
     assert "| method | 3 ms |" in report.summary()
 
 
-def test_selected_parts_bring_the_parts_they_need() -> None:
-    """`--only` takes a piece of a name."""
+def test_selected_parts_include_the_parts_they_need() -> None:
+    """`--only` matches part of a name."""
     parts = tuple(parts_of("cuda", 1, quick=False))
     names = [part.name for part in verify_device.select(parts, ["SFT", "generation"])]
     assert names == ["CPU, one process", "conversations", "CPU, SFT", "cuda, SFT", "generation"]

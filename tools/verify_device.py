@@ -124,7 +124,7 @@ def main() -> int:
     if missing := missing_dependencies():
         sys.stderr.write(
             f"verify_device: not installed in this Python: {', '.join(missing)}; install them, or"
-            " bring their wheels where there is no network\n"
+            " copy their wheels to this machine if it has no network\n"
         )
         return 2
     device, count = device_of(options.device)

@@ -35,7 +35,9 @@ def write_page(
     """Return the page of refused combinations and of the coverage of the last full run."""
     lines = ["# Refused combinations", "", INTRODUCTION]
     for package in dict.fromkeys(map(package_of, COMMANDS)):
-        commands = {name: found for name, found in results.items() if package_of(name) == package}
+        commands = {
+            name: refused for name, refused in results.items() if package_of(name) == package
+        }
         lines += ["", f"## {package}", "", *coverage_table(commands, coverage)]
         rows = refused_rows(commands)
         if rows:

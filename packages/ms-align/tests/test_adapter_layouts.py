@@ -96,7 +96,7 @@ def test_layouts_train_the_adapters_of_a_single_process(
 
 
 def test_what_a_layout_does_not_support_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Before any process connects."""
+    """The error is raised before any process connects."""
     save_model(decoder(), tmp_path)  # type: ignore[arg-type]
     for lora, message in (
         (LoraOptions(dropout=0.1), "needs a single process; remove layout or lora.dropout"),

@@ -47,7 +47,7 @@ slow = pytest.mark.slow
 
 
 def mixture(family: str = "qwen3_moe") -> nn.Module:
-    """Build a small mixture of experts."""
+    """Build a small MoE model."""
     return decoder(family, **FAMILIES[family])
 
 
@@ -131,7 +131,7 @@ def test_experts_have_the_names_of_the_checkpoint_in_files(tmp_path: Path) -> No
 
 
 @slow
-def test_gate_and_up_that_were_adapted_apart_are_fused(tmp_path: Path) -> None:
+def test_separate_adapters_of_gate_and_up_are_fused(tmp_path: Path) -> None:
     """Files of earlier versions of transformers: each matrix has its own A; peft agrees."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

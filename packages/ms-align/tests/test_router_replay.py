@@ -1,4 +1,4 @@
-"""Router replay: updates route tokens to the experts that sampled them."""
+"""Router replay: updates use the experts that were selected during sampling."""
 
 import re
 from pathlib import Path
@@ -166,7 +166,7 @@ def with_server(folder: Path, server: Any, **overrides: Any) -> list[dict[str, A
 
 @pytest.mark.slow
 def test_experts_of_a_server_are_replayed(tmp_path: Path, server: Any) -> None:
-    """They are the policy's own, as the server has its weights; dense layers are left out."""
+    """The server has the policy's weights, so the experts are equal; dense layers are skipped."""
     server.fail("none", times=0)
     for number, step in enumerate(with_server(tmp_path / "run", server)):
         assert step["router_difference"] == 0.0, number
@@ -186,7 +186,7 @@ def test_experts_of_a_server_are_replayed(tmp_path: Path, server: Any) -> None:
 def test_unusable_experts_stop_the_run(
     tmp_path: Path, server: Any, fault: str, problem: str
 ) -> None:
-    """One line; nothing of the answer enters an update."""
+    """The error is one line, and no part of the answer enters an update."""
     server.fail(fault)
     with pytest.raises(ServerError, match=re.escape(problem)) as error:
         with_server(tmp_path / "run", server)

@@ -11,8 +11,8 @@ from ms_data.corpus.readers.lance import newest_manifests
 from ms_data.errors import CorpusError
 
 
-def test_the_newest_manifest_stands_for_a_dataset() -> None:
-    """Old and new naming of versions, nested folders, and files that are no manifests."""
+def test_the_newest_manifest_represents_a_dataset() -> None:
+    """Old and new naming of versions, nested folders, and files that are not manifests."""
     newest = 2**64 - 1
     assert newest_manifests(
         [
@@ -73,7 +73,7 @@ def test_lance_rows_give_the_same_shards(datasets_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_datasets_opens_an_export_which_builds_the_same_shards(datasets_folder: Path) -> None:
-    """Text and tokens of every document, and the way back."""
+    """Text and tokens of every document, and a round trip back to shards."""
     datasets = pytest.importorskip("datasets")
     out = datasets_folder / "hf"
     exported = ms_data.export_dataset(datasets_folder / "shards", out=out, target="datasets")

@@ -60,8 +60,8 @@ def test_the_batch_script_stops_the_step_and_requeues_before_the_time_limit(
     assert arguments[-4:] == ["-m", "ms_parallel", "train", "/data/run.toml"]
 
 
-def test_the_manifests_agree_with_themselves() -> None:
-    """Pods, processes and the rendezvous of the Service; other modules and devices."""
+def test_names_and_counts_in_the_manifests_are_consistent() -> None:
+    """Pods, processes, and the rendezvous in the Service; also other modules and devices."""
     yaml = pytest.importorskip("yaml")
     job = ClusterJob(run_file="/data/r.toml", nodes=3, devices=16, module="ms_align grpo", name="r")
     text = kubernetes_manifests(job, image="image:1", claim="c", resource="huawei.com/Ascend910")
@@ -77,7 +77,7 @@ def test_the_manifests_agree_with_themselves() -> None:
 
 @pytest.mark.parametrize("version", ["1.29", "1.34"])
 def test_kubernetes_accepts_the_manifests(version: str) -> None:
-    """By the schemas of the API server, without unknown fields."""
+    """Validated against the schemas of the API server; unknown fields are errors."""
     yaml = pytest.importorskip("yaml")
     validate = pytest.importorskip("kubernetes_validate").validate
     for document in yaml.safe_load_all(kubernetes_manifests(JOB, image="image:1", claim="c")):

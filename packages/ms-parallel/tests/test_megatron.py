@@ -16,7 +16,7 @@ from ms_parallel.models import architecture
 
 PYTHON = os.environ.get("MS_MEGATRON_PYTHON", "")
 TOLERANCE = 1e-5
-"""Absolute tolerance of logits of about 2; float32 sums are computed in another order."""
+"""Absolute tolerance for logits of magnitude 2; float32 sums are computed in another order."""
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(error: BaseException) -> int | None:
-    """Return the exit code of an error that the first process prints; None: print it here."""
+    """Return the exit code without a message on all ranks but the first; None: print the error."""
     return None if _is_first() else exit_code(error)
 
 

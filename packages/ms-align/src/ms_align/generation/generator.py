@@ -43,17 +43,16 @@ class LocalGenerator:
         model: model of ms-parallel or transformers.
         max_num_seqs: rows generated at the same time.
         decode: converts tokens to text; needed for stop strings only.
-        fused: for Llama-like models, use fused weights, with which a step needs a third of the
-            kernel calls. They are copied at every call, as training changes the weights. Other
+        fused: use fused weights for Llama-like models, which reduces the kernel launches of a step
+            to a third. Weights are fused again at every call, as training changes them. Other
             models, and models with adapters, run unchanged.
-        static_shapes: decode with static shapes, without waiting for the device, where the model
-            supports it: ms-parallel's decoders, and fused models. None: on an accelerator.
-        cuda_graph: capture a decoding step with static shapes in a CUDA graph. None: on a CUDA
-            device.
-        kernels: attend with `ms_kernels.decode_attention` in a step with static shapes. None: if
+        static_shapes: decode with static shapes and without synchronization, if the model supports
+            it (ms-parallel's decoders and fused models). None: True on an accelerator.
+        cuda_graph: capture decoding steps with static shapes in a CUDA graph. None: True on CUDA.
+        kernels: use `ms_kernels.decode_attention` in steps with static shapes. None: True if
             ms-kernels and Triton are installed and the device is a GPU.
-        records_experts: return the experts of each token, of a model with experts. It decodes
-            without static shapes.
+        records_experts: return the experts selected for each token of an MoE model; disables
+            static shapes.
 
     Raises:
         ModelError: the model does not support a KV cache.

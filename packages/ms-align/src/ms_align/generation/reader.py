@@ -114,11 +114,11 @@ def decodes_statically(reader: StaticReader, model: LanguageModel, *, use_kernel
     Args:
         reader: reader of the model.
         model: model that supports a KV cache.
-        use_kernels: attend with `ms_kernels.decode_attention`.
+        use_kernels: use `ms_kernels.decode_attention`.
     """
     module: Any = model.module
     device, expected_reader = next(module.parameters()).device, ModelReader(model)
-    # Rotary frequencies that depend on the length need a decision on the host.
+    # Rotary frequencies that depend on the length are selected on the host.
     if isinstance(reader, ModelReader) and (
         not isinstance(model, StagedLanguageModel) or getattr(module, "grows", False)
     ):
@@ -225,7 +225,7 @@ class _Cache(ABC):
     """Cache in the interface of ms-parallel's models; subclasses store keys and values."""
 
     attend: Callable[..., Tensor] | None = None
-    """Attention to the cache; None if the model attends to what `append` returns."""
+    """Computes attention over the cache. None: the model attends to the result of `append`."""
     documents: Tensor | None = None
     past_length = 0
     """Cached columns before a forward pass."""
@@ -302,7 +302,7 @@ class _DecodeStep(_Cache):
         return k, v
 
     def _attend(self, q: Tensor, **settings: Any) -> Tensor:
-        """Attend from queries (R, 1, Hq, D) to the layer that was written last."""
+        """Attend with queries (R, 1, Hq, D) to the most recently written layer."""
         width = self._cache.layers[self._layer].shape[-1]
         settings["scale"] = settings.get("scale") or q.shape[3] ** -0.5
         padded = F.pad(q[:, 0], (0, width - q.shape[3]))
@@ -311,7 +311,7 @@ class _DecodeStep(_Cache):
 
 
 def _same_width(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad keys or values (..., D); they differ in multi-head latent attention."""
+    """Pad keys or values (..., D) to the same D; it differs in multi-head latent attention."""
     width = max(k.shape[-1], v.shape[-1])
     padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (k, v))
     k, v = padded

@@ -105,14 +105,14 @@ class Responses:
 
 @frozen(kw_only=True)
 class Span:
-    """Time during which something ran, by the monotonic clock."""
+    """Time interval of one part of a rollout or update, on the monotonic clock."""
 
     kind: Literal["generate", "reward", "learn", "update_weights"]
-    """Name of its event."""
+    """Event name of the span."""
     began_s: float
     ended_s: float
     generator: int | None = None
-    """Number of the generator that ran."""
+    """Index of the generator, for `generate`."""
 
 
 @frozen(kw_only=True)

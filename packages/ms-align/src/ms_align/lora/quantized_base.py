@@ -120,7 +120,7 @@ class QuantizedLinear(nn.Module):
         base_format: key of `FORMATS`.
 
     Raises:
-        ConfigError: the weight holds NaN or infinity.
+        ConfigError: the weight contains NaN or infinity.
     """
 
     def __init__(self, layer: nn.Linear, base_format: str) -> None:
@@ -158,14 +158,14 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedExperts(nn.Module):
-    """Frozen grouped linear map whose weights are stored in a format of few bits, by expert.
+    """Frozen grouped linear map whose weights are stored in 4 or 8 bits, expert by expert.
 
     Args:
         layer: map whose weight (E, ..., I) is rounded and dropped; its bias is kept.
         base_format: key of `FORMATS`.
 
     Raises:
-        ConfigError: the weight holds NaN or infinity.
+        ConfigError: the weight contains NaN or infinity.
     """
 
     def __init__(self, layer: Any, base_format: str) -> None:
@@ -185,7 +185,7 @@ class QuantizedExperts(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Rounded weights (E, ..., I), in the dtype of the original ones."""
+        """Rounded weights (E, ..., I), in the original dtype."""
         return torch.stack([self.expert(e) for e in range(self.shape[0])]).view(self.shape)
 
     @property
@@ -228,7 +228,7 @@ def _set_weight(layer: Any, weight: Tensor) -> None:
 def _finite(weight: Tensor, base_format: str) -> Tensor:
     if not weight.isfinite().all():
         raise ConfigError(
-            f"a weight of shape {tuple(weight.shape)} holds NaN or infinity, which"
+            f"a weight of shape {tuple(weight.shape)} contains NaN or infinity, which"
             f" quantize_base={base_format!r} cannot store; use an undamaged model"
         )
     return weight

@@ -48,7 +48,7 @@ class BackgroundRollouts:
         for name, parameter in policy.module.named_parameters():
             if not parameter.requires_grad:
                 self.module.get_parameter(name).data = parameter.data
-        # A capture must not meet the training thread's use of the device's random state.
+        # The training thread may use the device's RNG state, which would break a capture.
         self.generator = LocalGenerator(
             self.module,
             max_num_seqs=max_num_seqs,

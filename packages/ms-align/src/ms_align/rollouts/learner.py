@@ -129,7 +129,7 @@ class RolloutLearner:
             statistics = {**self.metrics, **update.statistics}
             value_loss = self.algorithm.value_loss()
             if value_loss is not None and self.value is not None:
-                batch.pop("routed_experts", None)  # another model has other routers
+                batch.pop("routed_experts", None)  # a separate value model has its own routers
                 value_update = self.value.step(batch, value_loss)
                 statistics |= {"value_loss": value_update.loss, **value_update.statistics}
         self._log_spans(log)
@@ -464,7 +464,7 @@ class RolloutLearner:
         # Log-probabilities of the generator may differ by rounding from the training forward pass.
         if "old_logprobs" not in rows or options.recompute_logprobs:
             rows["old_logprobs"] = logprobs_of(self.policy, rows, temperature)
-        # Other models have other routers.
+        # Separate reference and value models have their own routers.
         shared = {name: value for name, value in rows.items() if name != "routed_experts"}
         if self.reference is not None:
             with self.reference.activate():

@@ -123,7 +123,7 @@ class RolloutOptions(Sampling):
     """Clip the ratio of the policy to the sampler, instead of clipping the ratio to the policy at
     the start of the rollout's updates and weighting by that policy's ratio to the sampler."""
     router_replay: bool = field(default=False, validator=flag)
-    """In updates, route each token to the experts that sampled it, in a model with experts."""
+    """For MoE models: in updates, route each token to the experts selected when it was sampled."""
     max_logprob_difference: float = field(default=0.2, validator=number())
     """For rollouts from servers: fail the run if the log-probabilities of the server and the policy
     for the same weights differ by more than this mean, in nats per token."""

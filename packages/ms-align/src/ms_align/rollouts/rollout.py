@@ -15,7 +15,7 @@ from ms_align.losses.protocol import IGNORED
 from ms_align.rewards.scoring import BatchRewards, Sample
 
 PADDING = {"targets": IGNORED, "routed_experts": FREE}
-"""Values after the end of a row, other than 0."""
+"""Padding values after the end of a row; 0 for other tensors."""
 
 
 @frozen(kw_only=True)

@@ -38,10 +38,10 @@ def sequences(
 
     Returns:
         `tokens` and `targets` (N, S) int64, with targets -100 except at response tokens;
-        `versions` (N, S) int64 if the generator returned those of the weights;
+        `versions` (N, S) int64 if the generator returned weight versions;
         `routed_experts` (N, S, L, k) int16, -1 after the end of a row, if it returned experts; and
         `old_logprobs` (N, S) float32 if the generator returned the policy's log-probabilities, or
-        `sampling_logprobs` if it only returned those of its own model.
+        `sampling_logprobs` if it only returned log-probabilities of its own model.
     """
     lengths = [
         len(prompt) + int(length)

@@ -34,7 +34,7 @@ class Tuning:
     divergence: Divergence = field(
         default="forward", validator=one_of("forward", "reverse", "skewed")
     )
-    """Divergence from the teacher; needs one."""
+    """Divergence from the teacher; requires a teacher."""
     distill_weight: float = field(default=1.0, validator=number(maximum=1.0))
     """Weight of the divergence in the loss; the text's loss has the rest."""
     hidden_weight: float = field(default=0.0, validator=number())

@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """Several calls of a function, run by one call."""
+    """Several calls of a function as one callable, such as a captured graph."""
 
     run: Callable[[], object]
     size: int
-    """Calls of the function."""
+    """Number of calls of the function."""
 
 
 def one_pass(
@@ -108,9 +108,11 @@ def _capture(function: Callable[[], object], size: int = 4) -> Batch:
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(size):
                 function()
-    except RuntimeError as error:  # it waits for the device, or calls a library that cannot capture
+    except (
+        RuntimeError
+    ) as error:  # the function synchronizes, or a library does not support capture
         torch.cuda.synchronize()
-        log.info("not captured in a graph, so its time includes launches: %s", error)
+        log.info("CUDA graph capture failed, so times include kernel launches: %s", error)
         return Batch(function, 1)
     return Batch(graph.replay, size)
 

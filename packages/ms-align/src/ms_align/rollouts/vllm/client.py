@@ -41,8 +41,8 @@ class _Answer:
 class VllmClient:
     """Generates responses with vLLM servers.
 
-    Prompts are spread evenly over the servers. A prompt whose connection failed is sent again, to
-    the next server if there are several; its seed makes the repeated request equal.
+    Prompts are spread evenly over the servers. If a connection fails, the prompt is sent again, to
+    the next server if there are several; its seed makes the repeated request identical.
 
     Args:
         options: addresses, or the Python to start a server with, and limits.
@@ -50,7 +50,7 @@ class VllmClient:
         max_num_seqs: responses generated at the same time, over all servers.
         log_path: file for the output of a server that is started here.
         decode: converts tokens to text; needed for stop strings only.
-        routed_layers: layers whose experts the servers return; None to ask for none.
+        routed_layers: layers whose experts the servers return; None without router replay.
     """
 
     def __init__(
