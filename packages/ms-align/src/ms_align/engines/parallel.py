@@ -215,7 +215,7 @@ class StageAdapters:
             for model in self.models:
                 for module in model.modules():
                     if isinstance(module, FSDPModule):
-                        module.reshard()  # writes to all-gathered copies would be lost
+                        module.reshard()  # a merge into all-gathered copies would be lost
                 stack.enter_context(model.as_merged())
             yield
 

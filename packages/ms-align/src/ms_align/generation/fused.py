@@ -330,7 +330,7 @@ class FusedReader:
 
 
 def _compute_dtype(module: Any) -> torch.dtype:
-    """Return the dtype of products: with mixed precision, not that of the weights."""
+    """Return the dtype of matrix products, which mixed precision sets apart from the weights."""
     dtype: torch.dtype | None = getattr(module, "compute_dtype", None)
     return next(module.parameters()).dtype if dtype is None else dtype
 

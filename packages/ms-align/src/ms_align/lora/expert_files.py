@@ -2,7 +2,7 @@
 
 vLLM loads these for models whose checkpoints have one matrix per expert; it reads peft's stacked
 format (`target_parameters`) of such models as if gate and up rows alternated. peft loads both:
-it stacks the adapters and fuses those of gate and up.
+it stacks the adapters and fuses the gate and up adapters.
 Shapes: E experts, r rank, I inputs, O outputs.
 """
 
@@ -71,7 +71,7 @@ def split_by_expert(
 def stack_experts(
     folder: object, stored: Mapping[str, AdapterTensors], names: ExpertNames
 ) -> tuple[dict[str, AdapterTensors], dict[str, AdapterTensors]]:
-    """Separate the adapters of linear layers, and stack those of experts, by the model's names.
+    """Split adapters into linear layers and experts, and stack the experts, by model names.
 
     Raises:
         ModelError: the adapter of a matrix is missing.

@@ -144,7 +144,7 @@ class AdaptedLayer(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: AdapterTensors) -> None:
-        """Copy tensors of this layer's rank, such as those of a file."""
+        """Copy tensors of this layer's rank, such as tensors read from a file."""
         self.lora_A.copy_(tensors.a)
         self.lora_B.copy_(tensors.b.reshape(self.lora_B.shape))
         if self.lora_magnitude_vector is not None and tensors.magnitude is not None:
@@ -286,7 +286,7 @@ class LoraGroupedLinear(AdaptedLayer):
         return AdapterTensors(a, b)
 
     def load(self, tensors: AdapterTensors) -> None:
-        """Copy tensors of this layer's rank, such as those of a file."""
+        """Copy tensors of this layer's rank, such as tensors read from a file."""
         a, b, _ = tensors
         if self.interleaved:
             b = b.reshape(len(b), -1, 2, b.shape[2]).transpose(1, 2).flatten(1, 2)
@@ -317,7 +317,7 @@ class ExpertWeight(nn.Module):
         return matrices.transpose(1, 2) if self.experts.is_transposed else matrices
 
     def set_weight(self, value: Tensor) -> None:
-        """Replace the weight by one of shape (E, O, I)."""
+        """Replace the weight with a tensor of shape (E, O, I)."""
         stacked = value.transpose(1, 2) if self.experts.is_transposed else value
         if stacked.numel() == self.shape.numel():
             stacked = stacked.reshape(self.shape)

@@ -63,7 +63,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
         # The scale alpha / rank (or alpha / √rank) must not change with the doubled rank.
         factor = math.sqrt(2) if options.use_rslora else 2.0
         options = evolve(options, rank=2 * options.rank, alpha=options.alpha * factor)
-    # Adapters of gate and up matrices that were trained apart are fused to twice the rank.
+    # Separately trained adapters of gate and up matrices are fused, which doubles the rank.
     fused = {
         name: evolve(options, rank=adapter.a.shape[1], alpha=options.scale * adapter.a.shape[1])
         for name, adapter in experts.items()
@@ -79,7 +79,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
 def _split_experts(
     folder: str | Path, config: AdapterConfig, stored: Weights, model: nn.Module
 ) -> tuple[dict[str, AdapterTensors], dict[str, AdapterTensors]]:
-    """Return the adapters of linear layers, and those of expert weights by the model's names."""
+    """Return the adapters of linear layers, and of expert weights, by model names."""
     names_on_disk = PER_EXPERT.get(getattr(getattr(model, "config", None), "model_type", ""))
     if names_on_disk is not None and any(EXPERT.fullmatch(name) for name in stored):
         return _split_per_expert(folder, stored, model, names_on_disk)

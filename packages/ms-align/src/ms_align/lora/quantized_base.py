@@ -173,7 +173,7 @@ class QuantizedExperts(nn.Module):
         self.format = FORMATS[base_format]
         weight = layer.weight.detach()
         self.shape, self.dtype = weight.shape, weight.dtype
-        # One expert at a time: the float32 copy of all of them would be larger than the model's.
+        # One expert at a time: a float32 copy of all experts would be larger than the model.
         stored = [
             self.format.store(_finite(matrix.flatten(0, -2).float(), base_format))
             for matrix in weight

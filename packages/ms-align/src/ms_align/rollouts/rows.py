@@ -34,7 +34,7 @@ def sequences(
         responses: N responses.
         min_tokens: pad rows of prompt and response to at least this length. Default: the longest
             row.
-        parts: S is rounded up to a multiple of this; see `Engine.row_parts`.
+        parts: round S up to a multiple of `parts`; see `Engine.row_parts`.
 
     Returns:
         `tokens` and `targets` (N, S) int64, with targets -100 except at response tokens;

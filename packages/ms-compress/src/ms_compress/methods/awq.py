@@ -204,7 +204,7 @@ def add_inputs(total: InputStatistics | None, inputs: Tensor) -> InputStatistics
         return InputStatistics(
             hessian=inputs.t() @ inputs,
             magnitudes=magnitudes.sum(0),
-            # Without inputs, such as those of an expert without tokens: zeros.
+            # Zeros without inputs, as for an expert that gets no tokens.
             largest=magnitudes.amax(0) if len(inputs) else magnitudes.sum(0),
             samples=[sample],
         )

@@ -156,7 +156,7 @@ class DataRanks:
 
     @torch.no_grad()
     def copy_from_first(self, module: nn.Module) -> None:
-        """Overwrite parameters and buffers with those of the first process. Collective."""
+        """Overwrite parameters and buffers with the first process's values. Collective."""
         if self.count > 1:
             self.synchronize()
             for tensor in module.state_dict().values():

@@ -94,7 +94,7 @@ class RunOutput:
         write_seal(folder, self.run)
 
     def end(self) -> None:
-        """Remove the checkpoints once the folder is written; leave all other files."""
+        """Remove the checkpoints once the folder is written; keep all other files."""
         if self.checkpoint.is_file():
             self.checkpoint.unlink()
         BlockFiles(folder=self._calibration, identity={}).remove()

@@ -1,4 +1,4 @@
-"""Description of a run on a cluster, from which the launch files are written."""
+"""Settings of a run on a cluster."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,11 @@ from ms_parallel.settings import integer, short_repr
 from ms_parallel.settings.validators import Check
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,45}[a-z0-9])?")
-"""Names that Kubernetes accepts for a Job with room for the suffixes of its pods."""
+"""Valid names of a Kubernetes Job, short enough for the suffixes of its pods."""
 MODULES = re.compile(r"ms_[a-z]+( [a-z]+)?")
 TIME = re.compile(r"([0-9]+-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}")
 SAFE_PATH = re.compile(r"[\w./@%+=,-]+")
-"""Paths that need no quotes in a shell and no escapes in YAML."""
+"""Paths that need no quoting in a shell or in YAML."""
 
 
 def _matches(pattern: "re.Pattern[str]", expected: str) -> Check:
@@ -43,7 +43,7 @@ class ClusterJob:
     """Number of processes per machine, one per device."""
     name: str = field(
         default="ms-train",
-        validator=_matches(NAME, "lower-case letters, digits and hyphens, at most 47"),
+        validator=_matches(NAME, "at most 47 lower-case letters, digits and hyphens"),
     )
     module: str = field(
         default="ms_parallel train",

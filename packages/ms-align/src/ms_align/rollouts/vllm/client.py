@@ -32,7 +32,7 @@ class _Answer:
     """Responses to one prompt, and the request that succeeded."""
 
     server: int
-    """Number of the server."""
+    """Index of the server."""
     responses: list[SampledResponse]
     began_s: float
     ended_s: float
@@ -127,8 +127,8 @@ class VllmClient:
     ) -> TimedResponses:
         """Generate `count` responses per prompt; responses to a prompt are adjacent.
 
-        `logprobs` is None; `sampling_logprobs` are the servers'. The spans have the time of each
-        server, from its first to its last response.
+        `logprobs` is None, and `sampling_logprobs` come from the servers. The spans are the times
+        of each server, from its first request to its last response.
 
         Raises:
             DataError: a prompt is empty, too long or has a token outside the vocabulary.
