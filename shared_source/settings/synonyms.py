@@ -147,6 +147,10 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 """Candidates by the other tool's name; the first that a command has is suggested."""
 
 
+MAX_REMEDY = 500
+"""Maximum length of a list of all keys, in characters."""
+
+
 def nearest_key(name: str, known: Iterable[str]) -> str:
     """Return the remedy for an unknown key: its name here, the nearest key, or all keys.
 
@@ -158,4 +162,7 @@ def nearest_key(name: str, known: Iterable[str]) -> str:
     for candidate in SYNONYMS.get(name.lower().replace("-", "_"), ()):
         if candidate.partition(".")[0] in known:
             return f"did you mean {candidate!r}?"
-    return nearest(name, known)
+    remedy = nearest(name, known)
+    if len(remedy) > MAX_REMEDY:
+        return f"none of the {len(known)} keys is similar; `init` writes a run file with all keys"
+    return remedy
