@@ -24,8 +24,11 @@ from packages import PACKAGES
 
 ELSEWHERE = {"--dry", "--update", "--max-restarts", "--layout", "--list", "--try-with", "--address"}
 """Options of the demo, the examples, the tools of this repository and torchrun."""
-OF_VLLM = {"--enable-scale-out", "--logprobs-mode"}
-"""Options of vLLM's server, which docs/align/vllm.md lists."""
+OF_VLLM = {
+    *("--enable-scale-out", "--logprobs-mode", "--enable-return-routed-experts"),
+    "--kv-cache-dtype",
+}
+"""Options of vLLM's server."""
 
 
 def test_every_documented_command_line_is_valid() -> None:

@@ -164,7 +164,7 @@ FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
              "Max open files            1024   "), 1, "may open 1024 files", "ulimit -n 65536"),
             ("limits", replaced(LIMITS, "Max processes             1029382",
              "Max processes             1024   "), 1, "may have 1024 processes", "ulimit -u"),
-            ("output-folder", measured("folders", 2, shared=False), 2, "does not see what rank 0",
+            ("output-folder", measured("folders", 2, shared=False), 2, "does not see the file",
              "mount the same network folder"),
             ("output-folder", measured("folders", 1, problem="Permission denied"), 1,
              "cannot be written: Permission denied", "--output-dir"),
