@@ -62,7 +62,9 @@ def save_tokenizer(folder: Path) -> Any:
     model.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     model.decoder = decoders.Fuse()
     model.add_tokens([AddedToken(part, normalized=False) for part in PARTS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token=".")
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=model, eos_token="."
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer
