@@ -65,6 +65,9 @@ class Tab:
         self.send("Page.navigate", url="about:blank")  # else only the fragment may change
         self.send("Page.navigate", url=f"file://{page}#{part}")
         self.wait_for("document.documentElement.dataset.ready === 'yes'")
+        # The timeline is drawn in the next frame.
+        panel = f"document.getElementById('panel-{part}')"
+        self.wait_for(f"!{panel} || {panel}.childElementCount > 0")
         document: str = self.evaluate("document.documentElement.outerHTML")
         return document
 
