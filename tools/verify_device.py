@@ -491,7 +491,8 @@ def alignment_parts(device: str) -> Iterator[Part]:
     yield Part(f"{device}, SFT", tune, 900, shows, "tuning", reference, (CPU_TUNING,))
     ppo = (python, "-m", "ms_align", "ppo", "ppo.toml")
     shows = "rollouts, rewards and updates: finite losses"
-    yield Part(f"{device}, PPO", ppo, 900, shows, "ppo", "ppo", (CHATS,))
+    # The policy is the tuned model.
+    yield Part(f"{device}, PPO", ppo, 900, shows, "ppo", "ppo", (CPU_TUNING,))
 
 
 def recording_parts(device: str, processes: int) -> Iterator[Part]:

@@ -35,22 +35,26 @@ class ProcessesFailedError(AssertionError):
     """A process failed, or the group timed out."""
 
 
-HEAP_CORRUPTION = "malloc(): unaligned tcache chunk detected"
-"""Message of glibc's abort after a use-after-free in torch's gloo thread.
+GLOO_FAULTS = {
+    "malloc(): unaligned tcache chunk detected": "a use-after-free in a thread of gloo",
+    "Gloo connectFullMesh failed": "a connection that gloo lost while the group was formed",
+}
+"""Rare faults of torch's gloo (about one in thousands of runs), by message.
 
-It is rare (about one in thousands of runs), also occurs in processes that run only torch's own C++
-code, and is unrelated to the code under test, so such a run is repeated once.
+They also occur in processes that run only torch's own C++ code and are unrelated to the code under
+test, so such a run is repeated once. A process that really crashed fails the second time, too.
 """
 
 
 def run_processes(count: int, file: str | Path, function: str, **options: Any) -> list[Any]:
-    """Call `run_once`; if gloo corrupts the heap, warn and repeat it once."""
+    """Call `run_once`; after a fault of gloo, warn and repeat it once."""
     try:
         return run_once(count, file, function, **options)
     except ProcessesFailedError as error:
-        if HEAP_CORRUPTION not in str(error):
+        faults = [fault for message, fault in GLOO_FAULTS.items() if message in str(error)]
+        if not faults:
             raise
-        warnings.warn(f"repeating {function}: {HEAP_CORRUPTION}", stacklevel=2)
+        warnings.warn(f"repeating {function}: {faults[0]}", stacklevel=2)
         return run_once(count, file, function, **options)
 
 

@@ -4,10 +4,11 @@
     python benchmarks/gpu.py --profile       # also the kernels that take most of a step
     python benchmarks/gpu.py --tiny          # tiny sizes on the CPU: does the script work?
 
-Each variant runs in a separate process with 3 warmup and 10 measured steps, and prints a row at the
-end. All variants train on the same random tokens, split into documents of about 800 tokens, with
-AdamW, float32 weights and bfloat16 compute. FLOPs count only visible pairs of positions. Needs
-torch, msgspec, zstandard and rich, and no network.
+Each variant runs in a separate process with 3 warmup and 20 measured steps and prints a row at the
+end. The time is that of all measured steps, with one wait for the device at the end, as in a
+training loop. All variants train on the same random tokens, split into documents of about 800
+tokens, with AdamW, float32 weights and bfloat16 compute. FLOPs count only visible pairs of
+positions. Needs torch, msgspec, zstandard and rich, and no network.
 
 Variants:
     plain               an ordinary model under autocast, fully compiled, with FlexAttention
@@ -21,7 +22,6 @@ Variants:
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -76,7 +76,7 @@ TINY = {
     "head_dim": 16,
 }
 ROWS, LENGTH, DOCUMENT = 4, 4096, 800
-WARM_UP, STEPS = 3, 10
+WARM_UP, STEPS = 3, 20
 
 
 def batch_of(vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ class Plain(nn.Module):
 
 
 def plain_step(model: dict[str, Any], batch: dict[str, Tensor], device: str) -> Any:
-    """Return a function that takes one step of the plain loop."""
+    """Return a function that takes one step of the plain loop; it does not wait for the loss."""
     torch.manual_seed(0)
     with torch.device(device):
         module = Plain(model, batch["tokens"].shape[1])
@@ -201,7 +201,7 @@ def plain_step(model: dict[str, Any], batch: dict[str, Tensor], device: str) -> 
         mask = create_block_mask(visible, len(documents), None, length, length, device=device)
         forward = torch.compile(module)
 
-    def step() -> float:
+    def step() -> Tensor:
         tokens, targets = (batch[name].to(device) for name in ("tokens", "targets"))
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = forward(tokens, targets, mask)
@@ -209,7 +209,7 @@ def plain_step(model: dict[str, Any], batch: dict[str, Tensor], device: str) -> 
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.detach())
+        return loss.detach()
 
     return step
 
@@ -265,23 +265,42 @@ def engine_step(model: dict[str, Any], batch: dict[str, Tensor], device: str, va
     return lambda: engine.step(batch, loss).loss
 
 
-def kernel_times(step: Any, count: int = 2) -> list[tuple[float, int, str]]:
-    """Return milliseconds and launches per step of each kernel, slowest first."""
+def kernel_times(step: Any, count: int = 2) -> tuple[list[tuple[float, int, str]], list[str]]:
+    """Profile a few steps.
+
+    Returns:
+        Milliseconds and launches per step of each kernel, slowest first; and the longest idle times
+        of the device with the kernels around them.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recording:
+    with profile(activities=[ProfilerActivity.CUDA]) as recording:
         for _ in range(count):
             step()
         torch.cuda.synchronize()
+    kernels = [
+        (event.start_ns(), event.end_ns(), event.name())
+        for event in recording.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
     milliseconds: dict[str, float] = {}
     launches: dict[str, int] = {}
-    for event in recording.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
-            name = event.name
-            milliseconds[name] = milliseconds.get(name, 0.0) + event.time_range.elapsed_us() / 1e3
-            launches[name] = launches.get(name, 0) + 1
+    for start_ns, end_ns, name in kernels:
+        milliseconds[name] = milliseconds.get(name, 0.0) + (end_ns - start_ns) / 1e6
+        launches[name] = launches.get(name, 0) + 1
     rows = [(milliseconds[name] / count, launches[name] // count, name) for name in launches]
-    return sorted(rows, reverse=True)
+    gaps, last_end_ns, last_name = [], 0, ""
+    for start_ns, end_ns, name in sorted(kernels):
+        if last_end_ns and start_ns > last_end_ns:
+            gaps.append(((start_ns - last_end_ns) / 1e6, last_name, name))
+        if end_ns > last_end_ns:
+            last_end_ns, last_name = end_ns, name
+    idle = [
+        f"{gap:.2f} ms after {before[:50]}, before {after[:50]}"
+        for gap, before, after in sorted(gaps, reverse=True)[:12]
+    ]
+    total = sum(gap for gap, *_ in gaps) / count
+    return sorted(rows, reverse=True), [f"{total:.2f} ms per step in all", *idle]
 
 
 def run(variant: str, name: str, *, tiny: bool, profile: bool = False) -> dict[str, Any]:
@@ -298,7 +317,7 @@ def run(variant: str, name: str, *, tiny: bool, profile: bool = False) -> dict[s
     else:
         step = engine_step(model, batch, device, variant)
     built = time.perf_counter()
-    first_loss = step()
+    first_loss = float(step())
     result: dict[str, Any] = {
         "variant": variant,
         "model": name,
@@ -309,27 +328,26 @@ def run(variant: str, name: str, *, tiny: bool, profile: bool = False) -> dict[s
     }
     for _ in range(WARM_UP):
         step()
-    seconds = []
     if device == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(2 if tiny else STEPS):
-        start = time.perf_counter()
+    count, start = 2 if tiny else STEPS, time.perf_counter()
+    for _ in range(count):
         step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    mean = (time.perf_counter() - start) / count
     result |= {
-        "step_ms": round(median * 1e3, 1),
-        "tokens_per_s": round(batch["tokens"].numel() / median),
-        "tflops": round(flops_per_step(model, batch) / median / 1e12, 1),
+        "step_ms": round(mean * 1e3, 1),
+        "tokens_per_s": round(batch["tokens"].numel() / mean),
+        "tflops": round(flops_per_step(model, batch) / mean / 1e12, 1),
     }
     if device == "cuda":
         result["device"] = torch.cuda.get_device_name()
         result["torch"] = torch.__version__
         result["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     if profile and device == "cuda":
-        kernels = kernel_times(step)
+        kernels, result["idle"] = kernel_times(step)
         result["busy_ms"] = round(sum(row[0] for row in kernels), 1)
         result["kernels"] = [[round(ms, 2), count, name[:150]] for ms, count, name in kernels[:40]]
     return result
@@ -393,6 +411,7 @@ def main() -> int:
             print(f"    kernels of one step: {result['busy_ms']} ms")
             for milliseconds, count, kernel in result["kernels"][:25]:
                 print(f"    {milliseconds:8.2f} ms {count:5} x {kernel[:110]}")
+            print("    the device is idle:", *result["idle"], sep="\n        ")
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             with (options.out / "results.jsonl").open("a") as file:

@@ -13,10 +13,11 @@ import torch
 from memory_runs import block_modes, saved_bytes_by_block
 from ms_rig import run_on_rig
 from processes import run_processes
-from runs import FAMILIES, build, global_batch
+from runs import FAMILIES, build, global_batch, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ms_data
+import ms_kernels
 from ms_parallel import DistributedTrainer, Engine, ModelPlan, NextTokenLoss
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
@@ -26,7 +27,9 @@ from ms_parallel.memory.block_costs import BlockCosts, storages
 from ms_parallel.memory.budget import choose_modes, peak_bytes, peak_microbatches
 from ms_parallel.memory.modes import RECOMPUTE_MODES, budget_bytes
 from ms_parallel.models.experts.router import Router
+from ms_parallel.planner import memory
 from ms_parallel.planner.largest_microbatch import largest_predicted, sizes_of
+from ms_parallel.planner.memory import predict_memory
 from ms_parallel.schedules.generators.registry import named_schedule
 from ms_parallel.training.memory import run_memory
 from ms_parallel.training.options import Options
@@ -595,3 +598,16 @@ def test_the_largest_microbatch_is_found_with_few_predictions() -> None:
 def test_predicted_memory_of_random_layouts_matches_the_counted_memory() -> None:
     """Forty layouts, half with packed rows, and two with context and pipeline parallelism."""
     check_memory([*random_memory_jobs(40), *PIPED_CONTEXT])
+
+
+@pytest.mark.usefixtures("no_process_group")
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": True}, {"ops": ms_kernels}])
+def test_memory_of_a_gpu_is_predicted_with_fake_tensors_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """FSDP gathers weights on the CPU, and kernels for a GPU save what plain operators save."""
+    settings = {"rows": 2, "sequence_length": 8, "microbatches": 2}
+    plain = {name: value for name, value in options.items() if name != "ops"}
+    on_cpu = predict_memory(tiny(), Layout(), device="cpu", **settings, **plain)
+    monkeypatch.setattr(memory, "pick_device", lambda _: torch.device("cuda"))
+    assert predict_memory(tiny(), Layout(), device="cuda", **settings, **options) == on_cpu

@@ -42,6 +42,17 @@ UNUSED = BlockCosts(kept_bytes=(0,) * len(RECOMPUTE_MODES), flops=(0,) * len(REC
 """Costs of a block that the forward does not run, such as an MTP layer without an MTP loss."""
 UNLIMITED = 1 << 60
 """Memory limit for `recompute` that wraps all blocks, so that their costs can be measured."""
+PREDICTED: dict[str, Any] = {
+    "weights": "unset",  # weights stay on the meta device
+    "recompute": UNLIMITED,  # every block is wrapped and measures its costs in all modes
+    "compile": False,  # a compiled block would hide its operators
+    "ops": None,  # fused kernels for a GPU do not run on fake tensors of the CPU
+}
+"""Options of the engine whose memory is predicted."""
+CPU = torch.device("cpu")
+"""Device of the fake tensors, whatever the run's device: FSDP gathers weights on the device of the
+process groups, and only on the CPU do documents have values, without which attention saves a mask.
+"""
 
 
 def predict_memory(
@@ -103,9 +114,7 @@ def _predict(
     result = []
     with fake_pipeline(layout, options.get("sharding", "auto")) as ranks:
         for groups in ranks:
-            # Weights stay on the meta device. UNLIMITED wraps every block, which then measures its
-            # costs in all modes; a compiled block would hide its operators.
-            settings = {**options, "weights": "unset", "recompute": UNLIMITED, "compile": False}
+            settings = {**options, **PREDICTED}
             engine = Engine(model, groups=groups, **settings)
             result.append(_rank(engine, microbatches, batch, device, recompute, loss, cache))
     return result
@@ -183,16 +192,16 @@ def row_bytes(
         loss: loss; next-token loss by default.
         options: options of the engine.
     """
-    device = pick_device(options.pop("device", None))
+    options.pop("device", None)
     batch = _batch(1, sequence_length, documents)
     with fake_groups(layout) as groups:
-        settings = {**options, "weights": "unset", "recompute": UNLIMITED, "compile": False}
+        settings = {**options, **PREDICTED}
         engine = Engine(model, groups=groups, **settings)
         (number,) = _stages(engine)
         weights = sum(local_part(param).numel() for param in engine.parameters.values())
         states = [*engine.optimizer.moments.values(), *engine.optimizer.unsharded.values()]
         moments = sum(moment.nbytes for state in states for moment in state.values())
-        costs = _stage_costs(engine, number, batch, device, loss or NextTokenLoss())
+        costs = _stage_costs(engine, number, batch, loss or NextTokenLoss())
     return RowBytes(
         blocks=tuple(tuple(block.kept_bytes) for block in costs.blocks),
         ends=costs.ends + costs.shared,
@@ -244,7 +253,7 @@ def _rank(
     for number, stage in _stages(engine).items():
         signature = f"{number > 0} {number + 1 == len(engine.placement)} {_signature(stage)}"
         if signature not in cache:
-            cache[signature] = _stage_costs(engine, number, batch, device, loss)
+            cache[signature] = _stage_costs(engine, number, batch, loss)
         costs[number] = cache[signature]
     blocks = {number: stage_costs.blocks for number, stage_costs in costs.items()}
     kinds = _kinds(recompute, blocks, live)
@@ -273,7 +282,7 @@ def _rank(
 
 
 def _stage_costs(
-    engine: Engine, number: int, batch: Mapping[str, Tensor], device: torch.device, loss: Loss
+    engine: Engine, number: int, batch: Mapping[str, Tensor], loss: Loss
 ) -> _StageCosts:
     """Run the forward of a stage with one block per signature, and count the bytes it saves."""
     stage, row_split = _stages(engine)[number], engine.splitter.split(batch)
@@ -284,11 +293,11 @@ def _stage_costs(
         block.measures = True
     # Only now: while FSDP and DTensor are set up, they compute ranks with real tensors.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        stage.to_empty(device=device)
+        stage.to_empty(device=CPU)
         if isinstance(row_split, ContextRowSplit) and row_split.documents is not None:
             # Documents that were split in fake groups have no storage.
-            row_split.documents = batch["documents"].to(device)
-        saved = _saved(engine, number, batch, device, row_split, loss)
+            row_split.documents = batch["documents"]
+        saved = _saved(engine, number, batch, row_split, loss)
     costs = {signature: block.costs or UNUSED for signature, block in unique.items()}
     # Of our models only one block per signature ran; a user-defined module ran in full.
     ran = unique if isinstance(stage, StagedModel) else signatures
@@ -310,7 +319,6 @@ def _saved(
     engine: Engine,
     number: int,
     batch: Mapping[str, Tensor],
-    device: torch.device,
     row_split: Any,
     loss: Loss,
 ) -> int:
@@ -319,16 +327,13 @@ def _saved(
     The blocks record their costs meanwhile.
     """
     stage, runner = _stages(engine)[number], engine.runner
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
     stage_input = batch["tokens"]
     if number > 0:
         rows, length = stage_input.shape  # later stages get hidden states (rows, local tokens, H)
         length //= runner.sequence_parts * engine.groups.layout.context
         dtype = {True: torch.bfloat16, "float16": torch.float16}.get(engine.options.mixed_precision)
         width = engine.config.hidden_size
-        stage_input = torch.empty(
-            rows, length, width, dtype=dtype, device=device, requires_grad=True
-        )
+        stage_input = torch.empty(rows, length, width, dtype=dtype, device=CPU, requires_grad=True)
     saved: dict[int, int] = {}
 
     def record(tensor: Tensor) -> Tensor:

@@ -373,7 +373,7 @@ def _ring_link(name: str, ranks: int, times_s: Sequence[float]) -> Link:
     hops = 1 if name == "all_to_all" else ranks - 1
     return {
         "latency_us": link["latency_us"] / (turns * hops),
-        "bandwidth_gb_per_s": link["bandwidth_gb_per_s"] * turns,
+        "bandwidth_gb_per_s": min(MAX_GB_PER_S, link["bandwidth_gb_per_s"] * turns),
     }
 
 

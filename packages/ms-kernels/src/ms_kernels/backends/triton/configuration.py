@@ -60,7 +60,7 @@ def norm_kernels(operator: str, kernel: str) -> tuple[TunedKernel, TunedKernel]:
             ("forward", grid(**values), {}),
             (
                 "backward",
-                grid(**values, PROGRAMS=programs, STAGES=(1, 2)),
+                grid(**values, PROGRAMS=programs, STAGES=(1, 3)),
                 {"PROGRAMS": 256, "STAGES": 1},
             ),
         )
