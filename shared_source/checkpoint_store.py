@@ -352,11 +352,22 @@ class CheckpointUploader:
         with self._changed:
             return {folder for folder in (self._waiting, self._running) if folder is not None}
 
-    def outcomes(self) -> list[Upload]:
-        """Return the uploads that finished or failed since the last call."""
+    def report(self, emit: Callable[[str, dict[str, int | float | str]], object]) -> None:
+        """Log the uploads that finished or failed since the last call, by `emit(event, fields)`."""
         with self._changed:
             outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+        for upload in outcomes:
+            if upload.problem:
+                logger.warning(
+                    "failed to upload checkpoint %d; training continues, and the next one will be "
+                    "uploaded: %s",
+                    upload.step,
+                    upload.problem,
+                )
+                emit("upload_failed", {"step": upload.step, "problem": upload.problem})
+            else:
+                sizes = {"size_bytes": upload.size_bytes, "seconds": upload.seconds}
+                emit("upload", {"step": upload.step, **sizes})
 
     def wait(self) -> None:
         """Wait until no upload is running or waiting."""

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -40,19 +41,26 @@ def steps_of(folder: Path) -> dict[int, dict[str, float]]:
     return {e["step"]: {key: e[key] for key in keep} for e in events if e["kind"] == "step"}
 
 
-def check(tmp_path: Path, trainer: str, moments: list[int]) -> None:
-    """Compare an uninterrupted run with one killed at each of these moments and resumed."""
+def kill_and_resume(tmp_path: Path, trainer: str, moments: list[int]) -> None:
+    """Run once undisturbed, in `reference`, and once killed at each of these moments, in `killed`.
+
+    Every kill must hit a running process.
+    """
     assert run(tmp_path / "reference", trainer) == 0
     for kill_at in moments:
         assert run(tmp_path / "killed", trainer, kill_at) == -signal.SIGKILL
     assert run(tmp_path / "killed", trainer) == 0
-    assert weights(tmp_path / "killed") == weights(tmp_path / "reference")
-    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "reference")
+
+
+def outcome(folder: Path) -> tuple[Any, Any]:
+    """Weights and logged steps of a run."""
+    return weights(folder), steps_of(folder)
 
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Killed during updates: restores buffer, random state, KL coefficient and data position."""
-    check(tmp_path, "PPOTrainer", [9])
+    kill_and_resume(tmp_path, "PPOTrainer", [9])
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "reference")
     assert complete_steps(tmp_path / "killed" / "checkpoints")[-1] == 8
 
 
@@ -66,7 +74,8 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     tmp_path: Path, trainer: str, kill_at: int
 ) -> None:
     """Every second moment of all trainers: rewards, rollouts, samples, steps, checkpoints."""
-    check(tmp_path, trainer, [kill_at])
+    kill_and_resume(tmp_path, trainer, [kill_at])
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "reference")
 
 
 @pytest.mark.slow
@@ -74,7 +83,8 @@ def test_a_killed_run_with_adapters_on_quantized_experts_resumes_bit_for_bit(
     tmp_path: Path,
 ) -> None:
     """PiSSA's factors are recomputed from the rounded weights; checkpoints have A and B only."""
-    check(tmp_path, "GRPOTrainer-experts", [9, 20])
+    kill_and_resume(tmp_path, "GRPOTrainer-experts", [9, 20])
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "reference")
     adapters = [tmp_path / name / "adapter/adapter_model.safetensors" for name in RUNS]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
@@ -82,7 +92,8 @@ def test_a_killed_run_with_adapters_on_quantized_experts_resumes_bit_for_bit(
 @pytest.mark.slow
 def test_generation_that_runs_ahead_survives_a_kill_at_any_moment(tmp_path: Path) -> None:
     """20 moments with the generator's thread, each killed once and resumed."""
-    check(tmp_path, "GRPOTrainer-ahead", [2 + moment % 6 for moment in range(20)])
+    kill_and_resume(tmp_path, "GRPOTrainer-ahead", [2 + moment % 6 for moment in range(20)])
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "reference")
 
 
 @pytest.mark.slow

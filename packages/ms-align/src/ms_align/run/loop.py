@@ -402,21 +402,8 @@ class Loop:
 
     def _report_uploads(self, log: RunLog) -> None:
         """Log the uploads that have ended."""
-        if self.uploads is None:
-            return
-        for upload in self.uploads.outcomes():
-            fields: dict[str, int | float | str] = {"step": upload.step}
-            if upload.problem:
-                logger.warning(
-                    "failed to upload checkpoint %d; training continues, and the next one will be "
-                    "uploaded: %s",
-                    upload.step,
-                    upload.problem,
-                )
-                log.event("upload_failed", {**fields, "problem": upload.problem})
-            else:
-                sizes = {"size_bytes": upload.size_bytes, "seconds": upload.seconds}
-                log.event("upload", {**fields, **sizes})
+        if self.uploads is not None:
+            self.uploads.report(log.event)
 
     def _finish_uploads(self, log: RunLog) -> None:
         """Wait until the newest checkpoint is in the store; collective.

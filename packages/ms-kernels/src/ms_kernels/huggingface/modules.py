@@ -29,7 +29,7 @@ ROTATION = "apply_rotary_pos_emb"
 
 
 def replacement(module: nn.Module) -> Forward | None:
-    """Return an equivalent `forward` built from our operators; None if there is none.
+    """Return an equivalent `forward` built from our operators; None if nothing equivalent exists.
 
     Args:
         module: a module whose weights are not on the meta device.

@@ -352,21 +352,8 @@ class RunCheckpoints:
 
     def _report_uploads(self) -> None:
         """Log the uploads that have ended."""
-        if self.uploads is None:
-            return
-        for upload in self.uploads.outcomes():
-            fields: dict[str, int | float | str] = {"step": upload.step}
-            if upload.problem:
-                logger.warning(
-                    "failed to upload checkpoint %d; training continues, and the next one will be "
-                    "uploaded: %s",
-                    upload.step,
-                    upload.problem,
-                )
-                self.emit("upload_failed", {**fields, "problem": upload.problem})
-            else:
-                sizes = {"size_bytes": upload.size_bytes, "seconds": upload.seconds}
-                self.emit("upload", {**fields, **sizes})
+        if self.uploads is not None:
+            self.uploads.report(self.emit)
 
     def finish_uploads(self) -> None:
         """Wait until the newest checkpoint is in the store; collective.
