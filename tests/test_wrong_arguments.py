@@ -13,7 +13,6 @@ import ms_data
 import ms_kernels
 import ms_parallel
 import ms_profile
-from ms_kernels import packed_weights
 from ms_parallel import checkpoint, schedules
 
 BASES = (
@@ -27,8 +26,6 @@ BASES = (
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
 ROW = torch.zeros(1, 4)
 MODEL = torch.nn.Linear(2, 2)
-CODES = torch.zeros(4, 16, dtype=torch.uint8)
-SCALES = torch.ones(4, 2)
 
 CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "advise": ("analysis", ms_profile.advise),
@@ -39,13 +36,6 @@ CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "align_clocks": ("ends", ms_profile.align_clocks),
     "analyse_traces": ("traces", ms_profile.analyse_traces),
     "fit_link": ("times_s", lambda x: ms_profile.fit_link([1, 2], x)),
-    "pack_codes": ("codes", lambda x: packed_weights.pack_codes(x, bits=4)),
-    "unpack_codes": ("packed", lambda x: packed_weights.unpack_codes(x, bits=4)),
-    "quantize": ("weight", lambda x: packed_weights.quantize(x, bits=4, group_size=16)),
-    "dequantize": (
-        "scales",
-        lambda x: packed_weights.dequantize(CODES, x, bits=4, group_size=16),
-    ),
     "explain": ("operator", ms_kernels.explain),
     "Mixture names": ("names", ms_data.Mixture),
     "Mixture weights": ("weights", lambda x: ms_data.Mixture(["a"], [x])),

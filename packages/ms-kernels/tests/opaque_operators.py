@@ -9,7 +9,7 @@ from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators import CONTRACTS
 from ms_kernels.operators.attention.contract import visible
 
-__all__ = ["adamw_step", "add_rms_norm", "attention", "rms_norm"]
+__all__ = ["add_rms_norm", "attention", "rms_norm"]
 
 
 def _array(tensor):
@@ -170,26 +170,3 @@ attention = opaque(
     backward=_attend_backward,
     saves=("q", "k", "v", "documents", "sinks"),
 )
-
-
-def _step(
-    weights: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    step: int,
-    learning_rate: float,
-    betas: list[float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    grad, m, v = _array(gradient), mean.numpy(), square.numpy()
-    m += (1 - betas[0]) * (grad - m)
-    v += (1 - betas[1]) * (grad**2 - v)
-    root = numpy.sqrt(v / (1 - betas[1] ** step)) + eps
-    values = _array(weights) * (1 - learning_rate * weight_decay)
-    values = values - learning_rate / (1 - betas[0] ** step) * m / root
-    weights.copy_(torch.from_numpy(numpy.asarray(values)))
-
-
-adamw_step = opaque(CONTRACTS["adamw_step"], "numpy", forward=_step)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ms_kernels
-from ms_kernels import ArgumentError, BackendError, KernelError, packed_weights
+from ms_kernels import ArgumentError, BackendError, KernelError
 from ms_kernels.operators import CONTRACTS
 
 
@@ -91,15 +91,6 @@ WRONG = [
     ("grouped_matmul", {"counts": ones(4).long()}, "counts", "4 in total", "96 in total"),
     ("grouped_matmul", {"counts": torch.tensor([-1, 0, 0, 97])}, "counts", "-1", "from 0 to 96"),
     ("grouped_matmul", {"counts": ones(4)}, "counts", "float32", "int64 or int32"),
-    ("quantized_linear", {"bits": 3}, "bits", "3", "4 or 8"),
-    ("quantized_linear", {"bits": 8}, "packed", "(40, 32)", "second size of 64"),
-    ("quantized_linear", {"group_size": 16}, "scales", "(40, 2)", "second size of 4"),
-    ("quantized_linear", {"packed": ones(40, 32).int()}, "packed", "int32", "uint8"),
-    ("quantized_linear", {"zeros": ones(40, 1)}, "zeros", "(40, 1)", "(40, 2)"),
-    ("adamw_step", {"step": 0}, "step", "0", "at least 1"),
-    ("adamw_step", {"learning_rate": -1.0}, "learning_rate", "-1.0", "0 or more"),
-    ("adamw_step", {"betas": (0.9, 1.0)}, "betas", "(0.9, 1.0)", "below 1"),
-    ("adamw_step", {"mean": ones(1000).half()}, "mean", "float16", "float32"),
     ("causal_conv1d", {"x": ones(2, 48)}, "x", "(2, 48)", "(B, S, C)"),
     ("causal_conv1d", {"weight": ones(64, 1, 4)}, "weight", "(64, 1, 4)", "(64, K)"),
     ("causal_conv1d", {"state": ones(2, 3, 64)}, "state", "(2, 3, 64)", "(2, 4, 64)"),
@@ -116,7 +107,6 @@ WRONG = [
     ("gated_delta_rule", {"state": ones(2, 4, 16, 8).half()}, "state", "float16", "float32"),
     ("gated_delta_rule", {"state": ones(2, 4, 8, 16)}, "state", "(2, 4, 8, 16)", "(2, 4, 16, 8)"),
     ("gated_delta_rule", {"scale": "half"}, "scale", "'half'", "a number"),
-    ("adamw_step", {"gradient": ones(999)}, "gradient", "(999,)", "(1000,)"),
 ]
 
 
@@ -159,8 +149,6 @@ def test_a_bad_call_after_a_good_one_is_still_refused():
 def test_empty_batches_are_valid(operator):
     """Tensors without rows give results without rows and zero gradients."""
     contract = CONTRACTS[operator]
-    if contract.mutates:
-        pytest.skip("it returns nothing")
     empty_dims = {name: 0 for name in ("...", "B", "T", "R") if name in contract.example}
     if "..." in empty_dims or "B" in empty_dims:
         empty_dims.pop("T", None)
@@ -230,23 +218,6 @@ def test_an_equal_value_of_another_type_is_still_refused():
     for override in ({"window": 1.0}, {"window": True}, {"causal": 1}):
         with pytest.raises(ArgumentError):
             ms_kernels.attention(q, q, q, **{"window": 1, "causal": True, **override})
-
-
-@pytest.mark.parametrize("value", INVALID_NUMBERS_AND_BOOLS, ids=lambda it: type(it).__name__)
-def test_packed_weights_take_only_finite_numbers(value):
-    """Every other public function that takes a plain number."""
-    codes = torch.ones(2, 4, dtype=torch.uint8)
-    scales = torch.ones(2, 1)
-    for attempt in (
-        lambda: packed_weights.pack_codes(codes, bits=value),
-        lambda: packed_weights.unpack_codes(codes, bits=value),
-        lambda: packed_weights.quantize(scales, bits=4, group_size=value),
-        lambda: packed_weights.dequantize(codes, scales, bits=8, group_size=value),
-        lambda: packed_weights.dequantize(codes, scales, bits=value, group_size=4),
-    ):
-        with pytest.raises(ArgumentError) as caught:
-            attempt()
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("indices", [[0, 0, 1, 2], [0, 1, 2, 4], [0, 1, 2, -1]])

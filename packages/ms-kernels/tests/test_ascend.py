@@ -46,8 +46,6 @@ LIMITS = [
     ("permute_tokens", {"C": 513}, {}, "at most 512 choices per token, not 513"),
     ("permute_tokens", {"T": 2**23}, {}, "sorts at most 16777215 choices"),
     ("grouped_matmul", {"T": 0}, {}, "does not support empty tensors"),
-    ("quantized_linear", {"G": 4}, {"group_size": 16}, "groups of a multiple of 32"),
-    ("quantized_linear", {"N": 44}, {}, "divisible by 8 at 4 bits, not 44"),
 ]
 
 DEEPSEEK_V3 = [
@@ -195,7 +193,7 @@ def python_types(name):
 def test_adapter_calls_match_torch_npu_schemas(implementation, monkeypatch):
     """The golden file has the wheel's schemas; every option value is tried."""
     contract = CONTRACTS[implementation.operator]
-    if implementation.operator in ("layer_norm", "adamw_step"):
+    if implementation.operator == "layer_norm":
         pytest.skip("it uses torch's own operator")
     monkeypatch.setattr(torch.ops, "npu", FakeNamespace())
     dtype = torch.bfloat16 if torch.bfloat16 in implementation.dtypes else torch.float32

@@ -87,7 +87,7 @@ def test_only_the_backward_pass_of_attention_spills_on_sm_90_and_loads_are_vecto
 
 
 def test_products_use_the_matrix_units():
-    """Without matrix instructions, attention, expert and packed products would be 10 times slower.
+    """Without matrix instructions, attention and expert products would be 10 times slower.
 
     Float32 products have none: TF32 would round exact inputs to 10 bits. A sink's gradient is a
     sum, not a matrix product.
@@ -95,7 +95,7 @@ def test_products_use_the_matrix_units():
     field = budgets.FIELDS.index("matrix_instructions")
     for target in ("sm_90", "gfx942"):
         for name, facts in budgets.golden(target)["kernels"].items():
-            multiplies = name.startswith(("attention_", "grouped_", "quantized_", "decode_parts"))
+            multiplies = name.startswith(("attention_", "grouped_", "decode_parts"))
             sums = "delta" in name or "backward_sinks" in name
             if multiplies and not sums and "_fp32" not in name:
                 assert facts[field] > 0, name

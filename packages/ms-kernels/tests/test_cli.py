@@ -81,14 +81,14 @@ def test_bench_times_every_eligible_backend(capsys, monkeypatch):
     """Forward, backward where there is a gradient, and rates relative to the least work."""
     monkeypatch.setattr("ms_kernels.tuning.tuner.STEPS", (2,))
     code, text, _ = run(
-        capsys, "bench", "--operator", "geglu", "--operator", "adamw_step", "--json"
+        capsys, "bench", "--operator", "geglu", "--operator", "decode_attention", "--json"
     )
     rows = json.loads(text)
     assert code == 0
-    assert {row["operator"] for row in rows} == {"geglu", "adamw_step"}
+    assert {row["operator"] for row in rows} == {"geglu", "decode_attention"}
     for row in rows:
         assert row["forward_s"] > 0
-        assert (row["both_s"] is None) == (row["operator"] == "adamw_step")
+        assert (row["both_s"] is None) == (row["operator"] == "decode_attention")
         work = CONTRACTS[row["operator"]].forward(row["sizes"], 4)
         assert row["forward_bytes_per_s"] * row["forward_s"] == pytest.approx(work.size_bytes)
     assert "ms forward" in run(capsys, "bench", "--operator", "geglu", "--backend", "reference")[1]
@@ -146,7 +146,7 @@ def test_a_check_that_ran_nothing_fails(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["explain", "rmsnorm"], "unknown operator 'rmsnorm'; use one of adamw_step"),
+        (["explain", "rmsnorm"], "unknown operator 'rmsnorm'; use one of add_rms_norm"),
         (["explain", "rms_norm", "W=3"], "one of ...=SIZE, H=SIZE, eps=VALUE"),
         (["explain", "rms_norm", "H=0"], "H at least 1"),
         (["explain", "rms_norm", "H=many"], "one of ...=SIZE, H=SIZE"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ms_kernels
-from ms_kernels import ArgumentError, cross_entropy, explain, linear_cross_entropy
+from ms_kernels import cross_entropy, explain, linear_cross_entropy
 from ms_kernels.checking import check
 from ms_kernels.operators import CONTRACTS
 from ms_kernels.tuning.measure import one_pass
@@ -53,7 +53,7 @@ def test_linear_cross_entropy_never_materializes_all_logits(device):
 def test_gradients_are_deterministic(device):
     """No sum depends on the order in which programs run."""
     for operator, contract in CONTRACTS.items():
-        if contract.mutates or not any(argument.differentiable for argument in contract.arguments):
+        if not any(argument.differentiable for argument in contract.arguments):
             continue
         tensors = list(contract.draw({}, device=device, dtype=torch.bfloat16).values())
         run = explain(operator, *tensors).implementation.run
@@ -124,13 +124,6 @@ def test_windows_match_the_reference(device):
                 expected = ms_kernels.attention(**example, **options)
             # float32 sums of 48 terms in another order.
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_one_tensor_cannot_be_both_moments(device):
-    """Addresses are compared on the host, before any synchronization or write."""
-    weights, gradient, moments = (torch.ones(64, device=device) for _ in range(3))
-    with pytest.raises(ArgumentError, match="square is in the memory of mean"):
-        ms_kernels.adamw_step(weights, gradient, moments, moments, step=1, learning_rate=0.1)
 
 
 def test_float64_is_accurate_to_float64(device):

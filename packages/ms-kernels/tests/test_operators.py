@@ -36,8 +36,6 @@ SIZES = {
     "permute_tokens": {"T": (0, 20), "C": (1, 3), "H": (1, 33)},
     "unpermute_tokens": {"T": (0, 20), "C": (1, 3), "H": (1, 33)},
     "grouped_matmul": {"T": (0, 20), "E": (1, 5), "K": (1, 33), "N": (1, 33)},
-    "quantized_linear": {"...": (0, 9), "N": (1, 33), "G": (1, 4)},
-    "adamw_step": {"...": (0, 70)},
     "causal_conv1d": {"B": (0, 3), "S": (1, 20), "C": (1, 70), "K": (1, 5)},
     "gated_delta_rule": {"B": (0, 2), "S": (1, 20), "Hk": (1, 2), "D": (1, 17), "Dv": (1, 20)},
 }
@@ -45,7 +43,6 @@ SHAPES = {
     "permute_tokens": (128, 32),
     "unpermute_tokens": (64, 32),
     "grouped_matmul": (96, 48),
-    "quantized_linear": (24, 40),
     "gated_delta_rule": (2, 48, 4, 8),
 }
 """Shape of the example's first result, where it differs from the first argument's."""
@@ -59,7 +56,7 @@ IMPLEMENTATION_IDS = [f"{impl.operator}-{impl.backend}" for impl in CPU_IMPLEMEN
 
 @st.composite
 def dims_of(draw, operator, limits=None):
-    """Draw sizes, odd and zero among them; `match_group_size` then applies the contract's rules."""
+    """Draw sizes, odd and zero among them."""
     limits = {**SIZES[operator], **(limits or {})}
     dims = {name: draw(st.integers(*bounds)) for name, bounds in limits.items()}
     if operator == "rotary":
@@ -85,16 +82,6 @@ def options_of(draw, contract):
     )
 
 
-@st.composite
-def match_group_size(draw, contract, dims, options):
-    """Return sizes and options that fit together for a quantized weight."""
-    if contract.name != "quantized_linear":
-        return dims, options
-    bits, group_size = draw(st.sampled_from([4, 8])), 2 * draw(st.integers(1, 9))
-    width = dims["G"] * group_size
-    return {**dims, "K": width, "P": width * bits // 8}, (bits, group_size)
-
-
 def restride(tensor, layout):
     """Return the same numbers in another memory layout."""
     if layout == "every other feature":
@@ -114,9 +101,7 @@ def restride(tensor, layout):
 def draw_arguments(data, contract, dtype, limits=None):
     """Draw the tensors and options of one call, with sizes within `limits`."""
     dims = data.draw(dims_of(contract.name, limits))
-    dims, options = data.draw(
-        match_group_size(contract, dims, data.draw(options_of(contract))), label="sizes and options"
-    )
+    options = data.draw(options_of(contract), label="options")
     example = contract.draw(
         dims,
         dtype=dtype,
@@ -187,8 +172,6 @@ def test_the_reference_equals_the_formula_in_loops(name, data):
     tensors, options = draw_arguments(data, contract, torch.float64)
     copies = [tensor if tensor is None else tensor.clone() for tensor in tensors]
     actual, expected = contract.reference(*tensors, *options), TRUTHS[name](*copies, *options)
-    if contract.mutates:
-        actual, expected = tensors, copies
     # Both are float64 sums of up to 90 terms of order 1 to 100 and differ only in order.
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
@@ -202,8 +185,6 @@ def test_leading_dims_are_rows(implementation):
     options = tuple(
         "none" if option.name == "reduction" else option.default for option in contract.options
     )
-    if contract.mutates:
-        pytest.skip("it works in place, number by number")
     flat = list(contract.draw({"...": 12}).values())
     deep = [
         tensor.unflatten(0, (2, 3, 2)) if "..." in argument.dims else tensor
@@ -229,9 +210,7 @@ def test_result_dtypes_and_shapes_follow_the_contract():
                 continue
             result = implementation.run(*tensors, *options)
             first = result[0] if isinstance(result, tuple) else result
-            if contract.mutates:
-                assert result is None
-            elif "entropy" in contract.name or contract.name == "token_log_probs":
+            if "entropy" in contract.name or contract.name == "token_log_probs":
                 assert first.dtype == (dtype if dtype == torch.float64 else torch.float32)
                 assert first.shape == (tensors[2].shape if "token" in contract.name else ())
             else:
@@ -241,16 +220,13 @@ def test_result_dtypes_and_shapes_follow_the_contract():
 
 @pytest.mark.parametrize("implementation", CPU_IMPLEMENTATIONS, ids=IMPLEMENTATION_IDS)
 def test_inputs_are_not_modified(implementation):
-    """Neither forward nor backward writes to inputs that the contract does not declare mutated."""
+    """Neither forward nor backward writes to its inputs."""
     contract = CONTRACTS[implementation.operator]
     tensors = contract.draw({})
     originals = {name: tensor.clone() for name, tensor in tensors.items()}
     list(compare(contract, implementation.run, tensors.values(), contract.defaults))
-    if contract.mutates:
-        implementation.run(*tensors.values(), *contract.defaults)
-    mutated = {argument.name for argument in contract.arguments if argument.mutated}
     for name, tensor in tensors.items():
-        assert torch.equal(tensor, originals[name]) == (name not in mutated)
+        assert torch.equal(tensor, originals[name])
 
 
 def test_a_finding_names_the_sizes_of_its_trial():

@@ -21,7 +21,6 @@ SMALL = {
     "permute_tokens": {"T": 4, "C": 2, "H": 3},
     "unpermute_tokens": {"R": 8, "T": 4, "C": 2, "H": 3},
     "grouped_matmul": {"T": 5, "E": 3, "K": 3, "N": 2},
-    "quantized_linear": {"...": 3, "K": 4, "N": 3, "P": 2, "G": 2},
     "causal_conv1d": {"B": 2, "S": 5, "C": 2, "K": 3},
     "gated_delta_rule": {"B": 1, "S": 9, "Hk": 1, "Hv": 2, "D": 3, "Dv": 2},
 }
@@ -39,7 +38,6 @@ OPTIONS = {
     "permute_tokens": [(4,)],
     "unpermute_tokens": [()],
     "grouped_matmul": [()],
-    "quantized_linear": [(4, 2)],
     "causal_conv1d": [(False, False), (True, True)],
     "gated_delta_rule": [(None, False, False), (0.3, True, True)],
 }

@@ -175,29 +175,6 @@ def grouped_matmul(x, weights, counts) -> Tensor:
     return result
 
 
-def quantized_linear(x, packed, scales, zeros, bits, group_size) -> Tensor:
-    result = x.new_zeros(*x.shape[:-1], packed.shape[0])
-    for *index, n in _indices(result.shape):
-        for k in range(x.shape[-1]):
-            byte = int(packed[n, k * bits // 8])
-            code = byte if bits == 8 else (byte // 16 if k % 2 else byte % 16)
-            zero = 2 ** (bits - 1) if zeros is None else zeros[n, k // group_size]
-            weight = (code - zero) * scales[n, k // group_size]
-            result[(*index, n)] += x[(*index, k)] * weight
-    return result
-
-
-def adamw_step(weights, gradient, mean, square, step, learning_rate, betas, eps, weight_decay):
-    for index in _indices(weights.shape):
-        grad = gradient[index].item()
-        mean[index] = betas[0] * mean[index].item() + (1 - betas[0]) * grad
-        square[index] = betas[1] * square[index].item() + (1 - betas[1]) * grad**2
-        first = mean[index].item() / (1 - betas[0] ** step)
-        second = square[index].item() / (1 - betas[1] ** step)
-        change = first / (math.sqrt(second) + eps) + weight_decay * weights[index].item()
-        weights[index] -= learning_rate * change
-
-
 def causal_conv1d(x, weight, bias, documents, state, silu, final_state):
     width, result = weight.shape[1], torch.zeros_like(x)
     last = x.new_zeros(x.shape[0], width, x.shape[2])
@@ -273,8 +250,6 @@ TRUTHS = {
         permute_tokens,
         unpermute_tokens,
         grouped_matmul,
-        quantized_linear,
-        adamw_step,
         causal_conv1d,
         gated_delta_rule,
     )

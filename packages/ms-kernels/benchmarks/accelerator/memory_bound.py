@@ -21,7 +21,6 @@ OPERATORS = (
     "permute_tokens",
     "unpermute_tokens",
     "causal_conv1d",
-    "adamw_step",
 )
 
 

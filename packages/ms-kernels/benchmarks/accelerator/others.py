@@ -10,7 +10,7 @@ from ms_kernels.tuning.measure import one_pass
 __all__ = ["measure"]
 
 WITH_BACKWARD = ("grouped_matmul", "gated_delta_rule")
-OPERATORS = ("decode_attention", "quantized_linear", *WITH_BACKWARD)
+OPERATORS = ("decode_attention", *WITH_BACKWARD)
 
 
 def measure(report: Report) -> None:

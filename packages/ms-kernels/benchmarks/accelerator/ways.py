@@ -26,11 +26,9 @@ SIZES = {
     "cross_entropy": {"...": 8192, "V": 128256},
     "permute_tokens": {"T": 16384, "C": 2, "H": 4096},
     "unpermute_tokens": {"R": 32768, "T": 16384, "C": 2, "H": 4096},
-    "adamw_step": {"...": 2**28},
     "causal_conv1d": {"B": 4, "S": 4096, "C": 8192, "K": 4},
     "gated_delta_rule": {"B": 4, "S": 4096, "Hk": 16, "Hv": 32, "D": 128, "Dv": 128},
     "grouped_matmul": {"T": 16384, "E": 8, "K": 4096, "N": 14336},
-    "quantized_linear": {"...": 16, "K": 4096, "P": 2048, "G": 128, "N": 14336},
     "decode_attention": {
         "B": 32, "Hq": 32, "Hk": 8, "D": 128, "P": 8192, "page": 16, "N": 256,
     },

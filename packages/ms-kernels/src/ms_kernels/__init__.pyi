@@ -1,7 +1,6 @@
 from .errors import ArgumentError, BackendError, KernelError, TableError
 from .huggingface.attention import register_attention
 from .huggingface.patch import PatchError, PatchReport, patch, unpatch
-from .operators.adamw_step.operator import adamw_step
 from .operators.add_rms_norm.operator import add_rms_norm
 from .operators.attention.operator import attention
 from .operators.causal_conv1d.operator import causal_conv1d
@@ -13,7 +12,6 @@ from .operators.grouped_matmul.operator import grouped_matmul
 from .operators.layer_norm.operator import layer_norm
 from .operators.linear_cross_entropy.operator import linear_cross_entropy
 from .operators.permute_tokens.operator import permute_tokens
-from .operators.quantized_linear.operator import quantized_linear
 from .operators.rms_norm.operator import rms_norm
 from .operators.rotary.operator import rotary
 from .operators.swiglu.operator import swiglu
@@ -31,7 +29,6 @@ __all__ = [
     "PatchReport",
     "TableError",
     "__version__",
-    "adamw_step",
     "add_rms_norm",
     "attention",
     "causal_conv1d",
@@ -45,7 +42,6 @@ __all__ = [
     "linear_cross_entropy",
     "patch",
     "permute_tokens",
-    "quantized_linear",
     "register_attention",
     "rms_norm",
     "rotary",

@@ -153,23 +153,16 @@ def _differentiate(
 
     The random gradient is rounded to the dtype of `like`, so that the reference gets the same
     values. For a mean it is multiplied by the number of rows; otherwise the argument gradients
-    would vanish below the absolute tolerance. Mutated arguments are copied, and the copies are the
-    results.
+    would vanish below the absolute tolerance.
     """
     leaves: dict[str, Tensor] = {}
     call_inputs: list[Tensor | None] = []
-    mutated: list[Tensor] = []
     for argument, tensor in zip(contract.arguments, inputs, strict=True):
         leaf = tensor
-        if leaf is not None and argument.mutated:
-            leaf = _copy(leaf)
-            mutated.append(leaf)
-        elif leaf is not None and argument.differentiable:
+        if leaf is not None and argument.differentiable:
             leaf = leaves[argument.name] = leaf.detach().requires_grad_()
         call_inputs.append(leaf)
     output = run(*call_inputs, *options)
-    if contract.mutates:
-        return mutated, {}
     results = list(output) if isinstance(output, tuple) else [output]
     if not leaves:
         return results, {}
@@ -188,14 +181,6 @@ def _differentiate(
         [results[index] for index in grad_indices], list(leaves.values()), result_grads
     )
     return [result.detach() for result in results], dict(zip(leaves, grads, strict=True))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides."""
-    copy = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return copy.copy_(tensor)
 
 
 def _error_ratio(got: Tensor, truth: Tensor, tolerance: Tolerance) -> float:

@@ -98,7 +98,7 @@ def launches_of(implementation):
     leaves = [
         tensor.requires_grad_()
         for argument, tensor in zip(contract.arguments, tensors, strict=True)
-        if argument.differentiable and not contract.mutates
+        if argument.differentiable
     ]
     outputs = implementation.run(*tensors, *(option.default for option in contract.options))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -15,11 +15,9 @@ def differentiate(contract, run, tensors):
     leaves = [
         inputs[argument.name].requires_grad_()
         for argument in contract.arguments
-        if argument.differentiable and not contract.mutates
+        if argument.differentiable
     ]
     results = run(**inputs, **{option.name: option.default for option in contract.options})
-    if contract.mutates:
-        results = tuple(inputs.values())
     results = results if isinstance(results, tuple) else (results,)
     differentiable = [result for result in results if result.requires_grad]
     grad_outputs = [torch.ones_like(result) for result in differentiable]

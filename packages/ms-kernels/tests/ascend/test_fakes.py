@@ -51,13 +51,7 @@ def differentiate(contract, run, tensors, options):
         for argument, tensor in zip(contract.arguments, tensors, strict=True)
         if argument.differentiable
     ]
-    if contract.mutates:
-        for tensor in leaves:
-            tensor.requires_grad_(False)
-        leaves = []
     output = run(*tensors, *options)
-    if output is None:
-        return []
     outputs = output if isinstance(output, tuple) else (output,)
     if not leaves:
         return shapes_and_dtypes(outputs)

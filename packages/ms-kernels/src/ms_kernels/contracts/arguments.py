@@ -35,8 +35,6 @@ class Argument:
     """Whether None may be passed."""
     differentiable: bool = True
     """Whether the operator has a gradient with respect to it."""
-    mutated: bool = False
-    """Whether the operator writes its result to it and returns None."""
     draw: Draw | None = None
     """Generates example values. None: standard normal."""
 
@@ -62,8 +60,6 @@ class Option:
     """More values to test."""
     kind: Any = field()
     """Python type, for the torch operator's schema. Default: the type of `default`."""
-    changing: bool = False
-    """Whether it changes on every call, like a step; backend selection must not depend on it."""
 
     @kind.default
     def _kind(self) -> Any:

@@ -85,31 +85,10 @@ class Contract:
     model: Model | None = None
     """Export to a CPU library. None: not exported."""
 
-    changing: tuple[tuple[int, Option], ...] = field(init=False, repr=False)
-    """Options that change on every call, with their indices."""
-
-    @changing.default
-    def _changing(self) -> tuple[tuple[int, Option], ...]:
-        return tuple(pair for pair in enumerate(self.options) if pair[1].changing)
-
-    @property
-    def mutates(self) -> bool:
-        """Whether it is in-place: it returns None and has no gradient."""
-        return any(argument.mutated for argument in self.arguments)
-
     @property
     def defaults(self) -> tuple[Any, ...]:
         """Default of each option, in order."""
         return tuple(option.default for option in self.options)
-
-    def check_option(self, option: Option, value: object) -> None:
-        """Check the value of an option.
-
-        Raises:
-            ArgumentError: naming the option, its value and the allowed values.
-        """
-        if not option.holds(value):
-            raise ArgumentError(self.name, option.name, shown(value), option.fits)
 
     def bind(self, call: Call) -> dict[str, int]:
         """Check `call` and return the size of each symbol.
@@ -129,12 +108,10 @@ class Contract:
                 fits = f"on {first.device}, as {self.arguments[0].name} is"
                 raise self._refusal(argument, f"on {meta.device}", fits)
             self._bind_shape(argument, meta, sizes)
-            if argument.mutated and _overlaps_itself(meta):
-                got = f"of strides {describe(meta.strides)}, with elements that share memory"
-                raise self._refusal(argument, got, "without overlapping elements")
         options = {}
         for option, value in zip(self.options, call.options, strict=True):
-            self.check_option(option, value)
+            if not option.holds(value):
+                raise ArgumentError(self.name, option.name, shown(value), option.fits)
             options[option.name] = value
         # `...` is bound to a tuple of sizes; rules and costs see their product.
         dims = {name: _count(size) for name, size in sizes.items()}
@@ -260,18 +237,6 @@ class Contract:
                 tensor = tensor.to(dtype if dtype in argument.dtypes else argument.dtypes[0])
             tensors[argument.name] = tensor.to(device)
         return tensors
-
-
-def _overlaps_itself(meta: TensorMeta) -> bool:
-    """Whether two elements may share memory, as in an expanded tensor."""
-    # Largest offset over the dims so far; a stride up to it can reach an element twice.
-    reach = 0
-    pairs = zip(meta.strides, meta.shape, strict=True)
-    for stride, size in sorted((pair for pair in pairs if pair[1] != 1), key=lambda pair: pair[0]):
-        if stride <= reach and 0 not in meta.shape:
-            return True
-        reach += (size - 1) * stride
-    return False
 
 
 def _count(size: int | tuple[int, ...]) -> int:

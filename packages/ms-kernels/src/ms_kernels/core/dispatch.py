@@ -64,19 +64,14 @@ def implementation(
     """
     if torch.compiler.is_compiling():
         return _traced(contract, tensors, options)
-    # Options that change on every call, such as a step, are checked here and left out of the key.
-    key_options = options
-    for index, option in contract.changing:
-        contract.check_option(option, options[index])
-        key_options = (*key_options[:index], None, *key_options[index + 1 :])
     key: tuple[Any, ...] | None
     try:
         key = (
             contract.name,
             PREFERRED.get(),
             transforms_active(),
-            key_options,
-            *map(_type_of, key_options),  # 1, 1.0 and True hash alike but are different values
+            options,
+            *map(type, options),  # 1, 1.0 and True hash alike but are different values
             *[
                 tensor
                 if tensor is None
@@ -101,11 +96,6 @@ def implementation(
         if key is not None:
             _cache[key] = run
     return run
-
-
-def _type_of(option: Any) -> Any:
-    """Return the type of an option, and the types of its items if it is a tuple."""
-    return tuple(map(_type_of, option)) if type(option) is tuple else type(option)
 
 
 def decide(call: Call) -> Choice:

@@ -93,7 +93,6 @@ def entry(
     fp32: str = "",
     i32: str = "",
     i64: str = "",
-    u8: str = "",
     **fields: Any,
 ) -> Entry:
     """Build an `Entry`.
@@ -108,10 +107,9 @@ def entry(
         fp32: names of float32 arguments; names in capitals are pointers.
         i32: names of 32-bit integer arguments and pointers.
         i64: names of 64-bit integer arguments and pointers.
-        u8: names of 8-bit unsigned arguments and pointers.
         **fields: other fields of `Entry`.
     """
-    names_by_type = {"fp32": fp32, "i32": i32, "i64": i64, "u8": u8}
+    names_by_type = {"fp32": fp32, "i32": i32, "i64": i64}
     function = kernel.rpartition(".")[2]
     return Entry(
         name="_".join(str(part) for part in (function, dtype, detail) if part),

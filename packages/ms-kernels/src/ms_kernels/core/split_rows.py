@@ -106,21 +106,6 @@ def permuted(
     return (sorted_rows, *others)
 
 
-def local_shards(contract: Contract, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the local shards of DTensors with equal placements; plain tensors unchanged."""
-    first = getattr(tensors[0], "placements", None)
-    if first is None:
-        return tensors
-    for argument, tensor in zip(contract.arguments, tensors, strict=True):
-        placements = getattr(tensor, "placements", None)
-        if placements != first or any(placement.is_partial() for placement in placements):
-            fits = f"placed like {contract.arguments[0].name}: {first}, without partial sums"
-            raise ArgumentError(contract.name, argument.name, f"placed as {placements}", fits)
-    # Only for operators that write in place, which have no gradient.
-    with torch.no_grad():
-        return tuple(tensor.to_local() for tensor in tensors)  # type: ignore[attr-defined]
-
-
 def _local_rows(
     contract: Contract, tensors: Sequence[Tensor]
 ) -> tuple[list["Placement"], list[Tensor]]:

@@ -42,10 +42,9 @@ Rules:
 4. Each gradient is contiguous, with its argument's shape and dtype. Pass `fake_backward` if the
    sizes do not follow from the saved tensors and the gradients of the results.
 5. Both run below autograd, so `torch.autograd.grad` does not work inside them.
-6. If the contract mutates arguments, `forward` writes to them and returns None; that is all.
-7. Options that drop a result, such as `entropy`, are handled outside: the torch operator always
+6. Options that drop a result, such as `entropy`, are handled outside: the torch operator always
    returns the result, and a wrapper of `run` drops it.
-8. DTensor may shard along the contract's `splits`; an operator without any has
+7. DTensor may shard along the contract's `splits`; an operator without any has
    ``subclasses=False``. `forward` and `backward` then get the local shards.
 """
 
@@ -85,8 +84,7 @@ def opaque(
     Args:
         contract: contract of the operator.
         backend: name of the backend, part of the torch operators' names.
-        forward: returns the contract's results, then the intermediates, all new tensors; None if
-            the contract mutates its arguments.
+        forward: returns the contract's results, then the intermediates, all new tensors.
         fake: `forward` on fake tensors. None: derived from the contract's dims.
         intermediates: names and dims of the outputs of `forward` after the results, in order.
         backward: returns one gradient per differentiable argument. None: no gradient.
@@ -96,8 +94,6 @@ def opaque(
     Returns:
         A function of the contract's arguments and options, all positional: `Implementation.run`.
     """
-    if contract.mutates:
-        return _in_place(contract, backend, forward)
     plan = Plan(contract=contract, intermediates=dict(intermediates or {}), saves=tuple(saves))
     name = f"{contract.name}_{backend}"
     overload = _define(contract, name, forward, fake or plan.fake)
@@ -191,24 +187,6 @@ def _define(
     _registry.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_registry)
     return getattr(torch.ops.ms_kernels, name).default
-
-
-def _in_place(contract: Contract, backend: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a function that writes to its arguments; torch bumps their version counters."""
-    mutated = [argument.name for argument in contract.arguments if argument.mutated]
-    operator = torch.library.custom_op(
-        f"{_NAMESPACE}::{contract.name}_{backend}",
-        _with_schema(contract, forward),
-        mutates_args=mutated,
-    )
-    operator.register_fake(lambda *args: None)
-
-    def run(*args: Any) -> None:
-        # Autograd forbids writing in place to leaves that require gradients.
-        with torch.no_grad():
-            operator(*args)
-
-    return run
 
 
 def _with_schema(contract: Contract, function: Callable[..., Any]) -> Callable[..., Any]:

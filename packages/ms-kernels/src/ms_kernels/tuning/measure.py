@@ -40,13 +40,13 @@ def one_pass(
     Args:
         contract: contract of the operator.
         run: the implementation, as in `Implementation.run`.
-        inputs: tensor arguments; mutated arguments are written in place.
+        inputs: tensor arguments.
         options: option values.
         backward: also compute the gradients of all differentiable arguments.
     """
     leaves = [
         tensor
-        if tensor is None or argument.mutated
+        if tensor is None
         else tensor.detach().requires_grad_(backward and argument.differentiable)
         for argument, tensor in zip(contract.arguments, inputs, strict=True)
     ]
