@@ -1,5 +1,6 @@
 """Experts as separate layers: quantized, calibrated, exported and read by each runtime."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,43 @@ def test_int4_experts_open_in_transformers(
     text = tokens()
     difference = open_runtime(folder, "ct").logits(text) - model_logits(model, text)
     assert float(difference.abs().max()) < 5e-6  # ms-parallel sums experts in another order
+
+
+@pytest.mark.parametrize(
+    ("build", "method"),
+    [
+        (qwen3_moe, "magnitude"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(qwen3_moe, "wanda"), (qwen3_moe, "gradual"), (mixtral, "magnitude")]
+        ),
+    ],
+)
+def test_experts_are_pruned(build: Callable[[], nn.Module], method: str, tmp_path: Path) -> None:
+    """Each linear layer of each expert is 2:4 sparse in a folder of the original's names."""
+    model = build()
+    model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens(4, 33).tolist()))
+    lines = ['pattern = "2:4"', f'method = "{method}"', "tuning.steps = 2"]
+    lines += ["tuning.batch_size = 2", "tuning.sequence_length = 16", "rows = 4"]
+    paths = {"model": "base", "dataset": "tokens.json", "output_dir": "out"}
+    lines += [f'{key} = "{tmp_path / name}"' for key, name in paths.items()]
+    lines += ["retrain = false"] if method == "magnitude" else []
+    (tmp_path / "run.toml").write_text("\n".join(lines))
+    assert main(["prune", str(tmp_path / "run.toml")]) == 0
+    pruned = type(model).from_pretrained(tmp_path / "out").state_dict()  # type: ignore[attr-defined]
+    compared = 0
+    for name, weight in model.state_dict().items():
+        if "_proj" not in name:  # routers, norms, embeddings and the head
+            assert method != "magnitude" or torch.equal(pruned[name], weight), name
+            continue
+        groups, result = weight.reshape(-1, 4), pruned[name].reshape(-1, 4)
+        assert bool(((result == 0).sum(1) == 2).all()), name
+        if method == "magnitude":  # the two largest of four are unchanged
+            smallest = groups.abs().argsort(dim=1, stable=True)[:, :2]
+            assert torch.equal(result, groups.scatter(1, smallest, 0.0)), name
+        compared += 1
+    assert compared >= 2 * 6
 
 
 @pytest.mark.parametrize("build", [mixtral, pytest.param(qwen3_moe, marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@
 from ms_compress.methods.pruning import GradualPruning, keep_zeros, prune, sparsity
 from ms_compress.methods.reap import expert_count, reap_scores, remove_experts
 from ms_compress.methods.wanda import wanda
+from ms_compress.models.experts import fuse_experts, separate_experts
 from ms_compress.options import PruneRun
 from ms_compress.run.dataset import calibration_batches, check_tokenizers, training_rows
 from ms_compress.run.model import load, save
@@ -20,6 +21,8 @@ def run(options: PruneRun) -> Outcome:
             return output.already_finished()
         check_tokenizers(options)
         model = load(options.model)
+        if method != "reap":  # masks are of linear layers
+            separate_experts(model)
         trains = options.retrain or method == "gradual"
         rows = training_rows(options, model) if trains else None
         schedule = None
@@ -48,12 +51,13 @@ def run(options: PruneRun) -> Outcome:
                 after_step=lambda step: keep_zeros(model),
             )
         keep_zeros(model)
+        share = sparsity(model)
+        fuse_experts(model)  # folders have the names of the original's
         save(model, options.output_dir, source=options.model, before_publish=output.seal)
         output.end()
     if method == "reap":
         count = expert_count(model)
         result = f"{count} experts are left in each layer"
         return Outcome.of_folder(options.output_dir, result, losses, experts=count)
-    share = sparsity(model)
     result = f"{share:.1%} of the pruned layers' weights are zero"
     return Outcome.of_folder(options.output_dir, result, losses, sparsity=share)

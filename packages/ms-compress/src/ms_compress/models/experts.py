@@ -45,13 +45,24 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.Module):
-    """Experts of a layer as modules `0`, `1`, ..., with the signature of the fused experts."""
+    """Experts of a layer as modules `0`, `1`, ..., with the signature of the fused experts.
 
-    def __init__(self, experts: list[Expert]) -> None:
+    Args:
+        experts: the experts, whose weights are views of the fused tensors.
+        fused: the module that they replace.
+    """
+
+    def __init__(self, experts: list[Expert], fused: nn.Module) -> None:
         super().__init__()
         for index, expert in enumerate(experts):
             self.add_module(str(index), expert)
         self.count = len(experts)
+        self._fused = (fused,)  # in a tuple, so that it is not a submodule
+
+    @property
+    def fused(self) -> nn.Module:
+        """The module that the experts replace."""
+        return self._fused[0]
 
     def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
@@ -91,10 +102,23 @@ def separate_experts(model: M) -> M:
         if not is_fused(module):
             continue
         parent, _, attribute = name.rpartition(".")
-        separate = SeparateExperts(list(_experts(name, module)))
+        separate = SeparateExperts(list(_experts(name, module)), module)
         separate.train(module.training)
         setattr(model.get_submodule(parent), attribute, separate)
     return model
+
+
+def fuse_experts(model: nn.Module) -> None:
+    """Undo `separate_experts` in place, with the weights that the separate experts have now."""
+    for name, separate in list(separated(model)):
+        fused = separate.fused
+        with torch.no_grad():
+            for expert, target in zip(separate.children(), _experts(name, fused), strict=True):
+                for matrix in MATRICES:
+                    weight = expert.get_submodule(matrix).get_parameter("weight")
+                    target.get_submodule(matrix).get_parameter("weight").copy_(weight)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, fused.train(separate.training))
 
 
 def separated(model: nn.Module) -> Iterator[tuple[str, SeparateExperts]]:
