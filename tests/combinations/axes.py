@@ -171,7 +171,7 @@ FIXED = {
     "set by every run": "steps batch_size sequence_length output_dir seed resume progress log_every"
     " device vocab_size held_out_fraction num_generations max_new_tokens rows eval_batches"
     " reward_model teacher_model"
-    " tuning.steps tuning.batch_size tuning.sequence_length tuning.seed timeout_s",
+    " tuning.steps tuning.batch_size tuning.sequence_length tuning.seed timeout_s iters",
     "a number in one formula that no other key uses": "learning_rate warmup_steps betas eps"
     " final_learning_rate_ratio weight_decay spike_factor spike_window"
     " balance_bias_rate mtp_weight beta desirable_weight undesirable_weight"

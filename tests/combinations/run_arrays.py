@@ -146,6 +146,8 @@ def run_settings(command: str, row: Row, inputs: Path) -> dict[str, Any]:
         if axis == "model" and value in MODELS:
             settings = settings | {"model_config": MODELS[value]}
         settings = settings | {axis: value}
+    if "autoround" in str(settings.get("method")):
+        settings = settings | {"iters": 2}  # other methods refuse it
     return settings
 
 

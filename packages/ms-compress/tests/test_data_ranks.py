@@ -70,6 +70,7 @@ def test_statistics_of_two_processes_equal_those_of_one() -> None:
         ["scheme=ct.int4_g32", "method=gptq", "act_order=true"],
         ["scheme=ct.nvfp4", "method=awq+gptq"],
         ["scheme=ct.w8a8", "method=smoothquant"],
+        ["scheme=ct.int4_g32", "method=autoround", "iters=1"],
         ["kv_cache=fp8", "scheme=ct.fp8"],
         ["scheme=ct.int4_g32", "importance=true"],
     ],

@@ -41,7 +41,7 @@ def folds_of(model: nn.Module) -> dict[str, Fold]:
         [tokens(1, 8)],
         lambda total, inputs: inputs,
         lambda block: folds.update(
-            (fold.name, fold) for fold in find_folds(block.name, block.module, block.run)
+            (fold.name, fold) for fold in find_folds(block.name, block.module, lambda: block.run(0))
         ),
         targets,
     )
@@ -151,6 +151,7 @@ def test_scales_are_fitted_to_the_output_of_a_group() -> None:
         pytest.param(("scheme=ct.int4_g32", "method=gptq", "by_loss=true"), marks=pytest.mark.slow),
         ("scheme=ct.nvfp4", "method=awq+gptq"),
         pytest.param(("scheme=ct.w8a8", "method=smoothquant"), marks=pytest.mark.slow),
+        ("scheme=ct.int4_g32", "method=autoround", "iters=4"),
     ],
 )
 def test_a_killed_calibration_resumes_with_the_same_result(
@@ -176,10 +177,10 @@ def test_a_killed_calibration_resumes_with_the_same_result(
     stored = tmp_path / "out.calibration"
     assert [path.name for path in stored.iterdir()] == ["model.layers.0"]
     capsys.readouterr()
-    other = ["--set", "act_order=true"]
+    other = ["--set", "activations=false"]
     assert main(["quantize", str(run_file), *arguments, *other]) == 2
     error = capsys.readouterr().err
-    assert "out.calibration belongs to a run with other settings: act_order is True" in error
+    assert "out.calibration belongs to a run with other settings: activations is False" in error
     assert main(["quantize", str(run_file), *arguments, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert not stored.exists()
@@ -215,6 +216,7 @@ def test_methods_that_do_not_fit_are_refused_in_one_line(
     run_file = write_run(tmp_path)
     refused = {
         ("method=smoothquant", "scheme=ct.int4_g32"): "needs a scheme that quantizes inputs",
+        ("method=gptq", "scheme=ct.int4_g32", "iters=9"): "iters is only used by AutoRound",
         ("method=awk", "scheme=ct.int4_g32"): "did you mean 'awq'",
         ("method=awq", "scheme=ct.int4_g32", "head=true"): "quantizes only decoder layers",
         ("method=awq", "scheme=ct.int4_g48"): "ct.int4_g48 has groups of 48 weights",
@@ -226,7 +228,9 @@ def test_methods_that_do_not_fit_are_refused_in_one_line(
         assert message in error
         assert error.count("\n") == 1
     assert not list(tmp_path.glob("out*"))
-    with pytest.raises(ConfigError, match="rounding must be 'rtn' or 'gptq', got 'up'"):
+    with pytest.raises(
+        ConfigError, match="rounding must be 'rtn', 'gptq' or 'autoround', got 'up'"
+    ):
         awq(decoder(1), "ct.int4_g32", [tokens()], rounding="up")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="strength must be 0 to 1, got 2"):
         smoothquant(decoder(1), "ct.w8a8", [tokens()], strength=2)

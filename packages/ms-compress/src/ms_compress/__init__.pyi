@@ -12,6 +12,7 @@ from .errors import (
     VerifyError,
 )
 from .evaluation.perplexity import perplexity
+from .methods.autoround import autoround
 from .methods.awq import awq, smoothquant
 from .methods.calibration import calibrate_inputs
 from .methods.data_ranks import DataRanks
@@ -59,6 +60,7 @@ __all__ = [
     "Tuning",
     "VerifyError",
     "__version__",
+    "autoround",
     "awq",
     "calibrate_inputs",
     "calibrate_kv_cache",

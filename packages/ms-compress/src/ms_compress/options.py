@@ -142,7 +142,17 @@ class QatRun(SchemeRun):
             )
 
 
-METHODS = ("rtn", "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq")
+METHODS = (
+    "rtn",
+    "gptq",
+    "autoround",
+    "awq",
+    "smoothquant",
+    "awq+gptq",
+    "smoothquant+gptq",
+    "awq+autoround",
+    "smoothquant+autoround",
+)
 """Methods of `ms-compress quantize`; in `a+b`, a scales features and b rounds."""
 
 
@@ -152,8 +162,8 @@ class QuantizeRun(SchemeRun):
 
     method: str = field(default="rtn", validator=one_of(*METHODS))
     """Round to nearest (rtn), or calibrate with the dataset's tokens: GPTQ compensates rounding
-    errors, AWQ protects weights of large inputs, SmoothQuant moves outliers of inputs into weights.
-    """
+    errors, AutoRound learns the rounding of each weight, AWQ protects weights of large inputs,
+    SmoothQuant moves outliers of inputs into weights."""
     fit_scales: bool = field(default=False, validator=flag)
     """Search for each group's scale with the smallest error; AWQ and K-quants always do."""
     importance: bool = field(default=False, validator=flag)
@@ -163,7 +173,8 @@ class QuantizeRun(SchemeRun):
     """GPTQ quantizes the columns with the largest inputs first (`actorder` weight)."""
     by_loss: bool = field(default=False, validator=flag)
     """GPTQ weights errors by their effect on the model's predictions."""
-
+    iters: int = field(default=200, validator=integer())
+    """Steps of AutoRound per decoder layer."""
     kv_cache: str = field(default="none", validator=one_of("none", "fp8"))
     """Store scales for an FP8 key-value cache in vLLM (fp8), calibrated on the dataset; for ct.*
     schemes."""
@@ -201,6 +212,12 @@ class QuantizeRun(SchemeRun):
             raise ConfigError(
                 f"{unused[0]}=true is only used by GPTQ, got method={self.method!r}; set"
                 f" method='gptq', 'awq+gptq' or 'smoothquant+gptq', or leave {unused[0]} out"
+            )
+        if self.iters != 200 and "autoround" not in self.method:
+            raise ConfigError(
+                f"iters is only used by AutoRound, got method={self.method!r}; set"
+                " method='autoround', 'awq+autoround' or 'smoothquant+autoround', or leave iters"
+                " out"
             )
         if self.method != "rtn" and (self.embeddings or self.head):
             raise ConfigError(

@@ -92,7 +92,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="quantize",
-        help="quantize a model without training (RTN, GPTQ, AWQ, SmoothQuant), and export it",
+        help="quantize a model without training (GPTQ, AutoRound, AWQ, SmoothQuant), and export it",
         example="ms-compress quantize RUN.toml method=awq scheme=ct.int4_g32",
         options=QuantizeRun,
         flags=("verify",),

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ms_compress.methods.autoround import autoround
 from ms_compress.methods.awq import Rounding, awq, smoothquant
 from ms_compress.methods.calibration import calibrate_inputs
 from ms_compress.methods.data_ranks import ONE_PROCESS, DataRanks
@@ -85,23 +86,29 @@ def _calibrate(
     checkpoint: BlockFiles | None,
 ) -> None:
     # In `a+b`, method a scales the features and method b rounds.
-    rounding: Rounding = "gptq" if options.method.endswith("+gptq") else "rtn"
+    first, _, second = options.method.partition("+")
+    rounding: Rounding = second or "rtn"  # type: ignore[assignment]  # a choice of METHODS
     settings: dict[str, Any] = {
         "ignore": options.ignore,
         "activations": options.activations,
-        "act_order": options.act_order,
-        "by_loss": options.by_loss,
         "checkpoint": checkpoint,
         "ranks": ranks,
     }
+    if first != "autoround":
+        settings |= {"act_order": options.act_order, "by_loss": options.by_loss}
+    if first != "gptq":
+        settings["iters"] = options.iters
     with ProgressDisplay("layer", active=ranks.is_first) as display:
         settings["progress"] = display.update
-        if options.method == "gptq":
-            gptq(model, options.scheme, batches, fit_scales=options.fit_scales, **settings)
-        elif options.method.startswith("awq"):
+        if first == "awq":  # always fits scales
             awq(model, options.scheme, batches, rounding=rounding, **settings)
+            return
+        settings["fit_scales"] = options.fit_scales
+        if first == "gptq":
+            gptq(model, options.scheme, batches, **settings)
+        elif first == "autoround":
+            autoround(model, options.scheme, batches, **settings)
         else:
-            settings["fit_scales"] = options.fit_scales
             smoothquant(model, options.scheme, batches, rounding=rounding, **settings)
 
 

@@ -14,14 +14,15 @@ Shapes: N rows, K features, P scales of a fold, T tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from ms_compress.arguments import check_flags, check_number, shown
+from ms_compress.arguments import check_flags, check_integer, check_number, shown
 from ms_compress.errors import ConfigError
+from ms_compress.methods.autoround import STEPS, SignRounding
 from ms_compress.methods.calibration import (
     BlockCheckpoint,
     CalibratedBlock,
@@ -45,7 +46,8 @@ SAMPLE_ROWS = 512
 """Tokens per layer on which the error of rounded inputs is measured."""
 MIN_SCALE = 1e-4
 """Smallest scale before normalization, for features that are always zero."""
-Rounding = Literal["rtn", "gptq"]
+Rounding = Literal["rtn", "gptq", "autoround"]
+ROUNDINGS = get_args(Rounding)
 
 
 def awq(
@@ -59,6 +61,7 @@ def awq(
     clip: bool = True,
     act_order: bool = False,
     by_loss: bool = False,
+    iters: int = STEPS,
     checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
     ranks: DataRanks = ONE_PROCESS,
@@ -71,10 +74,12 @@ def awq(
         batches: calibration tokens, (B, S) int64 each.
         ignore: name patterns of layers to leave in float.
         activations: also quantize inputs, if the target does.
-        rounding: round to nearest ("rtn") or with GPTQ ("gptq") after scaling.
+        rounding: how to round after scaling: to nearest ("rtn"), with GPTQ ("gptq") or with
+            AutoRound ("autoround").
         clip: search for the scale of each group of weights with the smallest output error.
         act_order: GPTQ rounds the columns with the largest inputs first.
         by_loss: GPTQ weights errors by their effect on the model's predictions.
+        iters: steps of AutoRound per decoder layer.
         checkpoint: storage of finished decoder layers, to resume from.
         progress: called with the number of finished decoder layers, from 0, and their total.
         ranks: processes that calibrate on the other batches.
@@ -96,6 +101,7 @@ def awq(
         fit_scales=clip,
         act_order=act_order,
         by_loss=by_loss,
+        iters=iters,
         norms_only=False,
         checkpoint=checkpoint,
         progress=progress,
@@ -115,6 +121,7 @@ def smoothquant(
     fit_scales: bool = False,
     act_order: bool = False,
     by_loss: bool = False,
+    iters: int = STEPS,
     checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
     ranks: DataRanks = ONE_PROCESS,
@@ -127,12 +134,14 @@ def smoothquant(
         batches: calibration tokens, (B, S) int64 each.
         ignore: name patterns of layers to leave in float.
         activations: also quantize inputs, if the target does.
-        rounding: round to nearest ("rtn") or with GPTQ ("gptq") after scaling.
+        rounding: how to round after scaling: to nearest ("rtn"), with GPTQ ("gptq") or with
+            AutoRound ("autoround").
         strength: migration strength α, 0 to 1: the scale of a feature is its largest input to the
             power α, divided by its largest weight to the power 1 - α.
         fit_scales: search for the scale of each group of weights with the smallest output error.
         act_order: GPTQ rounds the columns with the largest inputs first.
         by_loss: GPTQ weights errors by their effect on the model's predictions.
+        iters: steps of AutoRound per decoder layer.
         checkpoint: storage of finished decoder layers, to resume from.
         progress: called with the number of finished decoder layers, from 0, and their total.
         ranks: processes that calibrate on the other batches.
@@ -161,6 +170,7 @@ def smoothquant(
         fit_scales=fit_scales,
         act_order=act_order,
         by_loss=by_loss,
+        iters=iters,
         norms_only=True,
         checkpoint=checkpoint,
         progress=progress,
@@ -241,6 +251,7 @@ def _scale_and_round(
     fit_scales: bool,
     act_order: bool,
     by_loss: bool,
+    iters: int,
     norms_only: bool,
     checkpoint: BlockCheckpoint | None,
     progress: Callable[[int, int], object] | None,
@@ -254,19 +265,26 @@ def _scale_and_round(
         error=ConfigError,
     )
     check_ranks(ranks, by_loss=by_loss)
-    if not isinstance(rounding, str) or rounding not in ("rtn", "gptq"):
-        choice = nearest(str(rounding), ("rtn", "gptq"))
-        raise ConfigError(f"rounding must be 'rtn' or 'gptq', got {shown(rounding)}; {choice}")
+    check_integer("iters", iters, minimum=1, error=ConfigError)
+    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
+        choice = nearest(str(rounding), ROUNDINGS)
+        raise ConfigError(
+            f"rounding must be 'rtn', 'gptq' or 'autoround', got {shown(rounding)}; {choice}"
+        )
     check_calibration(model, batches, {name for name, _ in select(model, ignore)})
     qat(model, scheme_name, ignore=ignore, activations=activations, learned_scales=True)
     by_gptq = GPTQRounding(
         model=model, batches=batches, fit_scales=fit_scales, act_order=act_order, by_loss=by_loss
     )
 
+    by_signs = SignRounding(iters=iters, fit_scales=fit_scales, ranks=ranks)
+
     def visit(block: CalibratedBlock[InputStatistics]) -> None:
         statistics = block.statistics
         layers = {k: layer for k, layer in block.layers.items() if isinstance(layer, Prepared)}
-        for fold in find_folds(block.name, block.module, block.run, norms_only=norms_only):
+        for fold in find_folds(
+            block.name, block.module, lambda: block.run(0), norms_only=norms_only
+        ):
             readers = {name: layers[name] for name in fold.consumers if name in layers}
             if not readers:
                 continue
@@ -283,6 +301,9 @@ def _scale_and_round(
         hessians = {name: statistics.pop(name).hessian for name in layers}
         if rounding == "gptq":
             by_gptq.round_layers(block.layers, hessians)
+        elif rounding == "autoround":
+            hessians.clear()
+            by_signs.round_layers(block)
         else:
             for name, layer in layers.items():
                 assert layer.scheme is not None
@@ -301,6 +322,7 @@ def _scale_and_round(
         visit,
         targets,
         in_float=True,
+        float_outputs=rounding == "autoround",
         checkpoint=checkpoint,
         progress=progress,
         ranks=ranks,

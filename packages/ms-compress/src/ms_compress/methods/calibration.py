@@ -45,8 +45,10 @@ class CalibratedBlock(Generic[S]):
     """Target layers by their name in the model."""
     statistics: dict[str, S]
     """Statistic of each target layer; remove an entry to free its memory."""
-    run: Callable[[], Tensor]
-    """Return the decoder layer's output (B, S, D) for the first batch, with its current weights."""
+    run: Callable[[int], Tensor]
+    """Return the decoder layer's output (B, S, D) for a batch, with its current weights."""
+    float_outputs: Sequence[Tensor] = ()
+    """Output (B, S, D) for each batch in the float model, if the walk computes it."""
 
 
 class BlockCheckpoint(Protocol):
@@ -73,11 +75,12 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 def walk(
     model: nn.Module,
     batches: Sequence[Tensor],
-    statistic: Statistic[S],
+    statistic: Statistic[S] | None,
     visit: Callable[[CalibratedBlock[S]], None],
     targets: set[str],
     *,
     in_float: bool = False,
+    float_outputs: bool = False,
     checkpoint: BlockCheckpoint | None = None,
     progress: Callable[[int, int], object] | None = None,
     ranks: DataRanks = ONE_PROCESS,
@@ -90,10 +93,12 @@ def walk(
     Args:
         model: a complete decoder from ms-parallel or transformers.
         batches: tokens, (B, S) int64 each.
-        statistic: accumulates a layer's inputs.
+        statistic: accumulates a layer's inputs. None: nothing is observed.
         visit: called with each decoder layer that has targets.
         targets: names of the linear layers to observe.
         in_float: switch off a decoder layer's quantization while observing and visiting it.
+        float_outputs: also compute the float model's output of each decoder layer; memory then
+            holds the hidden states of both models.
         checkpoint: storage of finished decoder layers, which are loaded instead of visited.
         progress: called with the number of finished decoder layers, from 0, and their total.
         ranks: processes that calibrate on the other batches.
@@ -110,6 +115,7 @@ def walk(
         raise CalibrationError(f"checkpoint must be a BlockCheckpoint, got {shown(checkpoint)}")
     with evaluating(model):
         hidden, calls = _arguments(model, batches)  # hidden: one (B, S, D) per batch
+        float_hidden = list(hidden) if float_outputs else []
         for number, ((prefix, block), layer_calls) in enumerate(
             zip(blocks_of(model), calls, strict=True)
         ):
@@ -120,21 +126,29 @@ def walk(
                 for name, layer in block.named_modules()
                 if isinstance(layer, nn.Linear) and f"{prefix}.{name}" in targets
             }
+            # Before the layer is changed, or replaced by a stored one.
+            with float_layers(block):
+                for index, x in enumerate(float_hidden):
+                    float_hidden[index] = _run(block, x, layer_calls[index])
             stored = ranks.is_first and checkpoint is not None and checkpoint.load(prefix, block)
             if layers and not ranks.any(stored):
                 with float_layers(block) if in_float else ExitStack():
                     # First pass, before any change: all layers see their unchanged siblings.
+                    statistics: dict[str, S] = {}
+                    if statistic is not None:
+                        statistics = _gather(
+                            block, layers, hidden, layer_calls, statistic, ranks, combine
+                        )
                     visit(
                         CalibratedBlock(
                             name=prefix,
                             module=block,
                             layers=layers,
-                            statistics=_gather(
-                                block, layers, hidden, layer_calls, statistic, ranks, combine
+                            statistics=statistics,
+                            run=lambda index, block=block, calls=layer_calls: (  # type: ignore[misc]
+                                _run(block, hidden[index], calls[index])
                             ),
-                            run=lambda block=block, x=hidden[0], call=layer_calls[0]: (  # type: ignore[misc]
-                                _run(block, x, call)
-                            ),
+                            float_outputs=float_hidden,
                         )
                     )
                 if checkpoint is not None and ranks.is_first:

@@ -55,6 +55,11 @@ class DataRanks:
         """True on the process that writes files and shows progress."""
         return self.rank == 0
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors that the processes exchange."""
+        return self._device
+
     def __enter__(self) -> Self:
         if self.count == 1:
             return self

@@ -162,7 +162,7 @@ class GPTQRounding:
                     masked, weight, per_weight(scales, weight.shape, layer.scheme), layer.scheme
                 )
             layer.weight.copy_(weight)
-            factor = _factor(layer.weight.detach(), scales, layer.scheme, minimums)
+            factor = factor_of_rounded(layer.weight.detach(), scales, layer.scheme, minimums)
             layer.get_parameter(FACTOR).copy_(factor)
 
     def _round(
@@ -294,7 +294,7 @@ def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
     return factor
 
 
-def _factor(
+def factor_of_rounded(
     rounded: Tensor, scales: Tensor, scheme: Scheme, minimums: Tensor | None = None
 ) -> Tensor:
     """Return the factor for which the scheme's rule gives these scales and minimums.

@@ -253,6 +253,30 @@ def round_with_scales(
     return _round(cells, scales, scheme, None, zeros).mul_(scales).sub_(zeros)
 
 
+def sum_per_scale(values: Tensor, scheme: Scheme) -> Tensor:
+    """Return the sums (R, G) of values (N, K) that belong to the same scale."""
+    return _cells(values, scheme).sum(-1)
+
+
+def code_spacing(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
+    """Return the distance between the codes around each weight, (N, K), as a weight.
+
+    Args:
+        weight: (N, K).
+        scales: (N, K), the scale of each weight.
+        scheme: quantization scheme.
+    """
+    if scheme.values is not None:
+        values = torch.tensor(scheme.values, dtype=torch.float32, device=weight.device)
+        upper = torch.bucketize(weight / scales, values).clamp_(1, len(values) - 1)
+        return (values[upper] - values[upper - 1]) * scales.abs()
+    if scheme.element is None:
+        return scales.abs()
+    magnitude = (weight / scales).abs().nan_to_num_(0.0).clamp_(max=scheme.element.high)
+    power = binade(magnitude).clamp_(min=2.0**scheme.element.min_exponent)
+    return power * scales.abs() * 2.0**-scheme.element.mantissa_bits
+
+
 def clamp_to_codes(weight: Tensor, rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
     """Move weights just far enough to round to given codes.
 
